@@ -1,4 +1,4 @@
-"""The lane of long actions and its memory of them."""
+"""The queue of long actions, and the record of tasks that it keeps."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ async def test_persistent_task_resumes_under_its_id_after_a_restart(tmp_path: Pa
 
 @pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> None:
-    """Two agents must have begun it, by acceptance and by resumption. A task that only waited does not count."""
+    """Two agents must have begun the task, one on accepting it and one on resuming it. Waiting tasks do not count."""
     journal = tmp_path / "tasks.json"
     begun: list[bytes] = []
 
@@ -242,7 +242,7 @@ async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> Non
 
 
 async def test_task_journal_writes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each id that was answered is in the file, however slow the disk is for one of them."""
+    """Every id that was sent in a reply is in the file, even if the disk is slow for one of the writes."""
     journal = tmp_path / "tasks.json"
     write, is_slow = files.write_atomic, threading.Event()
     calls = iter(range(100))
@@ -302,7 +302,9 @@ async def test_stored_task_with_an_unreadable_request_is_dropped(tmp_path: Path)
 
 
 async def test_full_task_queue_rejects_requests(tasks: Tasks) -> None:
-    """Waiting tasks kept their arguments, thirty times as large as their bytes, while an errand ran."""
+    """While an errand ran, waiting tasks kept their arguments, which took thirty times as much memory as their
+    bytes.
+    """
     gate = asyncio.Event()
     tasks.submit("run_errand", gate.wait, size=1)
     while tasks.running is None:

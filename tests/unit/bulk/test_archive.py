@@ -1,4 +1,4 @@
-"""Unpacking: what GNU tar makes of honest archives, and nothing at all of hostile ones."""
+"""Unpacking: valid archives give the same tree as with GNU tar, and hostile ones leave nothing behind."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ END = bytes(1024)
 
 
 def zipped(data: bytes) -> bytes:
-    """Compressed, the same at any time."""
+    """Compress with gzip, without a timestamp so that the bytes are reproducible."""
     return gzip.compress(data, mtime=0)
 
 
 def member(name: str, data: bytes = b"", **fields: Any) -> bytes:
-    """Return one member in an archive's form: header and padded data."""
+    """Return one archive member: its header and padded data."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     for key, value in fields.items():
@@ -51,7 +51,7 @@ def pax(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
 
 
 def record(key: str, value: str) -> bytes:
-    """A pax record. Its length counts its own digits."""
+    """Return a pax record. Its length field counts its own digits."""
     rest = f" {key}={value}\n".encode()
     length = len(rest)
     while len(str(length)) + len(rest) != length:
@@ -60,7 +60,7 @@ def record(key: str, value: str) -> bytes:
 
 
 def file(data: bytes) -> io.BufferedRandom:
-    """Bytes as an open file."""
+    """Return bytes as an open file."""
     opened = os.fdopen(os.memfd_create("archive"), "w+b")
     opened.write(data)
     opened.flush()
@@ -76,7 +76,7 @@ Entry = tuple[int, int, int, object]
 
 
 def listing(tree: Path, *, times: bool = True) -> dict[str, Entry]:
-    """Every path with mode, seconds of its time, number of names (of files) and content."""
+    """Return every path with mode, mtime in seconds, number of links (for files) and content."""
     found: dict[str, Entry] = {}
     for path in [tree, *tree.rglob("*")]:
         status = path.lstat()
@@ -92,7 +92,7 @@ def listing(tree: Path, *, times: bool = True) -> dict[str, Entry]:
 
 
 def make_tree(tree: Path) -> None:
-    """One of everything that packages hold."""
+    """Create one of everything that packages contain."""
     (tree / "bin").mkdir(parents=True)
     (tree / "bin" / "run").write_bytes(b"#!/bin/sh\n")
     (tree / "bin" / "run").chmod(0o4755)
@@ -238,7 +238,7 @@ def test_job_missing_in_an_archive_has_the_error_text_of_the_go_agent(tmp_path: 
     ],
 )
 def test_unusual_valid_archives_are_unpacked(tmp_path: Path, packed: bytes) -> None:
-    """The later of two members with one name wins. An archive may lack its end or have more after it."""
+    """If two members have the same name, the later wins. An archive may lack its end marker or have data after it."""
     unpack(packed, tmp_path / "o")
 
     assert {path.name: path.read_bytes() for path in (tmp_path / "o").iterdir()} == {"a": b"new"}
@@ -255,7 +255,7 @@ def test_archive_member_whose_name_ends_with_a_slash_is_a_directory(tmp_path: Pa
 
 @pytest.mark.parametrize("subtree", ["", "d"])
 def test_links_in_an_archive_may_have_any_target(tmp_path: Path, subtree: str) -> None:
-    """Compiled packages are full of absolute links. GNU tar makes the links of jobs, too, and follows none."""
+    """Compiled packages contain many absolute links. GNU tar creates such links in jobs as well, and follows none."""
     packed = link("d/a", "/var/vcap/packages/x") + link("d/b", "../../y") + link("d/c", "d/b", hard=True) + END
     unpack(zipped(packed), tmp_path / "o", subtree=subtree)
 
@@ -265,7 +265,7 @@ def test_links_in_an_archive_may_have_any_target(tmp_path: Path, subtree: str) -
 
 
 def test_archive_time_out_of_range_is_clamped(tmp_path: Path) -> None:
-    """A bad date is no error."""
+    """An invalid date is not an error."""
     packed = member("a", mtime=-(2**40)) + pax(record("mtime", str(10**30))) + member("b") + END
     unpack(packed, tmp_path / "o")
 
@@ -287,12 +287,12 @@ def test_unpacking_into_an_existing_directory_fails_without_changes(tmp_path: Pa
 
 
 def with_size(size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
-    """A header that claims a size its number field cannot hold in octal."""
+    """Return a header that claims a size too large for its octal field."""
     return with_number(124, 12, size, kind)
 
 
 def with_number(at: int, width: int, number: int, kind: bytes = tarfile.REGTYPE) -> bytes:
-    """A header of ``a`` with a number in base 256 in one of its fields."""
+    """Return a header of ``a`` with a base-256 number in one of its fields."""
     info = tarfile.TarInfo("a")
     info.type = kind
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
@@ -371,7 +371,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 def test_archive_mode_above_its_range_is_reduced_to_twelve_bits(tmp_path: Path) -> None:
-    """A base-256 field holds 56 bits, but the interpreter reads a mode of 32, so the error was not a rejection."""
+    """A base-256 field holds 56 bits, but Python only accepts a mode of 32 bits and raised an error that is not
+    ``ArchiveError``.
+    """
     unpack(with_number(100, 8, 2**40 + 0o640), tmp_path / "into")
     assert (tmp_path / "into/a").stat().st_mode & 0o7777 == 0o640
 
@@ -380,7 +382,7 @@ def test_archive_mode_above_its_range_is_reduced_to_twelve_bits(tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["check", "length", "cut", "cut before the check", "garbage"])
 @pytest.mark.parametrize("padding", [0, 100_000])
 def test_damaged_end_of_gzip_data_is_detected(tmp_path: Path, kind: str, padding: int) -> None:
-    """The archive's last member ends before the checksum at the end, which covers everything."""
+    """The archive's last member ends before the checksum at the end of the gzip data, which covers everything."""
     packed = bytearray(zipped(member("a", b"x") + END + bytes(padding)))
     match kind:
         case "check":
@@ -400,7 +402,7 @@ def test_damaged_end_of_gzip_data_is_detected(tmp_path: Path, kind: str, padding
         unpack(bytes(packed), tmp_path / "o")
 
     assert not (tmp_path / "o").exists()
-    if not padding:  # with more of it tar does not read to the end
+    if not padding:  # with more padding, tar does not read to the end
         assert subprocess.run(["tar", "-xzf", source, "-C", tmp_path / "by-tar"], check=False).returncode
 
 
@@ -409,7 +411,9 @@ def test_damaged_end_of_gzip_data_is_detected(tmp_path: Path, kind: str, padding
 def test_hostile_archive_is_rejected_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Nothing outside the directory is touched, the directory is removed, and the text says which member and why."""
+    """Nothing outside the directory is touched, the directory is removed, and the error names the member and the
+    reason.
+    """
     monkeypatch.setattr(archive, "MAX_MEMBERS", 20)
     monkeypatch.setattr(archive, "MAX_BYTES", 70_000)
     monkeypatch.setattr(archive, "MAX_HEADER_BYTES", 50_000)
@@ -436,7 +440,7 @@ def test_unpacking_writes_nothing_through_links_that_point_outside(tmp_path: Pat
 
 @pytest.mark.attack("a blobstore delivers an archive that writes outside its directory")
 def test_hard_link_in_a_job_archive_stays_within_the_job(tmp_path: Path) -> None:
-    """A name that exists in both jobs cannot link one to the other."""
+    """If a name exists in two jobs, one cannot be hard-linked to the other."""
     packed = zipped(member("db/key") + member("web/key") + link("web/a", "db/key", hard=True) + END)
     with pytest.raises(ArchiveError, match="'web/a': its target is not unpacked"):
         unpack(packed, tmp_path / "o", subtree="web")
@@ -496,7 +500,7 @@ def base_archives() -> list[bytes]:
 def test_mutated_archive_gives_an_error_or_a_tree_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, which: int, changes: list[tuple[int, int]]
 ) -> None:
-    """Any change of an archive causes only ``ArchiveError``, and nothing outside changes."""
+    """Any change to an archive only causes ``ArchiveError``, and nothing outside the directory changes."""
     data = bytearray(base_archives()[which])
     for place, value in changes:
         data[place % len(data)] = value

@@ -1,4 +1,4 @@
-"""Order in which an install brings bundles to disk. The rest is in ``integration/test_worker.py``."""
+"""The order in which an install writes bundles to disk. ``integration/test_worker.py`` tests the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing: the same bytes for the same tree, and no surprise from what changes or lies in wait in it."""
+"""Packing: the same tree gives the same bytes, and changing or hostile files in it do no harm."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def packed(*trees: Tree, compressed: bool = True, remarks: str = "") -> bytes:
 
 
 def logs(root: Path, *patterns: str) -> bytes:
-    """A tree that is written into meanwhile."""
+    """Return a live tree, that is, one that is written to meanwhile."""
     return packed(Tree(str(root), patterns=list(patterns or ["**/*"])), remarks="remarks")
 
 
 def before_reading(monkeypatch: pytest.MonkeyPatch, name: str, happen: Callable[[], object]) -> None:
-    """Have something happen, once, when the entry ``name`` of a directory is about to be opened."""
+    """Run something, once, when the entry ``name`` of a directory is about to be opened."""
     honest = guarded.hold
     left = [happen]
 
@@ -51,7 +51,7 @@ def before_reading(monkeypatch: pytest.MonkeyPatch, name: str, happen: Callable[
 
 
 def after_seeing_the_size(monkeypatch: pytest.MonkeyPatch, size: int, happen: Callable[[], object]) -> None:
-    """Have something happen, once, when a file of this size has been measured."""
+    """Run something, once, after the size of a file of this size has been read."""
     honest = os.fstat
     left = [happen]
 
@@ -85,7 +85,7 @@ def make(root: Path, names: Iterable[str]) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A compiled package with all kinds of entries."""
+    """Return a compiled package with all kinds of entries."""
     tree = tmp_path / "tree"
     make(tree, ["bin/run", "lib/b", "lib/a", "long/" + "n" * 120])
     (tree / "bin" / "run").chmod(0o755)
@@ -102,7 +102,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("compressed", [True, False])
 def test_gnu_tar_unpacks_a_packed_tree_unchanged(tmp_path: Path, tree: Path, compressed: bool) -> None:
-    """Contents, modes, times, links of both kinds, empty directories. The names begin with ``./``."""
+    """Contents, modes, times, both kinds of links and empty directories are compared. The names begin with ``./``."""
     (tmp_path / "a.tgz").write_bytes(packed(Tree(str(tree)), compressed=compressed))
     (tmp_path / "out").mkdir()
     subprocess.run(["tar", "-xf", tmp_path / "a.tgz", "-C", tmp_path / "out"], check=True)
@@ -131,7 +131,7 @@ def test_packing_the_same_tree_gives_the_same_bytes(tmp_path: Path, tree: Path) 
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A log of many pieces."""
+    """Return a log that is packed in many chunks."""
     large = tmp_path / "large"
     large.mkdir()
     lines = (f"{number} {hashlib.sha512(b'%d' % number).hexdigest()}\n" for number in range(10_000))
@@ -145,7 +145,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_archive_is_independent_of_the_number_of_processors(
     tmp_path: Path, large: Path, monkeypatch: pytest.MonkeyPatch, processors: int
 ) -> None:
-    """It is one gzip member."""
+    """It always consists of one gzip member."""
     wanted = logs(large)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     data = logs(large)
@@ -159,7 +159,7 @@ def test_archive_is_independent_of_the_number_of_processors(
 
 
 def test_full_disk_ends_packing(large: Path) -> None:
-    """Pieces that wait to be compressed and written are dropped."""
+    """Chunks that wait to be compressed or written are dropped."""
 
     class Full(io.BytesIO):
         def write(self, data: Any, /) -> int:
@@ -188,7 +188,9 @@ def test_packing_returns_the_digests_of_the_archive(large: Path, compressed: boo
 
 
 def test_packing_follows_no_links(tmp_path: Path) -> None:
-    """A job that may write here cannot make root read elsewhere, whatever it does while the tree is read."""
+    """A job that may write to the tree cannot make root read other files, even if it changes the tree during
+    packing.
+    """
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "logs" / "job").mkdir(parents=True)
     (tmp_path / "logs" / "job" / "planted.log").symlink_to(tmp_path / "secret")
@@ -203,7 +205,10 @@ def test_packing_follows_no_links(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_hard_links_to_files_of_root_are_not_packed(tmp_path: Path) -> None:
-    """A job may give it one among its logs. In a tree that no job writes to it is a file like any other."""
+    """A job may create such a link among its logs.
+
+    In a tree that no job can write to, it is packed like any other file.
+    """
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/a.log").hardlink_to(tmp_path / "secret")
@@ -215,7 +220,7 @@ def test_hard_links_to_files_of_root_are_not_packed(tmp_path: Path) -> None:
 
 
 def test_compiled_package_is_owned_by_root_by_name(tmp_path: Path) -> None:
-    """Logs have their owners' numbers and no name."""
+    """Files of a compiled package are owned by root, by name. Files of logs have numeric owners and no name."""
     make(tmp_path, ["a"])
     (tmp_path / "out").symlink_to("/")
 
@@ -229,7 +234,7 @@ def test_compiled_package_is_owned_by_root_by_name(tmp_path: Path) -> None:
 def test_file_replaced_by_another_type_is_not_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """It happens between the scan and the open. A FIFO would block a process that opens it."""
+    """The replacement happens between the scan and the open. Opening a FIFO would block."""
     make(tmp_path, ["logs/a", "logs/b", "secret"])
 
     def swap() -> None:
@@ -247,7 +252,7 @@ def test_file_replaced_by_another_type_is_not_packed(
 
 
 def test_directory_replaced_by_a_link_is_packed_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays open for its files: no other path leads to the next of them."""
+    """The directory stays open until its files are packed, so a replaced path does not lead elsewhere."""
     make(tmp_path, ["logs/job/a", "logs/job/b", "secret/a", "secret/b"])
 
     def swap() -> None:
@@ -326,7 +331,7 @@ def test_pathological_patterns_are_matched_quickly(tmp_path: Path) -> None:
 def test_log_rotated_during_packing_is_packed_under_its_new_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every line is in the archive, whichever moment the names were changed at. A shrinking number of files too."""
+    """Every line is in the archive, whenever the files were renamed, and even if their number shrinks."""
     make(tmp_path, ["a.log", "b.log", "b.log.1", "b.log.2", "c.log"])
 
     def rotate() -> None:
@@ -346,7 +351,9 @@ def test_log_rotated_during_packing_is_packed_under_its_new_name(
 
 
 def test_log_renamed_after_it_was_packed_is_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If more was written to it meanwhile, it is packed again, because those lines would be lost."""
+    """If more was written to it after it was packed, it is packed again, because those lines would otherwise be
+    lost.
+    """
     make(tmp_path, ["a", "b", "z"])
 
     def rename() -> None:
@@ -366,7 +373,7 @@ def test_log_renamed_after_it_was_packed_is_packed_once(tmp_path: Path, monkeypa
 
 
 def test_log_that_reappears_is_packed_without_a_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its moment without a file does not matter to anyone."""
+    """Nobody needs to know that the file was missing for a moment."""
     make(tmp_path, ["a", "b"])
     before_reading(monkeypatch, "a", (tmp_path / "a").unlink)
     before_reading(monkeypatch, "b", lambda: make(tmp_path, ["a"]))
@@ -485,7 +492,10 @@ def test_files_without_read_permission_are_listed(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_packed_links_stay_within_the_tree(tmp_path: Path, target: str, packed_as: str) -> None:
-    """A link to another log is packed as one that works where the archive is unpacked; what leads out is listed."""
+    """A link to another log is rewritten so that it works where the archive is unpacked.
+
+    Links that lead out are listed.
+    """
     root = tmp_path / "logs"
     make(root, ["job/out.log.1"])
     (tmp_path / "alias").symlink_to(root)
@@ -504,7 +514,7 @@ def test_packed_links_stay_within_the_tree(tmp_path: Path, target: str, packed_a
 
 
 def test_remarks_file_has_the_time_of_the_newest_log(tmp_path: Path) -> None:
-    """No clock is asked, and tar does not complain of a file from 1970."""
+    """It does not need the clock, and tar does not complain about a file from 1970."""
     make(tmp_path, ["a"])
     (tmp_path / "link").symlink_to("/etc")
     os.utime(tmp_path / "a", (1_600_000_000, 1_600_000_000))
@@ -513,7 +523,7 @@ def test_remarks_file_has_the_time_of_the_newest_log(tmp_path: Path) -> None:
 
 
 def test_oversized_compilation_output_is_rejected_before_it_is_read(tmp_path: Path) -> None:
-    """Output of a compilation may hold a hole of terabytes, which would be read and sent as zeros."""
+    """Output of a compilation may contain a hole of terabytes, which would be read and sent as zeros."""
     with (tmp_path / "a").open("wb") as file:
         file.truncate(1 << 42)
     make(tmp_path, ["b"])
@@ -525,7 +535,7 @@ def test_oversized_compilation_output_is_rejected_before_it_is_read(tmp_path: Pa
 def test_size_limit_of_compilation_output_does_not_apply_to_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logs of many gigabytes are fetched, and output that reaches its bound is packed."""
+    """Logs of many gigabytes can be fetched, and compilation output up to the limit is packed."""
     (tmp_path / "a.log").write_bytes(b"x" * 1000)
     monkeypatch.setattr(packing, "MAX_FIXED_BYTES", 1000)
     assert len(content(packed(Tree(str(tmp_path))), "./a.log")) == 1000
@@ -536,11 +546,12 @@ def test_size_limit_of_compilation_output_does_not_apply_to_logs(
         packed(Tree(str(tmp_path)))
 
 
-# --- files that a job may plant among its logs -----------------------------------------------------------------------
+# --- files that a job may plant among its logs
+# -------------------------------------------------------------------------
 
 
 def test_sparse_log_is_packed_without_its_holes(tmp_path: Path) -> None:
-    """It costs its writer nothing. Read as zeros, terabytes would keep every later task waiting."""
+    """A sparse file costs its writer nothing. Read as zeros, terabytes of it would delay every later task."""
     with (tmp_path / "a.log").open("wb") as file:
         file.write(b"first")
         file.truncate(1 << 43)
@@ -556,7 +567,7 @@ def test_sparse_log_is_packed_without_its_holes(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job passes a setuid program to whoever unpacks its logs")
 def test_setuid_programs_of_jobs_are_not_packed_as_roots(tmp_path: Path) -> None:
-    """Unpacked by root, a file with its setuid bit and number 0 as owner would be root's for everybody."""
+    """A setuid file recorded with owner 0 would run as root for everybody once root has unpacked it."""
     (tmp_path / "evil.log").write_text("#!/bin/sh")
     (tmp_path / "evil.log").chmod(0o6755)
     if os.geteuid() == 0:
@@ -571,7 +582,7 @@ def test_setuid_programs_of_jobs_are_not_packed_as_roots(tmp_path: Path) -> None
 
 
 def test_job_with_too_many_files_does_not_exclude_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Omissions are listed."""
+    """Omitted files are listed."""
     monkeypatch.setattr(packing, "MAX_JOB_ENTRIES", 10)
     make(tmp_path, [f"evil/deep/{number}.log" for number in range(30)] + ["good/x.log"])
 
@@ -584,7 +595,7 @@ def test_job_with_too_many_files_does_not_exclude_other_jobs(tmp_path: Path, mon
 
 
 def test_packing_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later tasks wait for it."""
+    """Packing without a deadline would delay later tasks."""
     monkeypatch.setattr(packing, "LIVE_TIMEOUT_S", 0.0)
     make(tmp_path, ["a.log"])
 
@@ -602,7 +613,7 @@ def test_file_names_cannot_forge_remarks(tmp_path: Path) -> None:
 
 
 def test_packing_a_log_under_a_lease_does_not_block(tmp_path: Path) -> None:
-    """Its owner may make a process that opens it wait for 45 seconds."""
+    """The owner of a lease can delay a process that opens the file by 45 seconds."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     make(tmp_path, ["a.log", "b.log"])
     with (tmp_path / "a.log").open("rb+") as owner:
@@ -622,7 +633,7 @@ def test_unbalanced_or_deep_braces_in_patterns_are_rejected(tmp_path: Path, patt
 
 
 def test_braces_are_compiled_to_a_single_expression(tmp_path: Path) -> None:
-    """Each expanded pattern would take memory."""
+    """If each expansion became a pattern of its own, they would take too much memory."""
     make(tmp_path, ["ab" * 15])
 
     assert list(entries(logs(tmp_path, "{a,b}" * 30))) == ["./" + "ab" * 15]

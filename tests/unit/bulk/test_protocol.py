@@ -1,4 +1,4 @@
-"""Names of blobs, and progress."""
+"""Names of blobs, and the text of progress reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_paths_and_options_are_rejected_as_blob_ids(blob_id: str) -> None:
 
 
 def test_progress_has_a_text_and_a_fraction() -> None:
-    """During the count the total is unknown."""
+    """While files are being counted, the total is unknown."""
     counting, copying = Progress("counting"), Progress("copying", 250, 1000)
     assert (str(counting), counting.share) == ("counting", 0.0)
     assert (str(copying), copying.share) == ("copying: 250/1000 bytes", 0.25)

@@ -1,4 +1,4 @@
-"""Proxies by the rules of Go. The trust in authorities is tested with the transfers."""
+"""Proxies, chosen by Go's rules. The tests of transfers cover which CAs are trusted."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ ENVIRONMENT = {
     ],
 )
 def test_no_proxy_variable_is_honoured(url: tuple[str, str, int], proxy: str | None) -> None:
-    """It may name networks too, which Python's own rules lack and container platforms use."""
+    """The variable may contain networks, which Python's own rules do not support and container platforms use."""
     assert proxy_for(*url, ENVIRONMENT) == proxy
 
 
 def test_star_in_no_proxy_disables_all_proxies() -> None:
-    """Without any variable there is no proxy either."""
+    """Without any proxy variable there is no proxy either."""
     assert proxy_for("http", "h", 80, {"http_proxy": "p", "no_proxy": "*"}) is None
     assert proxy_for("http", "h", 80, {}) is None

@@ -1,4 +1,4 @@
-"""``agent-shim check``: kinds by name, errors with the place, exit codes."""
+"""``agent-shim check``: file types by name, errors with their place, exit codes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_all_errors_of_a_file_are_reported_at_once(tmp_path: Path, capsys: pytes
 
 
 def test_check_rejects_a_jobs_own_directories_as_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The agent rejects them, too. The file's directory tells which job it is."""
+    """The agent rejects them too. The file's directory determines the job."""
     file = tmp_path / "web/config/bpm.yml"
     file.parent.mkdir(parents=True)
     file.write_text("processes:\n- {name: a, executable: b, additional_volumes: [{path: /var/vcap/store/web}]}")
@@ -160,7 +160,7 @@ def test_check_warns_of_a_bpm_file_with_ignored_parts(
 def test_check_compares_bpm_commands_with_the_bpm_file_beside_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both errors of the file are reported. Without that file nothing is known."""
+    """Both errors of the file are reported. Without a bpm.yml the commands cannot be checked."""
     monit = tmp_path / "web/monit"
     (tmp_path / "web/config").mkdir(parents=True)
     bpm = "/var/vcap/jobs/bpm/bin/bpm"
@@ -230,7 +230,7 @@ def test_check_prints_warnings_beside_errors(
 def test_check_rejects_an_unknown_key_of_agent_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: list[str]
 ) -> None:
-    """Nothing else reads these keys, so an agent without them does less than its operator asked for."""
+    """Nothing else reads these keys, so a misspelt one would silently have no effect."""
     (tmp_path / "agent.json").write_text(text)
 
     assert main(["check", str(tmp_path / "agent.json")]) == 78
@@ -291,7 +291,7 @@ def test_check_rejects_a_misspelt_program_statement(
 
 
 def test_check_strict_rejects_statements_without_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A dependency on a service of another job is not one of them."""
+    """A dependency on a service of another job has an effect and is accepted."""
     (tmp_path / "monit").write_text(
         "check process web with pidfile /x group vcap\n start program '/x'\n alert a@b\n depends on other\n"
         " if failed port 5 protocol mysql then alert\n if failed port 5 protocol http then alert\n"

@@ -1,4 +1,4 @@
-"""The grammar of ``agent-shim``: every command explains itself, and its examples are true."""
+"""The command line of ``agent-shim``: every command has a help text, and its examples work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent_shim.core.paths import Paths
 
 
 def examples() -> list[str]:
-    """Every line of the examples that calls us, without what the shell does with it."""
+    """Return every example line that calls ``agent-shim``, without its shell syntax such as pipes."""
     lines = [line.strip() for text in commands.EXAMPLES.values() for line in text.splitlines()]
     parts = [part.strip() for line in lines for part in re.split(r"\||&&|#| >", line)]
     return [part[part.index("agent-shim") :] for part in parts if "agent-shim " in part]

@@ -24,7 +24,7 @@ FEW = frozenset({*NEEDED, *USEFUL})
 
 
 def found(topic: str, base: Path, settings: dict[str, object] | None = None) -> Finding:
-    """The last finding of a probe on a tree with these settings."""
+    """Return the last finding of a probe in a tree with these settings."""
     document = json.dumps({"agent_id": "a", **(settings or {})}).encode()
     known = Effective(parse(document, origin="x"), UpdateSettings())
     place = doctor.runtime(known, Paths(base))
@@ -105,11 +105,11 @@ def test_doctor_explains_every_limit_and_how_to_change_it(name: str) -> None:
     assert limit.verdict == GOOD or limit.pod
     for runtime in get_args(Runtime):
         said = limit.change(runtime)
-        if runtime == "lxd":  # it takes no keys of Docker's HostConfig
+        if runtime == "lxd":  # it does not use Docker's HostConfig keys
             assert not re.search(r"HostConfig|Ulimits|ShmSize|Memory: BYTES|ReadonlyRootfs|SecurityOpt|PidMode", said)
         if runtime != "pod" and limit.cpi:
             assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", said)
-    # The Docker CPI sets privileges and bind mounts of a container. Other keys are not its own.
+    # The Docker CPI sets privileges and bind mounts of a container, and accepts no other keys.
     assert not re.search(r"\b(Privileged|CapAdd|Binds|User|Cmd|Entrypoint)\b", limit.cpi)
     assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", "" if limit.cpi else limit.pod)
 
@@ -233,7 +233,7 @@ def test_doctor_recognizes_the_runtime_by_mounts_and_settings(
     known = Effective(parse(document, origin="x"), UpdateSettings()) if settings else None
 
     assert doctor.runtime(known, Paths(Path("/var/vcap"))) == runtime
-    if runtime == "cpi":  # an agent of a workstation, such as that of the demo
+    if runtime == "cpi":  # an agent on a workstation, such as that of the demo
         assert doctor.runtime(known, Paths(Path("/opt/vcap"))) == "engine"
 
 

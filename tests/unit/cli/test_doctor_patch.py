@@ -1,4 +1,4 @@
-"""The doctor's changes as a strategic-merge patch of a pod."""
+"""The changes that the doctor proposes, as a strategic-merge patch of a pod."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_CHANGE = Report("privileged", [Finding("user", GOOD, "root")])
 
 
 def patched(*findings: Finding, held: frozenset[str] = frozenset(), target: patch.Target = "pod") -> Any:
-    """The patch that kubectl reads."""
+    """Return the patch that is printed for kubectl."""
     return yaml.safe_load(patch.patch(Report("few", findings), "web", held, target))
 
 
@@ -53,7 +53,9 @@ def test_patch_mounts_an_empty_directory_where_none_can_be_written() -> None:
 
 
 def test_patch_names_all_capabilities_because_it_replaces_their_list() -> None:
-    """One that the container has beyond the list would be lost, and a name in its ``drop`` would win."""
+    """A capability that the container has but the list omits would be lost, and an entry in its ``drop`` would take
+    precedence.
+    """
     no_user, no_kill = (
         limits.capabilities(*names, follows="", verdict=WRONG) for names in (("CHOWN", "SETUID"), ("KILL",))
     )
@@ -170,7 +172,7 @@ def test_only_a_read_only_root_file_system_is_patched_as_one(
 def test_missing_data_volume_is_patched_and_a_read_only_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_volume: bool, error: int
 ) -> None:
-    """A volume of the pod that is read-only has a reason that the doctor does not know."""
+    """If a pod has a read-only data volume, that is intended for a reason that the doctor cannot know."""
     (tmp_path / "data").mkdir()
     point = tmp_path / "data" if is_volume else Path("/")
     monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(f"1 0 8:0 / {point} rw - ext4 /dev/vda rw\n".encode()))

@@ -1,4 +1,4 @@
-"""Commands that cannot do what they are asked: a message, an exit code of the table, and nothing created."""
+"""Commands that fail print a message, exit with a documented exit code, and create nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNPRIVILEGED_UID = 65534
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A base with logs of two jobs and of the agent."""
+    """Return a base directory with logs of two jobs and of the agent."""
     for name, text in (("web/web.stdout.log", "web up\n"), ("db/db.stdout.log", "db up\n")):
         path = tmp_path / "data/sys/log" / name
         path.parent.mkdir(parents=True)

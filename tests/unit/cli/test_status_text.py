@@ -19,7 +19,7 @@ def test_status_durations_have_at_most_two_units(seconds: int, text: str) -> Non
 
 
 def shown(**members: Any) -> dict[str, Any]:
-    """A status as the socket answers it."""
+    """Return a status as the control socket sends it."""
     process = {
         "name": "web",
         "job": "web",
@@ -126,7 +126,7 @@ def test_status_names_the_missing_settings() -> None:
 
 
 def many(count: int) -> dict[str, Any]:
-    """A status with one process that is down, the last of ``count``."""
+    """Return a status with one process that is down, the last of ``count``."""
     web, worker = shown()["processes"]
     return shown(processes=[*({**web, "name": f"web-{number}"} for number in range(count - 1)), worker])
 

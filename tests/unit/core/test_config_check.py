@@ -1,4 +1,4 @@
-"""Mistakes of configuration documents, and the example of every option in docs/configuration.md."""
+"""Mistakes in configuration documents, and the examples of all options in docs/configuration.md."""
 
 from __future__ import annotations
 

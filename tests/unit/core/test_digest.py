@@ -1,4 +1,4 @@
-"""Digests of streams. ``contract/test_digests.py`` has their spellings and refusals."""
+"""Digests of streams. ``contract/test_digests.py`` tests their notations and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endless tasks that fail are restarted."""
+"""Root tasks, which never end, are restarted if they fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(times: int, then: asyncio.Event) -> Callable[[], Awaitable[None]]:
-    """Work that fails so often and then lasts. ``then`` tells that."""
+    """Fail this many times, then stay. ``then`` is set when the task stays."""
     count = 0
 
     async def run() -> None:

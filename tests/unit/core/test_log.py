@@ -29,7 +29,7 @@ def root_logger() -> Iterator[None]:
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Set the log up with a file in the place of stderr. Returns the path of that file."""
+    """Set up logging into a file instead of stderr. Return the path of that file."""
     with (tmp_path / "stderr").open("w") as stream:
 
         def begin(**options: Any) -> Path:
@@ -117,7 +117,7 @@ def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_traceback_shows_the_code_location_but_no_foreign_text(form: str, setup: Callable[..., Path]) -> None:
-    """Unreadable input may be a secret: the interpreter and libraries quote it in their errors."""
+    """Unreadable input may contain a secret, and Python and libraries quote it in their errors."""
     stderr = setup(form=form)
 
     secret = "s3cr3t"
@@ -146,14 +146,14 @@ def said(text: str) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, setup: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where ``bosh logs --agent`` finds the log."""
+    """Return the path at which ``bosh logs --agent`` finds the log."""
     monkeypatch.setattr(log, "LARGEST", 1000)
     setup(form="text", file=tmp_path / "log" / "current")
     return tmp_path / "log" / "current"
 
 
 def test_log_file_receives_what_stderr_receives(file: Path) -> None:
-    """It does so from the moment its directory exists, and is not readable by everybody."""
+    """Logging starts as soon as the directory exists. The file is not readable by everybody."""
     said("too early")
     file.parent.mkdir()
     said("https://h/blob?sig=abc")
@@ -178,7 +178,7 @@ def test_large_log_file_is_rotated_once(file: Path) -> None:
 
 @pytest.mark.parametrize("obstacle", ["link", "directory", "full"])
 def test_unwritable_log_file_does_not_stop_logging(file: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link at its path is not followed by root either."""
+    """Root does not follow a link at its path either."""
     file.parent.mkdir()
     victim = file.parent / "victim"
     victim.touch()
@@ -205,7 +205,10 @@ def _lines(file: Path, name: str) -> list[str]:
 async def test_slow_stderr_reader_does_not_block_and_dropped_lines_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file receives each line. Waiting lines are written once there is room, without a further line."""
+    """The file receives every line.
+
+    Lines that wait for stderr are written once there is room, even if nothing more is logged.
+    """
     reading, writing = os.pipe()
     file = tmp_path / "current"
     monkeypatch.setattr(log, "MAX_WAITING_BYTES", 1 << 16)

@@ -1,4 +1,4 @@
-"""Texts of others at each place where they are shown."""
+"""Untrusted text at each place where it is shown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ nasty = pytest.mark.parametrize("text", NASTY.values(), ids=NASTY)
 
 
 def is_safe(text: str) -> bool:
-    """Return True if a terminal shows each character as a letter."""
+    """Return True if a terminal shows every character instead of interpreting it."""
     text.encode()
     return text.isprintable()
 

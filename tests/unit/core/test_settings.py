@@ -1,4 +1,4 @@
-"""Settings: precedence, leniency, and errors that name the place."""
+"""Settings: precedence, tolerated mistakes, and errors that name the place."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_container_cpi_paths_are_read_without_a_file_source() -> None:
 
 
 def test_all_container_cpi_paths_are_read_if_one_is_configured() -> None:
-    """An official stemcell names the file of warden, under every CPI."""
+    """An official stemcell names the settings file of warden, whichever CPI is used."""
     first, second, third = settings.CPI_SETTINGS
     raw = b'{"Infrastructure":{"Settings":{"Sources":[{"Type":"File","SettingsPath":"%s"}]}}}' % bytes(second)
 
@@ -122,14 +122,17 @@ AUTHORITY = Authority()
 
 
 def since(seconds: float) -> dict[str, str]:
-    """Credentials whose certificate began to be valid so many seconds ago."""
+    """Return credentials whose certificate has been valid for this many seconds."""
     pair = AUTHORITY.agent("a-1", valid=(-seconds, HOUR))
     return {"ca": AUTHORITY.ca, "certificate": pair.certificate, "private_key": pair.private_key}
 
 
 @pytest.mark.parametrize(("document", "stored", "winner"), [(60, 120, "document"), (120, 60, "stored")])
 def test_newer_certificate_wins(document: int, stored: int, winner: str) -> None:
-    """The CPI's Secret may be rotated after the Director's own rotation, or before it. Key and CA belong to it."""
+    """The CPI's Secret may be newer or older than the Director's own rotation.
+
+    The key and CA are used with their certificate.
+    """
     certs = {"document": since(document), "stored": since(stored)}
     found = effective(parsed(env={"bosh": {"mbus": {"cert": certs["document"]}}}), mbus={"cert": certs["stored"]})
 
@@ -146,7 +149,7 @@ def test_stored_certificate_wins_over_one_of_the_same_age() -> None:
 
 
 def test_all_known_credentials_are_tried_on_the_bus() -> None:
-    """The current ones come first. Those of the CPI are used with the addresses of the CPI."""
+    """The current ones are tried first. Credentials from the CPI are used with the addresses from the CPI."""
     source = parsed(env={"bosh": {"mbus": {"cert": since(60), "urls": ["nats://old:1"]}}})
     found = effective(source, mbus={"cert": since(120), "urls": ["nats://new:2"]})
     known = found.known_mbus
@@ -157,7 +160,7 @@ def test_all_known_credentials_are_tried_on_the_bus() -> None:
 
 
 def test_blobstore_uses_proxies_from_the_settings() -> None:
-    """They come from ``env`` and apply to whichever blobstore is used. Without any there is none."""
+    """They come from ``env`` and apply to every kind of blobstore. Without them, no proxy is used."""
     env = {"http_proxy": "http://p:1", "no_proxy": "10.0.0.0/8", "https_proxy": None}
     found = effective(parsed(env=env), blobstores=[{"provider": "dav", "options": {"endpoint": "http://b"}}])
 
@@ -245,7 +248,7 @@ def test_dynamic_networks_take_their_address_from_the_machine(members: dict[str,
     ],
 )
 def test_invalid_tmpfs_size_is_rejected(given: str, size: str) -> None:
-    """A text that is no size would be another option of the mount."""
+    """An invalid size would be passed on as another mount option."""
     assert settings.TmpfsDir(tmpfs=True, tmpfs_size=given).size("16m") == size
 
 

@@ -1,4 +1,4 @@
-"""The validity of certificates, as another reader of them sees it."""
+"""The validity of certificates, compared with another parser."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_invalid_certificate_raises_value_error(pem: str) -> None:
 
 
 def test_truncated_certificate_raises_value_error() -> None:
-    """It is truncated at each byte."""
+    """Truncation at every byte is tested."""
     import base64
 
     body = pki.Authority().agent("a1").certificate.split("-----")[2]
@@ -64,6 +64,6 @@ def test_all_certificates_of_a_bundle_are_read_in_order() -> None:
 
 
 def test_megabyte_of_unterminated_certificates_is_read_at_once() -> None:
-    """The end used to be searched for from each beginning, which would have taken hours."""
+    """The end was searched for again from each beginning, which would have taken hours."""
     assert x509.validities("-----BEGIN CERTIFICATE-----" * 40_000) == []
     assert len(list(x509.blocks("-----BEGIN CERTIFICATE-----" * 40_000 + "-----END CERTIFICATE-----"))) == 1

@@ -1,4 +1,4 @@
-"""The tree that the boot makes, and which steps the first pong does not wait for."""
+"""The directories that the boot creates, and the steps for which the first pong does not wait."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_boot_makes_agent_directories_private(tmp_path: Path) -> None:
         path.name: "0o700" for path in closed
     }
     assert stat.S_IMODE((paths.sensitive_blobs / "tmp").stat().st_mode) == 0o750
-    boot.make_tree(paths)  # a directory that was opened meanwhile is closed again
+    boot.make_tree(paths)  # a directory whose mode was changed meanwhile is closed again
     paths.shim_run.chmod(0o755)
     paths.sensitive_blobs.chmod(0o755)
     boot.make_tree(paths)
@@ -71,7 +71,7 @@ def test_job_directories_have_the_modes_of_the_go_agent(tmp_path: Path) -> None:
 
 
 async def test_boot_steps_that_the_bus_does_not_need_run_late(tmp_path: Path) -> None:
-    """Late steps run beside the connection, with programs that take most of a second as root."""
+    """Late steps run while the agent connects, because as root their programs take most of a second."""
     async with world(tmp_path) as made:
         steps = boot.steps(made.agent, JobRecovery(made.agent, made.events.append))
 

@@ -1,4 +1,4 @@
-"""Order of tasks while the jobs recover: real tasks in their lane, and services that record their requests."""
+"""The order of tasks while jobs recover, with a real task queue and services that record their requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACE = Pace(first=60, limit=60, look=0.01)
 
 
 class Coming:
-    """An agent on a new root file system, in the midst of pre-start."""
+    """An agent on a new root file system that is in the middle of a pre-start."""
 
     def __init__(self, base: Path) -> None:
         self.begun = asyncio.Event()
@@ -79,7 +79,7 @@ async def _work() -> Any:
 
 @pytest.mark.parametrize("method", ["apply", "drain", "migrate_disk", "run_script", "stop", "unmount_disk"])
 async def test_request_that_changes_jobs_cancels_a_recovering_pre_start(coming: Coming, method: str) -> None:
-    """The request waits for no pre-start that hangs."""
+    """The request does not wait for a hanging pre-start."""
     task = coming.tasks.submit(method, _work)
 
     async with asyncio.timeout(20):

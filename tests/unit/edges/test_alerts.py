@@ -1,4 +1,4 @@
-"""Alerts: what the Health Monitor gets of an event, and in which order, when, and how often."""
+"""Alerts: what the Health Monitor receives for an event, and in which order, when and how often."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KINDS = (
     ],
 )
 def test_s8_alert_severities_match_the_go_agent(event: str, severity: int) -> None:
-    """Severities are the Go agent's, in any case. An unknown event is critical."""
+    """The severities are the Go agent's, in any letter case. An unknown event is critical."""
     message = alert_of("web", event, "restart", "", [], 0)
 
     assert message is not None
@@ -67,7 +67,7 @@ def test_s8_recoveries_send_no_alert(event: str) -> None:
 
 
 def test_s8_alert_message_matches_the_go_agent() -> None:
-    """Addresses are ordered by their text, the event is spelled as by monit, and the time has whole seconds."""
+    """Addresses are sorted as text, the event is spelled as monit spells it, and the time has whole seconds."""
     told = protocol.message("alert")
     ips = ["192.168.7.9", "10.0.0.5"]
     message = json.loads(alert_of("nats", "Does not exist", "restart", told["summary"], ips, 1306076861.7) or b"")
@@ -77,7 +77,10 @@ def test_s8_alert_message_matches_the_go_agent() -> None:
 
 
 def test_s8_alert_ids_are_unique() -> None:
-    """The Health Monitor drops an alert whose id it knows. A title without addresses has no parenthesis."""
+    """The Health Monitor drops an alert whose id it knows.
+
+    An alert without addresses has no parenthesis in its title.
+    """
     messages = [json.loads(alert_of("a", "Timeout", "alert", "", [], 0) or b"") for _ in range(100)]
 
     assert len({message["id"] for message in messages}) == 100
@@ -85,7 +88,7 @@ def test_s8_alert_ids_are_unique() -> None:
 
 
 class Bus:
-    """Takes messages while it is up."""
+    """A bus that accepts messages while it is up."""
 
     def __init__(self) -> None:
         self.is_up = True
@@ -107,7 +110,7 @@ class Bus:
 
 @asynccontextmanager
 async def sending(bus: Bus, *, quiet: float = 20.0) -> AsyncIterator[Alerts]:
-    """Alerts on their way to a bus."""
+    """Run the sending of alerts to a bus."""
     queue = Alerts("agent", bus.publish, quiet=quiet)
     running = asyncio.create_task(queue.run())
     try:
@@ -124,7 +127,7 @@ def fail(queue: Alerts, service: str, event: str = "Does not exist") -> None:
 
 
 async def test_alerts_wait_for_the_bus() -> None:
-    """An event without a connection is sent after the next one, with its own time."""
+    """An event without a connection is sent once the bus is back, with its own time."""
     bus = Bus()
     bus.is_up = False
     async with sending(bus) as queue:
@@ -144,7 +147,7 @@ async def test_alerts_wait_for_the_bus() -> None:
 
 
 async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long time without a bus thus costs bounded memory."""
+    """The memory is thus bounded even if the bus is down for a long time."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 3)
     bus = Bus()
     bus.is_up = False

@@ -1,4 +1,4 @@
-"""Heartbeats on their grid, whatever the measuring of vitals and the bus do."""
+"""Heartbeats keep their schedule, regardless of slow vitals and a slow bus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 
 class World:
-    """Vitals to measure, a state to tell, a bus to tell it to."""
+    """Vitals to measure, a state to report, and a bus to send them to."""
 
     def __init__(self) -> None:
         self.measured = 0
@@ -60,7 +60,7 @@ class World:
 
 @asynccontextmanager
 async def beating(world: World, **bounds: float) -> AsyncIterator[Heartbeat[int]]:
-    """A heartbeat with these bounds, by default the agent's own."""
+    """Run heartbeats with these time limits, by default those of the agent."""
     heart = Heartbeat(world.collect, world.compose, world.publish, **bounds)
     running = asyncio.create_task(heart.run())
     try:
@@ -76,7 +76,7 @@ BEGUN_AT = 1000.0
 
 
 class Skipping(selectors.DefaultSelector):
-    """Instead of waiting, turns the clock on: an hour takes a moment, and every time is exact."""
+    """An event loop that advances its clock instead of waiting, so that an hour takes a moment and times are exact."""
 
     now = BEGUN_AT
 
@@ -99,7 +99,7 @@ def skipping(play: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("slowness", [0.0, 0.5, 0.999, 1.5, 29.5, 31.5, 100.0, 3600.0])
 def test_s7_heartbeats_keep_a_fixed_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
-    """In an hour there is a beat every 30 s plus the second for the vitals, however long measuring takes."""
+    """In an hour there is one every 30 s plus the one second allowed for vitals, however long measuring takes."""
     world = World()
     world.slowness = slowness
 
@@ -116,7 +116,7 @@ def test_s7_heartbeats_keep_a_fixed_grid(monkeypatch: pytest.MonkeyPatch, slowne
 
 
 def test_extra_heartbeats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Extra beats are additional and wait no longer than for the vitals. One in progress delays the next."""
+    """Extra heartbeats wait only for the vitals. If one is being sent, the next one is delayed."""
     world = World()
     world.slowness = 5.0
     told_at = [3.0, 29.5, 45.0, 89.999, 90.001]
@@ -139,7 +139,7 @@ def test_extra_heartbeats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyP
 
 
 def test_missed_heartbeats_are_not_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a pause of the whole machine missed beats are not sent later. The grid continues."""
+    """After a pause of the whole machine the schedule continues without them."""
     world = World()
 
     async def play() -> None:
@@ -155,12 +155,12 @@ def test_missed_heartbeats_are_not_sent_later(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_slow_vitals_do_not_delay_a_heartbeat() -> None:
-    """A measurement that hangs leaves the last vitals in the message. The state in it is current."""
+    """If a measurement hangs, the message contains the last vitals, while the state in it is current."""
     world = World()
     async with beating(world, period=0.05, collect_s=0.02) as heart:
         await until(lambda: bool(world.vitals) and world.vitals[-1] is not None)
         world.can_measure.clear()
-        held, begun = len(world.beats) + 1, world.measured  # a measurement may just have ended
+        held, begun = len(world.beats) + 1, world.measured  # a measurement may have just ended
         await until(lambda: len(world.beats) >= held + 2)
         world.state = "failing"
         told = len(world.beats) + 1
@@ -177,7 +177,7 @@ async def test_slow_vitals_do_not_delay_a_heartbeat() -> None:
 
 
 async def test_failing_vitals_are_logged_and_replaced_by_the_last_ones(caplog: pytest.LogCaptureFixture) -> None:
-    """A measurement that fails affects nothing else."""
+    """A failed measurement affects nothing else."""
     world = World()
     async with beating(world, period=0.03, collect_s=0.02):
         await until(lambda: world.vitals[-1:] not in ([], [None]))
@@ -205,7 +205,7 @@ async def test_heartbeat_without_a_connection_is_skipped() -> None:
 
 
 def test_s7_heartbeat_has_exactly_the_members_of_the_go_agent() -> None:
-    """With an id or a time, the Health Monitor would drop it."""
+    """With an id or a time in it, the Health Monitor would drop the heartbeat."""
     given = protocol.message("heartbeat")
 
     assert msgspec.to_builtins(Message(**given)) == given

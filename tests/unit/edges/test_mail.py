@@ -1,4 +1,6 @@
-"""The mail of an event, as monit 5.2.5 writes it and the Go agent reads it. Its way is in test_monit_daemon.py."""
+"""The mail about an event, as monit 5.2.5 writes it and the Go agent reads it. test_monit_daemon.py tests its
+delivery.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def lines(**options: object) -> list[str]:
 
 
 def test_mail_uses_the_stemcell_format() -> None:
-    """A line of a job cannot become a line of the mail."""
+    """Output of a job cannot add a line to the mail."""
     found = lines(mail_format=FORMAT)
     head, body = found[: found.index("")], found[found.index("") + 1 :]
 

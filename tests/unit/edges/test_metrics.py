@@ -25,7 +25,7 @@ from tests.support import metrics_page
 
 
 def service(name: str, state: str = "running", pid: int = 12, mem_kb: int = 0, **members: Any) -> ServiceInfo:
-    """A service with a process."""
+    """Return a service with a process."""
     some: dict[str, Any] = {
         "job": "",
         "kind": "process",
@@ -77,7 +77,7 @@ FULL = Readings(
 
 
 class Clock:
-    """A clock that a test moves."""
+    """A clock that a test sets."""
 
     now = 100.0
 
@@ -86,7 +86,7 @@ class Clock:
 
 
 def samples(page: bytes) -> dict[str, float]:
-    """All samples of a text page, as ``name{label="value"}``."""
+    """Return all samples of a text page, as ``name{label="value"}``."""
     found = {}
     for family in parse_text(page.decode()):
         for sample in family.samples:
@@ -108,7 +108,7 @@ def test_metrics_page_documents_the_labels_of_each_sample() -> None:
 
 
 def test_each_reading_has_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reading has its sample, in base units."""
+    """The samples use base units."""
     monkeypatch.setattr(proc, "open_files", {12: 7}.get)
     found = samples(asyncio.run(Metrics(lambda: FULL).render()))
 
@@ -195,7 +195,7 @@ def test_unknown_readings_have_no_sample() -> None:
 
 
 def test_openmetrics_and_text_format_have_the_same_samples() -> None:
-    """OpenMetrics is accepted by its strict parser and has as many samples."""
+    """A strict parser accepts the OpenMetrics page, which has as many samples as the text page."""
     made = Metrics(lambda: FULL, ["ping"])
     made.action_done("ping", "done", 0.001)
 
@@ -242,7 +242,7 @@ def test_process_name_cannot_corrupt_the_metrics_page(name: str) -> None:
 
 
 def test_metrics_page_is_cached_for_a_second() -> None:
-    """Ten scrapers at once cost one reading. A second later it is taken again."""
+    """Ten scrapers at once cause one reading. After a second a new one is taken."""
     clock, taken = Clock(), []
 
     def read() -> Readings:
@@ -273,7 +273,7 @@ def test_number_of_series_is_bounded() -> None:
 
 
 def test_process_keeps_its_series_through_all_events() -> None:
-    """A process keeps its series through all events."""
+    """The labels of a process do not change."""
     quiet = Metrics(lambda: Readings(processes=[service("web", "starting", 0)]))
     lively = Metrics(
         lambda: Readings(
@@ -307,7 +307,7 @@ def test_wrong_http_address_error_names_a_valid_one(text: str) -> None:
 
 
 async def test_open_files_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Linux 6.2 the count of a million takes most of a second."""
+    """Before Linux 6.2, counting a million open files takes most of a second."""
     threads = []
 
     def open_files(_pid: int) -> int:
@@ -342,7 +342,7 @@ async def test_compressed_metrics_page_is_cached(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_metrics_text_is_made_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of 500 processes takes 30 ms, and any neighbour may ask once a second."""
+    """Producing the page for 500 processes takes 30 ms, and any neighbour may request it every second."""
     threads = []
 
     def generate(registry: object) -> bytes:

@@ -1,4 +1,6 @@
-"""No test of this floor leaves a descriptor open: descriptors are numbers there, which no collector closes."""
+"""Checks that no test in this directory leaks file descriptors, which are plain numbers here and not closed by the
+collector.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ def no_descriptor_is_left() -> Iterator[None]:
     for _ in range(MAX_LOOKS):
         if not (left := _open() - before):
             return
-        gc.collect()  # files of the test itself
-        time.sleep(0.01)  # a thread of the test that still reads
+        gc.collect()  # close files of the test itself
+        time.sleep(0.01)  # a thread of the test may still be reading
     assert left == set()
 
 
 def _open() -> set[tuple[str, str]]:
-    """Numbers and files of the open descriptors."""
+    """Return the numbers and files of the open descriptors."""
     found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the descriptor of the directory itself

@@ -1,4 +1,4 @@
-"""Abilities of this process, from the kernel."""
+"""The capabilities of this process, as reported by the kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_unknown_capability_is_shown_by_number() -> None:
 
 
 def test_missing_capability_fields_grant_nothing() -> None:
-    """An empty text gives no privilege."""
+    """An empty status file grants nothing."""
     assert capabilities.parse_status("") == Privileges()
 
 

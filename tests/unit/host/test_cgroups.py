@@ -1,4 +1,4 @@
-"""The container's own limits and use, from trees of files as the kernel shows them."""
+"""The container's own limits and usage, read from directory trees as the kernel shows them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(directory: Path, files: Mapping[str, object]) -> None:
 
 
 def version_2(top: Path, *below: str) -> cgroups.Cgroup:
-    """A unified hierarchy mounted at ``top``. The process sits in the last of ``below``."""
+    """Create a unified hierarchy mounted at ``top``. The process is in the last of the groups ``below``."""
     levels = [top]
     for name in below:
         levels.append(levels[-1] / name)
@@ -33,14 +33,14 @@ def version_2(top: Path, *below: str) -> cgroups.Cgroup:
 
 
 def version_1(top: Path) -> cgroups.Cgroup:
-    """Hierarchies with one level each, as Docker shows them."""
+    """Create hierarchies with one level each, as Docker shows them."""
     return cgroups.Cgroup(
         *(cgroups.Hierarchy(1, (top / controller,)) for controller in ("memory", "cpu", "cpuacct")),
     )
 
 
 def test_memory_is_read_from_cgroup_v2(tmp_path: Path) -> None:
-    """The tightest level counts, also when the agent sits below it. Idle page cache is not in use."""
+    """The tightest level counts, even if the agent is below it. Idle page cache does not count as used."""
     write(tmp_path, {"memory.max": 600 * MIB, "memory.current": 500 * MIB})
     write(
         tmp_path / "pod",
@@ -63,7 +63,7 @@ def test_memory_is_read_from_cgroup_v2(tmp_path: Path) -> None:
 
 
 def test_memory_is_read_from_cgroup_v1(tmp_path: Path) -> None:
-    """Swap is the use of memory and swap together, minus that of memory."""
+    """The usage of swap is that of memory and swap together, minus that of memory."""
     write(
         tmp_path / "memory",
         {
@@ -95,14 +95,14 @@ def test_memory_is_read_from_cgroup_v1(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", ["max", NO_LIMIT, str(1000 * MIB), "0", "-1", "", "nonsense"])
 def test_memory_without_a_limit_below_the_machine_is_unknown(tmp_path: Path, limit: str) -> None:
-    """The use of the agent's cgroup alone would be wrong."""
+    """The usage of the agent's own cgroup would be misleading."""
     write(tmp_path, {"memory.max": limit, "memory.current": 5})
 
     assert cgroups.memory(version_2(tmp_path), HOST) is None
 
 
 def test_swap_without_a_limit_is_the_swap_of_the_machine(tmp_path: Path) -> None:
-    """``max`` means all the swap there is; without the files there is none."""
+    """``max`` means all swap of the machine; without the files there is no swap."""
     write(tmp_path, {"memory.max": MIB, "memory.current": 5})
     without = cgroups.memory(version_2(tmp_path), HOST)
     write(tmp_path, {"memory.swap.max": "max", "memory.swap.current": 300 * MIB})
@@ -165,7 +165,10 @@ def test_oom_kills_are_counted(tmp_path: Path) -> None:
 
 
 def test_only_the_containers_own_cgroup_gets_oom_group_disabled(tmp_path: Path) -> None:
-    """A group below it is an operator's choice, such as OOMPolicy=kill of a unit. The root of a machine has no file."""
+    """In a group below it, the setting is the operator's choice, such as OOMPolicy=kill of a unit.
+
+    A machine's root group has no file.
+    """
     write(tmp_path / "leaf", {"memory.oom.group": "1\n"})
     assert cgroups.oom_group(version_2(tmp_path, "leaf")) is None
     write(tmp_path, {"memory.oom.group": "1\n"})
@@ -197,9 +200,9 @@ TOP = "/sys/fs/cgroup"
     ],
 )
 def test_own_cgroup_is_found(membership: str, table: bytes, version: int, memory: list[str], cpu: list[str]) -> None:
-    """The levels go from the process's own one to the top of the mount.
+    """The result lists the levels from the process's own cgroup to the top of the mount.
 
-    The nearest mounted level stands for one that is not.
+    If its own cgroup is not mounted, the nearest mounted level is used.
     """
     found = cgroups.parse_membership(membership, mounts.parse(table))
 
@@ -240,7 +243,7 @@ def test_cgroup_contains_this_process_only_if_the_kernel_lists_it(tmp_path: Path
 
 
 def test_no_mounted_hierarchy_means_no_cgroup() -> None:
-    """Everything is then as on the machine itself."""
+    """All values are then those of the machine itself."""
     assert cgroups.parse_membership("0::/\n", []) == cgroups.Cgroup()
     assert cgroups.memory(cgroups.Cgroup(), HOST) is None
     assert cgroups.cpu_times(cgroups.Cgroup(), 5.0) is None
@@ -262,7 +265,7 @@ def test_cgroup_of_this_machine_can_be_read() -> None:
 
 
 def test_cpu_time_is_reported_without_a_quota(tmp_path: Path) -> None:
-    """It is the value of the own level, or with a quota that of its level."""
+    """It is the usage of the process's own level, or of the level with the quota if there is one."""
     write(tmp_path / "pod", {"cpu.max": "max 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 1000000"})
     write(tmp_path, {"cpu.stat": "user_usec 9000000\nsystem_usec 9000000"})
 

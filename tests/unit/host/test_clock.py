@@ -1,4 +1,4 @@
-"""Ages and stamps."""
+"""Ages and timestamps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_uptime_is_a_natural_number(now: float, uptime_file: float, wall: float,
 
 
 def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A unit that has begun but not passed does not count."""
+    """A second that has begun but not passed does not count."""
     monkeypatch.setattr(time, "clock_gettime", lambda _: 1000.5)
 
     assert clock.uptime_of(990 * clock.TICKS) == 10

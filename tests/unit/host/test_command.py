@@ -1,4 +1,4 @@
-"""Short commands: their input and output, and their end with their caller."""
+"""Short-lived commands: their input, their output, and that they end when their caller is cancelled."""
 
 from __future__ import annotations
 

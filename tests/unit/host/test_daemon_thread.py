@@ -1,4 +1,4 @@
-"""Work that may hang, aside."""
+"""Work that may hang and therefore runs in a daemon thread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from agent_shim.host.daemon_thread import pool, run_in_daemon_thread
 
 
 async def test_daemon_thread_returns_results_and_errors() -> None:
-    """The waiting task gets them."""
+    """The waiting task receives them."""
     assert await run_in_daemon_thread(lambda: 7, "seven") == 7
     with pytest.raises(ZeroDivisionError):
         await run_in_daemon_thread(lambda: 1 // 0, "nothing")
 
 
 async def test_hanging_thread_does_not_block_other_work() -> None:
-    """Many at once may hang: the loop and other work continue."""
+    """Even if many threads hang, the loop and other work continue."""
     gate = threading.Event()
     hung = [run_in_daemon_thread(gate.wait, f"hung {number}") for number in range(50)]
     try:
@@ -33,7 +33,7 @@ async def test_hanging_thread_does_not_block_other_work() -> None:
 
 
 async def test_result_without_a_waiter_is_dropped() -> None:
-    """A cancelled waiter is not disturbed by it."""
+    """A cancelled waiter is not affected by it."""
     gate = threading.Event()
     answer = run_in_daemon_thread(gate.wait, "late")
     answer.cancel()
@@ -47,7 +47,7 @@ def no_thread(_self: threading.Thread) -> None:
 
 
 async def test_thread_that_cannot_start_raises_host_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers handle it like every other refusal of the machine."""
+    """Callers handle it like every other failure of the host."""
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     with pytest.raises(OSError, match="can't start new thread"):
         await run_in_daemon_thread(lambda: 7, "seven")
@@ -79,7 +79,7 @@ def test_thread_pool_works_with_the_threads_that_started(monkeypatch: pytest.Mon
         threads = pool(3)
         assert left == []
         while found is None and time.monotonic() < given_up_at:
-            with contextlib.suppress(RuntimeError):  # until one is free, a further one would be started
+            with contextlib.suppress(RuntimeError):  # a further thread would be started until one is free
                 found = threads.submit(int, "7").result(30)
             time.sleep(0.001)
 

@@ -43,7 +43,7 @@ def test_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
 
 
 def test_partly_written_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
-    """The mode of the new file counts from its first byte: others could open it until it has its own."""
+    """Otherwise others could open the new file before it gets its final mode."""
     before = os.umask(0)
     try:
         with files.replacing(tmp_path / "a.json", mode=0o644) as file:
@@ -58,7 +58,7 @@ def test_partly_written_secret_is_readable_by_its_owner_only(tmp_path: Path) -> 
 def test_write_syncs_the_content_before_the_rename_and_then_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash leaves the old file or the new one, and a reported write is present."""
+    """A crash leaves either the old file or the new one, and a write that was reported as done is on the disk."""
     path = tmp_path / "a"
     path.write_bytes(b"old")
     synced = []
@@ -75,7 +75,7 @@ def test_write_syncs_the_content_before_the_rename_and_then_the_directory(
 
 
 def test_write_replaces_a_link_instead_of_following_it(tmp_path: Path) -> None:
-    """A planted link at a path that root writes does not select the overwritten file."""
+    """A link planted at a path to which root writes does not determine which file is overwritten."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
     (tmp_path / "a").symlink_to(victim)
@@ -86,7 +86,7 @@ def test_write_replaces_a_link_instead_of_following_it(tmp_path: Path) -> None:
 
 
 def test_unchanged_file_is_not_written_again(tmp_path: Path) -> None:
-    """A link is no such file, even to the same content."""
+    """A link counts as different, even if it leads to the same content."""
     path, link = tmp_path / "a", tmp_path / "link"
     for content, same in ((b"1", False), (b"1", True), (b"2", False)):
         before = files.version(path)
@@ -107,7 +107,7 @@ def _full(_: int) -> None:
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk costs the new content, not the old."""
+    """A full disk loses the new content, but not the old."""
     path = tmp_path / "a"
     path.write_bytes(b"old")
 
@@ -186,7 +186,7 @@ def test_new_directory_has_the_given_mode_despite_the_umask(tmp_path: Path) -> N
 
 
 def test_directory_is_made_through_own_links(tmp_path: Path) -> None:
-    """They may be relative or absolute. A file in the way is named."""
+    """The links may be relative or absolute. A file in the way is named in the error."""
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "file").touch()
     (tmp_path / "relative").symlink_to("real/deep")
@@ -225,7 +225,7 @@ def test_link_in_place_of_a_directory_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_chown_sets_user_and_group(tmp_path: Path) -> None:
-    """Files and directories get both. A link is changed itself."""
+    """Both files and directories are changed. Of a link, the link itself is changed."""
     files.make_dir(tmp_path / "d", 0o700, "daemon:bin")
     files.write_atomic(tmp_path / "f", b"", owner="daemon:bin")
     (tmp_path / "l").symlink_to("f")
@@ -329,7 +329,7 @@ def test_tree_removal_follows_no_links(tmp_path: Path) -> None:
 
 
 def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
-    """A job nests thousands of directories in less than a second, deeper than a path or a stack may be long."""
+    """In less than a second, a job can nest thousands of directories, deeper than a path or the stack allows."""
     tree = tmp_path / "tree"
     tree.mkdir()
     here = os.open(tree, os.O_RDONLY)
@@ -347,7 +347,7 @@ def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
 
 
 def test_read_only_tree_is_removed() -> None:
-    """Module caches are read-only, which keeps an ordinary user from removing them, but not root."""
+    """Module caches are read-only. Root can remove them, whereas an ordinary user has to change their mode first."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
         directories = [tree / "a/b/c", tree / "a/b", tree / "a", tree]
@@ -362,7 +362,7 @@ def test_read_only_tree_is_removed() -> None:
 
 
 def test_temporary_files_are_recognised_by_their_names(tmp_path: Path) -> None:
-    """A half-made file has a name that identifies it."""
+    """The names of unfinished files identify them."""
     path = tmp_path / "a"
     found = files.sibling(path)
 
@@ -373,7 +373,7 @@ def test_temporary_files_are_recognised_by_their_names(tmp_path: Path) -> None:
 
 
 def test_reading_a_directory_as_a_file_leaks_no_descriptor(tmp_path: Path) -> None:
-    """A settings path may be one, and is read twice a second."""
+    """A settings path may be a directory, and is read twice a second."""
     with pytest.raises(OSError, match="it is no regular file"):
         files.read(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The door through which root opens what a job can influence."""
+"""Guarded opens, through which root accesses files that a job can influence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A directory with a file two levels down, and beside it a secret that links in it point to."""
+    """Create a directory with a file two levels down, and beside the directory a secret to which links in it lead."""
     tree = tmp_path / "tree"
     (tree / "a" / "b").mkdir(parents=True)
     (tree / "a" / "b" / "file").write_bytes(b"inside")
@@ -57,7 +57,7 @@ def test_guarded_open_opens_a_plain_path(tree: Path) -> None:
 
 
 def test_guarded_open_creates_a_file_with_its_mode(tree: Path) -> None:
-    """O_CREAT is given."""
+    """This is the case with O_CREAT."""
     beneath(tree, "a/new", os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
     assert mode_of(tree / "a" / "new") == 0o600
@@ -75,7 +75,7 @@ def test_guarded_hold_does_not_open_the_file(tree: Path) -> None:
 
 
 def test_guarded_open_rejects_a_path_outside_its_root(tree: Path) -> None:
-    """Its names decide, before anything is opened."""
+    """The path's names decide this before anything is opened."""
     for path, root in ((tree / "a", tree / "a" / "b"), (tree / "secret", tree / "a"), (Path("a"), Path("/a"))):
         with pytest.raises(ValueError, match="is not below"), guarded.held(path, root):
             pass
@@ -124,7 +124,7 @@ def test_guarded_open_error_has_the_errno(tree: Path, path: str, code: int) -> N
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 def test_guarded_open_is_safe_against_swapped_directories(tree: Path) -> None:
-    """In some thousand attempts the opened file is the one inside, or none."""
+    """In some thousand attempts, either the inside file or none is opened."""
     (tree / "evil").symlink_to("..")
     (tree / "real").mkdir()
     (tree / "real" / "secret").write_bytes(b"inside")
@@ -148,7 +148,7 @@ def test_guarded_open_is_safe_against_swapped_directories(tree: Path) -> None:
 
 
 def test_guarded_error_escapes_file_names(tree: Path) -> None:
-    """Jobs choose names: line ends, escapes and invalid UTF-8 reach no log and no terminal."""
+    """Jobs choose names. Line ends, escapes and invalid UTF-8 in them must not reach a log or terminal."""
     name = os.fsdecode(b"x\n\x1b[2J\xff")
     with pytest.raises(HostError) as caught:
         beneath(tree, name)
@@ -160,7 +160,7 @@ def test_guarded_error_escapes_file_names(tree: Path) -> None:
 
 
 def test_guarded_read_follows_own_links(tree: Path) -> None:
-    """An example is ``/var/vcap/sys``. Below a named root they are not followed."""
+    """One of them is ``/var/vcap/sys``. Below a given root directory they are not followed."""
     assert guarded.read(tree / "dir-link" / "b" / "file", 100) == b"inside"
     assert guarded.read(tree / "up" / "secret", 100) == b"secret"
     with pytest.raises(OSError, match="cannot open file-link"):
@@ -199,7 +199,7 @@ def test_guarded_read_counts_hard_links_below_a_root(tree: Path, monkeypatch: py
     ],
 )
 def test_guarded_read_rejects_hard_linked_files_of_root(mode: int, owner: int, links: int, is_read: bool) -> None:
-    """A job can give a file of root a second name in its own directory, and its own files any number."""
+    """A job can hard-link a file of root into its own directory. Its own files may have any number of links."""
     with contextlib.nullcontext() if is_read else pytest.raises(OSError, match="second hard link"):
         guarded.refuse_second_name(status(mode, owner, links))
 
@@ -229,8 +229,8 @@ def test_guarded_read_rejects_irregular_files(tmp_path: Path, what: str) -> None
 
 
 def test_guarded_open_does_not_wait_for_a_lease(tmp_path: Path) -> None:
-    """The kernel lets an open wait up to 45 seconds for the release of a lease, unless told otherwise by a flag."""
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what the owner of a lease gets
+    """Unless a flag prevents it, the kernel makes an open wait up to 45 seconds for the holder of a lease."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the signal that the holder of a lease gets
     path = tmp_path / "x.log"
     path.write_bytes(b"text")
     with path.open("rb+") as owner:
@@ -258,7 +258,7 @@ def test_guarded_read_is_bounded(tmp_path: Path) -> None:
 
 
 def test_data_search_skips_holes(tmp_path: Path) -> None:
-    """After a number of runs the rest counts as a hole, because a job can create any number of them."""
+    """After a certain number of data ranges the rest counts as a hole, because a job can create any number of them."""
     path = tmp_path / "sparse"
     with path.open("wb") as file:
         for number in range(6):
@@ -270,13 +270,14 @@ def test_data_search_skips_holes(tmp_path: Path) -> None:
         assert [begin >> 20 for begin, _ in found] == list(range(6))
         assert list(guarded.segments(file.fileno(), 0, (5 << 20) + 1, 3)) == found[:3]
         assert list(guarded.segments(file.fileno(), 0, 0)) == []
-        assert list(guarded.segments(file.fileno(), found[0][1], 1 << 20)) == []  # to where the next run begins
+        # up to the beginning of the next range
+        assert list(guarded.segments(file.fileno(), found[0][1], 1 << 20)) == []
         file.truncate(1 << 24)
-        assert list(guarded.segments(file.fileno(), 8 << 20, 1 << 24)) == []  # a hole to the end
+        assert list(guarded.segments(file.fileno(), 8 << 20, 1 << 24)) == []  # a hole up to the end
 
 
 def test_data_search_stops_at_the_requested_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log may grow meanwhile, and a copy of it allows for any number of runs."""
+    """A log may grow meanwhile, and a copy of it may consist of any number of ranges."""
     (tmp_path / "log").write_bytes(b"x" * 100)
     looks = 0
     look = os.lseek
@@ -356,7 +357,7 @@ def test_walk_stops_at_its_limit_and_reports_it(tmp_path: Path) -> None:
 
 
 def test_walk_returns_undecodable_names(tmp_path: Path) -> None:
-    """They come as surrogates, which ``os.fsencode`` turns back."""
+    """They are returned with surrogates, which ``os.fsencode`` converts back."""
     (tmp_path / os.fsdecode(b"\xff\n.log")).touch()
     top = os.open(tmp_path, os.O_PATH)
     try:
@@ -369,7 +370,7 @@ def test_walk_returns_undecodable_names(tmp_path: Path) -> None:
 
 
 async def test_hanging_call_ends_at_its_deadline_without_delaying_others() -> None:
-    """One thread is lost to it, however often it is tried again."""
+    """It costs one thread, no matter how often the call is repeated."""
     gate = threading.Event()
     before = set(threading.enumerate())
     try:
@@ -384,9 +385,9 @@ async def test_hanging_call_ends_at_its_deadline_without_delaying_others() -> No
 
 
 async def test_number_of_hanging_threads_is_bounded() -> None:
-    """Any number of jobs may hang."""
+    """A single job or many may cause them."""
     gate = threading.Event()
-    before = set(threading.enumerate())  # one of them may be ending
+    before = set(threading.enumerate())  # one of them may be about to end
     try:
         calls = [guarded.aside(f"evil {number}", gate.wait, timeout=0.05) for number in range(2 * guarded.MAX_THREADS)]
         assert all(isinstance(each, OSError) for each in await asyncio.gather(*calls, return_exceptions=True))

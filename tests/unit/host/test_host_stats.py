@@ -1,4 +1,4 @@
-"""Readings of the whole machine, from texts of the kernel."""
+"""Figures of the whole machine, parsed from kernel text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SwapFree:         450 kB
 
 
 def test_cpu_times_are_parsed(tmp_path: Path) -> None:
-    """User holds nice. The total holds steal and leaves the guests out."""
+    """User includes nice. The total includes steal and excludes the guest figures."""
     (tmp_path / "stat").write_text(STAT)
     times = host_stats.cpu_times(tmp_path)
 
@@ -32,7 +32,7 @@ def test_cpu_times_are_parsed(tmp_path: Path) -> None:
 
 
 def test_used_memory_is_total_minus_available(tmp_path: Path) -> None:
-    """Cache that can be given back is not in use."""
+    """Reclaimable cache does not count as used."""
     (tmp_path / "meminfo").write_text(MEMINFO)
 
     assert host_stats.memory(tmp_path) == host_stats.Memory(1024_000, 409_600, 512_000, 51_200)
@@ -40,7 +40,7 @@ def test_used_memory_is_total_minus_available(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "cpu 1 2", "cpu a b c d e", "cpu -1 0 0 0 0 0 0 0 0 0", "cpu ² 1 1 1 1"])
 def test_invalid_cpu_times_are_rejected(tmp_path: Path, text: str) -> None:
-    """Text that the kernel would not write is an error, never a number."""
+    """Text that the kernel would not write is an error."""
     (tmp_path / "stat").write_text(text)
 
     with pytest.raises(ValueError, match=r"^.+$"):
@@ -51,7 +51,7 @@ def test_invalid_cpu_times_are_rejected(tmp_path: Path, text: str) -> None:
     "text", ["", "MemFree: 1 kB", "MemTotal: much kB", "MemTotal: -5 kB", MEMINFO.replace("   500 kB", "-500 kB")]
 )
 def test_invalid_meminfo_is_rejected(tmp_path: Path, text: str) -> None:
-    """Text that the kernel would not write is an error, never a number."""
+    """Text that the kernel would not write is an error."""
     (tmp_path / "meminfo").write_text(text)
 
     with pytest.raises(ValueError, match=r"^.+$"):
@@ -59,7 +59,7 @@ def test_invalid_meminfo_is_rejected(tmp_path: Path, text: str) -> None:
 
 
 def test_load_averages_are_parsed(tmp_path: Path) -> None:
-    """Three averages precede other figures."""
+    """The three averages come before other figures."""
     (tmp_path / "loadavg").write_text("0.39 12.51 0.00 2/345 6789\n")
 
     assert host_stats.load(tmp_path) == (0.39, 12.51, 0.0)

@@ -1,4 +1,4 @@
-"""Groups and handles of processes, from tables as they are given. ``integration/test_process.py`` runs programs."""
+"""Process groups and handles, from given process tables. ``integration/test_process.py`` runs programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEADER = proc.Stat(4_000_010, "S", 1, 4_000_010, 10, 0, 1000, 0)
 
 @pytest.fixture
 async def leader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
-    """Alive, and known by its number and start alone."""
+    """Return a running leader that is only known by its pid and start time."""
     monkeypatch.setattr(proc, "stat", lambda pid: LEADER if pid == LEADER.pid else None)
     made = Process(LEADER, None, leads=True)
     yield made
@@ -31,7 +31,7 @@ def member(pid: int, start: int, state: str = "S", group: int = LEADER.pid) -> p
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Receivers of signals, by kind and number."""
+    """Return the receivers of signals, by kind and pid."""
     found: list[str] = []
     monkeypatch.setattr(process, "send", lambda identity, _: found.append(f"process {identity[0]}"))
     monkeypatch.setattr(os, "killpg", lambda group, _: found.append(f"group {group}"))
@@ -42,7 +42,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_group_of_a_living_leader_is_signalled_at_once(
     leader: Process, sent: list[str], leads: bool, receiver: str
 ) -> None:
-    """A process that does not lead its group is signalled alone."""
+    """If a process does not lead its group, only the process itself is signalled."""
     one = Process(LEADER, None, leads=leads)
     one.send_group(signal.SIGTERM)
     one.release()
@@ -69,7 +69,7 @@ async def test_process_without_a_pidfd_is_identified_by_its_start_time(
 
 
 def test_adopting_a_process_with_another_start_time_leaks_no_descriptor() -> None:
-    """A number from an old file is checked repeatedly."""
+    """The pid in an old file is checked repeatedly."""
     us = proc.stat(os.getpid())
     assert us is not None
     assert process.adopt(us.pid, us.start_ticks + 1) is None

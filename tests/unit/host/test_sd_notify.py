@@ -89,7 +89,7 @@ def test_systemd_variables_are_removed_from_the_environment(given: dict[str, str
 def test_notifying_an_unresponsive_systemd_does_not_block(
     systemd: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The watchdog's thread beats, and must end a held process."""
+    """The watchdog's thread sends beats, and must still be able to end a blocked agent."""
     notifier = Notifier(systemd.getsockname())
     for _ in range(10_000):
         if caplog.records:

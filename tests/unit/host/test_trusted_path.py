@@ -1,4 +1,7 @@
-"""Links on the way to a file. ``test_files.py`` makes directories, ``root/test_attacks.py`` has links of real users."""
+"""Symlinks on the way to a file.
+
+``test_files.py`` creates directories, ``root/test_attacks.py`` has links of real users.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def test_trusted_path_follows_links_of_root_and_our_own(
 
 
 def test_trusted_path_follows_links_of_outside_users_in_a_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root of the machine is one of them."""
+    """In a user namespace, the machine's root user is one of them."""
     monkeypatch.setattr(user_namespace, "overflow_user", lambda: 65534)
     for is_inside, more in ((False, set()), (True, {65534})):
         monkeypatch.setattr(user_namespace, "is_inside", lambda is_inside=is_inside: is_inside)
@@ -67,7 +70,7 @@ def test_trusted_path_limits_links_as_the_kernel_does(tmp_path: Path) -> None:
 
 
 def test_trusted_path_reports_an_unopenable_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A descriptor that is closed twice may be another thread's by then."""
+    """A descriptor that is closed twice may already belong to another thread."""
     (tmp_path / "link").symlink_to("/etc")
     opened = os.open
 

@@ -1,4 +1,4 @@
-"""Reports and timer of the watchdog. ``integration/test_watchdog.py`` has agents whose loop is blocked."""
+"""Reports and timer of the watchdog. ``integration/test_watchdog.py`` runs agents whose loop is blocked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def without_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def block_until(holds: Callable[[], object]) -> None:
-    """As ``until``, without a turn of the loop."""
+    """Wait like ``until``, but without giving the event loop a turn."""
     give_up_at = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < give_up_at
@@ -54,7 +54,7 @@ async def test_blocked_loop_report_names_the_code_location(caplog: pytest.LogCap
 
 @pytest.mark.parametrize("period", [PERIOD_S, 0.0, 3600.0])
 async def test_report_of_an_idle_blocked_loop_names_no_file(caplog: pytest.LogCaptureFixture, period: float) -> None:
-    """This holds with and without an outer watchdog of any period."""
+    """This holds with and without an outer watchdog, whatever its period."""
     with reading("web", "its pidfile"):
         pass
     with watching(lambda: None, period):
@@ -69,7 +69,7 @@ async def test_running_loop_is_not_reported(caplog: pytest.LogCaptureFixture) ->
         await until(lambda: len(fed) > 20)
 
     assert caplog.records == []
-    # A thread without a pause would take a processor.
+    # A thread without a pause would use a whole processor.
     assert fed[20] - fed[0] > 10 * PERIOD_S
 
 

@@ -1,4 +1,4 @@
-"""Addresses that the Director counts on and no interface has."""
+"""Addresses that the Director relies on but that no interface has."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ MANUAL = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}
 def test_expected_addresses_come_from_settings_and_spec(
     known: dict[str, Any], applied: dict[str, Any], addresses: dict[str, str]
 ) -> None:
-    """The settings give the static ones and the spec all, but floating ones are excluded. The spec may be malformed."""
+    """The settings contain the static addresses and the spec contains all, but floating ones are excluded.
+
+    The spec may be malformed.
+    """
     assert expected(effective(**known), applied) == addresses
 
 
@@ -60,7 +63,7 @@ def test_address_watch_finds_addresses_of_interfaces(text: str, is_ours: bool) -
 
 
 def test_address_watch_resolves_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel takes only addresses. The C library would ask a name server, which may be silent."""
+    """The kernel needs no name server. The C library would query one, which may not respond."""
     monkeypatch.setattr(socket.socket, "bind", lambda *_: pytest.fail("it is looked up"))
 
     assert network.has_address("db.example.org")
@@ -90,7 +93,9 @@ def test_missing_address_is_reported_again_after_its_return() -> None:
 
 
 def test_address_watch_reports_at_most_ten_missing_addresses() -> None:
-    """An alert names every address of the instance, so one for each of thousands would block the loop for minutes."""
+    """An alert lists every address of the instance, so sending one for each of thousands would block the loop for
+    minutes.
+    """
     wanted = {f"203.0.113.{n}": f"network {n} of the settings" for n in range(100)}
     told: list[str] = []
     found = AddressWatch(lambda: wanted, lambda _, text: told.append(text))

@@ -1,4 +1,6 @@
-"""Keys of ``env.bosh``: each that the Go agent reads is done or refused, and named in docs/configuration.md."""
+"""Every key of ``env.bosh`` that the Go agent reads is either implemented or rejected, and listed in
+docs/configuration.md.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ OF_THE_GO_AGENT = (
 
 
 def leaves(of: type, before: str = "") -> Iterator[str]:
-    """Dotted names of the members of a struct and of the structs in it."""
+    """Return the dotted names of the members of a struct and of the structs in it."""
     for field in msgspec.structs.fields(of):
         kind = field.type
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind not in (Cert, Blobstore):
@@ -57,7 +59,7 @@ def test_unsupported_env_bosh_key_is_named(name: str) -> None:
 
 
 async def test_listed_files_are_removed_if_env_bosh_requests_it(tmp_path: Path) -> None:
-    """Links are removed, not their targets. Directories and missing files do not matter."""
+    """Links are removed without their targets. Directories and missing files are ignored."""
     paths = Paths(tmp_path)
     paths.bosh_etc.mkdir(parents=True)
     compiler, kept, link, library = (tmp_path / name for name in ("cc", "kept", "link", "lib.a"))

@@ -1,4 +1,4 @@
-"""Certificates near their end are reported once, and in time for their kind."""
+"""Certificates close to expiry are reported once, early enough for their lifetime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AUTHORITY = Authority()
 
 
 def agent(begin: float, end: float) -> str:
-    """A certificate that is valid from so many seconds from now until so many."""
+    """Return a certificate that is valid from and until this many seconds from now."""
     return AUTHORITY.agent("agent", valid=(begin, end)).certificate
 
 
@@ -34,7 +34,7 @@ def agent(begin: float, end: float) -> str:
 def test_certificate_is_near_expiry_within_a_month_or_a_fifth_of_its_time(
     valid: tuple[float, float], is_near: bool
 ) -> None:
-    """The credentials of a new VM are valid for an hour. To warn all that time would be useless."""
+    """The credentials of a new VM are only valid for an hour, so warning all the time would be useless."""
     expiry = CertificateWatch(lambda: {"client": agent(*valid)})
     expiry.look()
 
@@ -43,7 +43,7 @@ def test_certificate_is_near_expiry_within_a_month_or_a_fifth_of_its_time(
 
 
 def test_certificate_warning_is_logged_once_and_again_at_expiry(caplog: pytest.LogCaptureFixture) -> None:
-    """The text says which certificate, when, and with what consequence."""
+    """The message names the certificate, the date and the consequence."""
     now = time.time()
     expiry = CertificateWatch(lambda: {"client": near, "CA": AUTHORITY.ca}, lambda: now)
     near = agent(-99 * DAY_S, DAY_S)
@@ -60,7 +60,7 @@ def test_certificate_warning_is_logged_once_and_again_at_expiry(caplog: pytest.L
 
 
 def test_certificate_warning_names_the_https_server() -> None:
-    """It has no bus or bus CA."""
+    """An agent with an HTTPS server has neither a bus nor a bus CA."""
     cert, ended = agent(-99 * DAY_S, DAY_S), agent(*EXPIRED)
     named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
     said = []
@@ -76,7 +76,7 @@ def test_certificate_warning_names_the_https_server() -> None:
 
 
 def test_certificate_rotation_ends_the_warning() -> None:
-    """The watched certificates are those in use."""
+    """The watched certificates are the ones in use."""
     pem = agent(-99 * DAY_S, DAY_S)
     expiry = CertificateWatch(lambda: {"client": pem})
     expiry.look()
@@ -88,7 +88,7 @@ def test_certificate_rotation_ends_the_warning() -> None:
 
 
 def test_expiry_of_a_ca_bundle_is_that_of_its_last_ca() -> None:
-    """During a rotation both are trusted. Without any certificate there is no warning."""
+    """During a rotation both CAs are trusted. A bundle without certificates causes no warning."""
     ending = Authority().agent("old-ca", valid=(-99 * DAY_S, DAY_S)).certificate
     expiry = CertificateWatch(lambda: {"CA": ending + AUTHORITY.ca, "client": ""})
     expiry.look()

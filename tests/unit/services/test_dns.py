@@ -1,4 +1,4 @@
-"""DNS records: which are taken, and in what order they are written."""
+"""DNS records: which are accepted, and in what order they are written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def blob(version: int = 3, *records: list[str]) -> bytes:
 
 
 class Source:
-    """Hands out a blob and counts."""
+    """A blobstore that returns a blob and counts the requests."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -52,7 +52,7 @@ def hosts(paths: Paths) -> str:
 
 @pytest.mark.parametrize("stored", [b"", b"{", b'{"version":"9"}', b"[]", b"\xff", b'{"version":-5}', None])
 async def test_unreadable_dns_records_are_replaced(dns: Dns, paths: Paths, stored: bytes | None) -> None:
-    """A broken or missing file is older than any version."""
+    """A broken or missing file counts as older than any version."""
     paths.dns_records.parent.mkdir(parents=True)
     if stored is not None:
         paths.dns_records.write_bytes(stored)
@@ -75,7 +75,7 @@ async def test_unreadable_dns_records_are_replaced(dns: Dns, paths: Paths, store
 async def test_invalid_dns_blob_leaves_records_and_hosts_unchanged(
     dns: Dns, paths: Paths, raw: bytes, text: str
 ) -> None:
-    """The texts are the Go agent's."""
+    """The error messages are the Go agent's."""
     with pytest.raises(ActionError) as failed:
         await dns.sync(3, Source(raw), agent_id=AGENT)
 
@@ -87,7 +87,7 @@ async def test_invalid_dns_blob_leaves_records_and_hosts_unchanged(
 async def test_sync_dns_succeeds_if_the_hosts_file_cannot_be_written(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bosh-dns has its records, and the Director asks for nothing else."""
+    """bosh-dns has its records then, which is all that the Director asks for."""
     real = files.write_atomic
 
     def refuse(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
@@ -121,7 +121,7 @@ async def test_dns_records_of_an_unknown_form_are_passed_on_to_bosh_dns(dns: Dns
 
 
 async def test_concurrent_dns_syncs_fetch_once(dns: Dns) -> None:
-    """The second finds what the first has fetched, whichever variant they are."""
+    """The second sync finds what the first has fetched, whichever variant of the action they are."""
     first, second = Source(blob()), Source(blob())
     await asyncio.gather(dns.sync(3, first, agent_id=AGENT), dns.sync(3, second, agent_id=AGENT))
 
@@ -217,7 +217,7 @@ async def test_unreadable_dns_records_are_an_error_at_boot(dns: Dns, paths: Path
 
 
 def resolve(text: str, name: str) -> list[str]:
-    """The addresses that a hosts file gives to a name."""
+    """Return the addresses that a hosts file has for a name."""
     lines = [line.partition("#")[0].split() for line in text.splitlines()]
     return [line[0] for line in lines if name in line[1:]]
 
@@ -235,7 +235,7 @@ def resolve(text: str, name: str) -> list[str]:
 async def test_localhost_and_host_name_resolve_before_the_first_records(
     dns: Dns, paths: Paths, text: str | None, host_name: list[str]
 ) -> None:
-    """Some CPIs unmount the runtime's hosts file. The one below is empty, or another machine's."""
+    """Some CPIs unmount the container runtime's hosts file. The one below it is empty or belongs to another machine."""
     if text is not None:
         paths.etc.mkdir()
         (paths.etc / "hosts").write_text(text.replace("HOST", socket.gethostname()))
@@ -281,7 +281,7 @@ async def test_mounted_hosts_file_is_extended_and_keeps_its_lines(
 async def test_dns_sync_keeps_localhost_and_the_host_name(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This also holds for a container whose only name is localhost."""
+    """This also holds if localhost is the only name of the container."""
     for name in ("web-0", "localhost"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         await dns.sync(3, Source(blob(3)), agent_id=AGENT)

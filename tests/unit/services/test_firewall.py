@@ -1,4 +1,4 @@
-"""The text of the rules, and when nothing is done at all; what they do is in the tests of root."""
+"""The text of packet filter rules, and when none are installed. Root tests check their effect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def heard(_: float) -> bool:
 
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The rules in force, one text at most."""
+    """Return the active rules, which are a single text at most."""
     found: list[str] = []
 
     async def replace(text: str) -> None:
@@ -43,7 +43,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def obstacle(firewall: Firewall) -> str:
-    """The obstacle after the first look of the watch."""
+    """Return the obstacle that the watch finds first."""
     firewall.due.set()
     watching = asyncio.create_task(firewall.watch())
     await until(lambda: not firewall.due.is_set())
@@ -70,7 +70,7 @@ async def test_packet_filter_sets_no_rules_after_a_refusal(rules: list[str]) -> 
 
 @pytest.mark.parametrize("scheme", ["https", ""])
 async def test_packet_filter_reports_a_missing_bus(scheme: str, rules: list[str]) -> None:
-    """With create-env the bosh CLI connects to the agent, which connects to no bus."""
+    """With create-env the bosh CLI connects to the agent, and there is no bus."""
     urls = (f"{scheme}://127.0.0.1:6868",) if scheme else ()
 
     assert await obstacle(Firewall(lambda: mbus(*urls), lambda: False, heard)) == firewalls.NO_BUS
@@ -80,7 +80,7 @@ async def test_packet_filter_reports_a_missing_bus(scheme: str, rules: list[str]
 def test_shared_network_namespace_is_recognized_by_its_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On the machine itself, everything belongs to the agent's machine."""
+    """On the machine itself the network devices belong to the agent's machine."""
     monkeypatch.setattr(network, "FIRST_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
 
     assert not network.is_of_machine()
@@ -91,7 +91,7 @@ def test_shared_network_namespace_is_recognized_by_its_devices(
     "url", ["nats://[", "nats://127.0.0.1:99999", "nats://u:a#b@127.0.0.1:4222", "nats://\0:1", "nats://:4222", "nats"]
 )
 async def test_packet_filter_skips_an_invalid_address(url: str, rules: list[str]) -> None:
-    """It raises nothing either. The next address counts."""
+    """It raises no error, and uses the next address."""
     assert await obstacle(Firewall(lambda: mbus(url, "nats://127.0.0.1:4222"), lambda: True, heard)) == ""
 
     assert rules == [chains(frozenset({("127.0.0.1", 4222)}), {0, os.geteuid()})]
@@ -101,7 +101,7 @@ async def test_packet_filter_skips_an_invalid_address(url: str, rules: list[str]
 async def test_silent_name_server_does_not_exhaust_the_file_threads(
     monkeypatch: pytest.MonkeyPatch, rules: list[str]
 ) -> None:
-    """Six addresses of the bus blocked all file threads as long as the resolver waited."""
+    """Six bus addresses blocked all threads for file access while the resolver waited."""
     answered = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(30) and [])
     monkeypatch.setattr(firewalls, "LOOKUP_TIMEOUT_S", 0.01)

@@ -1,4 +1,4 @@
-"""Arguments of drain scripts, and the shown part of an errand's output."""
+"""Arguments of drain scripts, and truncation of an errand's output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FRESH = ApplySpec()
 def test_drain_arguments_of_an_update_list_changed_packages(
     current: ApplySpec, new: ApplySpec, expected: list[str]
 ) -> None:
-    """Removed packages are not named, new and changed ones are listed in order."""
+    """Removed packages are not listed. New and changed ones are listed in order."""
     assert drain_arguments("update", current, new) == expected
 
 
@@ -59,7 +59,7 @@ def test_drain_arguments_of_a_shutdown_list_no_changes(new: ApplySpec | None) ->
 
 
 def test_drain_environment_has_the_states_with_their_disks() -> None:
-    """It is JSON without blanks, as Go writes it. There is no next state without a new spec."""
+    """It is JSON without blanks, as Go writes it. Without a new spec there is no next state."""
     assert drain_environment(NOW, FRESH) == {
         "BOSH_JOB_STATE": '{"persistent_disk":1024}',
         "BOSH_JOB_NEXT_STATE": '{"persistent_disk":0}',
@@ -68,7 +68,7 @@ def test_drain_environment_has_the_states_with_their_disks() -> None:
 
 
 def test_long_errand_output_is_truncated_in_the_middle(tmp_path: Path) -> None:
-    """Beginning and end are kept, with the place of the rest."""
+    """The beginning and the end are kept, with the path of the full output between them."""
     path = tmp_path / "out"
     path.write_bytes(b"begin" + b"x" * 100_000 + b"end")
 

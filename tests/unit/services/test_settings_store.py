@@ -1,4 +1,4 @@
-"""Settings on disk: waited for, read again, kept."""
+"""Settings on disk: waiting for them, reading them again, storing them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 
 class Files:
-    """A tree with a source file, and a store that looks at it often."""
+    """A directory with a source file, and a store that reads it often."""
 
     def __init__(self, base: Path) -> None:
         self.paths = Paths(base)
@@ -33,7 +33,7 @@ class Files:
         self.put(json.dumps({"agent_id": "a-1", "mbus": "nats://h:1", **members}))
 
     def put(self, text: str) -> None:
-        """Replace the source at once: a look sees no empty file."""
+        """Replace the source file atomically, so that it is never seen empty."""
         new = self.source.with_suffix(".new")
         new.write_text(text)
         new.rename(self.source)
@@ -65,7 +65,7 @@ async def test_agent_waits_for_settings(files: Files, caplog: pytest.LogCaptureF
 @pytest.mark.attack("settings are malformed")
 @pytest.mark.parametrize("kind", ["fifo", "device", "flood"])
 async def test_fifos_devices_and_huge_files_are_rejected_as_settings(files: Files, kind: str) -> None:
-    """A FIFO blocked the start, and a device or a huge file took unlimited memory."""
+    """A FIFO blocked the start, and a device or a huge file used unlimited memory."""
     if kind == "fifo":
         os.mkfifo(files.source)
     elif kind == "device":
@@ -213,7 +213,7 @@ async def test_settings_change_first_read_by_an_action_is_reported(files: Files)
 
 
 async def test_settings_reader_does_not_undo_a_concurrent_update(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch reads the files while a task stores an update."""
+    """The settings watch reads the files while a task stores an update."""
     files.write()
     await files.store.wait()
     read, is_stored, has_read = host_files.read, threading.Event(), threading.Event()

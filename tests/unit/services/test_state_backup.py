@@ -1,4 +1,4 @@
-"""The copy of the agent's state: what a new root file system gets back, and what it does not."""
+"""The copy of the agent's state: what is restored to a new root file system, and what is not."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NEWS = '{"news": 1}'
 
 
 class Killed(BaseException):
-    """Stands for a SIGKILL: nothing of ours handles it."""
+    """Represents a SIGKILL, which none of our code handles."""
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
-    """An instance in its first container."""
+    """Return the paths of an instance in its first container."""
     made = Paths(tmp_path / "vcap")
     make_root(made)
     return made
@@ -40,7 +40,7 @@ def make_root(paths: Paths) -> None:
 
 
 def reset_root(paths: Paths) -> None:
-    """Restart the container in place: only ``data`` stays."""
+    """Restart the container in place, so that only ``data`` stays."""
     for path in paths.base.iterdir():
         if path != paths.data:
             files.remove_tree(path)
@@ -49,7 +49,7 @@ def reset_root(paths: Paths) -> None:
 
 @pytest.fixture
 def restart(monkeypatch: pytest.MonkeyPatch) -> Container:
-    """Start another container: process ids start again."""
+    """Start another container, in which pids start from the beginning."""
     number = 0
 
     def begin_anew() -> None:
@@ -62,7 +62,7 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Container:
 
 
 async def start(paths: Paths, agent_id: str = "a-1") -> StateBackup:
-    """A new agent."""
+    """Start a new agent."""
     made = StateBackup(paths)
     made.begin()
     await made.recover(agent_id)
@@ -70,12 +70,12 @@ async def start(paths: Paths, agent_id: str = "a-1") -> StateBackup:
 
 
 def content(name: str, text: str) -> str:
-    """What is in a file that is kept."""
+    """Return the content of all backed-up files."""
     return json.dumps({name: text})
 
 
 def fill(paths: Paths, text: str = "x") -> dict[Path, str]:
-    """Something in every file that is kept."""
+    """Write something into every backed-up file."""
     contents = {}
     for file in state_backup.backup_files(paths):
         file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def found(paths: Paths) -> dict[Path, str]:
 
 
 async def test_state_is_restored_to_a_new_root_file_system(paths: Paths, restart: Container) -> None:
-    """Files get the modes that they must have."""
+    """The restored files have the required modes."""
     contents = fill(paths)
     await start(paths)
     restart()
@@ -119,7 +119,7 @@ async def test_state_backup_is_complete_when_update_returns(paths: Paths) -> Non
 
 
 async def test_state_backup_does_not_copy_unchanged_files(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the check, which takes no thread, nor another agent copies them."""
+    """Neither the check for changes, which needs no thread, nor a restarted agent copies them."""
     fill(paths)
     await start(paths)
     before = {path: path.stat().st_ino for path in paths.mirror.iterdir()}
@@ -197,7 +197,7 @@ async def test_run_files_of_a_former_go_agent_are_kept(paths: Paths) -> None:
 
 
 async def test_interrupted_state_restore_is_repeated(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds however far it came. Nothing is copied from a root file system that is not yet complete."""
+    """This holds at whatever point it was interrupted. Nothing is backed up from an incomplete root file system."""
     contents = fill(paths)
     await start(paths)
     reset_root(paths)
@@ -229,7 +229,7 @@ async def test_interrupted_state_restore_is_repeated(paths: Paths, monkeypatch: 
 
 
 async def test_pre_start_is_due_until_it_has_run(paths: Paths, restart: Container) -> None:
-    """It holds over restarts of the agent, and again on the next root file system."""
+    """This survives restarts of the agent, and applies again on the next root file system."""
     await start(paths)
     reset_root(paths)
     assert not (await start(paths)).is_prepared
@@ -265,7 +265,7 @@ async def test_volume_used_by_another_agent_is_set_aside(paths: Paths, restart: 
 
 @pytest.mark.parametrize("by", ["stamp", "settings of the Go agent"])
 async def test_root_file_system_used_by_another_agent_is_set_aside(paths: Paths, by: str) -> None:
-    """An image may have been made of a container that was in use."""
+    """An image may have been created from a container that was in use."""
     fill(paths)
     if by == "stamp":
         await start(paths, "a-1")
@@ -276,7 +276,7 @@ async def test_root_file_system_used_by_another_agent_is_set_aside(paths: Paths,
 
     one = StateBackup(paths)
     one.begin()
-    paths.settings_cache.write_text('{"agent_id": "a-2"}')  # read from the CPI meanwhile
+    paths.settings_cache.write_text('{"agent_id": "a-2"}')  # as if read from the CPI meanwhile
     await one.recover("a-2")
 
     assert found(paths) == {}
@@ -342,7 +342,7 @@ async def test_state_of_a_newer_version_is_rejected_and_kept(paths: Paths) -> No
 
 
 async def test_state_copy_with_a_broken_stamp_is_set_aside(paths: Paths) -> None:
-    """Its owner is unknown."""
+    """Nobody knows whose copy it is."""
     fill(paths)
     await start(paths)
     reset_root(paths)
@@ -359,7 +359,7 @@ async def test_state_copy_with_a_broken_stamp_is_set_aside(paths: Paths) -> None
 async def test_container_without_a_stamp_is_recognized_by_other_evidence(
     paths: Paths, restart: Container, whose: str, damage: str | None
 ) -> None:
-    """The other stamp has its pid sequence, or a process of a job is running. Its run files stay."""
+    """Either the other stamp has its pid namespace, or a process of a job is still running. The run files stay."""
     contents = fill(paths)
     await start(paths)
     (paths.run / "web").mkdir()
@@ -397,7 +397,7 @@ async def test_new_container_restores_a_state_copy_without_a_stamp(paths: Paths,
 
 @pytest.mark.parametrize("damage", ["", "{ half", "\0\0\0"])
 async def test_damaged_state_file_is_restored_from_its_copy(paths: Paths, damage: str) -> None:
-    """It never replaces the copy. Any content of the marker is valid."""
+    """The damaged file never replaces the copy. The marker file may have any content."""
     contents = fill(paths)
     await start(paths)
     for path in contents:
@@ -422,7 +422,7 @@ async def test_missing_state_file_is_restored_unless_agents_delete_it(paths: Pat
 
 
 async def test_state_stamp_that_cannot_be_written_is_written_later(paths: Paths, restart: Container) -> None:
-    """The root file system is full at the first start, and has space later."""
+    """The root file system is full at the first start and has space later."""
     paths.stamp.mkdir()
     agent = await start(paths)
     paths.stamp.rmdir()

@@ -1,4 +1,4 @@
-"""How a bundle of certificates is taken apart, and that a machine that is not ours is left alone."""
+"""Splitting of CA bundles, and that a foreign machine is left alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_cas_are_not_installed_outside_var_vcap(tmp_path: Path, monkeypatc
 
 
 async def test_ordinary_user_installs_no_cas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is acceptable, because jobs bring their own CAs."""
+    """This is not an error, because jobs bring their own CAs."""
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
 
@@ -59,7 +59,9 @@ async def test_ordinary_user_installs_no_cas(tmp_path: Path, monkeypatch: pytest
 
 
 class Image:
-    """Places of an image and, instead of the command, what it leaves: a file of all, and a link for each."""
+    """The paths of an image and a replacement for its command, which writes one file with all CAs and a link for
+    each.
+    """
 
     def __init__(self, base: Path) -> None:
         self.directory, self.certs, self.runs = base / "local", base / "certs", 0
@@ -92,7 +94,10 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
 
 
 async def test_ca_update_command_runs_only_after_a_change(image: Image) -> None:
-    """It takes three quarters of a start. In an image, the directory is newer than the files derived from it."""
+    """The command takes three quarters of the start time.
+
+    In an image, the directory is newer than the files derived from it.
+    """
     trusting = TrustedCas(Paths())
     await trusting.install("")
     assert image.runs == 0
@@ -109,7 +114,7 @@ async def test_ca_update_command_runs_only_after_a_change(image: Image) -> None:
 
 @pytest.mark.parametrize("left", ["pending", "link", "file"])
 async def test_interrupted_ca_update_is_completed(image: Image, left: str) -> None:
-    """It was interrupted before or during the command, or the image's files have replaced ours."""
+    """The interruption came before or during the command, or the image's files have replaced ours."""
     trusting = TrustedCas(Paths())
     await trusting.install("" if left == "link" else A)
     if left == "pending":

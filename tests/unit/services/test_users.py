@@ -1,4 +1,4 @@
-"""Requests to ``ssh``: the refused ones before any change, and the commands of the others."""
+"""Requests for ``ssh``: some are refused before any change, the others run commands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ours(tmp_path: Path) -> Users:
     ],
 )
 async def test_invalid_ssh_user_name_is_rejected(ours: Users, user: str) -> None:
-    """No option gets into a command, and no extra field into a file."""
+    """Such a name could add an option to a command or a field to a file."""
     with pytest.raises(ActionError, match="^Creating user: cannot use the name "):
         await ours.setup(user, KEY)
 

@@ -1,4 +1,4 @@
-"""Vitals: their shapes, whatever the kernel writes, and how long they may take."""
+"""Vitals: their format, whatever the kernel reports, and how long measuring may take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOAD = "0.39 0.51 0.48 1/2 3\n"
 
 
 def write(proc: Path, **files: str | bytes) -> Path:
-    """Files of a ``/proc``. Dots in names stand for slashes."""
+    """Write files of a ``/proc``. Dots in names stand for slashes."""
     for name, content in files.items():
         path = proc / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def paths(tmp_path: Path) -> Paths:
 
 
 async def test_vitals_have_the_members_and_formats_of_a_heartbeat(paths: Paths, proc: Path) -> None:
-    """The protocol is defined in platform/vitals/vitals.go."""
+    """The format comes from platform/vitals/vitals.go."""
     sample = await Vitals(paths, lambda: True, proc=proc).sample()
 
     assert sample.pop("uptime") in ({"secs": 100}, {"secs": 101})
@@ -70,7 +70,7 @@ async def test_vitals_have_the_members_and_formats_of_a_heartbeat(paths: Paths, 
 async def test_cpu_vitals_are_averaged_over_ten_seconds(
     paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An earlier request gets the last figures. Later ones cover the time since then."""
+    """Earlier requests get the previous figures. Later ones cover the time since then."""
     now = 1000.0
     monkeypatch.setattr(clock, "boot_time", lambda: now)
     taken = Vitals(paths, lambda: False, proc=proc)
@@ -86,7 +86,7 @@ async def test_cpu_vitals_are_averaged_over_ten_seconds(
 
 
 async def test_vitals_of_a_container_are_relative_to_its_limits(paths: Paths, proc: Path, tmp_path: Path) -> None:
-    """The machine that it shares does not count."""
+    """The figures of the shared machine do not count."""
     top = write(
         tmp_path / "cgroup",
         **{
@@ -121,7 +121,7 @@ async def test_persistent_disk_vitals_need_a_disk_on_the_store(paths: Paths, pro
 
 
 async def test_dynamic_disks_have_metrics_but_no_vitals(paths: Paths, proc: Path, tmp_path: Path) -> None:
-    """The Director's ``disk`` has three members."""
+    """The Director only knows three members of ``disk``."""
     places = {"disk-d": tmp_path, "disk-gone": tmp_path / "gone"}
     taken = Vitals(paths, lambda: False, lambda: places, proc=proc)
 
@@ -137,7 +137,7 @@ async def test_vitals_omit_a_missing_disk(tmp_path: Path, proc: Path) -> None:
 
 
 async def test_hanging_disk_does_not_delay_vitals(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is omitted, not queried again while an answer is outstanding, and reported again afterwards."""
+    """It is left out and not queried again while an answer is outstanding. Afterwards it is reported again."""
     answers, asked, real = threading.Event(), [], os.statvfs
 
     def statvfs(path: Path) -> os.statvfs_result:
@@ -162,7 +162,10 @@ async def test_hanging_disk_does_not_delay_vitals(paths: Paths, proc: Path, monk
 
 @pytest.mark.parametrize("start_ticks", [10**15, 10**400, -5])
 async def test_vitals_omit_an_uptime_of_zero(paths: Paths, proc: Path, start_ticks: int) -> None:
-    """A PID 1 that begins in the future has no age (lxcfs, wrong clocks). The member exists, but is empty."""
+    """PID 1 may seem to start in the future (lxcfs, wrong clocks) and then has no age.
+
+    The member exists but is empty.
+    """
     write(proc, **{"1__stat": stat_of_init(start_ticks)})
 
     uptime = (await Vitals(paths, lambda: False, proc=proc).sample())["uptime"]
@@ -193,7 +196,7 @@ async def test_missing_kernel_figure_does_not_affect_other_vitals(
 
 
 def check(sample: dict[str, Any]) -> None:
-    """Types and ranges that the bosh CLI and the Health Monitor need."""
+    """Check the types and ranges that the bosh CLI and the Health Monitor need."""
     for group, form in (("cpu", r"[0-9]{1,3}\.[0-9]"), ("mem", "[0-9]+"), ("swap", "[0-9]+")):
         for text in sample.get(group, {}).values():
             assert re.fullmatch(form, text), sample
@@ -240,7 +243,7 @@ def test_vitals_have_valid_types_for_any_kernel_figures(
 
 
 async def test_disk_vitals_are_read_each_time(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old answer is not reported again."""
+    """A previous answer is not reported again."""
     asked: list[Path] = []
     real = os.statvfs
 
@@ -270,7 +273,7 @@ def test_disk_usage_counts_reserved_space_as_free(
 
 
 def test_cpu_counters_that_run_backwards_give_no_share() -> None:
-    """This happens on another machine after a migration, or with a changed quota."""
+    """They do so after a migration to another machine, or when the quota changes."""
     assert vitals.shares(CpuTimes(9, 9, 9, 90), CpuTimes(1, 1, 1, 10)) == {"user": "0.0", "sys": "0.0", "wait": "0.0"}
 
 

@@ -30,7 +30,7 @@ def leases(host: str = "pod-0", boot: str = "kernel 1", agent_id: str = "a-1") -
 
 
 def end(one: VolumeLeases) -> None:
-    """Its process ends, without a word."""
+    """End the agent's process without any cleanup."""
     for hold in one.held.values():
         os.close(hold.descriptor)
     one.held.clear()
@@ -38,13 +38,13 @@ def end(one: VolumeLeases) -> None:
 
 @pytest.fixture
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network file system on two machines whose kernels do not see each other's locks."""
+    """Imitate a network file system on two machines whose kernels do not see each other's locks."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
 
 
 class Clock:
-    """A replacement of the module ``time`` that advances on request."""
+    """Replaces the module ``time`` and only advances on request."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -65,7 +65,7 @@ def lease(directory: Path) -> Lease:
 
 
 async def until_held(one: VolumeLeases, directory: Path) -> float:
-    """Try until the volume is ours. Seconds that took."""
+    """Try until the volume is ours. Return how many seconds that took."""
     begun_at = asyncio.get_running_loop().time()
     await until(lambda: not one.hold(directory))
     return asyncio.get_running_loop().time() - begun_at
@@ -85,7 +85,7 @@ def test_lease_names_the_agent_that_holds_the_volume(tmp_path: Path) -> None:
 
 
 def test_lease_can_be_taken_after_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file server fails for a moment. The lock of that attempt must not keep out this agent as well."""
+    """The file server fails for a moment. The lock taken by that attempt must not keep out the same agent."""
     one = leases()
 
     def fail(*_: object) -> bytes:
@@ -108,7 +108,7 @@ def test_lease_file_is_private_and_created_if_needed(tmp_path: Path) -> None:
 
 
 def test_lease_of_a_killed_agent_is_taken_at_once(tmp_path: Path) -> None:
-    """The next agent may be in the same or in a new container; the kernel knows that the former one has exited."""
+    """The kernel knows that the killed agent has exited, whether the next one is in the same container or a new one."""
     first, second = leases(), leases()
     first.hold(tmp_path)
     end(first)
@@ -117,7 +117,7 @@ def test_lease_of_a_killed_agent_is_taken_at_once(tmp_path: Path) -> None:
 
 
 def test_lease_from_another_boot_is_taken_at_once_on_a_local_file_system(tmp_path: Path) -> None:
-    """LXD shows each start of a container a new boot id, so the lease seems to belong to another machine."""
+    """LXD gives each start of a container a new boot id, so the lease seems to belong to another machine."""
     first, second = leases(boot="start 1"), leases(boot="start 2")
     first.hold(tmp_path)
     assert second.hold(tmp_path) == "agent a-1 on pod-0"
@@ -129,7 +129,7 @@ def test_lease_from_another_boot_is_taken_at_once_on_a_local_file_system(tmp_pat
 def test_lease_from_another_boot_is_waited_for_on_a_network_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """A free lock proves nothing there, because another kernel may hold its own."""
+    """A lock that is free here proves nothing, because another kernel keeps its own locks."""
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
     first, second = leases(boot="kernel 1"), leases(boot="kernel 2")
     first.hold(tmp_path)
@@ -141,7 +141,7 @@ def test_lease_from_another_boot_is_waited_for_on_a_network_file_system(
 
 
 def test_lease_of_another_machine_is_waited_for(tmp_path: Path, without_locks: None, clock: Clock) -> None:
-    """Only its lease shows whether it is alive."""
+    """Only its lease shows whether that machine is still running."""
     first, second = leases("pod-0"), leases("pod-0", "kernel 2")
     first.hold(tmp_path)
     for _ in range(20):
@@ -167,7 +167,7 @@ async def test_released_lease_is_taken_at_once(tmp_path: Path, without_locks: No
 
 
 def test_refused_agent_does_not_take_the_lease_during_a_restart(tmp_path: Path, clock: Clock) -> None:
-    """The jobs of that container run on without their agent. The lock is free for a moment."""
+    """The jobs of that container run on while their agent restarts, and the lock is free for a moment."""
     first, waiting = leases(), leases("pod-1")
     first.hold(tmp_path)
     assert waiting.hold(tmp_path)
@@ -185,7 +185,7 @@ def test_refused_agent_does_not_take_the_lease_during_a_restart(tmp_path: Path, 
 
 
 async def test_agent_that_slept_too_long_detects_its_replacement(tmp_path: Path, without_locks: None) -> None:
-    """It writes nothing any more."""
+    """The replaced agent stops writing."""
     first, second = leases(), leases("pod-1", "kernel 2")
     first.hold(tmp_path)
     await until_held(second, tmp_path)
@@ -214,7 +214,10 @@ def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, wit
 def test_lease_of_an_agent_killed_during_a_write_is_taken_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed after any system call. A new agent's lease is shorter at first than the one before it."""
+    """The agent is killed at every system call of the write.
+
+    At first, a new agent's lease is shorter than the previous one.
+    """
 
     def killed(*_: object) -> None:
         raise SystemExit
@@ -258,7 +261,7 @@ def test_empty_lease_file_belongs_to_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job replaces the marker or the lease on its disk with a link or a FIFO")
 def test_lease_follows_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
-    """Jobs write to their disk."""
+    """Jobs can write to their disk."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     for trap in ("link to a file", "link to a directory", "pipe"):
@@ -279,7 +282,7 @@ def test_lease_follows_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
 
 
 def test_read_only_volume_needs_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be harmed there."""
+    """Nothing on it can be damaged."""
 
     def refuse(*_: object) -> int:
         raise OSError(30, "Read-only file system")

@@ -1,4 +1,4 @@
-"""The budget of restarts, and the size of output. ``integration/test_ctl_programs.py`` runs programs."""
+"""The rate limit of restarts, and truncation of output. ``integration/test_ctl_programs.py`` runs programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.played import played
 
 @played
 async def test_start_rate_bucket_refills_with_time() -> None:
-    """A caller that is cancelled returns its turn."""
+    """A caller that is cancelled gives its turn back."""
     clock, bucket = asyncio.get_running_loop().time, TokenBucket(5, 1)
     for seconds, takes, after in ((0, 5, 0), (0, 3, 3), (2, 2, 5), (100, 5, 105), (0, 1, 106)):
         await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Figures of file systems."""
+"""Usage figures of file systems."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def test_file_system_without_inodes_has_no_inode_usage(tmp_path: Path, monkeypat
 def test_device_has_the_usage_of_its_mount_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_device: bool, place: Path | str
 ) -> None:
-    """A link may name the device. Other paths are read where they were opened, because a job may change a link."""
+    """The device may be given as a link.
+
+    Other paths are read at the opened directory, because a job may change a link.
+    """
     for device in ("disk", "unmounted"):
         (tmp_path / device).touch()
     (tmp_path / "by-id").symlink_to(tmp_path / "disk")

@@ -1,4 +1,4 @@
-"""Texts and answers of network checks. ``integration/test_network_checks.py`` asks real listeners."""
+"""Texts and results of network checks. ``integration/test_network_checks.py`` connects to real listeners."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_http_check_reads_small_chunks_without_copying_the_page() -> None:
     """A server can send a megabyte in chunks of one byte."""
 
     def seconds(before: int) -> float:
-        """Processor time of the same chunks behind ``before`` bytes."""
+        """Return the processor time for the same chunks, arriving after ``before`` bytes."""
         response = network_checks.Response(Protocol("http", content="x"))
         response.read(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % before + b"a" * before + b"\r\n")
         begun = time.thread_time()

@@ -1,4 +1,4 @@
-"""Kills because of too little memory, and the deaths they explain."""
+"""OOM kills, and the exits that they explain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agent_shim.supervisor.oom import Kills
 
 
 def test_memory_kill_explains_one_exit() -> None:
-    """A kill before the agent's start explains none."""
+    """A kill before the agent's start explains no exit."""
     kills = [3]
     counted = Kills(lambda: kills[0])
 
@@ -21,7 +21,7 @@ def test_memory_kill_explains_one_exit() -> None:
 
 
 def test_memory_kill_seen_before_the_exit_still_explains_it() -> None:
-    """The counter rises first, and may be read in between."""
+    """The counter rises first, and may be read before the exit is noticed."""
     kills = [0]
     counted = Kills(lambda: kills[0])
     kills[0] = 1
@@ -43,5 +43,5 @@ def test_memory_kills_are_counted_for_the_container(tmp_path: Path, monkeypatch:
 
 
 def test_missing_memory_kill_counter_explains_no_exit() -> None:
-    """The kernel may not provide one."""
+    """Some kernels have no such counter."""
     assert not Kills(lambda: None).claim()

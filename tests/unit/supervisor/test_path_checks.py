@@ -1,4 +1,4 @@
-"""Tests of paths, one look after the other. ``integration/test_rule_engine_releases.py`` has their effects."""
+"""Checks of paths, cycle by cycle. ``integration/test_rule_engine_releases.py`` tests their effects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def made(path: Path, *tests: str, kind: str = "file") -> PathWatch:
-    """A watch of a check with these tests, which may be ``ignore`` statements too."""
+    """Return a watch of a check with these tests, which may also be ``ignore`` statements."""
     lines = [test if test.startswith("ignore") else f"if {test} then alert" for test in tests]
     (spec,) = plan([JobFile("job", "", "\n".join([f"check {kind} it with path {path}", *lines, ""]))])
     assert not spec.error, spec.error
@@ -33,7 +33,7 @@ def made(path: Path, *tests: str, kind: str = "file") -> PathWatch:
 
 
 def fails(watch: PathWatch) -> list[int]:
-    """The numbers of the rules that fail."""
+    """Return the indexes of the rules that fail."""
     return [number for number, finding in watch.look() if finding.fails]
 
 
@@ -87,7 +87,7 @@ def test_change_check_compares_consecutive_cycles(path: Path, test: str) -> None
 def test_checksum_check_without_a_value_uses_the_first_cycle(path: Path) -> None:
     watch = made(path, "failed checksum")
     found = [fails(watch)]
-    for text in ("three\n", "one\n"):  # a clock may not tell two writes apart, a size does
+    for text in ("three\n", "one\n"):  # the clock may not tell two writes apart, but the size does
         path.write_text(text)
         found.append(fails(watch))
 
@@ -95,7 +95,7 @@ def test_checksum_check_without_a_value_uses_the_first_cycle(path: Path) -> None
 
 
 def test_checksum_check_reads_an_unchanged_file_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large one would otherwise be read in each cycle."""
+    """Otherwise a large file would be read in every cycle."""
     watch = made(path, "changed checksum")
     watch.look()
     monkeypatch.setattr(guarded, "reopen", refuse)
@@ -123,7 +123,7 @@ def test_missing_path_has_no_findings(tmp_path: Path) -> None:
 
 
 def test_unknown_owner_is_a_data_access_error(path: Path) -> None:
-    """With it, monit refuses to start."""
+    """With an unknown owner, monit refuses to start."""
     watch = made(path, "failed uid nobody-of-that-name", "failed gid nobody-of-that-name", "size > 5")
 
     assert said(watch) == [
@@ -149,7 +149,7 @@ def test_path_check_requires_the_file_type_of_its_kind(tmp_path: Path, kind: str
 
 
 def test_path_check_reads_no_content_through_a_link_of_a_job(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root would read any file through it. Its size is no secret."""
+    """Root would otherwise read any file through it. The size of a file is no secret."""
     link = path.with_name("link")
     link.symlink_to(path)
     monkeypatch.setattr(trusted_path, "trusted_users", lambda: {12345})
@@ -163,7 +163,7 @@ def test_path_check_reads_no_content_through_a_link_of_a_job(path: Path, monkeyp
 
 
 def test_filesystem_flags_check_reports_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """monit reports each change, and never that they stay."""
+    """monit reports each change, and never that the flags stayed the same."""
     flags = [0]
     monkeypatch.setattr(path_checks, "usage", lambda _: {"flags": flags[0]})
     watch = made(tmp_path, "space > 5 %", kind="filesystem")
@@ -171,7 +171,7 @@ def test_filesystem_flags_check_reports_changes(tmp_path: Path, monkeypatch: pyt
     for flags[0] in (0, 0, 1, 1, 0):
         found.append([number for number, _ in watch.look()])
 
-    # 1 tells that the path can be read, 2 is the change
+    # 1 says that the path can be read, 2 is the change
     assert found == [[1], [1], [2, 1], [1], [2, 1]]
 
 
@@ -184,7 +184,7 @@ def append(path: Path, text: str) -> None:
 
 
 def test_match_check_compares_new_complete_lines(path: Path) -> None:
-    """They are those since the first cycle. A partial line waits for its end."""
+    """New lines are those since the first cycle. A partial line is compared once it is complete."""
     watch = made(path, "match 'o'", "not match 'o'")
     assert fails(watch) == []
     append(path, "two\nthree\nfo")
@@ -213,7 +213,7 @@ def test_match_check_skips_ignored_lines_for_all_rules(path: Path) -> None:
 
 
 def test_match_check_compares_the_beginning_of_a_long_line(path: Path) -> None:
-    """monit has room for 511 bytes. A line longer than everything read at once is a long one, too."""
+    """monit's buffer has room for 511 bytes. A line longer than the amount read at once counts as long, too."""
     watch = made(path, "match 'x$'", "match 'y'")
     watch.look()
     append(path, f"{'x' * 600}y\n")
@@ -225,7 +225,7 @@ def test_match_check_compares_the_beginning_of_a_long_line(path: Path) -> None:
 
 
 def test_match_check_ends_a_line_at_a_null_byte(path: Path) -> None:
-    """It does so in C. No environment variable of a program can contain one."""
+    """monit's C strings end there. No environment variable can contain a null byte."""
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "x\0y\ny\0x\n")
@@ -234,7 +234,7 @@ def test_match_check_ends_a_line_at_a_null_byte(path: Path) -> None:
 
 
 def test_match_check_limits_matching_lines_per_cycle(path: Path) -> None:
-    """Each may run a program. The others wait for the next cycle."""
+    """Each matching line may run a program. The rest waits for the next cycle."""
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "x\n" * (path_checks.MAX_HITS + 5))
@@ -244,7 +244,7 @@ def test_match_check_limits_matching_lines_per_cycle(path: Path) -> None:
 
 
 def test_match_check_limits_empty_lines_per_cycle(path: Path) -> None:
-    """They cost the job nothing, but the agent a comparison each."""
+    """They cost the job nothing, whereas the agent has to compare each."""
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "\n" * path_checks.MAX_LINES + "x\n")
@@ -254,7 +254,7 @@ def test_match_check_limits_empty_lines_per_cycle(path: Path) -> None:
 
 
 def test_match_check_merges_lines_that_do_not_match(path: Path) -> None:
-    """A rule remembers no more of them."""
+    """A rule keeps only the fact that they did not match."""
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "y\n" * 10_000 + "x\n")

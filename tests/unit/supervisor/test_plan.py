@@ -1,4 +1,4 @@
-"""From monit files to processes."""
+"""Derives processes from monit files."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_plan_recognizes_bpm_start_and_stop_commands(argv: tuple[str, ...], call
     ],
 )
 def test_plan_labels_a_bpm_process_after_its_pidfile(pidfile: str | None, label: str) -> None:
-    """A script may start the process as well as the monit file."""
+    """A script may start the process instead of the monit file."""
     labels = ProcessSpec("monit-name", "web", pidfile=pidfile or None).labels
 
     assert set(labels) == {"monit-name", label}

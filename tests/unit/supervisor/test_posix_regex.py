@@ -1,4 +1,4 @@
-"""Extended regular expressions: what the C library says, and the same matches."""
+"""Extended regular expressions: the C library's error messages, and the same matches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_posix_regex_compiles_a_pattern_of_maximum_size() -> None:
 
 
 def test_posix_regex_keeps_the_locale_of_the_thread() -> None:
-    """It is C only while a pattern is compiled."""
+    """The locale is C only while a pattern is compiled."""
     libc = ctypes.CDLL(None)
     libc.uselocale.restype = ctypes.c_void_p
 
@@ -82,7 +82,7 @@ def test_posix_regex_keeps_the_locale_of_the_thread() -> None:
         posix_regex.Pattern("a")
         return before, libc.uselocale(None)
 
-    with futures.ThreadPoolExecutor(1) as thread:  # new: its locale is that of the process
+    with futures.ThreadPoolExecutor(1) as thread:  # a new thread, whose locale is that of the process
         before, after = thread.submit(compiling).result()
     assert before == after
 
@@ -107,9 +107,10 @@ def test_posix_regex_frees_its_memory_with_the_pattern(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(x+x+)+y", ".*a.*b.*c.*d.*e", "(a|aa|aaa)*b", "a.{900}c"])
 def test_posix_regex_matches_hostile_texts_quickly(pattern: str) -> None:
-    """A backtracking matcher needs years for the first; the library, trying each position, a thousand times longer.
+    """A backtracking matcher would need years for the first text, and the library, which tries each position, a
+    thousand times longer.
 
-    A hundred thousand texts would take that a day.
+    A hundred thousand such texts would take it a day.
     """
     compiled = posix_regex.compiled(pattern)
     texts = ["a" * 4096, "x" * 4096, "ad" * 2048]
@@ -126,7 +127,7 @@ def test_posix_regex_searches_up_to_monits_length_limit() -> None:
 
 def test_posix_regex_releases_the_gil_while_matching() -> None:
     """Other threads run meanwhile. Here the library tries each position."""
-    slow = posix_regex.Pattern("(a+)+b)")  # the ")" that closes nothing keeps it from being told where to begin
+    slow = posix_regex.Pattern("(a+)+b)")  # the unmatched ")" disables the library's search for a starting position
     done = threading.Event()
 
     def match() -> None:
@@ -144,7 +145,7 @@ def test_posix_regex_releases_the_gil_while_matching() -> None:
 
 
 def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
-    """Which of the texts ``regcomp`` and ``regexec`` find. None if the pattern is refused."""
+    """Return which of the texts ``regcomp`` and ``regexec`` match, or None if the pattern is rejected."""
     library = ctypes.CDLL(None)
     compiled = ctypes.create_string_buffer(1024)
     if library.regcomp(compiled, pattern.encode(), REG_EXTENDED | REG_NOSUB):
@@ -155,7 +156,7 @@ def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
 
 
 def found_by_ours(pattern: str, texts: list[str]) -> list[bool] | None:
-    """The same of our own. Skips back references, which the library takes."""
+    """Return the same for our implementation. Skips back references, which only the library accepts."""
     try:
         compiled = posix_regex.compiled(pattern)
     except ValueError as refusal:

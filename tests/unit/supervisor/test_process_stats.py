@@ -1,4 +1,4 @@
-"""Figures of processes, from tables as they are given. ``integration/test_process_stats.py`` reads real ones."""
+"""Figures of processes, from given process tables. ``integration/test_process_stats.py`` reads real ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def service(**changes: Any) -> Any:
 
 @pytest.fixture
 def stats(monkeypatch: pytest.MonkeyPatch) -> ProcessStats:
-    """A machine of 8 MiB of memory and two processors, a hundred seconds after the start."""
+    """Return a machine with 8 MiB of memory and two processors, a hundred seconds after its start."""
     monkeypatch.setattr(proc, "small_table", lambda *_: dict(TABLE))
     monkeypatch.setattr(clock, "uptime_of", lambda _: 100)
     monkeypatch.setattr(clock, "wall_time_of", lambda ticks: 1e9 + ticks)
@@ -89,7 +89,7 @@ def test_service_without_a_monitored_process_has_no_statistics(stats: ProcessSta
 
 
 def test_cpu_share_covers_the_time_since_the_last_query(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is reused within a second, never falls below zero, and starts again with another process."""
+    """It is reused within a second, never negative, and starts again for another process."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -119,7 +119,7 @@ def test_statistics_of_many_processes_are_read_in_a_thread(
 ) -> None:
     """The main processes are returned at once, their descendants with the next answer.
 
-    One thread reads, and not too often.
+    A single thread reads them, and only at a limited rate.
     """
     reads: list[int] = []
     go = threading.Event()
@@ -153,7 +153,9 @@ def test_statistics_of_many_processes_are_read_in_a_thread(
 
 
 def test_statistics_of_one_answer_come_from_one_pass(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children of one pass would otherwise be looked up in the processes of another, which was an internal error."""
+    """Otherwise children from one pass were looked up among the processes of another, which caused an internal
+    error.
+    """
     go = threading.Event()
 
     def table() -> dict[int, proc.Stat]:
@@ -178,7 +180,7 @@ def test_statistics_of_one_answer_come_from_one_pass(stats: ProcessStats, monkey
 def test_process_table_reads_are_limited_to_a_share_of_the_cpu(
     stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any neighbour may ask for the readiness thousands of times. The process itself is read each time."""
+    """Any neighbour may query the readiness thousands of times. The process itself is read each time."""
     now, used, passes = [1000.0], [0.0], []
 
     def small_table(_: int) -> dict[int, proc.Stat]:

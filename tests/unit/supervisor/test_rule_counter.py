@@ -1,4 +1,4 @@
-"""When rules fail and recover, look by look, as monit's cycles count."""
+"""When rules fail and recover, counted in cycles as in monit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LETTERS = {
     ],
 )
 def test_rule_fails_after_n_of_m_failed_cycles(rate: Rate, recovery: Rate, looks: str, turns: str) -> None:
-    """While it has failed, each failed cycle runs the action. As many good cycles end that."""
+    """While the rule is failed, each failed cycle runs its action. The same number of good cycles ends that."""
     tally = RuleCounter(Rule(LIMIT, ALERT, rate, ALERT, recovery))
 
     assert "".join(LETTERS[tally.add(fails=look == "x")] for look in looks) == turns
@@ -48,7 +48,7 @@ def test_limit_rule_fails_on_the_side_of_its_operator(operator: str, bad: list[b
 
 
 def test_percentages_are_rounded_to_tenths() -> None:
-    """An equality can thus be met."""
+    """Otherwise an equality would hardly ever hold."""
     assert percent(1, 3) == 33.3
     assert percent(1, 1) == 100
     assert percent(1, 0) == 0
@@ -58,7 +58,7 @@ def test_percentages_are_rounded_to_tenths() -> None:
     ("every", "due"), [(1, [10.0, 20.1, 30.2, 65.0, 70.0, 80.0]), (2, [10.0, 30.2, 70.0]), (3, [10.0, 65.0])]
 )
 def test_check_with_every_n_cycles_skips_missed_cycles(every: int, due: list[float]) -> None:
-    """The next cycle is where it would have been."""
+    """The next check happens in the cycle that was planned anyway."""
     cycles = Cycles(10.0, 10.0, every)
     times = (9.9, 10.0, 11.0, 20.1, 29.0, 30.2, 65.0, 69.9, 70.0, 80.0)
 

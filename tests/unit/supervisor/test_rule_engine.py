@@ -1,4 +1,4 @@
-"""Checks of services that are played. ``integration/test_rule_engine.py`` checks real processes."""
+"""Checks of simulated services. ``integration/test_rule_engine.py`` checks real processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PERIOD_S = 0.01
 
 def service(path: Path, *rules: Rule, **changes: Any) -> Any:
     async def react(*_: object) -> None:
-        """Alerts do nothing."""
+        """Do nothing for alerts."""
 
     events: list[str] = []
     members = {
@@ -49,7 +49,7 @@ def service(path: Path, *rules: Rule, **changes: Any) -> Any:
 async def test_change_check_forgets_its_last_value_after_a_stop(
     tmp_path: Path, state: State, is_compared: bool
 ) -> None:
-    """monit's reload forgets it as well."""
+    """monit forgets it as well when it reloads."""
     path = tmp_path / "file"
     path.write_text("1")
     ours = service(path, Rule(Changed("size"), ALERT), Rule(Limit("size", ">", 1), ALERT))
@@ -70,7 +70,7 @@ async def test_change_check_forgets_its_last_value_after_a_stop(
     running.cancel()
     await asyncio.wait([running])
 
-    # A change is over at the next look.
+    # A change only lasts for one cycle.
     assert sorted(set(ours.events) - {"Size succeeded"}) == (["Size changed"] if is_compared else []) + ["Size failed"]
 
 
@@ -90,7 +90,7 @@ async def test_rule_failure_lasts_until_the_rule_recovers(tmp_path: Path) -> Non
 
 
 async def test_exception_in_a_check_ends_the_rule_engine(tmp_path: Path) -> None:
-    """Its caller logs the bug and starts it again."""
+    """The caller logs the bug and restarts the engine."""
 
     async def fail(*_: object) -> None:
         raise RuntimeError("a bug")
@@ -105,7 +105,7 @@ async def test_exception_in_a_check_ends_the_rule_engine(tmp_path: Path) -> None
 
 
 async def test_process_table_reads_are_limited_to_a_share_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job can have tens of thousands, and services whose cycles begin at ten times."""
+    """A job can have tens of thousands of processes, and services whose cycles begin at ten different times."""
     pauses: list[float] = []
     turn, used = asyncio.sleep, itertools.count()
 

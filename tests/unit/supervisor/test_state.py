@@ -1,4 +1,4 @@
-"""Every trigger in every state."""
+"""Every event in every state."""
 
 from __future__ import annotations
 

@@ -52,19 +52,19 @@ class World:
     """Processes and start programs that the record has lost."""
 
     def on(self, trigger: Trigger, table: Table) -> World:
-        """The world after an event, as ``Service.on`` makes it."""
+        """Return the world after an event, changed as ``Service.on`` does."""
         move = table[self.state].get(trigger)
         if move is None:
             return self
         one = replace(self, state=move.to)
         if Effect.RELEASE_PROGRAM in move.effect:
-            # One that has brought the process brings no other.
+            # A program that has produced the process produces no other.
             one = replace(one, starter=False, strangers=one.strangers + (one.starter and not one.process))
         if Effect.FORGET_PROCESSES in move.effect:
             one = replace(one, process=False, starter=False, strangers=one.strangers + one.process + one.starter)
         if one.state is State.STOPPED and one.asked == "down" and (one.process or one.starter or one.strangers):
             raise Violation(STOP)
-        # A stop that could not be carried out has failed: its caller has the error, and no request is left.
+        # A stop that could not be carried out has failed. Its caller gets the error, and no request remains.
         return replace(one, asked="left alone") if one.state is State.STUCK else one
 
     def asked_for(self, table: Table) -> Iterator[World]:

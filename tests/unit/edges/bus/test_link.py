@@ -1,4 +1,4 @@
-"""What the link to the bus takes from nats-py beside its public names."""
+"""What the bus link uses of nats-py's private interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS contexts of the bus: what the settings must hold, and that none of it is left lying about."""
+"""TLS contexts of the bus: required settings, and no secrets left on disk."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ BROKEN = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 
 
 def mbus(**changes: str) -> Mbus:
-    """Good credentials but for the changes."""
+    """Return valid credentials with the given changes."""
     good = {"ca": AUTHORITY.ca, "certificate": OURS.certificate, "private_key": OURS.private_key}
     return Mbus(urls=(), **good | changes)
 
 
 def locked(key: str) -> str:
-    """A private key with a password."""
+    """Return a private key with a password."""
     return (
         load_pem_private_key(key.encode(), None)
         .private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
@@ -42,7 +42,7 @@ def locked(key: str) -> str:
 
 
 def costly() -> str:
-    """A private key that says of itself that two thousand million rounds are needed to decrypt it (RFC 8018)."""
+    """Return a private key that claims to need two thousand million rounds to decrypt (RFC 8018)."""
 
     def element(tag: int, *content: bytes) -> bytes:
         body = b"".join(content)
@@ -77,7 +77,7 @@ def test_tls_verification_matches_go() -> None:
 
 
 def test_old_tls_versions_and_renegotiation_are_rejected() -> None:
-    """The defaults of the library do not count. A CA of the settings may be an intermediate one."""
+    """This does not depend on the library's defaults. A CA in the settings may be an intermediate one."""
     client, server = tls.client_context(mbus()), tls.server_context(mbus())
 
     assert client.minimum_version == server.minimum_version == ssl.TLSVersion.TLSv1_2
@@ -128,7 +128,7 @@ def test_invalid_credentials_error_names_the_wrong_part(changes: dict[str, str],
 
 @pytest.mark.parametrize("bad", [BROKEN, "-----BEGIN CERTIFICATE-----\ncut off\n"])
 def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Go does the same. There is one error in the log, not one for each connection."""
+    """Go does the same. The error is logged once, and not for each connection."""
     others = [Authority().ca, AUTHORITY.ca]
     for _ in range(2):
         context = tls.client_context(mbus(ca=f"{others[0]}\n{bad}\n{others[1]}"))
@@ -139,7 +139,7 @@ def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptu
 
 
 def test_private_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is neither on the disk nor in an open descriptor."""
+    """It is neither on the disk nor in an open file descriptor."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = len(list(Path("/proc/self/fd").iterdir()))
     for changes in ({}, {"certificate": BROKEN}):
@@ -174,7 +174,7 @@ def test_certificates_of_a_real_director_are_accepted() -> None:
     ],
 )
 def test_only_bus_server_names_are_accepted(name: str, is_good: bool) -> None:
-    """The certificate must have been issued for a bus."""
+    """The subject of the certificate must be that of a bus server."""
 
     class Server:
         def getpeercert(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Markers on volumes, and where the disks they name belong."""
+"""Markers on volumes, and where the disks that they name belong."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_links_and_pipes_at_a_disk_marker_are_not_followed_or_opened(tmp_path: P
 @pytest.mark.root
 @pytest.mark.parametrize("forged", ["the directory", "the file"])
 def test_disk_marker_owned_by_a_job_counts_as_missing_and_is_set_aside(tmp_path: Path, forged: str) -> None:
-    """Many releases give the top of their disk to vcap."""
+    """Many releases change the owner of a disk's top directory to vcap."""
     os.chown(tmp_path, 1000, 1000)
     markers.write(tmp_path, Marker("another", "store"))
     path = tmp_path / ".agent_shim"
@@ -171,5 +171,5 @@ def test_mount_point_of_a_disk_follows_from_its_marker(
 
 
 def test_machine_without_an_instance_id_uses_any_disk() -> None:
-    """Between the first boot and the first apply the Director has not sent an id."""
+    """Between the first boot and the first apply, the Director has not sent an id yet."""
     assert plan([marked("a", "store", instance="i-2")], on_store="", managed="", instance="") == Plan("a")

@@ -1,4 +1,4 @@
-"""Times in lines of logs, as programs write them."""
+"""Timestamps in log lines, as programs write them."""
 
 from __future__ import annotations
 

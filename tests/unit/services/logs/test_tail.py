@@ -1,4 +1,4 @@
-"""Log files of jobs as a stream, while they are rotated, cut, flooded and replaced by links."""
+"""Streaming of job logs while they are rotated, truncated, flooded and replaced by links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_shim.services.logs.tail import Follower, Line
 
 
 class Clock:
-    """Stands still until a test moves it."""
+    """A clock that stands still until a test advances it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -42,7 +42,7 @@ def written(path: Path, text: str) -> None:
 
 
 def news(follower: Follower, clock: Clock) -> list[str]:
-    """Return the output of a poll some seconds later."""
+    """Return the output of a poll after this many seconds."""
     clock.now += tail.SEARCH_PERIOD_S
     return [line.plain() for line in follower.poll()]
 
@@ -177,7 +177,7 @@ def test_tail_escapes_invalid_utf_8_and_keeps_json_valid() -> None:
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")
 def test_tail_escapes_a_file_name_in_invalid_utf_8(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """Its lines are shown under an escaped name, and those of other jobs as usual."""
+    """Lines of such a file appear under an escaped name, and those of other jobs as usual."""
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / os.fsdecode(b"\xff\n\x1b[2J.log")).write_text("mine\n")
     written(tmp_path / "good/x.log", "theirs\n")
@@ -192,7 +192,7 @@ def test_tail_escapes_a_file_name_in_invalid_utf_8(tmp_path: Path, follower: Fol
 def test_tail_limits_files_per_job_without_excluding_other_jobs(
     tmp_path: Path, follower: Follower, clock: Clock
 ) -> None:
-    """Each job has its share of the most recently written files. Surplus files are reported once."""
+    """Each job gets its share, for the most recently written files. Surplus files are reported once."""
     (tmp_path / "evil").mkdir()
     for number in range(tail.MAX_FILES + 100):
         path = tmp_path / f"evil/{number}.log"
@@ -213,7 +213,7 @@ def test_tail_limits_files_per_job_without_excluding_other_jobs(
 
 
 def test_tail_skips_a_hole_of_terabytes(tmp_path: Path, clock: Clock) -> None:
-    """It costs its writer nothing."""
+    """A hole costs its writer nothing."""
     follower = Follower(tmp_path, clock=clock)
     written(tmp_path / "evil/x.log", "first\n")
     assert news(follower, clock) == ["evil/x.log | first"]

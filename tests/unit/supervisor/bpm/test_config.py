@@ -55,7 +55,7 @@ def parse(text: str) -> BpmFile:
 
 
 def one(text: str) -> Process:
-    """The process of a file that has ``text`` among its keys. Each line of it is one."""
+    """Return the process of a file that has the lines of ``text`` among its keys."""
     lines = "".join(f"  {line}\n" for line in text.splitlines())
     (process,) = parse(f"processes:\n- name: p\n  executable: x\n{lines}").processes
     return process
@@ -354,7 +354,7 @@ def test_bpm_root_directory_is_configurable() -> None:
     ids=["merges", "mappings", "lists"],
 )
 def test_bpm_config_with_exploding_aliases_is_rejected(repeated: str) -> None:
-    """Ten times as many filled the memory of the machine."""
+    """Ten times as many aliases filled the machine's memory."""
     keys = ", ".join(f"k{number}: 1" for number in range(2000))
     with pytest.raises(ConfigError, match="more than 100000 keys and items, aliases included"):
         parse(f"a: &a {{{keys}}}\nb: &b [{'x, ' * 2000}]\nprocesses:\n{repeated}")
@@ -373,7 +373,7 @@ def test_bpm_config_with_a_hundred_levels_is_parsed() -> None:
 
 
 def test_bpm_config_with_too_deep_merges_is_rejected() -> None:
-    """Each level takes a level of the interpreter's stack."""
+    """Each level uses a level of Python's stack."""
     levels = "".join(f"l{number + 1}: &l{number + 1} {{<<: *l{number}}}\n" for number in range(300))
 
     with pytest.raises(ConfigError, match="expected a mapping"):

@@ -1,4 +1,4 @@
-"""monit's control file: the one of a stemcell, forms that others use, and mistakes with their place."""
+"""monit's control file: that of a stemcell, other forms, and mistakes with their place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_monit_control_file_of_a_stemcell_is_read(tmp_path: Path) -> None:
     assert (found.recipients, found.mail_servers, found.mail_timeout) == (["agent@local"], [("localhost", 2825)], 15)
     assert (found.queue, found.slots) == (Path("/var/vcap/monit/events"), 5000)
     assert found.mail_format["message"].startswith("Service: $SERVICE\n  Event: $EVENT\n")
-    # The control file itself and alerts.monitrc have no checks.
+    # The control file itself and alerts.monitrc contain no checks.
     assert [each.job for each in found.job_files] == ["monitrc", "alerts", "web", "worker"]
     assert None not in (found.pidfile, found.idfile, found.statefile)
 

@@ -1,4 +1,4 @@
-"""Words of a control file: each rule that a pattern on lines would get wrong, and that every word comes back."""
+"""Tokens of a control file, including the rules that line-based patterns would get wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agent_shim.supervisor.monit.lexer import (
 
 
 def words(text: str) -> list[str]:
-    """Keywords as they are, values as ``KIND:value``, without the end."""
+    """Return keywords as they are and values as ``KIND:value``, without the end token."""
     return [f"{token.kind}:{token.value}" if token.value else token.kind for token in lex(text)[:-1]]
 
 
@@ -112,7 +112,7 @@ def test_lexer_splits_program_arguments(text: str, expected: list[str]) -> None:
     ],
 )
 def test_lexer_reads_any_word_as_a_name(text: str, expected: list[str]) -> None:
-    """It does so after ``check`` and ``group``."""
+    """This applies after ``check`` and ``group``."""
     assert words(text) == expected
 
 

@@ -1,4 +1,4 @@
-"""Requests of the ``monit`` command. ``integration/test_monit_command.py`` runs it."""
+"""Requests of the ``monit`` command. ``integration/test_monit_command.py`` runs the command itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL = ["Web", "db", "own"]
 
 
 class Supervisor:
-    """Notes requests. A service is ``busy`` until one waits for it."""
+    """Records requests. A service is ``busy`` until someone waits for it."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -40,7 +40,7 @@ def described(name: str, state: str) -> ServiceInfo:
 
 
 async def asked(obstacle: str = "", **request: Any) -> tuple[list[str], Any]:
-    """The requests that were made, and the answer: name and state of each service, or an error."""
+    """Return the requests made, and the answer: name and state of each service, or an error."""
     supervisor: Any = Supervisor()
     answer = await monit_api.answer(supervisor, request, obstacle=obstacle)
     if "exception" in answer:

@@ -28,7 +28,7 @@ def parse(text: str, origin: str = "web/monit") -> MonitFile:
 
 
 def refusal(text: str) -> str:
-    """Return the error for ``text``, without its name."""
+    """Return the error for ``text`` without the file name."""
     with pytest.raises(ConfigError) as refused:
         parse(text)
     prefix, _, rest = str(refused.value).partition(": ")

@@ -1,4 +1,4 @@
-"""Values as text: one spelling, and nothing of what they say is lost."""
+"""Rendering of values as text in a canonical form, without losing information."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ RATE = st.tuples(st.integers(1, 64), st.integers(1, 64)).map(lambda pair: Rate(m
 
 
 def limit(metric: str) -> SearchStrategy[Limit]:
-    """Figures as they can be written for a metric."""
+    """Return limits that can be written for a metric."""
     percent = st.builds(Limit, st.just(metric), OPERATOR, NUMBER, st.just(True))
     amount = st.builds(lambda number, unit: number * unit, NUMBER | REAL, UNITS)
     if metric.startswith("loadavg"):
@@ -234,7 +234,7 @@ def files(draw: st.DrawFn) -> MonitFile:
     others = [
         Ignored(UNSPOKEN if check.kind == "host" else "noalert a@b", check.name)
         for check in services
-        if check.kind == "host" or draw(st.booleans())  # a host must have a test
+        if check.kind == "host" or draw(st.booleans())  # a host check must have a test
     ]
     return MonitFile(tuple(services), (*map(Ignored, outside), *others))
 

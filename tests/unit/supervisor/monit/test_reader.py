@@ -1,4 +1,4 @@
-"""Where an error is, and how a wrong word is shown."""
+"""The position of an error, and how an unexpected token is shown."""
 
 from __future__ import annotations
 

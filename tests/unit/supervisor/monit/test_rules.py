@@ -38,7 +38,7 @@ IGNORE = Action("ignore")
 
 
 def rule(text: str, kind: str = "process") -> Rule:
-    """The last rule of a check that ends with ``text``."""
+    """Return the last rule of a check that ends with ``text``."""
     return parser.parse(f"{HEADS[kind]}\n{text}", origin="x").services[0].rules[-1]
 
 
@@ -101,7 +101,7 @@ def test_rule_protocols_without_options_are_parsed(protocol: str) -> None:
     ],
 )
 def test_rule_rates_and_actions_are_parsed(text: str, expected: Rule) -> None:
-    """They say how often, what then, and what to do when it recovers."""
+    """A rule says how often it must match, what happens then, and what happens on recovery."""
     assert rule(f"if not exist {text}") == expected
 
 

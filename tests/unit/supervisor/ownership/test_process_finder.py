@@ -1,4 +1,4 @@
-"""How an end is described and recorded. The rest of presence is in test_supervisor."""
+"""How the exit of a process is described and recorded. test_supervisor covers the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agent_shim.supervisor.plan import ProcessSpec
     [(0, "exit 0"), (1, "exit 1"), (128, "exit 128"), (137, "SIGKILL"), (255, "exit 255"), (None, "unknown")],
 )
 def test_process_exit_is_described(status: int | None, text: str) -> None:
-    """The text is for operators."""
+    """The description is shown to operators."""
     assert describe(status) == text
 
 
@@ -40,7 +40,7 @@ def test_process_exit_is_described(status: int | None, text: str) -> None:
     ],
 )
 def test_number_of_exit_kinds_is_small(how: str, kind: str) -> None:
-    """They are labels of a metric."""
+    """They are used as metric labels."""
     assert kind_of(how) == kind
     assert kind in KINDS
 
@@ -63,7 +63,7 @@ UNUSED = 2**22 + 8
 
 @pytest.fixture
 def relation(monkeypatch: pytest.MonkeyPatch) -> list[Tie]:
-    """The relation of each process that a pidfile names: the last one."""
+    """Return the relation of each process that a pidfile names; the last one is repeated."""
     found = [Tie.OWNED]
     monkeypatch.setattr(process_finder, "tie", lambda *_: (found[-1], "it is foreign"))
     return found
@@ -167,7 +167,7 @@ async def test_process_may_appear_within_the_start_timeout() -> None:
 
 
 class Handle:
-    """A handle of a process. ``calls`` are those with an effect."""
+    """A process handle. ``calls`` are those with an effect."""
 
     def __init__(self, name: str, calls: list[str], *, is_alive: bool = True, status: int | None = None) -> None:
         self.identity, self.pid = (7, 70), 7
@@ -203,7 +203,7 @@ async def test_process_handles_are_released_once() -> None:
 
 
 async def test_exited_process_is_removed_from_its_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pidfile does not name the next process with its number either."""
+    """Another process with the same pid is not accepted through the pidfile either."""
     monkeypatch.setattr(proc, "stat", lambda _: None)
     (tmp_path / "pid").write_text("7")
     spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"))
@@ -243,7 +243,9 @@ WAITING = object()
 async def test_start_fails_when_no_process_can_appear_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, status: int | None, linger: float, why: object
 ) -> None:
-    """A process may appear for a while after the start program exited, and while its pidfile names a living one."""
+    """A process may still appear for a while after the start program has exited, and while its pidfile names a
+    running process.
+    """
     (tmp_path / "pid").write_text(named)
     monkeypatch.setattr(proc, "stat", {2: proc.Stat(2, "Z", 0, 1, 1, 0, 1, 0)}.get)
     finder = ProcessFinder(cast("Any", None), Timing(linger=linger), lambda: None)

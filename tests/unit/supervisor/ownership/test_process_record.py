@@ -1,4 +1,4 @@
-"""Contents of the record of a service's processes."""
+"""The record of a service's processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_record_forgets_ended_processes_when_it_takes_over_others() -> None:
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 def test_pidfile_must_be_a_regular_file(tmp_path: Path) -> None:
-    """A missing file, a directory and a fifo do not count, even if the fifo would block or contains a number."""
+    """A missing file, a directory and a FIFO do not count, even if the FIFO would block or contains a number."""
     os.mkfifo(tmp_path / "fifo")
     os.mkfifo(tmp_path / "full")
     (tmp_path / "link").symlink_to("full")

@@ -1,4 +1,4 @@
-"""What a process is to a service whose pidfile or pattern names it."""
+"""How a process relates to the service whose pidfile or pattern names it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keepers(owner: str = "", keeper: int = 0) -> Any:
-    """Every process is below the keeper of ``owner``. ``keeper`` is one itself."""
+    """Place every process below the keeper of ``owner``. ``keeper`` is a keeper itself."""
     return SimpleNamespace(owner=lambda _: owner, is_keeper=lambda pid: pid == keeper, base=Path("/var/vcap"))
 
 
@@ -74,7 +74,7 @@ def test_keeper_says_whose_a_process_is(owner: str, expected: Tie) -> None:
 def test_pidfile_must_be_newer_and_of_a_user_who_could_signal_the_process(
     owner: str, pidfile: Pidfile, is_believed: bool
 ) -> None:
-    """Only below its own keeper is a process the service's whatever the pidfile."""
+    """A process below the service's own keeper belongs to the service whatever its pidfile is like."""
     found, why = tie(keepers(owner), ONE, SPEC, ProcessRecord(), pidfile)
 
     assert (found is not Tie.NONE) is is_believed
@@ -98,7 +98,7 @@ def test_pidfile_must_be_newer_and_of_a_user_who_could_signal_the_process(
 def test_process_below_no_keeper_must_be_a_program_of_a_job(
     monkeypatch: pytest.MonkeyPatch, line: str, executable: str, owner: int, is_named: bool
 ) -> None:
-    """It was started by hand, or by monit before. It gets no signal."""
+    """It was started by hand, or by monit before. The agent sends it no signals."""
     monkeypatch.setattr(proc, "executable", lambda _: executable)
     monkeypatch.setattr(proc, "command_line", lambda _: line)
 
@@ -109,7 +109,7 @@ def test_process_below_no_keeper_must_be_a_program_of_a_job(
 
 
 def test_pidfile_that_named_an_ended_process_names_no_other() -> None:
-    """The number was given to another process meanwhile."""
+    """The pid has since been reused by another process."""
     record = ProcessRecord(named_by=NEWER)
 
     assert tie(keepers("web"), ONE, SPEC, record, NEWER) == (Tie.NONE, "its pidfile is older than the process")
@@ -125,14 +125,14 @@ def test_start_program_is_the_process_only_if_the_pidfile_was_written_since() ->
 
 
 def test_known_process_stays_what_it_is() -> None:
-    """Its keeper may have been killed, or never have existed."""
+    """Its keeper may have been killed, or may never have existed."""
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity), OLDER)[0] is Tie.OWNED
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity, is_only_named=True), OLDER)[0] is Tie.NAMED
     assert tie(keepers(), ONE, SPEC, ProcessRecord(others=[ONE.identity]), OLDER)[0] is Tie.OWNED
 
 
 def test_process_1_stands_for_a_job_without_processes() -> None:
-    """A job for firewall rules may put it into a pidfile."""
+    """A job that only sets firewall rules may write 1 into its pidfile."""
     first = proc.Stat(1, "S", 0, 1, 1, 0, 0, 0)
     record = ProcessRecord()
     record.begin((40, 900), OLDER)
@@ -144,7 +144,7 @@ def test_process_1_stands_for_a_job_without_processes() -> None:
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize("which", ["keeper", "child"])
 def test_processes_of_the_agent_are_not_believed(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    """Such are its keepers, its sshd and its workers."""
+    """These are its keepers, sshd and workers."""
     monkeypatch.setattr(process, "is_spawned", lambda _: which == "child")
 
     found = tie(keepers(keeper=50 if which == "keeper" else 0), ONE, SPEC, ProcessRecord(), NEWER)
@@ -171,7 +171,10 @@ def test_pattern_finds_the_known_process_or_the_oldest(
     record: ProcessRecord,
     expected: tuple[int, Tie] | None,
 ) -> None:
-    """The start program, which may still run as a script, is the last choice. Others' processes do not count."""
+    """The start program, which may still be running as a script, is the last choice.
+
+    Processes of others do not count.
+    """
     processes = {pid: proc.Stat(pid, "S", 7, pid, pid, 0, pid * 10, 0) for pid in (*owners, 1, os.getpid(), 12)}
     monkeypatch.setattr(proc, "table", lambda: processes)
     lines = dict.fromkeys(processes, "web -d") | {12: "sleep"}
