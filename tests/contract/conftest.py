@@ -1,4 +1,4 @@
-"""The world of the contract tests."""
+"""Fixtures of the contract tests."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    """A server of blobs by HTTP."""
+    """Run an HTTP server for blobs."""
     async with http_server() as server:
         yield server

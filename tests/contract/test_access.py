@@ -1,4 +1,4 @@
-"""Answers of the ssh actions: A3 of the protocol's checklist, as far as an ordinary user's machine allows."""
+"""Answers of the ssh actions: fact A3 of the protocol page, as far as an ordinary user can test it."""
 
 from __future__ import annotations
 

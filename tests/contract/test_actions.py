@@ -1,4 +1,4 @@
-"""Answers and effects of each action of a deploy. A1 to A28 are lines of the protocol's checklist."""
+"""Answers and effects of each action of a deploy. A1 to A28 are facts of the protocol page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mode_of(path: Path) -> int:
 
 
 async def deployed(world: World, *names: str, **files: dict[str, str]) -> dict[str, Any]:
-    """Apply sleeping jobs of these names (and of ``files``). Returns the spec."""
+    """Apply sleeping jobs with these names, and ``files``. Return the spec."""
     wanted = jobs.spec(
         store_of(world),
         {name: jobs.sleeper(world.paths, name) | files.get(name, {}) for name in dict.fromkeys((*names, *files))},
@@ -101,7 +101,7 @@ async def test_a9_prepare_installs_without_enabling_and_may_be_repeated(world: W
     name = hashlib.sha1(f"1-{digest}".encode()).hexdigest()
     assert (world.paths.data_packages / "tool" / name / "bin/tool").read_text() == "x"
     for links in (world.paths.jobs, world.paths.packages):
-        assert [path.name for path in links.iterdir()] == ["bpm"]  # ours, from the start
+        assert [path.name for path in links.iterdir()] == ["bpm"]  # our own command, present from the start
     assert not world.paths.spec.exists()
     assert await world.value("prepare", wanted) == "prepared"
 
@@ -238,7 +238,9 @@ async def test_a11_start_writes_monit_files_in_reverse_and_removes_the_marker(wo
 
 
 async def test_a11_start_is_saved_in_the_backup_at_once(world: World) -> None:
-    """If the container ends now, the next one starts the jobs instead of taking them for stopped by the Director."""
+    """If the container ends right after it, the next one starts the jobs instead of believing that the Director had
+    stopped them.
+    """
     spec, stopped = (world.paths.mirror / path.name for path in (world.paths.spec, world.paths.stopped_marker))
     await deployed(world, "web")
     await world.value("stop")
@@ -252,7 +254,7 @@ async def test_a11_start_is_saved_in_the_backup_at_once(world: World) -> None:
 
 
 async def test_a10_apply_is_saved_before_its_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent in a new container that finds no saved state starts the jobs, even those that were never started."""
+    """In a new container, an agent without saved state starts the jobs, even those that were never started."""
     monkeypatch.setattr(supervisor, "SAVE_DELAY_S", 60.0)
 
     await deployed(world, "web")
@@ -320,7 +322,7 @@ async def test_a12_stop_ends_all_processes_and_writes_marker_and_health_state(wo
 
 
 async def test_a12_stop_returns_at_once_before_protocol_3(world: World) -> None:
-    """The CLI of create-env is such a caller. With protocol 3 the caller waits until the stop is complete."""
+    """The CLI of create-env is such a caller. With protocol 3, the caller waits until the stop is complete."""
     gate = world.paths.base / "gate"
     slow = jobs.sleeper(world.paths, "web")
     slow["bin/ctl"] = slow["bin/ctl"].replace("stop)", f"stop) while [ ! -e {gate} ]; do sleep 0.02; done;")
@@ -463,7 +465,7 @@ async def test_a15_errand_without_jobs_is_an_error(world: World) -> None:
 
 
 async def test_a15_errand_of_a_spec_without_a_template_name_is_an_error(world: World) -> None:
-    """Create-env sends such a spec."""
+    """create-env sends such a spec."""
     await world.value("apply", {"job": {"templates": [{"name": "web", "version": "1"}]}})
 
     assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")
@@ -529,7 +531,7 @@ async def test_a25_delete_arp_entries_never_fails(world: World) -> None:
 
 
 async def test_a25_many_arp_entries_are_deleted_by_one_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only addresses of the request reach it, because ``ip`` reads a line for each."""
+    """Only addresses from the request are passed to it, because ``ip`` reads one per line."""
     given: list[str] = []
 
     async def run(*_: str, **options: Any) -> str:
@@ -546,7 +548,7 @@ async def test_a25_many_arp_entries_are_deleted_by_one_process(world: World, mon
 
 
 async def test_a25_flood_of_arp_requests_runs_one_program_at_a_time(world: World) -> None:
-    """Each request used to start its own, all at once, with four descriptors."""
+    """Each request used to start its own program, all at once, with four descriptors each."""
 
     def opened() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))

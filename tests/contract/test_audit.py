@@ -1,4 +1,4 @@
-"""Every request leaves a line that says who asked for what, how it ended, how long it took. Docs/logs.md says so."""
+"""Every request is logged with the caller, the method, the outcome and the duration, as docs/logs.md describes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_audit_logs_a_request_that_is_answered_at_once(world: World, lines
 
 
 async def test_audit_logs_a_task_when_accepted_and_when_finished(world: World, lines: list[dict[str, Any]]) -> None:
-    """Both lines have its id, and so has that of the poll that asked for it."""
+    """Both lines contain the task's id, and so does the line of the poll that fetched the result."""
     reply = await world.call("run_errand", "nope")
     task_id = reply["value"]["agent_task_id"]
     await world.run("get_task", task_id)
@@ -68,7 +68,7 @@ async def test_audit_logs_a_task_when_accepted_and_when_finished(world: World, l
 
 
 async def test_audit_logs_unknown_methods_and_unreadable_requests(world: World, lines: list[dict[str, Any]]) -> None:
-    """They are truncated, whatever was sent."""
+    """They are truncated, however long they are."""
     await world.call("x" * 5000)
     await world.dispatcher.handle(b"{")
 
@@ -112,9 +112,9 @@ async def test_audit_has_the_reason_of_an_interrupted_task(
 async def test_audit_contains_no_arguments_results_or_exception_texts(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Any value may be a secret, even in the hint of a disk. Neither the audit line nor the rest of the log has one.
+    """Any value may be a secret, even the hint of a disk. Neither the audit line nor the rest of the log contains one.
 
-    The log has the place of a bug (``test_traceback_shows_the_code_location_but_no_foreign_text``).
+    The log contains the place of a bug (``test_traceback_shows_the_code_location_but_no_foreign_text``).
     """
     caplog.set_level(logging.DEBUG)
 

@@ -1,4 +1,4 @@
-"""The command ``bpm`` as release scripts call it, and jobs deployed that use it, with a release of bpm and without."""
+"""The ``bpm`` command as release scripts call it, and deployed jobs that use it, with and without a bpm release."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @contextlib.asynccontextmanager
 async def machine(base: Path) -> AsyncIterator[World]:
-    """A booted agent that answers on its socket."""
+    """Run a booted agent that answers on its control socket."""
     async with world(base) as found:
 
         async def answer(request: dict[str, Any], *_: object) -> bytes:
@@ -45,7 +45,7 @@ async def machine(base: Path) -> AsyncIterator[World]:
 
 
 def deploy(base: Path, script: str, more: str = "") -> None:
-    """A job in place without the Director."""
+    """Install a job without a Director."""
     job = base / "vcap/jobs/web"
     (job / "config").mkdir(parents=True)
     (job / "bin").mkdir()
@@ -55,7 +55,7 @@ def deploy(base: Path, script: str, more: str = "") -> None:
 
 
 async def bpm(found: World, line: str, **env: str) -> tuple[int, str, str]:
-    """Exit code and output of a call."""
+    """Return the exit code and output of a call."""
     running = _spawn(found, line, env=env)
     status = await running.wait()
     assert status is not None
@@ -65,7 +65,7 @@ async def bpm(found: World, line: str, **env: str) -> tuple[int, str, str]:
 def _spawn(
     found: World, line: str, *, stdout: int | None = None, stderr: int | None = None, env: dict[str, str] | None = None
 ) -> process.Process:
-    """Begin a call whose output goes to files, or to the descriptors given."""
+    """Start a call whose output goes to files, or to the given descriptors."""
     for name in ("out", "err"):
         (found.paths.base / name).write_text("")
     tool = str(found.paths.jobs / "bpm/bin/bpm")
@@ -168,7 +168,7 @@ async def test_bpm_command_help_lists_commands_or_flags(tmp_path: Path, line: st
 
 
 async def test_bpm_command_stop_of_an_unknown_process_succeeds(tmp_path: Path) -> None:
-    """It is neither configured nor running. Drain scripts and monit rely on that."""
+    """The process is neither configured nor running. Drain scripts and monit rely on the success."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         for line in ("stop web", "stop web -p other", "stop nothing"):
@@ -178,7 +178,7 @@ async def test_bpm_command_stop_of_an_unknown_process_succeeds(tmp_path: Path) -
 
 @pytest.mark.parametrize("spelling", ["-p worker web", "web -pworker", "web -p=worker", "web --process worker"])
 async def test_bpm_command_parses_flags_like_bpm(tmp_path: Path, spelling: str) -> None:
-    """They come before or after the job, with and without a blank."""
+    """Flags may come before or after the job, with a blank or without."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         config = tmp_path / "vcap/jobs/web/config/bpm.yml"
@@ -188,7 +188,7 @@ async def test_bpm_command_parses_flags_like_bpm(tmp_path: Path, spelling: str) 
 
 
 async def test_bpm_command_without_an_agent_is_refused(tmp_path: Path) -> None:
-    """For a user other than root, that error comes first, as with bpm."""
+    """For users other than root, the error about that comes first, as with bpm."""
     async with machine(tmp_path) as found:
         pass
     status, _, err = await bpm(found, "start web")
@@ -226,9 +226,9 @@ async def test_bpm_command_run_shows_output_and_returns_the_exit_code(tmp_path: 
 @pytest.mark.attack("text of a job gives orders to an operator's terminal")
 @pytest.mark.parametrize("terminals", [("stdout", "stderr"), ("stderr",), ("stdout",)], ids="+".join)
 async def test_bpm_command_run_escapes_output_for_a_terminal(tmp_path: Path, terminals: tuple[str, ...]) -> None:
-    """Escape sequences of a process are shown as numbers there.
+    """A terminal shows escape sequences of a process as numbers.
 
-    A stream that is no terminal gets the bytes unchanged.
+    If a stream is not a terminal, its bytes are passed on unchanged.
     """
     async with machine(tmp_path) as found:
         orders = r"printf '\033]0;owned\007\n'"
@@ -278,7 +278,7 @@ async def test_bpm_command_trace_covers_the_process_and_its_descendants(tmp_path
         deploy(tmp_path, "sleep 600 & exec sleep 600")
         assert (await bpm(found, "start web"))[0] == 0
         top = int((await bpm(found, "pid web"))[1])
-        # An init, the script, and its child.
+        # These are an init, the script and its child.
         await until(lambda: len(proc.descent(proc.children(proc.table()), [top])) == 3)
         below = sorted(proc.descent(proc.children(proc.table()), [top]) - {top})
         strace = tmp_path / "strace"
@@ -293,7 +293,7 @@ async def test_bpm_command_trace_covers_the_process_and_its_descendants(tmp_path
 
 
 async def test_bpm_command_run_ends_its_process_on_a_signal(tmp_path: Path) -> None:
-    """An errand that is cancelled leaves nothing."""
+    """A cancelled errand leaves no process behind."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "echo up; exec sleep 600")
         running = _spawn(found, "run web")
@@ -309,7 +309,7 @@ async def test_bpm_command_run_ends_its_process_on_a_signal(tmp_path: Path) -> N
 
 
 def test_documented_table_of_bpm_keys_matches_the_code() -> None:
-    """The page has exactly the effect of each key at every level."""
+    """The page states exactly the effect of each key at every level."""
     root = Path(__file__).resolve().parents[2]
 
     assert bpm_keys.table() in (root / "docs/bpm.md").read_text()

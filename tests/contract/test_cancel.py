@@ -1,4 +1,4 @@
-"""Cancelling an errand or a drain ends it, with everything it has started."""
+"""Cancelling an errand or a drain ends it together with everything that it has started."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ FAMILY = "#!/bin/sh\nsh -c 'sleep 600; sleep 600' & sleep 600 & echo $! >{starte
 
 @pytest.fixture
 def started(world: World) -> Path:
-    """Where a script writes the number of a process it has started."""
+    """Return the file to which a script writes the pid of a process that it has started."""
     return world.paths.base / "started"
 
 
 async def deployed(world: World, **scripts: str) -> None:
-    """Apply a job ``web`` that has nothing but these scripts."""
+    """Apply a job ``web`` that has only these scripts."""
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     files = {f"bin/{name.replace('_', '-')}": text for name, text in scripts.items()}
     assert await world.value("apply", jobs.spec(store, {"web": {"monit": "", **files}})) == "applied"
 
 
 async def cancelled(world: World, task_id: str) -> Any:
-    """The value of a task that is cancelled now, and would last ten minutes."""
+    """Return the value of a task that would last ten minutes and is cancelled now."""
     assert await world.value("cancel_task", task_id) == "canceled"
     return await world.value("get_task", task_id)
 

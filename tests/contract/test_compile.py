@@ -1,4 +1,4 @@
-"""Answers and effects of compilations. A16 and A17 are lines of the protocol's checklist."""
+"""Answers and effects of compilations. A16 and A17 are facts of the protocol page."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ LINKS = "$(dirname $BOSH_INSTALL_TARGET)"
 
 
 def source(world: World, packaging: str, **files: str) -> tuple[str, str]:
-    """Put the source of a package into the blobstore. Its id and digest."""
+    """Put the source of a package into the blobstore. Return its id and digest."""
     blob = jobs.blob(store_of(world), archive({"packaging": packaging, **files}))
     return blob["blobstore_id"], blob["sha1"]
 
 
 def dependency(world: World, name: str, version: str = "1", **files: str) -> dict[str, str]:
-    """A compiled package in the blobstore, as a dependency names it."""
+    """Put a compiled package into the blobstore. Return it in the form in which a dependency is named."""
     content = archive(files or {"bin/tool": f"#!/bin/sh\necho {name} {version}\n"})
     return {"name": name, "version": version, **jobs.blob(store_of(world), content)}
 
 
 def members(content: bytes) -> dict[str, bytes | None]:
-    """Return names and contents of an archive. None for an entry that is no file."""
+    """Return the names and contents of an archive. The content is None for an entry that is not a file."""
     with tarfile.open(fileobj=io.BytesIO(content)) as packed:
         return {
             member.name: file.read() if (file := packed.extractfile(member)) else None for member in packed.getmembers()
@@ -60,25 +60,26 @@ def printed(world: World, stream: str = "stdout") -> str:
 
 
 def left(world: World) -> list[Path]:
-    """Return all remains of a compilation but its logs and the directories of versions."""
+    """Return all remains of a compilation except its logs and the directories of versions."""
     paths = world.paths
     found = [path for place in (paths.packages, paths.compile) for path in place.glob("*")]
     return [*found, *paths.tmp.glob(".*"), *paths.data_packages.glob("*/*")]
 
 
 async def compiled(world: World, packaging: str, name: str = "p", **deps: dict[str, str]) -> bytes:
-    """The archive that compiling gives."""
+    """Return the archive that a compilation produces."""
     return await compiled_from(world, *source(world, packaging), name, deps)
 
 
 async def compiled_from(world: World, blob_id: str, digest: str, name: str = "p", deps: Any = None) -> bytes:
-    """The archive that compiling a blob gives."""
+    """Return the archive that a compilation of a blob produces."""
     value = await world.value("compile_package", blob_id, digest, name, "1.1", deps)
     content: bytes = (store_of(world) / value["result"]["blobstore_id"]).read_bytes()
     return content
 
 
-# --- what it answers ------------------------------------------------------------------------------------------------
+# --- answers
+# ------------------------------------------------------------------------------------------------------------
 
 
 async def test_a16_compile_returns_id_and_sha1_of_a_new_blob(world: World) -> None:
@@ -98,7 +99,10 @@ async def test_a16_compile_returns_id_and_sha1_of_a_new_blob(world: World) -> No
 
 
 async def test_a16_packaging_script_has_its_environment(world: World) -> None:
-    """It has Go's variables, the agent's programs first in the PATH, a temporary directory, and runs in its source."""
+    """The environment has Go's variables, the agent's programs first in PATH and a temporary directory.
+
+    The script runs in its source.
+    """
     await compiled(world, 'echo "$0|$PWD|$PATH|$TMPDIR|$(umask)"; env | grep ^BOSH_ | sort; ls; cat', "hello")
 
     paths = world.paths
@@ -178,7 +182,7 @@ async def test_a16_source_in_another_compression_gives_a_gzipped_package(world: 
 
 
 async def test_a17_compile_downloads_and_uploads_by_signed_urls_with_headers(world: World, server: Server) -> None:
-    """The result is uploaded to its URL. Its id concerns only the Director."""
+    """The result is uploaded to its URL. Only the Director uses its id."""
     tool, src = archive({"bin/tool": "x"}), archive({"packaging": f"{INSTALL} cp {LINKS}/pcre/bin/tool src"})
     server.blobs = {"/pcre": tool, "/src": src}
     request = {
@@ -215,11 +219,12 @@ async def test_a17_compile_downloads_and_uploads_by_signed_urls_with_headers(wor
     assert left(world) == []
 
 
-# --- what goes wrong ------------------------------------------------------------------------------------------------
+# --- failures
+# -----------------------------------------------------------------------------------------------------------
 
 
 async def failed(world: World, *arguments: Any) -> str:
-    """Return the error of a failed compilation of the package p, without the part before its own."""
+    """Return the error of a failed compilation of the package p, without its fixed beginning."""
     text = await world.error("compile_package", *arguments)
     found = re.fullmatch(r"Action Failed get_task: Task \S+ result: Compiling package p: (.*)", text, re.DOTALL)
     assert found is not None, text
@@ -227,7 +232,7 @@ async def failed(world: World, *arguments: Any) -> str:
 
 
 async def test_a16_failed_packaging_script_is_reported_with_its_output(world: World) -> None:
-    """Files that it has installed are removed, dependencies too."""
+    """Files that the script has installed are removed, and so are its dependencies."""
     packaging = INSTALL + "set +x; echo out; echo err >&2; exit 7"
     tool = dependency(world, "tool")
     text = await failed(world, *source(world, packaging), "p", "1", {"tool": tool})
@@ -240,7 +245,7 @@ async def test_a16_failed_packaging_script_is_reported_with_its_output(world: Wo
 
 
 async def test_a16_long_packaging_output_is_truncated_at_a_line_start(world: World) -> None:
-    """The last 10 KiB of each stream are reported at most; the logs have all of it."""
+    """At most the last 10 KiB of each stream are reported. The logs contain everything."""
     packaging = "set +x; seq 100000; head -c 20000 /dev/zero | tr '\\0' é >&2; kill -9 $$"
     text = await failed(world, *source(world, packaging), "p", "1", {})
 
@@ -295,7 +300,7 @@ async def test_a16_compile_reports_a_result_that_cannot_be_stored(world: World) 
 async def test_signed_urls_of_a_compilation_appear_in_no_text(
     world: World, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither the log nor what can be read of the task and the package contains them or their headers."""
+    """Neither the log nor the readable parts of the task and the package contain the URLs or their headers."""
     caplog.set_level("DEBUG")
     request: dict[str, Any] = {
         "package_get_signed_url": f"{server.url}/gone?sig=s3cr3t",
@@ -353,7 +358,7 @@ async def test_compilation_does_not_replace_a_package_of_jobs_by_another_version
 
 
 async def test_compilation_works_after_the_apply_of_a_compilation_vm(world: World) -> None:
-    """Its spec has no configuration hash; create-env's first one has one but no jobs."""
+    """That spec has no configuration hash. The first one of create-env has a hash but no jobs."""
     await world.value(
         "apply", {"deployment": "d", "job": {"name": "compilation-1"}, "index": 0, "id": "i", "packages": {}}
     )
@@ -369,11 +374,12 @@ async def test_compilation_works_after_the_apply_of_a_compilation_vm(world: Worl
     assert members(await compiled(world, "touch $BOSH_INSTALL_TARGET/x")) == {".": None, "./x": b""}
 
 
-# --- while it runs --------------------------------------------------------------------------------------------------
+# --- while it runs
+# ------------------------------------------------------------------------------------------------------
 
 
 async def begun(world: World, packaging: str) -> tuple[str, int]:
-    """The task of a compilation whose script waits, and the number of a process that the script has started."""
+    """Return the task of a compilation whose script waits, and the pid of a process that the script has started."""
     started = world.paths.base / "started"
     reply = await world.call("compile_package", *source(world, packaging.format(started)), "p", "1", {})
     assert is_running(reply)
@@ -404,7 +410,7 @@ async def test_compilation_progress_is_reported(world: World) -> None:
     ],
 )
 async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World, packaging: str) -> None:
-    """A compilation ends on request, however its processes react."""
+    """The compilation ends on request, however its processes react."""
     task_id, child = await begun(world, packaging)
     try:
         assert await world.value("cancel_task", task_id) == "canceled"
@@ -426,11 +432,12 @@ async def test_processes_of_a_packaging_script_end_with_it(world: World) -> None
     assert [is_alive(pid) for pid in pids] == [False, False]
 
 
-# --- the same bytes -------------------------------------------------------------------------------------------------
+# --- reproducible results
+# -----------------------------------------------------------------------------------------------
 
 
 async def test_compiled_files_older_than_the_source_keep_their_time(world: World) -> None:
-    """They are not taken for stale. New ones get the time of the source."""
+    """Such files do not count as outdated. New files get the time of the source."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as packed:
         for name, text, when in (

@@ -1,4 +1,4 @@
-"""bpm.yml files of public BOSH releases: read and judged."""
+"""bpm.yml files of public BOSH releases are parsed and checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRIES = corpus.entries("bpm")
 def test_check_of_corpus_bpm_files_gives_the_expected_verdict(
     entry: corpus.Entry, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``agent-shim check`` accepts a valid file, and rejects another with the place of its error."""
+    """``agent-shim check`` accepts valid files, and rejects the others with the place of the error."""
     verdict = check.main([entry.path], "bpm")
 
     out, errors = capsys.readouterr()

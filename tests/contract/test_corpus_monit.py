@@ -1,4 +1,4 @@
-"""Monit files of public BOSH releases: read, judged as monit 5.2.5 does, and written back."""
+"""Monit files of public BOSH releases are parsed, accepted or rejected as by monit 5.2.5, and rendered again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_rendered_corpus_monit_file_is_equivalent(entry: corpus.Entry) -> None:
     rendered = monit_render.render(file)
 
     assert parser.parse(rendered, origin="rendered") == file
-    # A missing item is reported with its line, which then differs.
+    # A missing item is reported with its line number, which differs in the rendered file.
     if "stub-dep" not in entry.verdict:
         assert plan([JobFile("job", "", rendered)]) == plan([JobFile("job", "", entry.text)])
 

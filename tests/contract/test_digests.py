@@ -1,4 +1,4 @@
-"""Digest strings as callers write them (checklist D1 to D7), told by the one action that does nothing but check one."""
+"""Notations of digests (facts D1 to D7), tested through the one action that only checks a digest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARGUMENT = "Extracting method arguments from payload: Unmarshalling action argum
 
 
 async def refused(world: World, checksum: str | None) -> str:
-    """Why the content is not taken under this digest. "" when it is."""
+    """Return why the content is rejected under this digest, or "" if it is accepted."""
     upload = {"blob_id": "b", "checksum": checksum, "payload": base64.b64encode(CONTENT).decode()}
     reply = await world.run("upload_blob", upload)
     kept = world.paths.sensitive_blobs / "b"
@@ -71,7 +71,7 @@ async def test_d5_null_digest_matches_no_blob(world: World) -> None:
 
 
 async def test_invalid_digests_are_rejected_before_any_work(world: World) -> None:
-    """This holds even if no blob would be fetched, as for an old version or a spec without configuration hash."""
+    """This holds even if no blob would be fetched, as for an old version or a spec without a configuration hash."""
     world.paths.dns_records.parent.mkdir(parents=True, exist_ok=True)
     world.paths.dns_records.write_text('{"version": 5, "records": []}')
     archive = {"sha1": "a:b:c", "blobstore_id": "b"}

@@ -1,6 +1,7 @@
-"""Answers about disks to the Director and the CLI (checklist A19 to A24). Volumes are directories here.
+"""Answers about disks to the Director and the CLI (facts A19 to A24), with directories as volumes.
 
-``tests/root`` tests real file systems. Here links represent disks, so that no test mounts anything visible elsewhere.
+``tests/root`` tests real file systems. Here links represent disks, so that no test mounts anything that is visible
+elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def volume(world: World, cid: str) -> dict[str, str]:
-    """A mounted volume, as the CPI's hint names it."""
+    """Create a mounted volume and return the CPI's hint for it."""
     path = world.paths.base.parent / "volumes" / cid
     path.mkdir(parents=True)
     return {"path": str(path)}
@@ -117,7 +118,7 @@ async def test_disk_errors_have_the_text_of_the_go_agent(
 
 
 async def test_disk_requests_reread_the_settings(world: World) -> None:
-    """A CPI that attaches disks to a running VM writes them just before."""
+    """A CPI that attaches disks to a running VM writes the settings just before the request."""
     base = world.paths.base.parent
     write_settings(base, disks={"persistent": {"disk-a": volume(world, "disk-a")["path"]}})
 
@@ -176,7 +177,10 @@ async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world: 
 
 @pytest.mark.parametrize("hint", ["disk-d", "dev/vdb", {"path": "volume"}])
 async def test_a24_dynamic_disk_without_an_absolute_path_is_rejected_at_once(world: World, hint: Any) -> None:
-    """A path that may still come is waited for. The Go agent can link to the text, which is no path."""
+    """The agent only waits for paths that may still appear.
+
+    The Go agent can link to any text, even one that is not a path.
+    """
     error = await world.error("add_dynamic_disk", "disk-d", hint)
 
     assert error.endswith("named no path")
@@ -210,7 +214,7 @@ async def test_a23_disk_without_a_cid_is_never_stored(world: World, cid: str | N
 
 @pytest.mark.parametrize("hint", ["/dev/sdz", {"path": "/dev/disk/by-id/none"}])
 async def test_a20_mount_of_a_block_device_is_rejected_at_once_with_advice(world: World, hint: Any) -> None:
-    """Waiting cannot turn it into a directory with files in a container."""
+    """In a container, waiting cannot turn a block device into a directory with files."""
     world.agent.disks.timeouts = Timeouts(arrival=3600)
     await world.value("add_persistent_disk", "disk-a", hint)
 

@@ -1,4 +1,6 @@
-"""Hostile values in each place of the arguments of each action: one error, no change, and the agent answers."""
+"""Hostile values at each place in the arguments of each action cause one error and no change, and the agent keeps
+answering.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ CERT: Final = {"ca": "", "certificate": "c", "private_key": "p"}
 
 
 def arguments(world: World) -> dict[str, list[Any]]:
-    """Arguments for each action, with each member that it reads."""
+    """Return arguments for each action, including every member that it reads."""
     store = world.paths.base.parent / "blobstore"
     spec = jobs.spec(
         store, {"web": {"monit": ""}}, {"tool": {"x": ""}}, properties={"logging": {"max_log_file_size": "1M"}}
@@ -113,7 +115,7 @@ def arguments(world: World) -> dict[str, list[Any]]:
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the way to each value below this one."""
+    """Yield the path to each value below this one."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, member in inner:
         yield (*way, key)
@@ -121,7 +123,7 @@ def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(value: Any, way: tuple[Any, ...], new: Any) -> Any:
-    """Return a copy with another value in one place."""
+    """Return a copy with another value at one place."""
     made = copy.deepcopy(value)
     *above, last = way
     at = made
@@ -132,7 +134,7 @@ def changed(value: Any, way: tuple[Any, ...], new: Any) -> Any:
 
 
 def tree(world: World) -> dict[str, bytes]:
-    """Installed files, and the documents that outlive the agent."""
+    """Return the installed files, and the documents that outlive the agent."""
     base = world.paths.base
     kept = [path for path in base.glob("bosh/*.json") if path.name != "supervisor.json"]
     found = {str(path): path.read_bytes() for path in kept}
@@ -160,7 +162,7 @@ def test_hostile_arguments_cover_each_action(world: World) -> None:
     "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in WORKING)) for name in sorted(ACTIONS)]
 )
 async def test_hostile_argument_gives_one_error_and_changes_nothing(world: World, method: str) -> None:
-    """The error is bounded, with an expected reason. The next request is answered."""
+    """The error has a limited length and an expected reason. The next request is answered."""
     valid = arguments(world)[method]
     outside, before = sorted(world.paths.base.parent.iterdir()), tree(world)
     findings = []
@@ -184,7 +186,7 @@ async def test_hostile_argument_gives_one_error_and_changes_nothing(world: World
 
 
 async def test_requests_queued_behind_an_errand_use_bounded_memory(world: World) -> None:
-    """180 KB of empty lists in each became three megabytes, and the queue was unbounded."""
+    """The 180 KB of empty lists in each request became three megabytes, and the queue was unbounded."""
     blocked = asyncio.Event()
     world.agent.tasks.submit("run_errand", blocked.wait)
     replies = [await world.call("prepare", {}, [[]] * 45_000 + [number]) for number in range(20)]

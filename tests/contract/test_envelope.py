@@ -1,4 +1,4 @@
-"""Shapes and texts of the envelope. T5 to E11 are lines of the protocol's checklist."""
+"""Format and texts of the message envelope. T5 to E11 are facts of the protocol page."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: Wor
 
 
 async def test_t6_oversized_value_becomes_a_fixed_exception(world: World) -> None:
-    """The spec of the instance fits into a request, but with the other members no longer into a reply."""
+    """The spec of the instance fits into a request, but not into a reply, which has further members."""
     await world.value("apply", {"az": "x" * (wire.MAX_REPLY_BYTES - 300)})
 
     assert await world.call("get_state") == {"exception": {"message": "Response exceeded maximum allowed length"}}
@@ -138,7 +138,7 @@ async def test_e6_surplus_arguments_are_ignored(world: World) -> None:
 
 
 async def test_e7_member_names_match_in_any_case_and_unknown_ones_are_ignored(world: World) -> None:
-    """The request is the one on the protocol page, as others might spell it."""
+    """The request is the one on the protocol page, spelled in other ways."""
     request = protocol.message("request")
     spellings = [
         request,
@@ -290,7 +290,7 @@ async def test_action_modes_equal_those_of_the_go_agent(world: World, tmp_path: 
 
 
 async def test_answered_task_takes_less_than_two_kilobytes(world: World) -> None:
-    """A thousand are remembered with their requests, so no asyncio task is kept with them."""
+    """A thousand finished tasks are remembered with their requests, so they must not keep their asyncio tasks."""
     request = {"method": "list_disk", "arguments": [], "protocol": 3}
     await world.run("list_disk")
     gc.collect()
@@ -301,7 +301,7 @@ async def test_answered_task_takes_less_than_two_kilobytes(world: World) -> None
             while is_running(reply):
                 reply = await world.call("get_task", reply["value"]["agent_task_id"])
         gc.collect()
-        # Other tests of this process may have threads that still work.
+        # Other tests in this process may have threads that are still running.
         ours = [tracemalloc.Filter(True, f"*/{name}/*") for name in ("agent_shim", "asyncio")]
         largest = tracemalloc.take_snapshot().filter_traces(ours).statistics("lineno")
         assert sum(each.size for each in largest) < 200 * 1000, largest[:5]
@@ -310,7 +310,7 @@ async def test_answered_task_takes_less_than_two_kilobytes(world: World) -> None
 
 
 async def test_changes_by_an_action_are_backed_up_before_its_reply(world: World) -> None:
-    """A container that ends after the reply is succeeded by one that knows of it."""
+    """If the container ends after the reply, the next one must know about the change."""
     await world.value("add_persistent_disk", "cid", "/dev/sdx")
 
     copy = world.paths.mirror / "persistent_disk_hints.json"

@@ -1,4 +1,4 @@
-"""Documents that the Go agent reads or refuses are read or refused here: thousands of mutated ones, from a table."""
+"""Thousands of mutated documents are accepted or rejected as by the Go agent, according to a table of its verdicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_settings_accepted_by_the_go_agent_are_accepted(name: str) -> None:
         of_go += verdict in ("ok", "panic")
         try:
             parse(json.dumps(document).encode(), origin="the file")
-        except SettingsError as exc:  # any other exception is the panic that is not to be
+        except SettingsError as exc:  # any other exception fails the test, like a panic
             if verdict in ("ok", "panic") and NEEDED not in str(exc):
                 differing.append(f"{words}: {exc}")
 

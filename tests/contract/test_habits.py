@@ -1,4 +1,4 @@
-"""The monit files of ``tests/releases``, read: their effects need root and minutes."""
+"""The monit files of ``tests/releases`` are parsed. Testing their effects takes root and minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs as the Director and the CLI ask for them. A4 to A6 are lines of the protocol's checklist."""
+"""Logs as the Director and the CLI request them. A4 to A6 are facts of the protocol page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNIX_DAY = 86400
 
 @pytest.fixture(autouse=True)
 def trees(world: World) -> None:
-    """A little of everything, below the places that the three kinds mean."""
+    """Write a few files into the directories that the three kinds of logs cover."""
     for place, names in (
         (world.paths.log, ["web/web.stdout.log", "web/sub/deep.log", "both"]),
         (world.paths.agent_log, ["current", "both"]),
@@ -43,13 +43,13 @@ def trees(world: World) -> None:
 
 
 def unpacked(data: bytes) -> dict[str, str]:
-    """The files of an archive, by name."""
+    """Return the files of an archive by name."""
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as tar:
         return {m.name: content.read().decode() for m in tar if (content := tar.extractfile(m)) is not None}
 
 
 async def fetched(world: World, kinds: str, filters: Any = None) -> dict[str, str]:
-    """The archive that ``fetch_logs`` puts into the blobstore."""
+    """Return the archive that ``fetch_logs`` puts into the blobstore."""
     value = await world.value("fetch_logs", kinds, filters)
     assert set(value) == {"blobstore_id", "sha1"}
     assert str(uuid.UUID(value["blobstore_id"])) == value["blobstore_id"]
@@ -60,7 +60,7 @@ async def fetched(world: World, kinds: str, filters: Any = None) -> dict[str, st
 
 
 def scratch(world: World) -> list[str]:
-    """Return all remaining files, with the directory of bundles only if it has entries."""
+    """Return all remaining files. The directory of bundles is only included if it has entries."""
     below = [path for path in world.paths.tmp.rglob("*") if path != world.paths.bundled_logs]
     return sorted(str(path.relative_to(world.paths.tmp)) for path in below)
 
@@ -213,7 +213,7 @@ async def test_a4_log_bundle_stays_until_it_is_removed(world: World) -> None:
 async def test_a4_number_of_log_bundles_is_limited_by_removing_the_oldest(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy of all logs for each request used to fill the disk for a day."""
+    """Each request makes a copy of all logs, which used to fill the disk for a day."""
     monkeypatch.setattr(archives, "MAX_BUNDLES", 2)
     paths = [Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"]) for _ in range(3)]
 
@@ -254,7 +254,7 @@ async def test_a4_unfetched_log_bundle_is_removed_after_a_day(world: World) -> N
 
 
 async def test_a4_log_bundles_are_made_one_by_one_without_delaying_requests(tmp_path: Path) -> None:
-    """The Go agent answers no requests meanwhile."""
+    """The Go agent answers no requests while it bundles logs."""
     packing, gate, most = 0, asyncio.Event(), 0
 
     async def work(request: protocol.Request, **_: object) -> protocol.Done:
@@ -280,7 +280,7 @@ async def test_a4_log_bundles_are_made_one_by_one_without_delaying_requests(tmp_
 
 
 async def test_a4_remove_file_removes_a_temporary_file(world: World) -> None:
-    """A link there is removed itself, and its target stays."""
+    """If it is a link, the link itself is removed and its target stays."""
     left, target, link = world.paths.tmp / "left", world.paths.base / "target", world.paths.tmp / "link"
     left.write_text("x")
     target.write_text("x")
@@ -342,7 +342,7 @@ async def test_a4_link_at_the_path_of_a_log_bundle_is_removed_not_followed(world
 
 
 async def test_a5_logs_that_are_written_and_rotated_are_packed_consistently(world: World) -> None:
-    """At any moment the archive is complete and has whole lines, or zeros where a file was truncated."""
+    """At any moment the archive is complete and consists of whole lines, or of zeros where a file was truncated."""
     log = world.paths.log / "web/busy.log"
     log.write_text("".join(f"line {number}\n" for number in range(5000)))
     stop = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The examples of ``docs/protocol.md``, asked of the real dispatch."""
+"""The examples of ``docs/protocol.md``, sent through the real dispatch."""
 
 from __future__ import annotations
 

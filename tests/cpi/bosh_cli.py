@@ -1,7 +1,9 @@
-"""A bosh CLI that answers as the real one (bosh-cli 7, Director 283), from the JSON document ``STAND_IN_BOSH``.
+"""A stand-in for the bosh CLI that answers like the real one (bosh-cli 7, Director 283) from the JSON in
+``STAND_IN_BOSH``.
 
 With `--json` it prints one document: tables, blocks of `curl`, and lines that end with `Succeeded`, or with the error
-and `Exit code 1`. ``failing`` in the document has the paths and commands that the Director refuses, with their status.
+and `Exit code 1`. ``failing`` in the document lists the paths and commands that the Director refuses, with their
+status.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ FAILED = "Director responded with non-successful status code '{}' response '{}'"
 
 
 class RefusalError(Exception):
-    """An error of the CLI."""
+    """An error that the CLI prints."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """As go-flags: a mistake is an error of the command, in its form of output."""
+    """Parses like go-flags: a mistake is an error of the command and printed in its format."""
 
     def error(self, message: str) -> NoReturn:
         raise RefusalError(message)
@@ -43,7 +45,7 @@ class _Cli:
         command(*(deployment if name == "deployment" else given for name in needs))
 
     def get(self, path: str) -> Any:
-        """The response of the Director."""
+        """Return the Director's response."""
         if status := self.state.get("failing", {}).get(path):
             raise RefusalError(FAILED.format(status, "refused"))
         where, _, query = path.partition("?")
@@ -95,7 +97,7 @@ class _Cli:
             self.table("vms", ["VM CID"], [[vm["cid"]] for vm in self.deployment(name)["vms"]])
 
     def do_files(self, given: argparse.Namespace) -> None:
-        """See that every file of the command line exists."""
+        """Check that every file named on the command line exists."""
         for path in [given.file, *given.ops, *(one.partition("=")[2] for one in given.var_file)]:
             if not Path(path).is_file():
                 raise RefusalError(f"open {path}: no such file or directory")
@@ -134,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    # Global options may stand before the command too.
+    # Global options may also come before the command.
     while argv and argv[0] in ("-d", "-n", "--json"):
         taken = 2 if argv[0] == "-d" else 1
         argv = [*argv[taken:], *argv[:taken]]

@@ -1,4 +1,4 @@
-"""Calls of the CPI as a Director makes them, in this process or in one of their own."""
+"""Calls of the CPI as a Director makes them, in this process or in processes of their own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CpiFailedError(AssertionError):
 
 
 class Cpi:
-    """One CPI with its configuration. ``request_id`` grows with each call, as a Director's does."""
+    """A CPI with its configuration. ``request_id`` grows with each call, as a Director's does."""
 
     def __init__(self, server: Server, directory: Path, **config: Any) -> None:
         self.server = server
@@ -55,7 +55,7 @@ class Cpi:
         self.file.write_text(json.dumps(config))
 
     def request(self, method: str, arguments: Sequence[Any], *, request_id: str = "") -> bytes:
-        """The bytes that a Director writes."""
+        """Return the bytes that a Director would write."""
         self._requests += 1
         context = {
             "director_uuid": DIRECTOR,
@@ -65,7 +65,7 @@ class Cpi:
         return json.dumps({"method": method, "arguments": arguments, "context": context, "api_version": 3}).encode()
 
     def answer(self, request: bytes) -> Object:
-        """The response, in this process."""
+        """Return the response, computed in this process."""
         return checked(door.answer(request, ["--config", str(self.file)]))
 
     def run(self, request: bytes) -> tuple[Object, str]:
@@ -74,41 +74,41 @@ class Cpi:
         return checked(done.stdout), done.stderr.decode()
 
     def __call__(self, method: str, *arguments: Any, request_id: str = "") -> Any:
-        """The result. ``CpiFailedError`` for an error."""
+        """Return the result. Raises ``CpiFailedError`` for an error."""
         response = self.answer(self.request(method, arguments, request_id=request_id))
         if response["error"]:
             raise CpiFailedError(response["error"], response["log"])
         return response["result"]
 
     def create_vm(self, agent_id: str = "agent-1", disks: Sequence[str] = (), **properties: Any) -> str:
-        """The cid of a VM."""
+        """Create a VM and return its cid."""
         vm, _ = self("create_vm", agent_id, STEMCELL, properties, DYNAMIC, list(disks), ENV)
         assert isinstance(vm, str)
         return vm
 
     def attached_disk(self, vm: str) -> str:
-        """The cid of a new disk that is attached to a VM."""
+        """Create a disk, attach it to a VM and return its cid."""
         disk = self("create_disk", 64, {}, vm)
         self("attach_disk", vm, disk)
         assert isinstance(disk, str)
         return disk
 
     def refused(self, kind: str, method: str, *arguments: Any, match: str | None = None) -> None:
-        """See a call fail with this type of error."""
+        """Check that a call fails with this type of error."""
         with pytest.raises(CpiFailedError, match=match) as failed:
             self(method, *arguments)
         assert failed.value.type == kind
 
 
 def start(request: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """The whole program, as a Director starts it."""
+    """Start the whole program as a Director does."""
     env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "TMPDIR": "/tmp", "HOME": "/"}
     command = [sys.executable, "-m", "kubernetes_cpi", *arguments]
     return subprocess.run(command, input=request, capture_output=True, env=env, cwd=ROOT)
 
 
 def checked(raw: bytes) -> Object:
-    """One response, in the shape that Directors insist on (external_cpi.rb)."""
+    """Return a response after checking its format as Directors do (external_cpi.rb)."""
     response: Object = json.loads(raw)
     assert set(response) == {"result", "error", "log"}, response
     assert isinstance(response["log"], str)
@@ -122,12 +122,12 @@ def checked(raw: bytes) -> Object:
 
 
 class Killed(BaseException):
-    """The process is killed: no cleaning up, no response."""
+    """Raised to imitate a kill: no cleanup and no response."""
 
 
 @contextmanager
 def killed_after(count: int) -> Iterator[list[str]]:
-    """Kill the CPI in the block once its ``count``-th request was processed. Requests and watches, in order."""
+    """Kill the CPI in the block once its ``count``-th request was processed. Both requests and watches count."""
     made: list[str] = []
     asked = ""
     request, getresponse = HTTPConnection.request, HTTPConnection.getresponse

@@ -1,4 +1,6 @@
-"""A fresh cluster for each test. No call may ask for more than the Roles of deploy/cpi allow."""
+"""Provides a fresh cluster for each test, and checks that no call needs more permissions than the Roles of
+deploy/cpi grant.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch
 
 @cache
 def allowed() -> frozenset[tuple[str, str]]:
-    """Verb and plural of all that the Roles name."""
+    """Return verb and plural of everything that the Roles allow."""
     texts = [file.read_text() for file in sorted((ROOT / "deploy/cpi").rglob("*.yaml"))]
     roles = [one for text in texts if "rbac.authorization" in text for one in yaml.safe_load_all(text)]
     rules = [rule for one in roles if one and one["kind"] in ("Role", "ClusterRole") for rule in one["rules"]]
@@ -26,7 +28,7 @@ def allowed() -> frozenset[tuple[str, str]]:
 
 
 def asked(request: str) -> tuple[str, str]:
-    """Verb and plural of a request."""
+    """Return verb and plural of a request."""
     method, _, path = request.partition(" ")
     plural, _, name = path.partition("/")
     return VERBS.get(method) or ("get" if name else "list"), plural
@@ -38,7 +40,7 @@ def server() -> Iterator[Server]:
     yield server
     server.close()
     assert server.cluster.violations == []
-    # Every account may ask for its own permissions (system:basic-user).
+    # Every account may query its own permissions (system:basic-user).
     reviews = {("create", "selfsubjectaccessreviews")}
     assert {asked(request) for request in server.requests} - reviews <= allowed()
 
@@ -50,7 +52,7 @@ def cluster(server: Server) -> Cluster:
 
 @pytest.fixture
 def cpi(server: Server, tmp_path: Path) -> Cpi:
-    """With short bounds: what never happens is not waited for long."""
+    """Return a CPI with short time limits, so that tests do not wait long for what never happens."""
     return Cpi(
         server,
         tmp_path,

@@ -1,7 +1,8 @@
-"""An API server with a kubelet, small but strict: names, labels, conflicts, watches, graces, and claims.
+"""A small but strict imitation of an API server with a kubelet: names, labels, conflicts, watches, grace periods and
+claims.
 
-``Cluster`` holds the objects and plays scheduler and kubelet. ``Server`` speaks HTTP, and plays faults on requests that
-match a pattern such as ``POST pods``.
+``Cluster`` holds the objects and imitates scheduler and kubelet. ``Server`` speaks HTTP and injects faults into
+requests that match a pattern such as ``POST pods``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ GROUPS = {
 
 
 class RefusalError(Exception):
-    """A Status that the server answers with."""
+    """A Status object with which the server refuses a request."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -50,9 +51,10 @@ class RefusalError(Exception):
 
 @dataclass
 class Fault:
-    """Fault for the next ``times`` requests whose ``METHOD plural/name`` matches ``pattern``.
+    """A fault for the next ``times`` requests whose ``METHOD plural/name`` matches ``pattern``.
 
-    ``status``: the response, without processing. ``cut``: the connection ends "before" or "after" the processing.
+    ``status`` is returned without processing the request. ``cut`` ends the connection "before" or "after" the
+    processing.
     """
 
     pattern: str
@@ -70,7 +72,7 @@ class Fault:
 
 @dataclass
 class Cluster:
-    """All objects, and what the kubelet does with pods: ``pod_status`` may answer otherwise for some."""
+    """All objects, and how the kubelet treats pods. ``pod_status`` may return something else for some of them."""
 
     objects: dict[Key, Object] = field(default_factory=dict)
     events: list[tuple[int, str, Key, Object]] = field(default_factory=list)
@@ -103,15 +105,15 @@ class Cluster:
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     timers: list[threading.Timer] = field(default_factory=list)
 
-    # --- what tests ask -------------------------------------------------------------------------------------------
+    # --- used by tests ----------------------------------------------------------------------------------------------
 
     def of(self, plural: str) -> dict[str, Object]:
-        """Objects of a kind by name."""
+        """Return the objects of a kind by name."""
         with self.changed:
             return {name: body for (kind, _, name), body in self.objects.items() if kind == plural}
 
     def snapshot(self) -> dict[str, Any]:
-        """All that matters of all objects, to be compared."""
+        """Return everything relevant of all objects, for comparisons."""
         with self.changed:
             return {f"{plural}/{name}": _essence(body) for (plural, _, name), body in sorted(self.objects.items())}
 
@@ -131,7 +133,7 @@ class Cluster:
     # --- verbs ----------------------------------------------------------------------------------------------------
 
     def admitted(self, key: Key, body: Object) -> Object:
-        """Refuse what ``create`` would refuse. Keep nothing."""
+        """Refuse what ``create`` would refuse, without storing anything."""
         _check_metadata(body["metadata"])
         if key[0] == "pods":
             _check_pod(body)
@@ -154,7 +156,7 @@ class Cluster:
                 given = body.pop("stringData", {})
                 body["data"] = {name: base64.b64encode(text.encode()).decode() for name, text in given.items()}
             if plural == "persistentvolumeclaims":
-                # WaitForFirstConsumer: bound when a pod wants it.
+                # WaitForFirstConsumer: the claim is bound when a pod uses it.
                 body["status"] = {"phase": "Pending"}
             if plural == "pods":
                 body["status"] = {"phase": "Pending"}
@@ -262,7 +264,7 @@ class Cluster:
             self._store(key, _merge(pod, {"spec": spec, "status": status}), "MODIFIED")
 
     def _unmounted(self, pod: Object) -> Object:
-        """Status of a helper that unmounts a disk, and fails while the VM uses it."""
+        """Return the status of a helper that unmounts a disk. It fails while the VM uses the disk."""
         is_busy = pod["metadata"]["labels"]["cpi.bosh.io/disk"] in self.busy_disks
         if not is_busy:
             return _running(pod, len(self.events))
@@ -270,7 +272,7 @@ class Cluster:
         return {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
 
     def _reboot(self, namespace: str, labels: Object) -> None:
-        """Restart the container of the VM that a helper was made for."""
+        """Restart the container of the VM for which a helper was created."""
         vm = ("pods", namespace, labels.get("cpi.bosh.io/vm", ""))
         if labels.get("cpi.bosh.io/kind") == "reboot" and vm in self.objects:
             container, *_ = self.objects[vm]["status"]["containerStatuses"]
@@ -322,7 +324,7 @@ class Cluster:
                 self._store(key, _merge(self.objects[key], {"status": self.snapshot_status}), "MODIFIED")
 
     def _users(self, claim: Key) -> list[Object]:
-        """Pods that run and mount a claim."""
+        """Return the running pods that mount a claim."""
         return [
             pod
             for (plural, namespace, _), pod in self.objects.items()
@@ -355,44 +357,47 @@ class Server:
             def _serve(self) -> None:
                 server.serve(self)
 
-            do_GET = do_POST = do_PATCH = do_DELETE = _serve  # noqa: N815 - the names that http.server calls
+            do_GET = do_POST = do_PATCH = do_DELETE = _serve  # noqa: N815 - http.server prescribes these names
 
             def log_message(self, *_: object) -> None:
                 pass
 
         class Quiet(ThreadingHTTPServer):
             def handle_error(self, *_: object) -> None:
-                """Clients that are killed hang up."""
+                """Ignore errors of connections, because killed clients hang up."""
 
         self._http = Quiet(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         if tls:
-            # The handshake is its thread's: a failed one delays no other.
+            # The handshake runs in the connection's own thread, so that a failing one does not delay others.
             self._http.socket = tls.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the server and whatever the cluster has still to do."""
+        """Shut down the server, and whatever the cluster still has to do."""
         self._http.shutdown()
         self._http.server_close()
         self.cluster.settle()
 
     def config(self, **more: Any) -> Object:
-        """A configuration of the CPI for this server. Disks by recreation, which asks most of the CPI itself."""
+        """Return a CPI configuration for this server.
+
+        Disks are attached by recreation, for which the CPI does most itself.
+        """
         cluster = {"server": self.url, "token": self.token}
         agent = {"mbus": "nats://10.0.0.6:4222"}
         return {"cluster": cluster, "namespace": "bosh", "agent": agent, "disks": {"attach": "recreate"}, **more}
 
     def fail(self, pattern: str, **what: Any) -> Fault:
-        """Play a fault on requests to come."""
+        """Inject a fault into future requests."""
         fault = Fault(pattern, **what)
         self.faults.append(fault)
         return fault
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
-        """Answer one request."""
+        """Serve one request."""
         length = int(handler.headers.get("Content-Length") or 0)
         raw = handler.rfile.read(length)
         url = urllib.parse.urlsplit(handler.path)
@@ -521,7 +526,7 @@ def _status(code: int, reason: str, message: str) -> Object:
 
 
 def _path(path: str) -> tuple[str, str, str, str]:
-    """Plural, namespace, name and part."""
+    """Return plural, namespace, name and subresource."""
     for prefix, plurals in GROUPS.items():
         if path.startswith(prefix):
             steps = path.removeprefix(prefix).split("/")
@@ -616,12 +621,12 @@ unscheduled, merged = _unscheduled, _merge
 
 
 def waiting(reason: str, message: str) -> Object:
-    """The status of a pod whose container does not start."""
+    """Return the status of a pod whose container does not start."""
     state = {"waiting": {"reason": reason, "message": message}}
     return {"phase": "Pending", "containerStatuses": [{"restartCount": 0, "state": state}]}
 
 
 def _essence(body: Object) -> Object:
-    """An object without what differs from run to run."""
+    """Return an object without what differs between runs."""
     metadata = {key: body["metadata"].get(key) for key in ("name", "labels", "annotations", "deletionTimestamp")}
     return {"metadata": metadata, "spec": body.get("spec"), "data": body.get("data")}

@@ -11,7 +11,7 @@ from tests.cpi.fake_api import Cluster, Server, waiting
 
 
 def available(cluster: Cluster) -> list[int]:
-    """Return the numbers of VMs that the budgets keep."""
+    """Return the numbers of VMs that the budgets require to be available."""
     return [one["spec"]["minAvailable"] for one in cluster.of("poddisruptionbudgets").values()]
 
 
@@ -65,7 +65,7 @@ def test_each_group_has_its_own_disruption_budget_or_none(cpi: Cpi, cluster: Clu
 def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
     cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
-    """Kubernetes before 1.21 has no such API, and a former Role no such permission."""
+    """Kubernetes before 1.21 has no such API, and Roles of earlier versions lack the permission."""
     server.fail("GET poddisruptionbudgets", times=99, status=status, message="no budgets")
     if status == 404:
         server.fail("POST poddisruptionbudgets", times=99, status=status, message="no budgets")
@@ -78,7 +78,7 @@ def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
 
 
 def test_outdated_vm_count_is_not_written_to_a_disruption_budget(cpi: Cpi, cluster: Cluster, server: Server) -> None:
-    """Another VM of the group comes between the count and the change."""
+    """Another VM of the group is created between counting and writing."""
     for agent in ("agent-1", "agent-2"):
         cpi.create_vm(agent)
     server.fail("PATCH poddisruptionbudgets", on=lambda: cpi.create_vm("agent-4"))

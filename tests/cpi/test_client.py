@@ -1,4 +1,4 @@
-"""Requests that are retried, and watches that survive what cuts them."""
+"""Requests are retried, and watches survive interruptions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_create_disk_with_a_known_request_id_survives_a_cut_connection(cpi: Cpi,
 
 
 def test_reboot_vm_survives_a_cut_connection(cpi: Cpi, server: Server) -> None:
-    """The helper pod of the lost response does its work."""
+    """The helper pod that was created before the response was lost does its work."""
     cpi.write(server.config(disks={"attach": "live"}))
     vm = cpi.create_vm(tier="privileged")
     server.fail("POST pods", cut="after")
@@ -141,7 +141,9 @@ def test_conflicting_change_is_repeated_with_the_new_version(cpi: Cpi, server: S
 
 
 def test_conflict_on_a_quota_is_retried(cpi: Cpi, server: Server) -> None:
-    """If two objects are counted at once, one is rejected with a conflict although its name is free."""
+    """If two objects are counted against the quota at once, one is rejected with a conflict although its name is
+    free.
+    """
     server.fail("POST pods", times=2, status=409, message="Operation cannot be fulfilled on resourcequotas")
 
     assert cpi.create_vm()
@@ -173,7 +175,7 @@ def test_objects_left_by_an_unreachable_cluster_are_found_later(cpi: Cpi, server
 
 
 def test_renewed_token_is_read_again(cpi: Cpi, server: Server) -> None:
-    """The file has the new one. The server revoked the old one between two requests."""
+    """The file contains the new token. The server revoked the old one between two requests."""
     file = cpi.file.with_name("token")
     file.write_text("old")
     config = server.config()
@@ -196,7 +198,7 @@ def test_cut_or_expired_watch_is_restarted(cpi: Cpi, server: Server, cluster: Cl
 
 
 def test_watch_continues_on_an_unchanged_object_in_a_busy_cluster(cpi: Cpi, server: Server, cluster: Cluster) -> None:
-    """The server discards the version of the object. Each watch from there would end with 410 at once."""
+    """The server forgets the version of the object, so each watch that starts from it would end with 410 at once."""
     cluster.memory = 5
     cluster.start_after_s = 1.5
     busy = threading.Event()

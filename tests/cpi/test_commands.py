@@ -1,4 +1,4 @@
-"""The commands for operators, as processes: a table of what the cluster allows, and what the Director does not know."""
+"""The commands for operators, run as processes: ``doctor`` and ``leftovers``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.source import ROOT
 
 
 def command(cpi: Cpi, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Output and exit code. Standard error is no part of the output."""
+    """Run a command and return its exit code and standard output."""
     line = [sys.executable, "-m", "kubernetes_cpi", arguments[0], "--config", str(cpi.file), *arguments[1:]]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env)
     return done.stdout or done.stderr, done.returncode
@@ -100,7 +100,7 @@ REAL = f'exec {sys.executable} {ROOT}/tests/cpi/bosh_cli.py "$@"'
 
 
 class Director:
-    """What the Director of the environment knows, told by a stand-in for the bosh CLI on PATH."""
+    """A stand-in for the bosh CLI on PATH, which reports what the Director knows."""
 
     def __init__(self, directory: Path) -> None:
         self.file = directory / "director.json"
@@ -110,7 +110,7 @@ class Director:
         self.knows()
 
     def becomes(self, script: str) -> None:
-        """Replace the CLI."""
+        """Replace the bosh CLI by another script."""
         (self.bin / "bosh").write_text(f"#!/bin/sh\n{script}\n")
         (self.bin / "bosh").chmod(0o755)
 

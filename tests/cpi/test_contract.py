@@ -1,4 +1,4 @@
-"""Shapes of the Director's CPI specification (integration/cpi_spec.rb) and of the CLI's parser."""
+"""The Director's CPI specification (integration/cpi_spec.rb), and the format that the CLI's parser expects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MANUAL = {
 
 
 def director(method: str, *arguments: Any, vm_api: bool = False, api_version: int | None = 3) -> bytes:
-    """A request as the Director writes it."""
+    """Return a request as the Director writes it."""
     context: dict[str, Any] = {"director_uuid": DIRECTOR, "request_id": "cpi-123456"}
     if vm_api:
         context["vm"] = {"stemcell": {"api_version": 3}}
@@ -129,7 +129,7 @@ def test_invalid_cpi_arguments_are_rejected(cpi: Cpi, method: str) -> None:
 
 
 def test_cpi_config_properties_override_the_configuration(cpi: Cpi, cluster: Cluster) -> None:
-    """With several CPIs, the properties of the entry are in the context, beside the Director's own keys."""
+    """With several CPIs, the properties of the cpi-config entry are in the context, beside the Director's own keys."""
     context = {"director_uuid": DIRECTOR, "request_id": "cpi-1", "namespace": "other", "disks": {"attach": "never"}}
     raw = {"method": "create_disk", "arguments": [64, {}, None], "context": context, "api_version": 3}
 

@@ -1,4 +1,4 @@
-"""Kubeconfigs, exec plugins, service accounts. TLS that is verified."""
+"""Kubeconfigs, exec plugins, service accounts, and TLS verification."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_exec_plugin_provides_the_token(tmp_path: Path) -> None:
 
 
 def test_exec_plugin_certificate_overrides_that_of_the_kubeconfig(tmp_path: Path) -> None:
-    """Its key also overrides that of the file."""
+    """The same holds for its private key."""
     given = plugin(tmp_path, """echo '{"status": {"clientCertificateData": "CERT", "clientKeyData": "KEY"}}'""")
     of_file = {"client-certificate-data": "b2xk", "client-key-data": "b2xk"}
 
@@ -140,7 +140,7 @@ def authority() -> pki.Authority:
 
 @contextmanager
 def serving(authority: pki.Authority, directory: Path, *hosts: str, asks_client: bool = False) -> Iterator[Server]:
-    """A fake API server over TLS."""
+    """Run a fake API server with TLS."""
     pair = authority.server(hosts=hosts)
     (directory / "server.pem").write_text(pair.certificate + pair.private_key)
     (directory / "ca.pem").write_text(authority.ca)
@@ -163,7 +163,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 
 
 def call(server: Server, directory: Path, **cluster: Any) -> Any:
-    """has_vm with this `cluster`."""
+    """Call has_vm with this `cluster` configuration."""
     cpi = Cpi(server, directory)
     cpi.write({"cluster": {"server": server.url, **cluster}, "namespace": "bosh", "timeouts": {"retry": 2}})
     return cpi("has_vm", VM)

@@ -1,4 +1,4 @@
-"""Persistent disks on a fake API server: the four ways, and what must never happen to one."""
+"""Persistent disks on a fake API server: the four ways to attach them, and what must never happen to a disk."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_create_disk_without_a_size_is_rejected(cpi: Cpi, cluster: Cluster, size
 
 
 def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: Cpi) -> None:
-    """Directors number requests randomly, so a disk in use must not be returned for a second one."""
+    """Directors choose request numbers at random, so two requests may have the same one."""
     vm = cpi.create_vm()
     first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") == first, "its answer was lost"
@@ -104,7 +104,7 @@ UNREADY = {"conditions": [{"type": "Ready", "status": "False"}]}
 
 
 def swapped(cpi: Cpi, way: str, **properties: object) -> tuple[str, str, str]:
-    """Old VM with a disk from its creation, new VM without it, and the disk, which the old one has detached."""
+    """Return an old VM that has detached its disk, a new VM without it, and the disk."""
     disk = cpi("create_disk", 64, {}, None)
     old, new = (cpi.create_vm(agent, [disk], attach=way, **properties) for agent in ("agent-1", "agent-2"))
     cpi("detach_disk", old, disk)
@@ -112,7 +112,7 @@ def swapped(cpi: Cpi, way: str, **properties: object) -> tuple[str, str, str]:
 
 
 def shut_down(cluster: Cluster, vm: str) -> None:
-    """Play the Director's `shutdown` of a VM: the pods that follow are never ready."""
+    """Imitate the Director's `shutdown` of a VM, after which its pods never become ready."""
     running = cluster.of("pods")[vm]["status"]
     cluster.pod_status = lambda pod: running | UNREADY if pod["metadata"]["name"] == vm else None
 
@@ -122,7 +122,9 @@ def shut_down(cluster: Cluster, vm: str) -> None:
 def test_attach_ends_a_vm_that_was_shut_down_to_free_its_disk(
     cpi: Cpi, cluster: Cluster, way: str, disk_type: str
 ) -> None:
-    """In a create-swap-delete of a VM that was recreated before, the new VM waited for a pod that is never ready."""
+    """In a create-swap-delete of a VM that had been recreated, the new VM waited for a pod that could never become
+    ready.
+    """
     old, new, disk = swapped(cpi, way, ephemeral_disk={"type": "claim"})
     if disk_type == "empty_dir":
         (data,) = [one for one in cluster.objects["pods", "bosh", old]["spec"]["volumes"] if one["name"] == "data"]
@@ -206,7 +208,7 @@ def test_unknown_disk_is_reported_as_missing(cpi: Cpi, cluster: Cluster) -> None
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
 def test_concurrent_attaches_of_one_disk_have_one_winner(cpi: Cpi, cluster: Cluster, server: Server, way: str) -> None:
-    """The other call takes the claim between our check and our change, and mounts it only later, which we notice."""
+    """The other call takes the claim between our check and our change, and mounts it only later. We detect this."""
     one, two = (cpi.create_vm(agent, attach=way, tier="privileged") for agent in ("agent-1", "agent-2"))
     disk = cpi("create_disk", 64, {}, one)
 
@@ -238,7 +240,7 @@ def test_disk_of_a_deleted_vm_is_free(cpi: Cpi, cluster: Cluster) -> None:
 
 
 def test_reserved_disk_is_returned_by_create_disk(cpi: Cpi, cluster: Cluster) -> None:
-    """It grows to the requested size."""
+    """It is enlarged to the requested size."""
     vm = cpi.create_vm(persistent_disk={"size": "64Mi"})
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     settings = json.loads(base64.b64decode(cluster.of("secrets")[vm]["data"]["config.json"]))
@@ -304,7 +306,7 @@ def test_attach_by_recreation_replaces_the_pod(cpi: Cpi, cluster: Cluster, capsy
 def test_attach_by_recreation_is_refused_if_impossible_or_unsafe(
     cpi: Cpi, cluster: Cluster, properties: Object, words: str
 ) -> None:
-    """With credentials in the pod's own directory, the new pod could not connect to the bus."""
+    """If the credentials are in the pod's own directory, the new pod could not connect to the bus."""
     vm = cpi.create_vm(**properties)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     disk = cpi("create_disk", 64, {}, vm)
@@ -398,7 +400,7 @@ POD_SECURITY = 'pods "attach-1" is forbidden: violates PodSecurity "baseline:lat
 
 
 def refuse_privileged(plural: str, body: Object) -> None:
-    """Admission of a namespace at the level `baseline`."""
+    """Reject privileged pods, as a namespace at the level `baseline` does."""
     if plural == "pods" and ("hostPath" in str(body["spec"]) or "'privileged': True" in str(body["spec"])):
         raise RefusalError(403, "Forbidden", POD_SECURITY)
 
@@ -459,7 +461,7 @@ def test_default_attach_recreates_a_pod_that_keeps_its_address(cpi: Cpi, cluster
 def test_failed_admission_check_counts_as_a_refusal_of_live_attach(
     cpi: Cpi, cluster: Cluster, server: Server, status: int
 ) -> None:
-    """No check is made for the restricted tier."""
+    """The restricted tier does not make this check."""
     cpi.write(server.config(disks={}))
     server.fail("POST pods/attach", status=status, message="admission webhook does not support dry run")
     cpi.create_vm("agent-2", tier="restricted")
@@ -505,7 +507,9 @@ def test_live_attach_does_not_change_the_pod(cpi: Cpi, cluster: Cluster, server:
 
 @pytest.mark.parametrize("played", ["in use", "refused", "no image"])
 def test_failed_live_detach_changes_nothing(cpi: Cpi, cluster: Cluster, server: Server, played: str) -> None:
-    """The attachment was deleted first and then waited for, so `get_disks` had no disk and the next attach failed."""
+    """The attachment used to be deleted before the detach, so `get_disks` lacked the disk and the next attach
+    failed.
+    """
     vm, other = live_vm(cpi), live_vm(cpi, "agent-2")
     disk = cpi("create_disk", 64, {}, vm)
     hint = cpi("attach_disk", vm, disk)
@@ -552,7 +556,7 @@ def test_manually_deleted_attachment_counts_while_its_disk_is_in_use(cpi: Cpi, c
 def test_attach_helper_uses_the_agent_image_over_an_unmodified_stemcell(
     cpi: Cpi, cluster: Cluster, server: Server, copy: bool
 ) -> None:
-    """It used to take the image of the VM, which lacks the agent's Python."""
+    """The helper used to run the VM's image, which lacks the agent's Python."""
     vm = cpi.create_vm(attach="live", tier="privileged", agent={"image": "registry.example/agent:1", "copy": copy})
     disk = cpi("create_disk", 64, {}, vm)
     spec = cluster.of("pods")[vm]["spec"]
@@ -617,7 +621,7 @@ def test_failed_live_attach_leaves_no_attachment(
 
 
 def test_live_disk_of_a_dead_vm_moves_to_its_replacement(cpi: Cpi, cluster: Cluster) -> None:
-    """A resurrection calls delete_vm and create_vm with the disk, and detaches nothing before."""
+    """A resurrection calls delete_vm, then create_vm with the disk, without detaching it first."""
     old = live_vm(cpi)
     disk = cpi.attached_disk(old)
 
@@ -629,7 +633,7 @@ def test_live_disk_of_a_dead_vm_moves_to_its_replacement(cpi: Cpi, cluster: Clus
 
 
 def test_disk_is_free_once_its_container_has_ended(cpi: Cpi, cluster: Cluster) -> None:
-    """Kubelets take seconds to remove the object of a pod that has ended."""
+    """A kubelet takes seconds to remove the object of a pod that has ended."""
     one, two = live_vm(cpi, "agent-1"), live_vm(cpi, "agent-2")
     disk = cpi.attached_disk(one)
     cluster.objects_linger_s = 0.8
@@ -674,7 +678,7 @@ def test_recreated_vm_keeps_its_live_disks(cpi: Cpi, cluster: Cluster) -> None:
 
 
 def _made_by_an_older_version(cluster: Cluster, vm: str) -> None:
-    """Its agent keeps hints with paths below `/var/vcap/bosh`, where its disks have to return."""
+    """Make the VM look like one of an older version, whose agent stores paths below `/var/vcap/bosh` for its disks."""
     pod, secret = cluster.of("pods")[vm], cluster.of("secrets")[vm]
     kept = json.loads(base64.b64decode(secret["data"]["pod.json"]))
     for one in (pod, kept):
@@ -709,7 +713,7 @@ def test_vm_of_an_older_cpi_version_keeps_its_disk_paths(cpi: Cpi, cluster: Clus
 
 @pytest.mark.parametrize("way", ["at creation", "live"])
 def test_resumed_recreation_takes_no_disk_of_another_vm(cpi: Cpi, cluster: Cluster, way: str) -> None:
-    """Its record is from before the interruption. The disk was attached elsewhere meanwhile."""
+    """The record was written before the interruption, and the disk was attached to another VM meanwhile."""
     vm, other = live_vm(cpi, ephemeral_disk={"type": "claim"}), live_vm(cpi, "agent-2")
     own, taken = (cpi("create_disk", 64, {}, None) for _ in range(2))
     cpi("attach_disk", vm, own)

@@ -1,7 +1,7 @@
-"""The command lines of docs/cpi.md, run as they are written.
+"""Runs the command lines of docs/cpi.md as they are written.
 
-bosh, kubectl and docker are stand-ins that know the options of the real ones and need the files and objects that a line
-names. The commands of this project are its own.
+bosh, kubectl and docker are stand-ins that know the options of the real programs and require the files and objects that
+a line names. The commands of this project are real.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ esac
 
 
 def fenced() -> list[str]:
-    """Return the blocks of command lines. Where a block has prompts, the other lines are output."""
+    """Return the blocks of command lines. In blocks with prompts, the other lines are output."""
     blocks = []
     for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", PAGE, re.DOTALL | re.MULTILINE):
         lines = [line.strip() for line in block.splitlines()]
@@ -65,13 +65,13 @@ def fenced() -> list[str]:
 
 
 def in_prose() -> list[str]:
-    """Return the whole commands of kubectl in the text."""
+    """Return the complete kubectl commands within sentences."""
     return re.findall(r"`(kubectl (?:-n \S+ )?(?:apply|get|logs|taint) [^`]+)`", PAGE)
 
 
 @pytest.fixture
 def shell(cpi: Cpi, tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Run a script of the page in a directory like a clone, with the files that the reader has by then."""
+    """Run a script from the page in a directory like a clone, with the files that a reader has at that point."""
     director = Director(tmp_path)
     vm = cpi.create_vm()
     director.knows(deployments={"zookeeper": {"instances": [[vm, []]], "vms": [{"cid": vm}]}})
@@ -98,7 +98,7 @@ def shell(cpi: Cpi, tmp_path: Path) -> Callable[[str], subprocess.CompletedProce
 
 
 def test_command_lines_of_the_pages_are_found() -> None:
-    """Each program has some."""
+    """Every program occurs at least once."""
     found = "\n".join([*fenced(), *in_prose()])
     lines = ["kubectl apply -k deploy/cpi/privileged", "docker push ", "bosh create-env ", "bosh -d zookeeper deploy "]
     lines += ["./dev stemcell --light", "kubernetes_cpi leftovers --config cpi.json --delete", "kubernetes_cpi doctor"]

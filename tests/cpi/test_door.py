@@ -1,4 +1,4 @@
-"""The door: one request, one response, whatever comes in and whatever is printed on the way."""
+"""The entry point: each request gets one response, whatever arrives and whatever is printed meanwhile."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: Cpi, server: 
 
 @pytest.mark.parametrize("redirection", ["0<&-", "2>&-", "0<&- 2>&-", "2>/dev/full"])
 def test_cpi_completes_a_call_although_its_streams_are_closed(cpi: Cpi, redirection: str) -> None:
-    """A reader of the log that disappears is no reason to abandon a call half-way."""
+    """If the reader of the log disappears, the call is still completed."""
     request = b'{"method":"has_vm","arguments":["a"]}'
     command = f'exec "$0" -m kubernetes_cpi --config "$1" {redirection}'
     done = subprocess.run(["sh", "-c", command, sys.executable, cpi.file], input=request, capture_output=True, cwd=ROOT)
@@ -139,7 +139,7 @@ RARE = {"asyncio", "copy", "difflib", "hashlib", "subprocess", "traceback", "yam
 
 
 def loaded_by(request: bytes, file: Path) -> tuple[Any, set[str]]:
-    """The result of a request, and the modules of the interpreter that answered it."""
+    """Return the result of a request, and the modules that the interpreter had loaded for it."""
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from kubernetes_cpi import door; "
         f"raw = door.answer({request!r}, ['--config', {str(file)!r}]); print(raw.decode()); print(*sys.modules)"

@@ -1,4 +1,4 @@
-"""The mistakes of a first day: refused before a pod is made, or told within seconds in the words of the cause."""
+"""Mistakes of first-time users: rejected before a pod is created, or reported within seconds with their cause."""
 
 from __future__ import annotations
 
@@ -131,10 +131,10 @@ def test_unknown_storage_class_is_rejected_before_objects_are_created(
 def test_claim_that_cannot_be_bound_is_reported_quickly(
     cpi: Cpi, cluster: Cluster, server: Server, status: Object, message: str
 ) -> None:
-    """An account that may not read StorageClasses learns it from the claim's events."""
+    """An account that may not read StorageClasses learns the reason from the claim's events."""
     cluster.forbidden.add("storageclasses")
     cluster.pod_status = lambda _: status
-    # Only its events can end the wait before the time limit of a test.
+    # Only the claim's events can end the wait before the time limit of the test.
     cpi.write(server.config() | {"timeouts": {"retry": 2, "unschedulable": 600, "volume": 600}})
     event(cluster, f"data-{VM}", "ProvisioningFailed", message)
 
@@ -197,7 +197,7 @@ def test_create_vm_reports_a_pod_that_does_not_become_ready(
 def test_unschedulable_vm_is_not_retried(
     cpi: Cpi, cluster: Cluster, server: Server, memory: int, node: str | None, words: str
 ) -> None:
-    """The Director used to try five times, for 170 seconds."""
+    """The Director used to try five times, which took 170 seconds."""
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: unscheduled("0/2 nodes are available: 2 Insufficient memory.")
     for name, size in (("small", "1Gi"), ("large", node or "1Gi")):
@@ -216,7 +216,7 @@ def test_unschedulable_vm_is_not_retried(
 def test_exited_container_is_retryable_unless_misconfigured(
     cpi: Cpi, cluster: Cluster, code: int, is_passing: bool
 ) -> None:
-    """Two starts within the kubelet's first back-off used to count as a permanent failure."""
+    """Two exits within the kubelet's first back-off used to count as a permanent failure."""
     ended = {"terminated": {"exitCode": code, "message": "agent-shim: cannot read settings"}}
     status = {"restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
     cluster.pod_status = lambda _: {"phase": "Running", "containerStatuses": [status]}

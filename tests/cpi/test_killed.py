@@ -1,6 +1,6 @@
-"""Each method, killed after each of its requests and called again: the outcome equals one call's.
+"""Each method is killed after each of its requests and called again. The result must equal that of a single call.
 
-Killed means that nothing more of the process happens: no cleaning up, no further request.
+Killed means that the process does nothing more: no cleanup and no further requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Call = tuple[str, list[Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """``prepare`` makes a world and says which call is to be killed in it."""
+    """A case. ``prepare`` sets up a cluster and returns the call to be killed."""
 
     name: str
     prepare: Callable[[Cpi], Call]
@@ -167,7 +167,9 @@ def test_cpi_killed_after_any_request_succeeds_when_called_again(case: Case, tmp
 
 
 def _outcome(case: Case, server: Server, directory: Path, count: int) -> tuple[Any, bool]:
-    """Answer and objects after a call that was killed after ``count`` requests (0: not at all) and made again."""
+    """Return the answer and the objects after a call that was killed after ``count`` requests (0 means never) and
+    repeated.
+    """
     cpi = Cpi(server, directory, timeouts={"retry": 2, "unmount": 2, "delete_vm": 2, "create_vm": 5, "resize": 2})
     method, arguments = case.prepare(cpi)
     server.cluster.settle()

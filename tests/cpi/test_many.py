@@ -1,4 +1,4 @@
-"""Many calls at once, as a Director of 32 threads makes them: each a process of its own."""
+"""Many concurrent calls, as from a Director with 32 threads, each in a process of its own."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def target(cluster: Cluster, service: str) -> str:
 
 
 def test_instance_name_points_to_the_newest_vm_of_the_instance(cpi: Cpi, cluster: Cluster) -> None:
-    """With create-swap-delete an instance has two for a while."""
+    """With create-swap-delete, an instance has two VMs for a while."""
     old, new = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2"))
     cpi("set_vm_metadata", old, METADATA)
 
@@ -129,7 +129,7 @@ def test_network_policy_of_a_group_is_deleted_with_its_last_vm(cpi: Cpi, cluster
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     assert policy["spec"]["ingress"] == POLICY["network_policy"]["ingress"]
-    # Policies add up: the one of the namespace must not select these pods for this direction.
+    # Policies are additive, so the namespace's policy must not select these pods for this direction.
     assert {"cpi.bosh.io/own-ingress", "cpi.bosh.io/own-egress"} & labels.keys() == {"cpi.bosh.io/own-ingress"}
     vms.append(cpi.create_vm("agent-3", network_policy={"ingress": [], "egress": []}))
     (changed,) = cluster.of("networkpolicies").values()

@@ -1,4 +1,4 @@
-"""Light stemcells of the overlay and of the Docker CPI, unchanged."""
+"""Light stemcells, made by this project and unchanged ones for the Docker CPI."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_stemcell_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -
     ["localhost/a", "localhost:5000/a/b", "REG.example:443/a__b/c-d:V_1", "10.0.0.1:5000/a", "ubuntu", "a/b:1"],
 )
 def test_image_reference_of_any_registry_is_accepted(reference: str) -> None:
-    """It may lack a digest if mutable images are allowed."""
+    """If mutable images are allowed, it may lack a digest."""
     lenient = Config(stemcells=Stemcells(allow_mutable_images=True))
 
     assert stemcells.create(Config(), None, {"image": f"{reference}@{DIGEST}"}) == f"{reference}@{DIGEST}"
@@ -71,7 +71,10 @@ def test_invalid_stemcell_image_is_rejected(properties: dict[str, Any], words: s
 def test_a_vm_runs_on_nodes_of_the_architecture_that_its_stemcell_names(
     cpi: Cpi, cluster: Cluster, named: str | None, wished: dict[str, str], selector: dict[str, str] | None
 ) -> None:
-    """One Director has stemcells of both. Existing cids, and stemcells that name none, leave the node to Kubernetes."""
+    """One Director has stemcells of both.
+
+    For existing cids, and stemcells that name no architecture, Kubernetes chooses the node.
+    """
     pointers = {"image": f"registry.example/a:1@{DIGEST}"} | ({"architecture": named} if named else {})
     stemcell = cpi("create_stemcell", "/nothing", pointers, {})
     vm = cpi("create_vm", "agent-1", stemcell, {"node_selector": wished}, DYNAMIC, [], ENV)[0]

@@ -1,4 +1,4 @@
-"""Objects that are not the CPI's, or another Director's: no method touches them, whatever their names."""
+"""No method touches objects that belong to another Director or were not created by the CPI, whatever their names."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DISK_CALLS: list[tuple[str, list[Any]]] = [
 def test_foreign_object_is_not_found_as_a_vm_or_disk(
     cpi: Cpi, cluster: Cluster, plural: str, kind: str, calls: list[tuple[str, list[Any]]]
 ) -> None:
-    """The CPI's own token is a Secret in the namespace."""
+    """The CPI's own token, for example, is a Secret in the namespace."""
     specs: dict[str, Object] = {"pods": POD, "persistentvolumeclaims": CLAIM}
     make(cluster, plural, "others", specs.get(plural))
     make(cluster, "persistentvolumeclaims", "data-others", CLAIM)
@@ -69,7 +69,7 @@ def test_foreign_object_is_not_found_as_a_vm_or_disk(
 
 
 def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: Cpi, cluster: Cluster) -> None:
-    """A StatefulSet calls its claims `data-postgres-0`."""
+    """A StatefulSet names its claims like `data-postgres-0`."""
     make(cluster, "persistentvolumeclaims", "data-postgres-0", CLAIM)
     before = cluster.snapshot()
 
@@ -79,7 +79,7 @@ def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: Cpi, cluster: Cluste
 
 
 def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: Cpi, cluster: Cluster) -> None:
-    """Otherwise such a pod would be recreated with the disks that the annotation names."""
+    """Otherwise the pod would be recreated with the disks that the annotation names."""
     disk = cpi("create_disk", 64, {}, None)
     noted = {"name": "data-others", "annotations": {"cpi.bosh.io/disks": json.dumps({"disks": [disk]})}}
     cluster.create(("persistentvolumeclaims", "bosh", "data-others"), {"metadata": noted, "spec": CLAIM})

@@ -17,8 +17,9 @@ from tests.support.source import ROOT
 
 
 def test_vm_is_created_rebooted_and_deleted(cpi: Cpi, cluster: Cluster) -> None:
-    """Its pod is ready without a bus. The Director admits its agent only after create_vm has returned
-    (steps/create_vm_step.rb). A reboot keeps the data.
+    """Its pod is ready without a bus connection. A reboot keeps the data.
+
+    The Director admits the agent to the bus only after create_vm has returned (steps/create_vm_step.rb).
     """
     vm = cpi.create_vm()
 
@@ -63,7 +64,7 @@ def test_vm_settings_can_be_read_by_the_agent(cpi: Cpi, cluster: Cluster) -> Non
     "message", ['1 persistentvolumeclaim "data-x" not found.', "1 pod has unbound immediate PersistentVolumeClaims."]
 )
 def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(cpi: Cpi, cluster: Cluster, message: str) -> None:
-    """The pod waits beyond `timeouts.unschedulable`, here for the whole of `timeouts.create_vm`."""
+    """It may wait longer than `timeouts.unschedulable`, here for the whole of `timeouts.create_vm`."""
     cluster.pod_status = lambda _: unscheduled(f"0/1 nodes are available: {message}")
 
     with pytest.raises(CpiFailedError, match="is not ready after 3 s: no node takes it"):
@@ -128,7 +129,7 @@ def test_vm_on_a_temporarily_unreadable_node_is_neither_alive_nor_dead(
 
 
 def replaced(cluster: Cluster, name: str) -> None:
-    """Play a pod that is deleted at once, and another of its name that is ready."""
+    """Replace a pod at once by another one with the same name that is ready."""
     pod = cluster.of("pods")[name]
     cluster.delete(("pods", "bosh", name), {"gracePeriodSeconds": 0})
     spec = {key: value for key, value in pod["spec"].items() if key != "nodeName"}
@@ -139,7 +140,7 @@ def replaced(cluster: Cluster, name: str) -> None:
 def test_pod_replaced_during_its_start_is_not_taken_for_the_vm(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     cluster.start_after_s = 0.3
     vm = names.cid("vm", "bosh", DIRECTOR, "agent-1")
-    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # its end is in no watch
+    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # the watch does not show its end
 
     with pytest.raises(CpiFailedError, match="was deleted while it started") as failed:
         cpi.create_vm()
@@ -150,7 +151,7 @@ def test_pod_replaced_during_its_start_is_not_taken_for_the_vm(cpi: Cpi, cluster
 def test_delete_does_not_wait_for_a_replacement_pod(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     vm = cpi.create_vm()
     cluster.is_node_alive = False
-    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # its end is in no watch
+    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # the watch does not show its end
 
     cpi("delete_vm", vm)
 
@@ -204,7 +205,7 @@ def test_cpi_methods_report_a_missing_vm(cpi: Cpi) -> None:
 
 @pytest.mark.parametrize("cid", ["", "a/log", "../secrets/x", "A", "a" * 254])
 def test_invalid_vm_cid_is_rejected(cpi: Cpi, server: Server, cid: str) -> None:
-    """An empty name would be the list of all pods, one with a slash a part of another object."""
+    """An empty name would address the list of all pods, and one with a slash a part of another object."""
     for method in ("has_vm", "delete_vm"):
         with pytest.raises(CpiFailedError, match="arguments do not fit"):
             cpi(method, cid)
@@ -296,7 +297,7 @@ def test_calculated_vm_cloud_properties_are_accepted(cpi: Cpi) -> None:
 
 
 def helpers(cluster: Cluster) -> list[str]:
-    """Commands of all pods of the program of attachments, also of those that are gone."""
+    """Return the commands of all helper pods, including those that are gone."""
     made = [body for _, event, (plural, *_), body in cluster.events if (event, plural) == ("ADDED", "pods")]
     containers = [pod["spec"]["containers"][0] for pod in made]
     return [" ".join(one["command"][5:]) for one in containers if one["name"] == attachments.CONTAINER]
@@ -305,7 +306,10 @@ def helpers(cluster: Cluster) -> list[str]:
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
 @pytest.mark.parametrize("tier", ["userns", "privileged", "base"])
 def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: Cpi, cluster: Cluster, tier: str) -> None:
-    """Root of a user namespace mounts the directory of its live disks writable. Root of the node does what it wants."""
+    """Root of a user namespace can mount the directory of its live disks writable.
+
+    Root on the node can do anything anyway.
+    """
     vm = cpi.create_vm(attach="live", tier=tier)
 
     assert helpers(cluster) == ([f"bound /target/{vm}"] if tier == "userns" else [])
@@ -324,7 +328,7 @@ def test_vm_whose_disk_directory_cannot_be_limited_leaves_nothing(cpi: Cpi, clus
 
 
 def security(spec: Object) -> Object:
-    """Users, capabilities and profiles of a pod and its container."""
+    """Return users, capabilities and profiles of a pod and its container."""
     members = {"pod": spec.get("securityContext"), "hostUsers": spec.get("hostUsers")}
     return members | {"container": spec["containers"][0]["securityContext"]}
 
@@ -373,7 +377,7 @@ IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z
             [{"matchExpressions": [IN_ZONE]}],
         ),
         ({"service_account": "a", "service_account_token": True}, "automountServiceAccountToken", True),
-        # The kubelet gives the token to the one user of a pod's containers: a Director's CPI runs as vcap.
+        # The kubelet gives the token to the only user of the pod's containers. A Director runs its CPI as vcap.
         ({"service_account_token": True}, "container.securityContext.runAsUser", None),
         ({"service_account_token": True, "tier": "privileged"}, "container.securityContext", {"privileged": True}),
         ({"tier": "privileged"}, "container.securityContext.runAsUser", 0),
@@ -443,7 +447,7 @@ AGENT = {"image": "registry.example/agent-shim-volume:1"}
 
 
 def test_agent_runs_over_an_unmodified_stemcell(cpi: Cpi, cluster: Cluster) -> None:
-    """Its program comes in an image volume, and PID 1 applies the overlay."""
+    """The agent comes in an image volume, and PID 1 applies the overlay."""
     vm = cpi.create_vm(agent=AGENT)
 
     spec = cluster.of("pods")[vm]["spec"]
@@ -467,7 +471,7 @@ def test_agent_is_copied_if_the_cluster_has_no_image_volumes(cpi: Cpi, cluster: 
 
 
 def test_missing_agent_image_is_reported(cpi: Cpi, cluster: Cluster) -> None:
-    """The init container waits for its image, and the VM's container for the init container."""
+    """The init container waits for its image, and the VM's container waits for the init container."""
     status = waiting("PodInitializing", "")
     status["initContainerStatuses"] = waiting("ErrImagePull", "pull: not found")["containerStatuses"]
     cluster.pod_status = lambda _: status
@@ -479,7 +483,7 @@ def test_missing_agent_image_is_reported(cpi: Cpi, cluster: Cluster) -> None:
 
 
 def test_cpi_running_in_a_vm_knows_its_own_cid(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Director in the cluster asks for it before it snapshots its own disks."""
+    """A Director in the cluster calls current_vm_id before it snapshots its own disks."""
     vm = cpi.create_vm()
     cpi.refused("NotImplemented", "current_vm_id", match="is no VM of this CPI")
 
@@ -499,8 +503,9 @@ def test_cpi_running_in_a_vm_knows_its_own_cid(cpi: Cpi, monkeypatch: pytest.Mon
 def test_vm_directories_have_the_volume_type_that_they_need(
     cpi: Cpi, cluster: Cluster, properties: Object, path: str, kind: str
 ) -> None:
-    """Without root the agent cannot write beside its settings in a directory that the runtime has made. A kubelet would
-    empty the disks in an emptyDir under a propagated mount.
+    """Without root, the agent cannot write beside its settings in a directory that the runtime created.
+
+    In an emptyDir below a propagated mount, a kubelet would delete the content of the disks.
     """
     vm = cpi.create_vm(**properties)
 

@@ -1,4 +1,4 @@
-"""A machine with users, homes and logs of its own, and Python run inside it."""
+"""A machine with its own users, home directories and logs, and a way to run Python inside it."""
 
 from __future__ import annotations
 
@@ -39,28 +39,30 @@ except (ShimError, HostError) as exc:
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """A machine for the tests of one module; what they do to users, mounts and logs ends with it."""
+    """Provide a machine for the tests of one module. Their changes to users, mounts and logs end with it."""
     with machine(tmp_path_factory.mktemp("machine")) as made:
         yield made
 
 
 @pytest.fixture
 async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
-    """An instance whose containers are replaced, without one yet."""
+    """Provide an instance whose containers are replaced, initially without a container."""
     async with pods(tmp_path) as made:
         yield made
 
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    """Agents on one bus, none yet."""
+    """Provide agents on one bus, initially none."""
     async with fleets(tmp_path) as made:
         yield made
 
 
 @pytest.fixture
 def inside(box: Machine) -> Inside:
-    """``inside("return 1 + 1") == 2``: the body of a coroutine, run on the machine. An expected failure is a text."""
+    """Run the body of a coroutine on the machine: ``inside("return 1 + 1") == 2``. An expected failure is returned
+    as text.
+    """
     root = Path(__file__).parents[2]
 
     def run(body: str, *prefix: str) -> Any:

@@ -1,4 +1,4 @@
-"""Operators come in: what the Director and the settings say of access, over the bus, and OpenSSH on the other side."""
+"""Access for operators: what the Director and the settings request over the bus, tested with OpenSSH."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NETWORKS = {"default": {"type": "manual", "ip": "127.0.0.1", "netmask": "255.0.0
 
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
-    """An operator's key pair."""
+    """Return an operator's key pair."""
     path = tmp_path / "operator"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
     return path
 
 
 def login(fleet: Fleet, key: Path, user: str, host_key: str, command: str) -> subprocess.CompletedProcess[str]:
-    """Like ``bosh ssh`` it trusts only the reported host key."""
+    """Log in like ``bosh ssh``, which trusts only the reported host key."""
     known = key.with_name("known_hosts")
     known.write_text(f"[127.0.0.1]:{fleet.ssh_port} {host_key}")
     options = [f"UserKnownHostsFile={known}", "StrictHostKeyChecking=yes", "BatchMode=yes", "IdentitiesOnly=yes"]
@@ -68,7 +68,10 @@ async def test_a3_operator_logs_in_through_the_director_until_the_cleanup(fleet:
 
 
 async def test_keys_and_passwords_of_the_settings_are_installed(fleet: Fleet, key: Path) -> None:
-    """The user vcap has them before the agent answers. The password is root's too unless the settings say no."""
+    """They are installed for vcap before the agent answers.
+
+    The password also becomes root's unless the settings say no.
+    """
     public = key.with_suffix(".pub").read_text().strip()
     hashed = "$6$salt$" + "x" * 86
     one = await fleet.add(AGENT, NETWORKS, bosh={"authorized_keys": [public], "password": hashed})
@@ -98,7 +101,7 @@ async def test_image_password_is_removed_unless_the_settings_have_one(tmp_path: 
 
 
 async def test_a7_cas_of_update_settings_are_trusted_until_they_are_removed(tmp_path: Path) -> None:
-    """A recreated container, which begins with the files of the image, has them and the passwords again."""
+    """A recreated container, which begins with the files of the image, gets them and the passwords again."""
     authority, hashed = Authority("of the Director"), "$6$salt$" + "y" * 86
     verify = "openssl verify -no-CAstore -no-CApath -CAfile /etc/ssl/certs/ca-certificates.crt /mnt/leaf.pem"
     async with pods(tmp_path) as pod:
@@ -116,7 +119,7 @@ async def test_a7_cas_of_update_settings_are_trusted_until_they_are_removed(tmp_
             await pod.start_agent()
             if life == 0:
                 await pod.run("update_settings", {"trusted_certs": authority.ca})
-            else:  # beside the connection: the first pong does not wait for it
+            else:  # the first pong does not wait for this
                 await until(lambda: "boot step trusted certificates: done" in pod.log)
             look()
             assert shadow(pod.machine)["vcap"] == hashed

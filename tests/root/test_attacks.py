@@ -1,4 +1,4 @@
-"""Attacks of a job on the agent beside it: each fails, and fails at once."""
+"""Attacks of a job on the agent in its container. Each must fail at once."""
 
 from __future__ import annotations
 
@@ -99,19 +99,22 @@ check process stopped{number}
 
 
 def liar(start: str) -> dict[str, str]:
-    """A job whose pidfile names a process of others. Its stop program ends nothing."""
+    """Return a job whose pidfile names a process of someone else. Its stop program ends nothing."""
     return jobs.process(Paths(), "liar", start, stop=start, within="with timeout 1 seconds")
 
 
 def number_of(pod: Pod, pattern: str) -> int:
-    """The number, inside, of a process."""
+    """Return the pid of a process as seen from inside."""
     return int(pod.machine.run(f"pgrep -o -f '{pattern}'"))
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize("victim", ["the agent", "process 1", "another job"])
 async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: Pod, victim: str) -> None:
-    """It does not count as running either, except for PID 1, which stands for a job without a process, as in monit."""
+    """It does not count as running either.
+
+    PID 1 is an exception: as in monit, it stands for a job without a process.
+    """
     await pod.start()
     files_of = {"web": jobs.sleeper(Paths(), "web"), "liar": liar(NAMES_ANOTHER)}
     only_web = {"web": files_of["web"]}
@@ -134,7 +137,7 @@ async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: Pod, vic
 
 @pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
 async def test_pidfile_of_vcap_naming_an_operators_program_is_not_believed(pod: Pod) -> None:
-    """The program of root has the job's directory in its arguments. The Director's stop succeeds too."""
+    """Root's program has the job's directory in its arguments. The Director's stop succeeds as well."""
     await pod.start()
     pod.machine.run("tail -f /var/vcap/data/log --retry >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
     victim = int((pod.vcap / "data/victim").read_text())
@@ -176,8 +179,8 @@ async def test_log_path_that_is_not_a_file_fails_only_its_script(pod: Pod) -> No
 async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: Pod) -> None:
     """A sandboxed process may write anything into its log directory, and then fail.
 
-    The last line of its error log is in ``status`` and in an alert to the Health Monitor: never that of a file of the
-    agent.
+    ``status`` and an alert to the Health Monitor show the last line of its error log, which must never come from a file
+    of the agent.
     """
     pod.env = {"note": CANARY}
     planted = {
@@ -218,7 +221,7 @@ async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: Pod) ->
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["link", "file", "directory in the place of the pidfile"])
 async def test_object_at_the_bpm_pidfile_directory_is_not_followed(pod: Pod, planted: str) -> None:
-    """All users may write to the directory above it. The job starts nevertheless."""
+    """All users may write to the parent directory. The job still starts."""
     await pod.start()
     how = {
         "link": "ln -s /var/vcap/data/elsewhere /var/vcap/sys/run/bpm",
@@ -240,7 +243,10 @@ async def test_object_at_the_bpm_pidfile_directory_is_not_followed(pod: Pod, pla
 
 @pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
 async def test_pidfile_that_a_job_put_into_the_bpm_directory_is_ignored(pod: Pod) -> None:
-    """Before the first process of bpm.yml runs, any user can create that directory. Name and times of the file fit."""
+    """Any user can create that directory before the first process of bpm.yml runs.
+
+    The name and times of the file are plausible.
+    """
     await pod.start()
     await pod.apply({"caged": BPM})
     pod.machine.run("sleep 1000 >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
@@ -260,7 +266,7 @@ async def test_pidfile_that_a_job_put_into_the_bpm_directory_is_ignored(pod: Pod
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: Pod) -> None:
-    """Its start script, which runs as root, would otherwise write its pidfile through a link."""
+    """Otherwise its start script, which runs as root, would write its pidfile through a link."""
     planted = {"link": "ln -s /var/vcap/data/elsewhere", "file": "touch", "pipe": "mkfifo"}
     await pod.start()
     pod.machine.run("mkdir -m 755 /var/vcap/data/elsewhere")
@@ -279,7 +285,7 @@ async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: Pod
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
 async def test_file_at_the_agents_run_directory_does_not_prevent_its_start(pod: Pod, planted: str) -> None:
-    """Jobs of the Go agent run before the first start of this agent, whose directory does not exist yet."""
+    """Jobs of the Go agent run before the first start of this agent, when its directory does not exist yet."""
     pod.start_container()
     more = "/output/full" if planted == "mkdir -p" else ""
     pod.machine.run("mkdir -p -m 1777 /var/vcap/data/sys/run; mkdir -m 755 /var/vcap/data/elsewhere")
@@ -342,7 +348,7 @@ def test_only_links_that_must_be_made_by_root_are_followed(tmp_path: Path, plant
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
 def test_hard_link_to_a_file_of_root_is_not_read(tmp_path: Path) -> None:
-    """Where the host does not protect hard links (``fs.protected_hardlinks``), a job may give any file another name."""
+    """If the host does not protect hard links (``fs.protected_hardlinks``), a job can give any file another name."""
     (tmp_path / "job").mkdir()
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "job/x.log").hardlink_to(tmp_path / "secret")
@@ -356,7 +362,7 @@ def test_hard_link_to_a_file_of_root_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job connects to the control socket")
 async def test_control_socket_does_not_answer_other_users(pod: Pod) -> None:
-    """This holds even after its mode was opened to all."""
+    """This holds even after its mode was changed so that everybody may connect."""
     await pod.start()
     socket = "/var/vcap/bosh/agent_shim.sock"
     pod.machine.run(f"chmod 777 {socket} $(dirname {socket})")
@@ -371,7 +377,7 @@ async def test_control_socket_does_not_answer_other_users(pod: Pod) -> None:
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
 async def test_jobs_cannot_read_the_memory_of_the_agent(pod: Pod) -> None:
-    """The private key for the bus is in it."""
+    """It contains the private key for the bus."""
     await pod.start()
     (pod.vcap / "data/touch.py").write_text(TOUCH)
     place = "/var/vcap/data/touch.py"
@@ -383,7 +389,7 @@ async def test_jobs_cannot_read_the_memory_of_the_agent(pod: Pod) -> None:
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
 async def test_job_can_read_no_secret_of_the_agent(pod: Pod) -> None:
-    """No file, command line or environment that it may read has one."""
+    """No file, command line or environment that the job may read contains one."""
     pod.env = {"note": CANARY, "blobstores": [{"provider": "local", "options": {"blobstore_path": "/var/vcap/blobs"}}]}
     await pod.start()
     await pod.deploy()
@@ -403,7 +409,7 @@ async def test_job_can_read_no_secret_of_the_agent(pod: Pod) -> None:
 async def test_thousands_of_job_processes_do_not_block_the_loop(pod: Pod) -> None:
     """Reading all processes then takes a tenth of a second, for statistics, for the end of a group and for a stop.
 
-    Callbacks may sleep: where thousands of processes end, the kernel keeps its lock of the process table.
+    Callbacks may sleep here, because the kernel holds the lock of the process table while thousands of processes exit.
     """
     await pod.start()
     await pod.deploy({"many": MANY})
@@ -415,7 +421,7 @@ async def test_thousands_of_job_processes_do_not_block_the_loop(pod: Pod) -> Non
         assert (await pod.run("get_state", "full"))["job_state"] == "running"
     await pod.run("stop")
 
-    # A zombie is dead. The agent reaps a few in each turn of its loop.
+    # Zombies count as dead. The agent reaps a few of them in each turn of its loop.
     assert pod.machine.run(f"{living} || true") == "0\n"
     pod.machine.run("until ! pgrep -u vcap perl >/dev/null; do sleep 0.1; done")
     assert re.findall("the event loop was blocked: a callback computed.*", pod.log) == []
@@ -423,7 +429,9 @@ async def test_thousands_of_job_processes_do_not_block_the_loop(pod: Pod) -> Non
 
 @pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
 async def test_world_writable_volume_does_not_give_jobs_root_privileges(pod: Pod) -> None:
-    """The kubelet makes an emptyDir with mode 0777, where a job could replace the directories of root's programs."""
+    """The kubelet creates an emptyDir with mode 0777, in which a job could replace the directories of root's
+    programs.
+    """
     pod.start_container()
     pod.machine.run("chmod 777 /var/vcap /var/vcap/data")
     await pod.start_agent()
@@ -439,7 +447,7 @@ async def test_world_writable_volume_does_not_give_jobs_root_privileges(pod: Pod
 
 
 async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: Pod) -> None:
-    """The provisioner of host paths makes volumes with mode 0750."""
+    """The provisioner of host paths creates volumes with mode 0750."""
     pod.start_container()
     pod.machine.run("chmod 750 /var/vcap /var/vcap/data")
     await pod.start_agent()
@@ -461,7 +469,7 @@ async def test_job_cannot_create_the_run_directory_of_sshd(pod: Pod) -> None:
 @pytest.mark.parametrize("planted", ["set-group-id", "access list"])
 @pytest.mark.parametrize("kind", ["log", "archive"])
 def test_files_of_root_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, kind: str, planted: str) -> None:
-    """Logs of root's scripts hold secrets. The log directory of a bpm job belongs to vcap."""
+    """Logs of root's scripts contain secrets. The log directory of a bpm job belongs to vcap."""
     place = tmp_path / "log"
     place.mkdir(0o750)
     os.chown(place, VCAP, VCAP)
@@ -487,7 +495,7 @@ def test_files_of_root_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Pa
 
 @pytest.mark.attack("a job forges the marker of its disk")
 def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) -> None:
-    """Some provisioners make volumes with mode 0777. With a marker of another disk, none would be mounted."""
+    """Some provisioners create volumes with mode 0777. If the marker named another disk, no disk would be mounted."""
     volume = tmp_path / "volume"
     volume.mkdir()
     volume.chmod(0o777)
@@ -502,7 +510,7 @@ def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) 
 
 @pytest.mark.attack("a job stops every process of its user, the agent's children among them")
 async def test_job_that_stops_all_processes_of_its_user_does_not_stop_the_agent(pod: Pod) -> None:
-    """A child that has switched to the user and not yet executed its program is one of them."""
+    """One of those processes is a child of the agent that has switched to the user but not yet executed its program."""
     pod.env = {"authorized_keys": ["ssh-ed25519 AAAA vcap"]}
     await pod.start()
     monit = "".join(STOPPED.format(number=number) for number in range(20))

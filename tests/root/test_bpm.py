@@ -1,4 +1,4 @@
-"""Jobs of bpm.yml as vcap on a machine of their own: what they see, and what they cannot do, in each level."""
+"""Jobs of bpm.yml that run as vcap on a machine of their own: what they can see and do at each isolation level."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ COMMON_WRITES = {
 
 
 def run(inside: Inside, level: int, body: str) -> Any:
-    """Return the result of ``body``, with the supervisor at one level."""
+    """Return the result of ``body`` with the supervisor at one level."""
     indented = "\n".join(f"        {line}" for line in body.strip().splitlines())
     text = SETUP.replace("BODY", f"{indented}")
     environment = [f"LEVEL={level}", f"LOOK={LOOK}", f"BPM_YML={BPM_YML}"]
@@ -302,7 +302,7 @@ def run(inside: Inside, level: int, body: str) -> Any:
 
 @pytest.fixture(scope="module")
 def known() -> dict[int, Any]:
-    """Observations of jobs by level, made once for all tests."""
+    """Return observations of jobs by level, made once for all tests."""
     return {}
 
 
@@ -319,7 +319,7 @@ def look(inside: Inside, known: dict[int, Any]) -> Callable[[int], Any]:
 
 
 def has_rules(cell: str) -> bool:
-    """Return True if the key opens something that is closed otherwise, by the table."""
+    """Return True if, according to the table, the key opens something that is otherwise closed."""
     return "no rules" not in cell and cell != "what the container has"
 
 
@@ -403,7 +403,7 @@ def test_bpm_job_has_the_default_context_of_bpm(look: Callable[[int], Any], leve
         assert each["ids"] == [1000, 1000, 1000, 1000, []]
         assert (each["nothing gained"], each["umask"], each["own session"]) == ("1", 0o22, True)
         assert each["spared"] == 0
-        # A signal that Python ignores is not ignored by the program after it. This is Python again.
+        # Python ignores some signals itself, so a second Python checks whether the program after it does.
         assert (each["blocked"], each["ignored"]) == (0, 1 << 12 | 1 << 24)
         assert "packages/tool/bin/tool" in each["runs"]
     assert [int(each, 16) for each in web["capabilities"]] == [0, 0, 0]
@@ -416,7 +416,7 @@ def test_bpm_job_has_the_default_context_of_bpm(look: Callable[[int], Any], leve
         "PATH": "/var/vcap/jobs/web/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin:.",
     }
     assert {"jobs/web/config/bpm.yml", "data/shown/tool", "data/tools/tool"} <= set(web["reads"])
-    # A file that its owner closes to vcap is closed at any level.
+    # A file that its owner has closed to vcap is closed at any level.
     assert set(web["writes"]) - {"/var/vcap/data/shown/x"} == COMMON_WRITES
 
 
@@ -435,9 +435,9 @@ def test_bpm_masks_kernel_paths(look: Callable[[int], Any]) -> None:
 @pytest.mark.attack("a bpm process signals, traces, mounts or gains rights outside its sandbox")
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_job_cannot_escape_its_isolation(look: Callable[[int], Any], level: int) -> None:
-    """It cannot contact other processes, mount or change its user.
+    """It cannot reach other processes, mount anything or change its user.
 
-    At level 3 it can reach other processes of its user.
+    At level 3 it can reach other processes of its own user.
     """
     assert look(level)["web"]["does"] == []
     assert "signal" in look(3)["web"]["does"]
@@ -471,7 +471,10 @@ sandbox.isolation = lambda: isolation(memory=False, processes=False)
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("has_cgroups", [True, False])
 def test_bpm_process_above_its_memory_limit_is_killed_and_named(inside: Inside, level: int, has_cgroups: bool) -> None:
-    """The kernel or a watchdog kills only that process. It is restarted, and the alert says how much it used."""
+    """Only that process is killed, by the kernel or by a watchdog.
+
+    It is restarted, and the alert says how much memory it used.
+    """
     body = ("" if has_cgroups else WITHOUT_CGROUPS) + OUT_OF_MEMORY
     found = run(inside, level, body)
     service, description, is_other_alive, has_limit, end = found
@@ -485,7 +488,7 @@ def test_bpm_process_above_its_memory_limit_is_killed_and_named(inside: Inside, 
         description,
     )
     assert said is not None
-    # The kernel lets no process exceed the limit. A watchdog acts afterwards.
+    # The kernel does not let a process exceed the limit, whereas a watchdog acts afterwards.
     assert float(said[1]) == 64 if has_cgroups else float(said[1]) > 64
 
 
@@ -527,7 +530,10 @@ return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reaso
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_bpm_volume_may_be_the_root_directory(inside: Inside, level: int, is_writable: bool) -> None:
-    """The root is mounted below bpm's view. Landlock rules cannot restrict a path below such a volume again."""
+    """The root directory is mounted below bpm's view.
+
+    Landlock rules cannot restrict a path again below a volume that was granted.
+    """
     said, errors, reason = run(inside, level, VOLUME_OF_EVERYTHING.replace("IS_WRITABLE", str(is_writable).lower()))
 
     assert (errors, reason) == ("", "")
@@ -563,7 +569,7 @@ return [await supervisor.bpm.run(BpmCall("start", "web", name), [], {}) for name
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_job_can_run_packages_of_a_standalone_directory(inside: Inside, level: int) -> None:
-    """The directory is deployed without a Director. Files beside the packages are inaccessible."""
+    """The directory is deployed without a Director. Files beside the packages cannot be accessed."""
     assert run(inside, level, PACKAGE_IN_PLACE) == [0, 1]
 
 
@@ -587,7 +593,7 @@ return [await supervisor.bpm.run(BpmCall("start", "web", "web"), [], {}), log("w
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_may_be_the_jobs_directory(inside: Inside, level: int) -> None:
-    """health_monitor has this volume. bpm mounts the job where its link points."""
+    """health_monitor has such a volume. bpm mounts the job at the target of its link."""
     code, said, errors = run(inside, level, ALL_JOBS)
 
     assert (code, errors) == (0, "")
@@ -634,7 +640,7 @@ return [outside, inside, log("web", "stderr")]
 
 @pytest.mark.attack("root in a container leaves a bpm jail by a mount")
 def test_mounts_below_shared_bpm_volumes_propagate_both_ways(inside: Inside) -> None:
-    """Mounts below other volumes stay where they are made, or only propagate from the machine into the job."""
+    """Mounts below other volumes stay where they are made, or only propagate from the machine to the job."""
     outside, inner, errors = run(inside, 1, SHARED)
 
     assert errors == ""
@@ -649,7 +655,7 @@ def test_mounts_below_shared_bpm_volumes_propagate_both_ways(inside: Inside) -> 
 @pytest.mark.attack("a bpm process exceeds its limits of memory or processes")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_limits_the_number_of_processes(inside: Inside, level: int) -> None:
-    """Existing processes count. The limit needs a cgroup."""
+    """Processes that already exist count. The limit needs a cgroup."""
     out, errors, has_limit = run(inside, level, PROCESSES)
 
     assert has_limit
@@ -681,7 +687,7 @@ return [before == adopted, log("web").splitlines()[-1], left, commands]
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_next_agent_adopts_an_isolated_bpm_process(inside: Inside, level: int) -> None:
-    """It is found by the pid in its pidfile. It is stopped as before, which ends all its processes."""
+    """It is found through the pid in its pidfile. Stopping it ends all its processes, as before."""
     same, last, left, commands = run(inside, level, NEXT_AGENT)
 
     assert same
@@ -731,7 +737,10 @@ return [codes, init]
 
 @pytest.mark.parametrize("inits", [list(sandbox.INITS), []])
 def test_first_process_of_a_bpm_namespace_is_an_init(inside: Inside, inits: list[str]) -> None:
-    """It is the container's init, or the agent's. It forwards signals, reaps orphans and exits like the program."""
+    """This is the container's init or the agent's.
+
+    It forwards signals, reaps orphans and exits with the program's status.
+    """
     codes, init = run(inside, 1, INIT.replace("INITS", repr(inits)))
 
     assert codes == [7, 137]

@@ -1,4 +1,6 @@
-"""A process of bpm.yml against its jail: links planted for root to follow, mounts, rules, signals, the terminal."""
+"""Attacks of a bpm.yml process on its sandbox: links planted for root to follow, mounts, rules, signals, the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ return [sorted(set(log("web").splitlines())), log("web", "stderr"), sorted(refus
 @pytest.mark.parametrize("target", ["/var/vcap/jobs/other/config", "/etc"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_swapped_with_a_link_shows_no_other_files(inside: Inside, level: int, target: str) -> None:
-    """It is swapped while root checks, opens or mounts it. The job sees its own directory, or does not run."""
+    """The volume is swapped while root checks, opens or mounts it.
+
+    The job either sees its own directory or does not run.
+    """
     said, errors, refused = run(inside, level, EXCHANGING.replace("TARGET", target))
 
     assert said == ["done"]
@@ -83,7 +88,7 @@ return [log("web"), info("web").reason, before == Path("/proc/self/mountinfo").r
 
 
 def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
-    """A job with a volume that is a link to the files of another."""
+    """Return a job with a volume that is a link to files of someone else."""
     return PLANTED.replace("VOLUME", volume).replace("OWNER", str(owner)).replace("MORE", more)
 
 
@@ -91,7 +96,7 @@ def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
 @pytest.mark.parametrize("more", ["mount_only: true", "mount_only: true, shared: true"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, more: str) -> None:
-    """The error names the link, its owner and the volume. Nothing is mounted on the machine for it either."""
+    """The error names the link, its owner and the volume. Nothing is mounted on the machine either."""
     volume = "/var/vcap/data/shown/volume"
     said, reason, is_unchanged = run(inside, level, planted(volume, 1000, more))
 
@@ -103,7 +108,7 @@ def test_bpm_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: in
 @pytest.mark.attack("a bpm process exchanges its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_link_of_root_in_a_directory_of_the_job_is_refused(inside: Inside, level: int) -> None:
-    """The job may have moved the link."""
+    """The job may have moved the link there."""
     said, reason, _ = run(inside, level, planted("/var/vcap/data/shown/volume", 0))
 
     assert said == ""
@@ -216,7 +221,9 @@ return log("web").splitlines()
 @pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_process_inherits_no_descriptor_of_the_agent(inside: Inside, level: int) -> None:
-    """Other jobs' files and sockets are hidden only at level 1, because Landlock has no rules for modes and sockets."""
+    """Files and sockets of other jobs are hidden only at level 1, because Landlock has no rules for modes and
+    sockets.
+    """
     descriptors, *done = run(inside, level, REACHES.replace("REACHING", repr(REACHING)))
 
     assert descriptors == "descriptors 3 []"
@@ -286,7 +293,7 @@ bind 'set enable-bracketed-paste off'
 
 
 def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tuple[bytes, Any]]) -> tuple[str, bool]:
-    """Return the output of ``bpm shell`` for typed input, and True if the terminal has its former modes."""
+    """Return the output of ``bpm shell`` for typed input, and whether the terminal has its former modes."""
     body = SHELL.replace("PLANTED_RC", repr(rc)).replace("OPERATOR", repr(operator)).replace("TYPED", repr(typed))
     found = run(inside, level, body)
     assert isinstance(found, list), found
@@ -307,7 +314,7 @@ def test_bpm_shell_cannot_inject_input_into_the_operators_terminal(inside: Insid
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_is_interactive(inside: Inside, level: int) -> None:
-    """It has a named terminal, job control, and the window size with its changes. Interrupts stay in it."""
+    """It has a named terminal, job control, and the window size including changes. Interrupts do not leave it."""
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo code $?; echo EN''D"
     typed: list[tuple[bytes, Any]] = [
         (b"% ", b"tty; stty size; echo fir''st\n"),

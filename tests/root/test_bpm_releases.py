@@ -1,7 +1,7 @@
 """Jobs in the form of real releases, with real programs, at each level: bosh-dns, haproxy and nginx.
 
-They rely on more than their bpm.yml: names of all jobs can be listed, the pid file names a process whose child the
-program is, daemons that fork away are found below it, and a drain script ends them by number.
+They rely on more than their bpm.yml: the names of all jobs can be listed, the pidfile names a process whose child is
+the actual program, daemons that fork are found below it, and a drain script ends them by pid.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ return outcome
 
 
 def deployed(inside: Inside, level: int, body: str) -> Any:
-    """Return the ``outcome`` of ``body``, with an agent that answers ``bpm``."""
+    """Return the ``outcome`` of ``body``, with an agent that serves ``bpm``."""
     lines = body.strip().splitlines()
     text = AGENT.replace("    BODY", "\n".join(f"    {line}" for line in lines))
     found = run(inside, level, text)
@@ -328,7 +328,7 @@ outcome["errors"] = [line for line in says("nginx", "nginx", "stderr").splitline
 @pytest.mark.skipif(not shutil.which("nginx"), reason="needs the package nginx")
 def test_nginx_runs_and_stops_under_bpm(inside: Inside, level: int, unsafe: str) -> None:
     """A master and its workers run on a low port as vcap. The stop leaves none of them."""
-    port = str(880 + 2 * level + bool(unsafe))  # machines share the network, and tests run side by side
+    port = str(880 + 2 * level + bool(unsafe))  # machines share the network, and tests run in parallel
     found = deployed(inside, level, NGINX.replace("UNSAFE", unsafe).replace("881", port))
 
     assert found["served"] == "served"

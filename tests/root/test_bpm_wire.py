@@ -50,7 +50,7 @@ kill -INT -$!; wait $!; echo $?
 
 
 def release() -> dict[str, str | bytes]:
-    """pre-start starts one process, post-start reads the list, drain asks for the number and ends the process."""
+    """pre-start starts one process, post-start reads the list, drain queries the pid and ends the process."""
     return {
         "monit": MONIT,
         "config/bpm.yml": BPM_YML,

@@ -1,4 +1,4 @@
-"""Bundles below the real ``/var/vcap``: whose they are, and what a job that may write there cannot make root do."""
+"""Owners of bundles below the real ``/var/vcap``, and attacks by a job that may write there."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ print(json.dumps({
 
 
 def test_bundle_owners_and_modes_equal_those_of_the_go_agent(tmp_path: Path) -> None:
-    """Files that jobs may read belong to the group vcap, all others to root, whatever an archive says."""
+    """Files that jobs may read belong to the group vcap and all others to root, whatever an archive says."""
     with machine(tmp_path) as inside:
         done = inside.popen([sys.executable, "-c", INSIDE], stdout=subprocess.PIPE)
         out, _ = done.communicate(timeout=60)

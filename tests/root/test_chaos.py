@@ -1,4 +1,4 @@
-"""The cases of the scorecard that are short. `./dev chaos` plays all of them."""
+"""The short chaos cases. `./dev chaos` runs all of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_chaos_kill_after_the_work_is_reported(tmp_path: Path) -> None:
         stand: Any = SimpleNamespace(pid=victim.pid, expected_ends=0, ends=[-9], answers=AsyncMock())
 
         async def work() -> None:
-            """Hold the loop until the victim is dead, so that the work ends before the tracer's report is read."""
+            """Block the loop until the victim is dead, so that the work ends before the tracer's report is read."""
             victim.communicate(b"\n", timeout=30)
 
         told = asyncio.run(kills.killed(stand, 1, "root", [tmp_path], work))

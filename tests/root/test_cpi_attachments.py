@@ -1,4 +1,6 @@
-"""The program of attachment pods, with real mounts: a node, a VM that sees its directory, a helper that is killed."""
+"""The program of attachment pods with real mounts: a node, a VM that sees its directory, and helpers that get
+killed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ echo ready && exec sh -i 2>/dev/null
 
 
 class Site:
-    """A node in its own mount namespace, and a VM in another that receives mounts below `bosh/vm`."""
+    """A node in its own mount namespace, and a VM in another one that receives mounts below `bosh/vm`."""
 
     def __init__(self, directory: Path, *, userns: bool = False) -> None:
         self.place, self.seen, self.spare = (directory / name for name in ("node", "seen", "spare"))
@@ -60,7 +62,7 @@ class Site:
         self.helpers: list[subprocess.Popen[str]] = []
 
     def in_user_namespace(self) -> int:
-        """A process in a user namespace of its own."""
+        """Start a process in a user namespace of its own."""
         made = subprocess.Popen(["unshare", "--user", "sleep", "999"], text=True)
         self.users.append(made)
         own = Path("/proc/self/ns/user").readlink()
@@ -71,22 +73,22 @@ class Site:
         return made.pid
 
     def on_node(self, *command: str) -> list[str]:
-        """The command as one in the node's mount namespace."""
+        """Return the command as run in the node's mount namespace."""
         return ["nsenter", f"--mount=/proc/{self.node.pid}/ns/mnt", *command]
 
     def attach(self) -> subprocess.Popen[str]:
-        """A helper that has mounted the disk."""
+        """Start a helper and wait until it has mounted the disk."""
         started = self.start()
         assert started.stdout is not None
         assert started.stdout.readline() == "mounted\n"
         return started
 
     def start(self) -> subprocess.Popen[str]:
-        """A helper that will mount the disk."""
+        """Start a helper that will mount the disk."""
         return self.helper("attach", str(self.place / "disk"), self.target, "uid")
 
     def detach(self, attachment: subprocess.Popen[str], patience: float = 0.5) -> str:
-        """Output of a helper that unmounts the disk of an attachment, and "done" or the exit code."""
+        """Run a helper that unmounts the disk of an attachment. Return its output, and "done" or its exit code."""
         pid = str(attachment.pid)
         sign = self.place / "done"
         subprocess.run(self.on_node("rm", "-f", str(sign)), check=True)
@@ -99,7 +101,7 @@ class Site:
         return f"{helper.communicate(timeout=LIMIT_S)[0]}{helper.returncode}"
 
     def helper(self, *arguments: str) -> subprocess.Popen[str]:
-        """The program on the node."""
+        """Run the program on the node."""
         program = [sys.executable, "-c", self.program, str(ROOT), ",".join(map(str, self.pids)), str(self.place)]
         command = self.on_node(*program, *arguments)
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -107,7 +109,7 @@ class Site:
         return started
 
     def in_vm(self, command: str) -> str:
-        """Output of a command that the VM's shell runs."""
+        """Return the output of a command in the VM's shell."""
         assert self.vm.stdin is not None
         assert self.vm.stdout is not None
         self.vm.stdin.write(f"{command}; echo; echo end\n")
@@ -115,20 +117,20 @@ class Site:
         return "".join(iter(self.vm.stdout.readline, "end\n")).strip()
 
     def process(self, *command: str) -> subprocess.Popen[str]:
-        """A further process of the VM that has said it is ready."""
+        """Start a further process of the VM and wait until it says that it is ready."""
         made = self._start(["nsenter", f"--mount=/proc/{self.vm.pid}/ns/mnt", *command])
         self.users.append(made)
         self.pids.append(made.pid)
         return made
 
     def end(self, attachment: subprocess.Popen[str]) -> str:
-        """Output of an attachment after SIGTERM, and its exit code."""
+        """Send SIGTERM to an attachment. Return its output and exit code."""
         attachment.send_signal(signal.SIGTERM)
         out, _ = attachment.communicate(timeout=LIMIT_S)
         return f"{out}{attachment.returncode}"
 
     def mounts(self) -> int:
-        """How often something is mounted on the disk's place in the VM."""
+        """Return how many mounts are stacked at the disk's place in the VM."""
         text = Path(f"/proc/{self.vm.pid}/mountinfo").read_text()
         return sum(1 for line in text.splitlines() if line.split()[4] == str(self.seen / "disk-1"))
 
@@ -197,7 +199,7 @@ def test_link_of_the_vm_at_its_disk_directory_is_not_followed(site: Site, plante
 
 
 def test_disk_is_not_left_in_a_directory_that_the_vm_moved(site: Site) -> None:
-    """No detach would look for it there."""
+    """A later detach would not look for it there."""
     moving = "os.rename(program.sys.argv[-2], program.sys.argv[-2] + '-moved')"
     mount = f"real = program.mount\ndef mount(*args):\n    {moving}\n    real(*args)\nprogram.mount = mount\n"
     site.program = PROGRAM.replace("program.main(", f"{mount}program.main(")
@@ -226,7 +228,7 @@ def test_detach_does_not_unmount_a_disk_in_use(site: Site) -> None:
 
 @pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
 def test_vm_can_write_to_its_disks_but_not_beside_them(site: Site) -> None:
-    """The directory is on the node's file system, which the VM could fill."""
+    """The directory is on the node's file system, which the VM could otherwise fill."""
     site.attach()
 
     assert "Read-only" in site.in_vm(f"touch {site.seen}/beside 2>&1")
@@ -276,7 +278,9 @@ HIDINGS = {
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("commands", HIDINGS.values(), ids=HIDINGS.keys())
 def test_disk_kept_mounted_by_root_of_the_vm_is_not_reported_unmounted(site: Site, commands: list[str]) -> None:
-    """The helper looked only at its own path, and reported a disk that the VM still wrote to as unmounted."""
+    """The helper used to look only at its own path, and reported a disk as unmounted to which the VM was still
+    writing.
+    """
     attachment = site.attach()
     for command in commands:
         assert "fail" not in site.in_vm(f"{command.format(site)} || echo fail")
@@ -319,7 +323,7 @@ sys.stdin.read()
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("way", ["in a thread's namespace", "as a clone in a descriptor", "as a clone for a directory"])
 def test_disk_mounted_outside_all_mount_tables_is_not_reported_unmounted(site: Site, way: str) -> None:
-    """With open_tree or unshare, the VM wrote to a disk that the helper had reported as unmounted."""
+    """Using open_tree or unshare, the VM could write to a disk that the helper had reported as unmounted."""
     attachment = site.attach()
     program = CLONE if "clone" in way else THREAD
     keeper = site.process(sys.executable, "-c", program, str(site.seen / "disk-1"), way)
@@ -387,7 +391,7 @@ def test_process_without_its_main_thread_still_belongs_to_the_vm() -> None:
 
 
 def until_zombie(pid: int) -> None:
-    """Wait until the first thread of a process has ended."""
+    """Wait until the first thread of a process has exited."""
     deadline = time.monotonic() + LIMIT_S
     while attachment_program.start_of(pid):
         assert time.monotonic() < deadline
@@ -395,7 +399,7 @@ def until_zombie(pid: int) -> None:
 
 
 def test_failed_detach_of_a_bound_disk_never_hides_its_files(site: Site) -> None:
-    """Its other processes would see an empty directory between two attempts."""
+    """Other processes would see an empty directory between two attempts."""
 
     def numbers() -> list[str]:
         table = Path(f"/proc/{site.vm.pid}/mountinfo").read_text().splitlines()
@@ -422,7 +426,7 @@ def test_renamed_disk_directory_does_not_block_a_detach(site: Site) -> None:
 
 
 def test_empty_directories_of_deleted_vms_are_removed_later(site: Site, tmp_path: Path) -> None:
-    """The kubelet makes one for each VM that can have disks attached while it runs."""
+    """The kubelet creates one for each VM that can have disks attached while it runs."""
     for name in ("gone", "full"):
         subprocess.run(site.on_node("mkdir", "-p", f"{site.place}/bosh/{name}"), check=True)
     subprocess.run(site.on_node("touch", f"{site.place}/bosh/full/file"), check=True)
@@ -436,7 +440,9 @@ def test_empty_directories_of_deleted_vms_are_removed_later(site: Site, tmp_path
 
 
 def test_mount_table_shared_by_many_processes_is_read_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a hundred processes of one job and sixteen thousand mounts, each attachment on the node took six seconds."""
+    """With a hundred processes of one job and sixteen thousand mounts, each attachment on the node used to take six
+    seconds.
+    """
     crowd = [site.process("sh", "-c", "echo ready; exec sleep 999") for _ in range(5)]
     jailed = site.process("unshare", "-m", "sh", "-c", "echo ready; exec sleep 999")
 
@@ -504,7 +510,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("state", ["mounted", "unmounted lazily"])
 def test_hanging_file_system_does_not_delay_a_detach(site: Site, state: str) -> None:
-    """The helper waited for stat(2) on a job's descriptor, and a signal could not end it."""
+    """The helper used to wait for stat(2) on a job's descriptor, which no signal could interrupt."""
     attachment = site.attach()
     site.process(sys.executable, "-c", UNANSWERED, str(site.spare), state)
 
@@ -524,7 +530,7 @@ def test_disk_directory_of_a_deleted_vm_is_removed(site: Site) -> None:
 
 
 def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
-    """Without an idmapped mount every file would belong to 65534 there, and writing would fail."""
+    """Without an idmapped mount, every file would belong to 65534 there and writes would fail."""
     site = Site(tmp_path, userns=True)
     try:
         helper = site.attach()
@@ -539,7 +545,7 @@ def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
 
 @pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
 def test_attachment_tolerates_any_process_name(tmp_path: Path) -> None:
-    """A single process whose name was not valid text prevented attachments to its VM and the VM's restart."""
+    """A single process whose name was not valid text used to prevent attachments to its VM and the VM's restart."""
     site = Site(tmp_path, userns=True)
     try:
         job = site.process("perl", "-e", '$| = 1; $0 = "\\xff"; print "ready\\n"; sleep 600')
@@ -553,7 +559,7 @@ def test_attachment_tolerates_any_process_name(tmp_path: Path) -> None:
 
 @pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
 def test_user_namespace_of_a_job_is_not_taken_for_that_of_the_vm(site: Site) -> None:
-    """The disk had the ids of the job's namespace, so no file was root's, and the VM could not write."""
+    """The disk then had the ids of the job's namespace, so no file belonged to root, and the VM could not write."""
     job = site.in_user_namespace()
     while attachment_program.start_of(job) == attachment_program.start_of(site.vm.pid):  # the same clock tick
         job = site.in_user_namespace()
@@ -565,7 +571,7 @@ def test_user_namespace_of_a_job_is_not_taken_for_that_of_the_vm(site: Site) -> 
 
 
 def test_init_of_a_jobs_pid_namespace_is_not_taken_for_pid_1() -> None:
-    """A reboot ended the jobs' namespaces, too, before the agent had stopped them in order."""
+    """A reboot used to end the jobs' namespaces before the agent had stopped the jobs in order."""
     nested = "unshare --pid --fork --kill-child sleep 999 & exec sleep 999"
     container = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", nested])
     try:
@@ -597,7 +603,7 @@ def test_reboot_ends_pid_1_of_the_container(site: Site, heeds: bool) -> None:
 
 
 def inits_below(pid: int) -> list[int]:
-    """The processes below one that are number 1 of a namespace, the outer before the inner ones."""
+    """Return the descendants of a process that are number 1 of a namespace, outer ones before inner ones."""
     found = []
     for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         status = dict(line.split(":", 1) for line in Path(f"/proc/{child}/status").read_text().splitlines())

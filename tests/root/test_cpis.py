@@ -1,7 +1,7 @@
 """A persistent disk under each CPI: attached, mounted, resized, detached, and moved to another instance.
 
-A real agent in real containers, which the CPI restarts or creates again between any two requests of the Director. After
-each request and each such restart ``list_disk`` is right and every file is unchanged. Needs root.
+A real agent runs in real containers, which the CPI restarts or creates again between any two requests of the Director.
+After each request and each restart, ``list_disk`` is right and every file is unchanged. Needs root.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EACH_WAY = pytest.mark.parametrize("prefix", [(), WITHOUT_CAPABILITIES], ids=["b
 
 
 class Site:
-    """Actions of a CPI and of a Director on one instance, and the invariants after each of them."""
+    """Actions of a CPI and of a Director on one instance, with checks of the invariants after each of them."""
 
     def __init__(self, pod: Pod) -> None:
         self.pod = pod
@@ -50,13 +50,13 @@ class Site:
 
     @property
     def jobs_reach_disks(self) -> bool:
-        """False for a link into a directory that is closed to jobs: SAP's CPI mounts disks there."""
+        """False for a link into a directory that is closed to jobs, which is where SAP's CPI mounts disks."""
         return not (self.pod.prefix and self.cpi.place.startswith(cpis.BOSH))
 
     # --- the CPI --------------------------------------------------------------------------------------------------
 
     async def create_vm(self, agent_id: str) -> None:
-        """An unused VM."""
+        """Create an unused VM."""
         pod = self.pod
         pod.kill()
         pod.agent_id = agent_id
@@ -83,7 +83,7 @@ class Site:
             await self.remake(loses_data=self.cpi.attaches == "by recreation")
 
     async def remake(self, *, loses_data: bool) -> None:
-        """The container is killed, and the next one comes, with what the CPI carries over."""
+        """Kill the container and start the next one, with the files that the CPI carries over."""
         pod = self.pod
         saved = {path: raw for path in self.cpi.saves if (raw := _content(pod.machine.root / path.lstrip("/")))}
         pod.kill()
@@ -96,7 +96,7 @@ class Site:
             place.write_bytes(raw)
 
     async def happens(self) -> None:
-        """Unrequested events: the loss of a node, a restart of a container, a kill of an agent."""
+        """Cause an unrequested event: loss of a node, restart of a container, kill of an agent."""
         if self.cpi.attaches == "live":
             self.pod.end_agent(signal.SIGKILL)
             await self.pod.start_agent()
@@ -106,7 +106,10 @@ class Site:
     # --- the Director ---------------------------------------------------------------------------------------------
 
     async def attach_and_mount(self, cid: str) -> None:
-        """As the Director does it (attach_disk_step.rb, mount_disk_step.rb). A live volume may come late."""
+        """Do this as the Director does (attach_disk_step.rb, mount_disk_step.rb).
+
+        A volume attached live may appear late.
+        """
         await self.attach(cid)
         if self.cpi.tells_the_agent:
             await self.pod.run("add_persistent_disk", cid, self.cpi.hint(cid))
@@ -117,7 +120,9 @@ class Site:
         assert await mounting == {}
 
     async def unmount_and_detach(self, cid: str) -> None:
-        """Like the Director (unmount_disk_step.rb, detach_disk_step.rb): only listed disks are unmounted."""
+        """Do this as the Director does (unmount_disk_step.rb, detach_disk_step.rb), which only unmounts listed
+        disks.
+        """
         if cid in await self.pod.run("list_disk"):
             reply = await self.pod.run("unmount_disk", cid)
             assert reply["message"].startswith("Unmounted partition of "), reply
@@ -125,7 +130,9 @@ class Site:
         await self.detach(cid)
 
     async def holds(self, *listed: str) -> None:
-        """These disks are mounted, the first on the store, and it holds what it has to; so it is after a restart."""
+        """Check that these disks are mounted, the first on the store with the right content, now and after a
+        restart.
+        """
         await self._holds(*listed)
         await self.happens()
         await self._holds(*listed)
@@ -159,7 +166,7 @@ async def site(scratch: Path, cpi: Cpi, prefix: tuple[str, ...]) -> AsyncIterato
 
 
 async def write_to_store(one: Site, cid: str, *, as_root: bool) -> None:
-    """Everything that is hard to copy, as jobs may have left it. vcap writes as well."""
+    """Write everything that is hard to copy, as jobs might, including as vcap."""
     run = one.pod.machine.run
     run("mkdir /var/vcap/store/of-vcap; chown vcap:vcap /var/vcap/store/of-vcap")
     if one.jobs_reach_disks:
@@ -173,7 +180,7 @@ async def write_to_store(one: Site, cid: str, *, as_root: bool) -> None:
 @EACH_WAY
 @pytest.mark.parametrize("cpi", ALL, ids=str)
 async def test_disk_moves_to_a_recreated_vm_with_its_content(tmp_path: Path, cpi: Cpi, prefix: tuple[str, ...]) -> None:
-    """The steps are create_vm, attach and mount; then unmount, detach, another VM, attach and mount."""
+    """The steps are create_vm, attach and mount; then unmount, detach, create_vm, attach and mount."""
     async with site(tmp_path, cpi, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -214,7 +221,7 @@ async def test_disk_resize_survives_a_new_container_between_its_steps(
 
 @EACH_WAY
 async def test_disk_migration_continues_after_the_container_was_killed(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """The old disk is on the store, complete, and the Director's next attempt continues."""
+    """The old disk is on the store and complete, and the Director's next attempt continues the migration."""
     async with site(tmp_path, cpis.DOCKER, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -235,7 +242,7 @@ async def test_disk_migration_continues_after_the_container_was_killed(tmp_path:
 
 @EACH_WAY
 async def test_volume_mounted_on_the_store_by_a_manifest_is_used(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """No CPI attaches a disk: it is a StatefulSet, whose pod is restarted in place or created again."""
+    """No CPI attaches this disk. It belongs to a StatefulSet, whose pod is restarted in place or created again."""
     async with site(tmp_path, cpis.STATEFUL_SET, prefix) as one:
         one.pod.attach("disk-1")
         await one.create_vm("first")
@@ -256,7 +263,9 @@ async def test_volume_mounted_on_the_store_by_a_manifest_is_used(tmp_path: Path,
 
 
 async def test_host_names_resolve_after_warden_unmounted_the_hosts_file(tmp_path: Path) -> None:
-    """Its last step uncovers the image's own file when the agent is up. sudo and compilations look up both names."""
+    """Warden's last step uncovers the image's own hosts file when the agent is up. sudo and compilations look up
+    both names.
+    """
     async with made(tmp_path, cpis.WARDEN_WITH_SYSTEMD) as pod:
         await pod.start()
         names = ("localhost", pod.machine.run("hostname").strip())

@@ -1,4 +1,4 @@
-"""``bosh create-env`` and ``delete-env`` with a disk: requests of a client of the wire to a root agent.
+"""``bosh create-env`` and ``delete-env`` with a disk: a client sends their requests to an agent that runs as root.
 
 ``integration/test_create_env.py`` tests jobs and packages. The order is that of the bosh CLI
 (``deployment/disk/manager.go``, ``deployment/vm/vm.go``).
@@ -34,7 +34,7 @@ WRITING = "#!/bin/sh\necho written >/var/vcap/store/data\n"
 
 @dataclass
 class Env:
-    """A VM of the CPI with two volumes to attach."""
+    """A VM of the CPI with two volumes that can be attached."""
 
     machine: Machine
     cli: Cli
@@ -88,7 +88,7 @@ async def attach(cli: Cli, cid: str) -> None:
 
 
 async def test_create_env_resizes_a_disk_and_delete_env_removes_all(env: Env) -> None:
-    """The disk is there before the job. Its data moves to the larger one, which delete_env unmounts."""
+    """The disk is there before the job. Its data moves to the larger disk, which delete_env unmounts."""
     cli = env.cli
     await attach(cli, "disk-1")
     await cli.run("apply", EMPTY)

@@ -1,6 +1,6 @@
-"""Observed faults of the Go agent and monit in containers, and their special orders: one test each.
+"""One test for each observed fault of the Go agent and monit in containers, and for their special order of actions.
 
-A real agent in a container with real mounts. Needs root.
+They use a real agent in a container with real mounts. Needs root.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MONIT = f"{sys.executable} -m agent_shim.cli.monit"
 
 
 async def with_disks(pod: Pod, *cids: str) -> None:
-    """A container with these disks, mounted one after the other, each with a file that tells it."""
+    """Start a container and mount these disks one after the other, each with a file that identifies it."""
     for cid in cids:
         pod.attach(cid)
     (pod.volume(cids[0]) / "whose").write_text(cids[0])
@@ -33,7 +33,7 @@ async def with_disks(pod: Pod, *cids: str) -> None:
 
 
 def mounts(pod: Pod) -> dict[str, str]:
-    """The volumes that are mounted where the agent mounts, by place."""
+    """Return the volumes at the agent's mount points."""
     lines = pod.machine.run("findmnt -rno TARGET,FSROOT").splitlines()
     found = [line.split() for line in lines if line.startswith("/var/vcap/store")]
     assert len(found) == len({place for place, _ in found}), "something is mounted twice"
@@ -66,7 +66,7 @@ async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: Po
 
 
 async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: Pod) -> None:
-    """With the Go agent the last step fails, and neither disk is mounted any more."""
+    """With the Go agent the last step fails, and afterwards neither disk is mounted."""
     await with_disks(pod, "disk-1", "disk-2")
 
     await pod.run("migrate_disk", "disk-1", "disk-2")
@@ -78,7 +78,7 @@ async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: Pod) -> None:
 
 
 async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: Pod) -> None:
-    """The Go agent removes the runtime's mount; the store stays mounted, and the disk remains recorded."""
+    """The Go agent removes the runtime's mount, while the store stays mounted and the disk remains recorded."""
     await with_disks(pod, "disk-1")
 
     await pod.run("unmount_disk", "disk-1")
@@ -113,7 +113,7 @@ async def test_agent_boots_after_its_disk_was_removed(pod: Pod) -> None:
 
 
 async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: Pod) -> None:
-    """The Go agent cannot move a file over the kubelet's /etc/hosts (EBUSY), and bosh-dns never sees new records."""
+    """The Go agent cannot move a file over the kubelet's /etc/hosts (EBUSY), so bosh-dns never sees new records."""
     pod.start_container()
     line = f"10.1.2.3\t{socket.gethostname()}"
     (pod.machine.root / "mnt/hosts").write_text(f"{line}\n")
@@ -143,7 +143,7 @@ async def test_uptimes_are_not_negative_under_lxcfs(pod: Pod) -> None:
     ages = [state["vitals"]["uptime"], *(process["uptime"] for process in state["processes"])]
     assert len(ages) == 2
     for age in ages:
-        secs = age.get("secs", 0)  # a natural number, left out where it is 0
+        secs = age.get("secs", 0)  # left out where it is 0
         assert isinstance(secs, int)
         assert 0 <= secs < 600
 
@@ -161,16 +161,14 @@ esac
 
 
 async def summary(pod: Pod, words: str) -> None:
-    """Wait until monit says this of the process."""
+    """Wait until monit reports this state of the process."""
     await until(lambda: pod.machine.run(f"{MONIT} summary | grep web").split("'web'")[1].strip() == words)
 
 
 async def test_monit_start_during_a_pending_stop_is_executed_afterwards(pod: Pod) -> None:
-    """An action is pending, and the service not monitored, until its program has ended.
+    """Until its program has ended, an action is pending and the service is not monitored.
 
-    One more action waits and is not lost.
-
-    There a second request is refused with 503 until the first is done.
+    One further action waits and is not lost.
     """
     files = {**jobs.sleeper(Paths(), "web"), "bin/ctl": SLOW_TO_STOP}
     await pod.start()

@@ -1,4 +1,6 @@
-"""One instance from creation to running, as a Director talks to an agent that is root on a machine of its own."""
+"""One instance from its creation until it runs, driven by a Director, with an agent that is root on a machine of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ async def machine(fleet: Fleet) -> Machine:
 
 
 def full_spec(fleet: Fleet) -> dict[str, Any]:
-    """The spec of a small instance group."""
+    """Return the spec of a small instance group."""
     web = jobs.sleeper(Paths(), "web") | {"bin/pre-start": "#!/bin/sh\nid -un\n"}
     return jobs.spec(fleet.blobs(AGENT), {"web": web}, {"tool": {"bin/tool": "x"}}, networks={"default": DYNAMIC})
 

@@ -1,4 +1,4 @@
-"""Disks are copied between file systems of which one lacks ACLs, extended attributes or holes."""
+"""Disks are copied between file systems, one of which lacks ACLs, extended attributes or holes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mount_ramfs(point: Path) -> Path:
 
 
 def mount_fuse(point: Path) -> Path:
-    """Mount ext4 through FUSE. The kernel passes ACLs to this driver as it passes other attributes."""
+    """Mount ext4 through FUSE. The kernel treats ACLs like other extended attributes for this driver."""
     image = point.with_suffix(".fuse")
     with image.open("wb") as file:
         file.truncate(32 << 20)
@@ -40,7 +40,7 @@ def mount_fuse(point: Path) -> Path:
 
 
 def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
-    """Remove the extended attributes whose names begin with one of ``lost`` from a fingerprint, and round its times.
+    """Remove extended attributes whose names begin with one of ``lost`` from a fingerprint, and round its times.
 
     ``fuse2fs`` stores whole seconds.
     """
@@ -73,7 +73,7 @@ def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
 def test_disk_copy_keeps_what_the_target_can_store_and_names_the_rest(
     tmp_path: Path, make: Callable[[Path], Path], lost: tuple[str, ...], kinds: list[str]
 ) -> None:
-    """The copy back to ext4 loses nothing more."""
+    """Copying back to ext4 loses nothing more."""
     source = mount_ext4(tmp_path / "source", tmp_path / "source.image")
     fill(source, as_root=True)
     odd = Path(os.fsdecode(os.fsencode(source) + b"/new\nline \xff"))
@@ -96,7 +96,10 @@ def test_disk_copy_keeps_what_the_target_can_store_and_names_the_rest(
 
 @alone
 def test_disk_copy_names_an_attribute_too_large_for_the_target(tmp_path: Path) -> None:
-    """Attributes of a file on ext4 share one block. The error is that of a full disk, which this one is not."""
+    """On ext4 the attributes of a file share one block.
+
+    The error is that of a full disk, although the disk is not full.
+    """
     source = mount_tmpfs(tmp_path / "source")
     (source / "file").write_text("x")
     os.setxattr(source / "file", "user.large", bytes(20_000))
@@ -123,7 +126,7 @@ def test_disk_copy_fails_if_the_disk_is_too_full_for_an_attribute(tmp_path: Path
 
 @alone
 def test_disk_copy_names_files_whose_attributes_cannot_be_listed(tmp_path: Path) -> None:
-    """Linux lists 64 KiB of names, and tmpfs stores more."""
+    """Linux returns at most 64 KiB of names, but tmpfs stores more."""
     source, target = mount_tmpfs(tmp_path / "source"), mount_tmpfs(tmp_path / "target")
     (source / "file").write_text("x")
     for number in range(400):

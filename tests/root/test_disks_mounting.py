@@ -1,4 +1,4 @@
-"""Disks with real volumes: by bind mounts, by links with every capability laid down, and where a manifest put them."""
+"""Disks with real volumes: through bind mounts, through links without any capability, and mounted by a manifest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def overlay(point: Path) -> None:
 
 
 def subpath(point: Path) -> None:
-    """A directory of a volume that other pods use as well."""
+    """Return a directory of a volume that other pods use as well."""
     inside = mount_tmpfs(point.with_suffix(".whole")) / "instance-0"
     inside.mkdir()
     point.mkdir()
@@ -71,7 +71,8 @@ def by_links(scratch: Path) -> Instance:
     return Instance(scratch, bind=False)
 
 
-# --- whole stories --------------------------------------------------------------------------------------------------
+# --- complete scenarios
+# -------------------------------------------------------------------------------------------------
 
 
 def mounted_at(place: Path) -> int:
@@ -80,7 +81,7 @@ def mounted_at(place: Path) -> int:
 
 
 async def resize(instance: Instance, between: Callable[[], None], *, as_root: bool) -> None:
-    """As a Director does it, with whatever happens to the agent between any two of its requests."""
+    """Resize a disk as a Director does, with an event of the agent between any two requests."""
     agent: Any = Asked(instance)
     await actions.mount_disk(agent, "a")
     fill(instance.paths.store / "files", as_root=as_root)
@@ -96,7 +97,7 @@ async def resize(instance: Instance, between: Callable[[], None], *, as_root: bo
         await request(agent, *arguments)
         assert await actions.list_disk(agent) == listed
         assert fingerprint(instance.paths.store) == wanted, request
-        assert mounted_at(instance.paths.store) <= 1, request  # the former one would be below
+        assert mounted_at(instance.paths.store) <= 1, request  # otherwise the earlier mount would be below
         between()
         assert await actions.list_disk(Asked(instance)) == listed
         assert fingerprint(instance.paths.store) == wanted
@@ -104,7 +105,7 @@ async def resize(instance: Instance, between: Callable[[], None], *, as_root: bo
 
 
 def nothing(_: Instance) -> None:
-    """The container stays as it is, as under Warden, which attaches live."""
+    """Leave the container as it is, as under Warden, which attaches disks live."""
 
 
 @KINDS
@@ -122,9 +123,9 @@ async def test_disk_resize_with_mounts_keeps_all_files(
     def happens() -> None:
         between(instance)
         if instance.paths.store.exists() and between is not nothing:
-            instance.persistent["b"] = str(instance.volume("b"))  # the CPI writes all it has attached
+            instance.persistent["b"] = str(instance.volume("b"))  # the CPI writes all disks that it has attached
 
-    # Attributes of root alone cannot be set on every overlay.
+    # Attributes that only root can set are not supported on every overlay.
     await resize(instance, happens, as_root=make is not overlay)
 
 
@@ -147,7 +148,7 @@ async def test_disk_resize_works_as_an_ordinary_user(tmp_path: Path) -> None:
             path.chmod(0o755)
     closed, aside, back = revealing(tmp_path, tmp_path)
     cover = f"for place in {closed}; do mount -t tmpfs -o mode=0755 tmpfs $place; done"
-    subprocess.run(["sh", "-ec", f"{aside}\n{cover}\n{back}"], check=True)  # noqa: ASYNC221 - nothing else runs yet
+    subprocess.run(["sh", "-ec", f"{aside}\n{cover}\n{back}"], check=True)  # noqa: ASYNC221 - nothing else runs
     os.chown(tmp_path, 1000, 1000)
     os.setgid(1000)
     os.setuid(1000)
@@ -163,7 +164,10 @@ async def test_disk_resize_works_as_an_ordinary_user(tmp_path: Path) -> None:
 
 
 def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
-    """Provisioners make volumes that jobs of other users cannot enter. A later mode is the choice of a job."""
+    """Provisioners create volumes that jobs of other users cannot enter.
+
+    If the mode changes later, that is a job's choice.
+    """
     volume = tmp_path / "volume"
     volume.mkdir(mode=0o750)
     (volume / markers.DIRECTORY).mkdir(mode=0o700)  # a lease is taken before the marker is written
@@ -178,7 +182,7 @@ def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
 @pytest.mark.attack("a request names a directory that is no disk")
 @by("mounts")
 async def test_plain_directory_is_not_accepted_as_a_volume(instance: Instance) -> None:
-    """Files written there are lost with the container."""
+    """Files written there would be lost with the container."""
     place = Path("/usr/share")
     instance.persistent["a"] = str(place)
 
@@ -187,7 +191,9 @@ async def test_plain_directory_is_not_accepted_as_a_volume(instance: Instance) -
 
 
 def of_the_node(scratch: Path, *, bind: bool) -> tuple[Instance, Path]:
-    """An instance that sees a directory of the node, where disk ``a`` has a mount point and no mount yet."""
+    """Return an instance that sees a directory of the node in which disk ``a`` has a mount point, but is not mounted
+    yet.
+    """
     instance = Instance(scratch, bind=bind, system=True)
     on_node = mount_tmpfs(scratch / "node/disks") / "a"
     on_node.mkdir()
@@ -199,7 +205,7 @@ def of_the_node(scratch: Path, *, bind: bool) -> tuple[Instance, Path]:
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_path: Path, bind: bool) -> None:
-    """Between mkdir and mount of a live attachment, written files would stay on the node."""
+    """Between mkdir and the mount of a live attachment, files written there would stay on the node."""
     instance, on_node = of_the_node(tmp_path, bind=bind)
 
     with pytest.raises(ActionError, match=f"nothing is mounted at {on_node}"):
@@ -220,7 +226,7 @@ async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_pat
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_disk_whose_mount_disappeared_is_reported_as_missing(tmp_path: Path, bind: bool) -> None:
-    """Jobs are not started on the directory of the node that the mount has uncovered."""
+    """Jobs are not started on the directory of the node that the missing mount has uncovered."""
     instance, on_node = of_the_node(tmp_path, bind=bind)
     mount_tmpfs(on_node)
     await instance.disks.mount("a")
@@ -310,7 +316,7 @@ def mounted_on(place: Path) -> int:
 
 
 def manifest(instance: Instance) -> None:
-    """The kubelet mounts it before the container starts, as the hint of the disk says."""
+    """Return an instance whose kubelet mounts the disk before the container starts, as the disk's hint says."""
     mounts.bind(instance.volume("a"), instance.paths.store)
     instance.persistent["a"] = str(instance.paths.store)
 
@@ -367,7 +373,7 @@ async def test_killed_disk_swap_over_a_mount_of_the_manifest_is_completed(instan
 @pytest.mark.parametrize("read_only", [False, True])
 @alone
 async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path: Path, read_only: bool) -> None:
-    """The manifest mounts it on the store and at its hint. This container may not unmount."""
+    """The manifest mounts the volume on the store and at its hint. This container may not unmount."""
     instance = Instance(tmp_path, bind=False)
     instance.attach("a", mount_tmpfs)
     mounts.bind(instance.volume("a"), instance.paths.store)
@@ -395,7 +401,7 @@ async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path:
 @pytest.mark.parametrize("seconds", [-(2**40), 2**33])
 @alone
 def test_migration_tolerates_times_that_the_new_disk_cannot_store(tmp_path: Path, seconds: int) -> None:
-    """With small inodes, times of ext4 end in 2038. A job can set any time."""
+    """With small inodes, ext4 can store times up to 2038. A job can set any time."""
     source = mount_tmpfs(tmp_path / "source")
     target = mount_ext4(tmp_path / "target", tmp_path / "image", 16 << 20, "-I", "128")
     (source / "odd").write_text("text")
@@ -427,7 +433,7 @@ SIZE = int(os.environ.get("SHIM_TEST_BYTES", str(8 << 20)))
 
 
 def in_a_process(instance: Instance, *cids: str) -> int:
-    """An agent, with its worker, that migrates. Its number."""
+    """Start an agent with a worker that migrates a disk. Return its pid."""
     pid = os.fork()
     if pid == 0:
         instance.start_agent()
@@ -437,7 +443,7 @@ def in_a_process(instance: Instance, *cids: str) -> int:
 
 
 async def what_is_left(instance: Instance) -> list[str]:
-    """The disks that the next agent has mounted, after it was asked whether all is well."""
+    """Return the disks that the next agent has mounted, after checking that it reports no problem."""
     instance.start_agent()
     await instance.disks.recover()
     assert await instance.disks.problem() == ""
@@ -447,7 +453,7 @@ async def what_is_left(instance: Instance) -> list[str]:
 @pytest.mark.parametrize("way", [by_mounts, by_links])
 @alone
 def test_an_agent_killed_during_a_migration_loses_no_file(tmp_path: Path, way: Callable[[Path], Instance]) -> None:
-    """It is killed in both directions, at any moment between the start of the worker and the swap."""
+    """It is killed at any moment between the start of the worker and the swap, in both directions."""
     instance = way(tmp_path)
     instance.copy = None
     for cid in "ab":

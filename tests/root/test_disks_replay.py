@@ -1,4 +1,4 @@
-"""A real Director's disk requests, replayed: a recreated machine and a resize. Each reply as the Go agent gave it."""
+"""Replays a real Director's disk requests for a recreated machine and a resize, and expects the Go agent's replies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attach(point: Path) -> None:
 
 
 async def ask(instance: Instance, step: Step) -> Any:
-    """Through the binding of the dispatcher. Hints name the volumes that exist here."""
+    """Call an action through the dispatcher's binding. Hints name the volumes that exist here."""
     volumes = instance.scratch / "volumes of others"
     arguments = json.loads(json.dumps(step.arguments).replace('"/dev/', f'"{volumes}/'))
     action = ACTIONS[step.method]

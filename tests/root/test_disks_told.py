@@ -1,4 +1,4 @@
-"""Reports about disks by a real agent: status, metrics, vitals and refusals. Needs root."""
+"""What a real agent reports about disks: status, metrics, vitals and refusals. Needs root."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def status(pod: Pod) -> dict[str, Any]:
 
 
 async def metric(pod: Pod, name: str) -> float | None:
-    """A value of the page, which is kept for a second. None where there is none."""
+    """Return a value from the metrics page, which is cached for a second, or None if it is missing."""
 
     def read() -> str:
         with urllib.request.urlopen(f"http://{pod.http}/metrics", timeout=10) as page:
@@ -42,7 +42,7 @@ async def metric(pod: Pod, name: str) -> float | None:
 
 
 async def test_migration_progress_is_shown_in_status_and_metrics(pod: Pod) -> None:
-    """Before and after the copy there is no such figure."""
+    """Before and after the copy there are no such figures."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         pod.http = f"127.0.0.1:{free.getsockname()[1]}"
@@ -78,7 +78,7 @@ async def test_migration_progress_is_shown_in_status_and_metrics(pod: Pod) -> No
 
 @pytest.mark.parametrize("prefix", [(), ("setpriv", "--bounding-set=-all", "--")], ids=["by mount", "by link"])
 async def test_vitals_include_the_persistent_disk_while_it_is_mounted(pod: Pod, prefix: tuple[str, ...]) -> None:
-    """Those of the ephemeral disk are always there. Both are percentages of size and inodes, as texts."""
+    """The ephemeral disk is always included. Both are percentages of space and inodes, as strings."""
     pod.prefix = prefix
     pod.attach("disk-1")
     await pod.start()
@@ -127,7 +127,7 @@ async def test_start_is_refused_while_the_disk_is_missing(pod: Pod) -> None:
 
 
 async def with_a_job_on_its_disk(pod: Pod) -> None:
-    """A job runs, and the top of its disk is vcap's, as many pre-start scripts make it."""
+    """Run a job, with the top of its disk owned by vcap, as many pre-start scripts arrange it."""
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
@@ -165,7 +165,7 @@ async def test_disk_marker_written_by_a_job_changes_nothing(pod: Pod) -> None:
     ],
 )
 async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: Pod, wrong: Marker, reason: str) -> None:
-    """Root of a job can write any marker, but no job starts on the container's own file system."""
+    """Root of a job can write any marker, but no job is started on the container's own file system."""
     await with_a_job_on_its_disk(pod)
     markers.write(pod.volume("disk-1"), wrong)
 
@@ -180,7 +180,7 @@ async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: Pod, wrong: Mar
 
 @pytest.mark.attack("a request names a directory that is no disk")
 async def test_directory_of_the_container_is_not_accepted_as_a_disk(pod: Pod) -> None:
-    """Mounting it would show the machine at the store, and unmounting it would end every job."""
+    """Mounting it would show the machine's files at the store, and unmounting it would end every job."""
     await pod.start()
     for place in ["/", "/run", "/dev", "/proc", "/sys/fs", "/tmp", "/var/vcap", "/var/vcap/data"]:
         await pod.run("add_persistent_disk", "disk-1", place)

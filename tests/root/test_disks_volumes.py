@@ -1,4 +1,4 @@
-"""Volumes at a second place, with real mounts that are invisible elsewhere."""
+"""Volumes at a second path, with real mounts that are invisible elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def overlay(scratch: Path) -> Path:
 
 
 def subpath(scratch: Path) -> Path:
-    """A directory of a volume, bound on a place of its own, as subPath of a pod does."""
+    """Bind a directory of a volume on a path of its own, as a pod's subPath does."""
     inside = mount_tmpfs(scratch / "whole") / "instance-0"
     inside.mkdir()
     (scratch / "volume").mkdir()
@@ -163,7 +163,7 @@ def test_mount_options_of_a_volume_are_kept_and_extended(tmp_path: Path) -> None
 
 @alone
 def test_matching_mount_options_are_not_set_again(tmp_path: Path) -> None:
-    """A volume that is already as required needs no privilege to remount."""
+    """A volume that already has the required options can be used without the privilege to remount."""
     volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     volumes.show(volume, place, bind=True)
     drop_capabilities()
@@ -204,7 +204,7 @@ def test_processes_that_keep_a_mount_busy_are_named(tmp_path: Path, how: str, te
 
 @alone
 def test_mount_holders_do_not_include_the_agent_itself(tmp_path: Path) -> None:
-    """Its own descriptors belong to the copy that waits for the others."""
+    """Its own descriptors belong to the copy that waits for the other processes."""
     volume = mount_tmpfs(tmp_path / "volume")
     with (volume / "file").open("w"):
         assert volumes.holders([volume]) == []
@@ -212,7 +212,7 @@ def test_mount_holders_do_not_include_the_agent_itself(tmp_path: Path) -> None:
 
 @alone
 def test_mount_holders_exclude_equal_paths_on_other_devices(tmp_path: Path) -> None:
-    """If the node's processes are visible, another pod's store has the same name."""
+    """If the node's processes are visible, the store of another pod has the same path."""
     volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     other = mount_tmpfs(tmp_path / "other")
     (other / "file").write_text("x")
@@ -244,7 +244,10 @@ def test_loop_device_that_keeps_a_mount_busy_is_named(tmp_path: Path) -> None:
 
 
 def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All containers of a node see all loop devices. One whose name was not valid text prevented every unmount."""
+    """All containers of a node see all loop devices.
+
+    One whose name was not valid text used to prevent every unmount.
+    """
     shown = tmp_path / "block/loop0/loop/backing_file"
     shown.parent.mkdir(parents=True)
     shown.write_bytes(os.fsencode(tmp_path / "volume") + b"/\xff\n")

@@ -1,4 +1,4 @@
-"""The doctor in containers that allow much, little and nothing."""
+"""The doctor in containers with many, few and no privileges."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_doctor_reports_missing_write_access_of_vcap(box: Machine) -> None:
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_doctor_reports_another_process_on_the_agents_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent runs without its port, and the doctor used to find that the agent listens there."""
+    """The agent runs without its port, and the doctor used to report that the agent was listening there."""
     thief = subprocess.Popen(
         ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", THIEF], stdin=PIPE, stdout=PIPE, text=True
     )

@@ -73,8 +73,8 @@ class Netted(Pod):
     async def firewall(self, **wanted: Any) -> dict[str, Any]:
         """Return the agent's report once it is as ``wanted`` and the address of the bus is known.
 
-        The request runs in a thread: the proxy, on this event loop, must continue, or the agent abandons the
-        connection.
+        The request runs in a thread, because the proxy on this event loop must keep working, or the agent would abandon
+        the connection.
         """
         command = f"{sys.executable} -m agent_shim.cli status --json"
         async with asyncio.timeout(60):
@@ -108,7 +108,7 @@ async def pod(tmp_path: Path) -> AsyncIterator[Netted]:
 
 @pytest.mark.attack("a job connects to the bus")
 async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: Netted) -> None:
-    """The agent is connected all the time."""
+    """The agent stays connected all the time."""
     pod.start_container()
     assert pod.may_connect(VCAP)
 
@@ -165,7 +165,7 @@ async def test_handback_removes_only_the_agents_packet_filter_rules(pod: Netted)
 
 
 async def test_disabled_packet_filter_has_no_rules(pod: Netted) -> None:
-    """The option is for those who have rules of their own."""
+    """The option exists for those who have rules of their own."""
     pod.shim = {"firewall": False}
     await pod.start()
 
@@ -185,7 +185,7 @@ async def test_agent_without_packet_filter_privilege_reports_it_and_continues(po
 
 
 async def test_packet_filter_does_not_cut_off_an_agent_behind_a_proxy(pod: Netted) -> None:
-    """Sidecars of service meshes redirect packets of other users and send them as themselves."""
+    """Sidecars of service meshes redirect other users' packets and send them as themselves."""
     pod.start_container()
     at = urlsplit(pod.url)
     other = ["setpriv", f"--reuid={DAEMON}", f"--regid={DAEMON}", "--clear-groups"]
@@ -196,7 +196,7 @@ async def test_packet_filter_does_not_cut_off_an_agent_behind_a_proxy(pod: Nette
     await until(pod.may_connect)
 
     pod.exec_agent()
-    async with asyncio.timeout(90):  # rules are tried, which takes the link twice
+    async with asyncio.timeout(90):  # trying the rules takes two connections
         while True:
             with contextlib.suppress(RpcTimeoutError):
                 await pod.director.value(AGENT, "ping", timeout=2)

@@ -1,4 +1,4 @@
-"""An agent whose root file system, or whose data, is full or read-only: a real small file system."""
+"""An agent whose root file system or data volume, a small real file system, is full or read-only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def instance() -> AsyncIterator[World]:
 
 @pytest.fixture
 def mounted(instance: World) -> Iterator[Callable[[str], Path]]:
-    """Put a directory of the tree on a small ext4 of its own."""
+    """Move a directory of the tree to a small ext4 of its own."""
     places = []
 
     def mount(name: str) -> Path:
@@ -46,7 +46,7 @@ def mounted(instance: World) -> Iterator[Callable[[str], Path]]:
 
 
 def fill(place: Path) -> None:
-    """Leave no block free."""
+    """Leave no free block."""
     with (place / "filler").open("ab", buffering=0) as file:
         for size in (1 << 20, 4096, 1):
             with suppress(OSError):
@@ -55,13 +55,13 @@ def fill(place: Path) -> None:
 
 
 def make_read_only(place: Path) -> None:
-    """As the kernel does after an error of the disk, which cannot be undone while files are open."""
+    """Make it read-only as the kernel does after a disk error, which cannot be undone while files are open."""
     device = Path(f"/sys/dev/block/{os.major(place.stat().st_dev)}:{os.minor(place.stat().st_dev)}").resolve().name
     Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("1")
 
 
 async def test_agent_starts_on_a_full_root_file_system(instance: World, mounted: Callable[[str], Path]) -> None:
-    """It answers. Once there is space, the next agent knows the container, so no job is started again."""
+    """The agent answers. Once there is space, the next agent recognizes the container, so no job is started again."""
     root, data = mounted(""), mounted("data")
     await instance.start_agent()
     await instance.stop_agent()
@@ -91,7 +91,7 @@ async def test_agent_starts_on_a_full_root_file_system(instance: World, mounted:
 async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
     instance: World, mounted: Callable[[str], Path], fault: Callable[[Path], None]
 ) -> None:
-    """It holds during the fault and after it. A start is refused."""
+    """This holds during the fault and after it. A start is refused."""
     data = mounted("data")
     pids = await instance.deploy(1)
     fault(data)
@@ -99,7 +99,7 @@ async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
     await instance.kill_agent()
     await instance.start_agent()
     if fault is fill:
-        fill(data)  # the stop has removed the pidfile
+        fill(data)  # the stop has freed space by removing the pidfile
     with pytest.raises(RpcRemoteError, match=r"cannot write .*supervisor\.json"):
         await instance.run("start")
     await instance.kill_agent()

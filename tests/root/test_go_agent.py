@@ -1,7 +1,7 @@
-"""The Go agent itself, with Debian's monit, before and after this agent: run by ``./dev test-go-agent BINARY``.
+"""The real Go agent with Debian's monit, before and after this agent. Run by ``./dev test-go-agent BINARY``.
 
-Its platform is the one that leaves the machine alone. Monit listens on 127.0.0.1:2822, where the Go agent looks for it:
-that port has to be free, and no other test may run beside these.
+The Go agent uses a platform that leaves the machine alone. Monit listens on 127.0.0.1:2822, where the Go agent expects
+it, so that port must be free and no other test may run at the same time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def pod(pod: Pod) -> Pod:
 
 @contextmanager
 def go_agent_and_monit(pod: Pod) -> Iterator[None]:
-    """Both run for the length of the block. The jobs go on after it."""
+    """Run both for the duration of the block. The jobs keep running afterwards."""
     pod.machine.run(START)
     search = "PATH=/var/vcap/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     options = ["-P", "dummy", "-M", "monit", "-C", "/var/vcap/bosh/agent.json"]
@@ -68,7 +68,7 @@ def go_agent_and_monit(pod: Pod) -> Iterator[None]:
 
 @contextmanager
 def this_agent(pod: Pod) -> Iterator[None]:
-    """Handed back at the end of the block."""
+    """Run this agent, and hand back to the Go agent at the end of the block."""
     pod.exec_agent()
     try:
         yield
@@ -82,7 +82,7 @@ async def ready(pod: Pod) -> None:
 
 
 async def deploy(pod: Pod) -> dict[str, Any]:
-    """Three jobs that write down each start. The state once they run."""
+    """Deploy three jobs that record each start. Return the state once they run."""
     files = {name: {"monit": jobs.sleeper(Paths(), name)["monit"], "bin/ctl": CTL.format(name=name)} for name in NAMES}
     spec = jobs.spec(pod.scratch / "blobs", files, {"tool": {"bin/tool": "x"}})
     reloading = asyncio.create_task(reload_when_asked(pod))
@@ -97,7 +97,7 @@ async def deploy(pod: Pod) -> dict[str, Any]:
 
 
 async def reload_when_asked(pod: Pod) -> None:
-    """For ever: on its platform for tests the Go agent asks no service manager to kill and start monit."""
+    """Keep restarting monit, because on its platform for tests the Go agent asks no service manager to do that."""
     log, seen = pod.scratch / "go.log", 0
     while True:
         await asyncio.sleep(0.1)
@@ -108,7 +108,7 @@ async def reload_when_asked(pod: Pod) -> None:
 
 
 async def running(pod: Pod, seconds: float = 60) -> dict[str, Any]:
-    """The state once all jobs run. monit takes its time."""
+    """Return the state once all jobs run, which takes monit a while."""
     async with asyncio.timeout(seconds):
         while True:
             try:
@@ -121,7 +121,7 @@ async def running(pod: Pod, seconds: float = 60) -> dict[str, Any]:
 
 
 async def keep_credentials(pod: Pod) -> None:
-    """As a Director does for a new instance. The Go agent ends after that and is started by its service manager."""
+    """Do what a Director does for a new instance. The Go agent exits after it, and its service manager restarts it."""
     settings = json.loads((pod.machine.vcap / "bosh/warden-cpi-agent-env.json").read_text())
     mbus = settings["env"]["bosh"]["mbus"]
     await pod.run("update_settings", {"mbus": mbus, "trusted_certs": "", "blobstores": None})

@@ -1,4 +1,4 @@
-"""The host name, in a UTS namespace of its own and without one."""
+"""The host name, with and without a UTS namespace of the agent's own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_agent_sets_the_host_name_if_the_container_has_none(tmp_path: Path, befo
 
 
 def test_agent_does_not_change_the_host_name_of_the_machine(tmp_path: Path) -> None:
-    """Without a UTS namespace the name is that of every other program on the machine."""
+    """Without a UTS namespace, the name is shared with every other program on the machine."""
     with machine(tmp_path) as made:
         told = made.run(
             f"cd {CODE}; {sys.executable} -c 'from agent_shim.host import hostname; print(hostname.owner())'"

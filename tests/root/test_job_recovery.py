@@ -1,4 +1,4 @@
-"""Containers with real mounts and process numbers of their own end, and the next ones come with the same volumes."""
+"""Containers with real mounts and pids end, and new ones start with the same volumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ WITHOUT_MOUNTS = ("setpriv", "--bounding-set=-sys_admin", "--")
 
 
 def writer(name: str) -> dict[str, str | bytes]:
-    """A job that writes to the store at each start and in its pre-start, which also leaves a file in /etc."""
+    """Return a job that writes to the store in its pre-start and at each start.
+
+    The pre-start also leaves a file in /etc.
+    """
     files = jobs.sleeper(Paths(), name)
     ctl = files["bin/ctl"].replace("start)", f"start) echo {name} >>/var/vcap/store/events;")
     pre_start = f"#!/bin/sh\necho pre-start {name} >>/var/vcap/store/events\ntouch /etc/made-by-{name}\n"
@@ -42,7 +45,10 @@ def events(pod: Pod, cid: str = "disk-1") -> list[str]:
 
 
 async def test_first_ping_is_answered_before_boot_steps_the_bus_does_not_need(pod: Pod) -> None:
-    """A new container installs CA certificates, say. The command takes most of a second, and here forever."""
+    """A new container has to install CA certificates, for example.
+
+    That command takes most of a second, and hangs forever here.
+    """
     pod.start_container()
     pod.machine.write("/mnt/for-ever", "", mode=0o755)
     (pod.machine.root / "mnt/for-ever").write_text("#!/bin/sh\nexec sleep 1000\n")
@@ -58,7 +64,7 @@ async def test_first_ping_is_answered_before_boot_steps_the_bus_does_not_need(po
 
 
 async def with_a_disk(pod: Pod) -> None:
-    """The first container, its agent, and a disk on the store."""
+    """Start the first container and its agent, with a disk on the store."""
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
@@ -66,7 +72,7 @@ async def with_a_disk(pod: Pod) -> None:
 
 @pytest.mark.parametrize("prefix", [(), WITHOUT_MOUNTS], ids=["by mount", "by link"])
 async def test_container_restart_restores_disk_and_jobs(pod: Pod, prefix: tuple[str, ...]) -> None:
-    """Disk, pre-start and jobs follow in this order, with the former users and names, and without stale files."""
+    """Disk, pre-start and jobs follow in this order. Users and names are restored, and stale files are gone."""
     pod.prefix = prefix
     await with_a_disk(pod)
     await deploy(pod, "web", "worker")
@@ -130,7 +136,7 @@ async def test_recreated_vm_knows_nothing_but_its_disk(pod: Pod) -> None:
 
 
 async def test_jobs_wait_for_a_disk_that_appears_late(pod: Pod) -> None:
-    """No job is started before it, and the instance is failing. Then everything proceeds."""
+    """No job is started before the disk appears, and the instance is failing. Then everything proceeds."""
     await with_a_disk(pod)
     await deploy(pod, "web")
     events(pod)
@@ -145,7 +151,7 @@ async def test_jobs_wait_for_a_disk_that_appears_late(pod: Pod) -> None:
     await pod.until("failing")
     assert events(pod) == []
 
-    # A mount made from inside, as a CPI does by exec.
+    # Mount from inside, as a CPI does with exec.
     pod.machine.run("mkdir -p /var/vcap/bosh/disks/disk-1 /mnt/late")
     pod.volume("disk-1").joinpath(".agent_shim/lease.json").unlink()
     for path in sorted(pod.volume("disk-1").rglob("*")):
@@ -158,7 +164,7 @@ async def test_jobs_wait_for_a_disk_that_appears_late(pod: Pod) -> None:
 
 
 async def test_second_container_does_not_use_a_disk_in_use_by_the_first(pod: Pod, tmp_path: Path) -> None:
-    """They share only the disk: a pod was created again elsewhere while its predecessor still runs."""
+    """They share only the disk, because a pod was created again elsewhere while its predecessor still runs."""
     await with_a_disk(pod)
     await deploy(pod, "web")
     events(pod)
@@ -178,9 +184,9 @@ async def test_second_container_does_not_use_a_disk_in_use_by_the_first(pod: Pod
 
 
 async def test_missing_job_files_of_a_tmpfs_are_reported(pod: Pod) -> None:
-    """With ``env.bosh.job_dir.tmpfs`` the jobs' secrets are on no disk, and the Director has to send them again.
+    """With ``env.bosh.job_dir.tmpfs`` the jobs' secrets are on no disk, so the Director has to send them again.
 
-    Beside an agent that is restarted nothing is mounted a second time, and the processes go on.
+    If only the agent is restarted, nothing is mounted a second time and the processes keep running.
     """
     pod.env = {"job_dir": {"tmpfs": True, "tmpfs_size": "20m"}, "run_dir": {"tmpfs": True}}
     await with_a_disk(pod)
@@ -210,7 +216,7 @@ async def test_missing_job_files_of_a_tmpfs_are_reported(pod: Pod) -> None:
 
 
 def in_memory(pod: Pod) -> list[str]:
-    """The mounts below ``data``, each as often as it is there, with the kind of their file systems."""
+    """Return the mounts below ``data`` with the types of their file systems, including stacked ones."""
     return sorted(pod.machine.run("findmnt -rno TARGET,FSTYPE | grep ^/var/vcap/data/").splitlines())
 
 
@@ -218,7 +224,7 @@ SECRET = "not-to-be-found-on-a-disk"
 
 
 async def test_settings_in_memory_are_on_no_disk(pod: Pod) -> None:
-    """With ``env.bosh.agent.settings.tmpfs`` neither the tree nor its copy on the volume holds credentials."""
+    """With ``env.bosh.agent.settings.tmpfs``, neither the tree nor its copy on the volume contains credentials."""
     pod.env = {"agent": {"settings": {"tmpfs": True}}}
     await with_a_disk(pod)
     stores = [{"provider": "dav", "options": {"user": SECRET}}]

@@ -1,4 +1,4 @@
-"""Keepers against fork storms, in a pid namespace and with a limit of processes, as every container has one."""
+"""Keepers and fork storms, in a pid namespace with a process limit, as in every container."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def storm() -> Iterator[Path]:
-    """The program, where its user can reach it: pytest closes its own directories to others."""
+    """Return the program at a path that its user can reach, because pytest closes its own directories to others."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")

@@ -1,4 +1,4 @@
-"""Side by side with a monit 5.2.5, if this machine has one: states and programs of rules after each change.
+"""Comparison with a monit 5.2.5, if this machine has one: states and programs of rules after each change.
 
 ``MONIT_525`` names the program. Stemcells have it as ``/var/vcap/bosh/bin/monit-actual``.
 """
@@ -37,13 +37,13 @@ Bits = dict[str | None, tuple[str | None, ...]]
 
 
 def figures(document: str) -> Bits:
-    root = ET.fromstring(document)  # noqa: S314 - our own, and that of a monit of ours
+    root = ET.fromstring(document)  # noqa: S314 - written by our own programs
     wanted = ("status", "monitor", "type")
     return {each.get("name"): tuple(map(each.findtext, wanted)) for each in root.findall("services/service")}
 
 
 class Side:
-    """One of both: a directory that the file ``{dir}`` names, and its words for each service."""
+    """One of the two programs: its directory, which files name as ``{dir}``, and its word for each service."""
 
     def __init__(self, where: Path, words: Callable[[], dict[str, str]], bits: Callable[[], Bits]) -> None:
         self.where = where
@@ -57,7 +57,7 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def both(tmp_path: Path, text: str) -> AsyncIterator[tuple[Side, Side]]:
-    """monit and a supervisor with this file, in directories of their own."""
+    """Run monit and a supervisor with this file, in directories of their own."""
     theirs, ours = tmp_path / "monit", tmp_path / "w"
     theirs.mkdir()
     world = World(ours, replace(FAST, cycle=CYCLE_S))
@@ -119,7 +119,7 @@ def named(text: str, where: Path) -> str:
 
 
 async def agree(sides: tuple[Side, Side], words: dict[str, str], lines: list[str]) -> None:
-    """Wait until both have these words and equal figures for their services, and these lines in their logs."""
+    """Wait until both report these words, have equal figures for their services, and have these lines in their logs."""
     said: list[object] = []
     async with asyncio.timeout(PATIENCE_S):
         try:

@@ -1,4 +1,4 @@
-"""Side by side with the monit of the distribution, in what its language shares with that of 5.2.5."""
+"""Comparison with the distribution's monit, for those parts of the language that it shares with 5.2.5."""
 
 from __future__ import annotations
 
@@ -149,15 +149,15 @@ BLANKS = ("\n", "\n  ", " ", "\n\n", "\t", " ; ", " # a comment\n", "\r\n")
 
 
 def statements(random: random.Random) -> Iterator[str]:
-    """Some checks that both accept. One in three files has a mistake somewhere."""
+    """Generate checks that both accept. One in three files contains a mistake."""
     yield "check process first with pidfile /tmp/first"
     for number in range(random.randrange(3)):
         kind = random.choice(sorted(HEADS))
         yield f"check {random.choice(HEADS[kind])}".format(f"name-{number}")
-        # Newer versions take a mode of a system.
+        # Newer versions accept a mode for a system.
         options = [option for option in OPTIONS if not (kind == "system" and option.startswith("mode"))]
         yield from random.sample(options, random.randrange(4))
-        # A host has to have a test.
+        # A host must have a test.
         for _ in range(random.randrange(4) or kind == "host"):
             test, rate, action, end = (random.choice(found) for found in (TESTS[kind], RATES, ACTIONS, ENDS))
             has_end = "changed" not in test and "match" not in test
@@ -168,7 +168,7 @@ def statements(random: random.Random) -> Iterator[str]:
 
 
 def spelled(random: random.Random) -> str:
-    """A file. Keywords and blanks vary, and lists of dependencies end with their line."""
+    """Write a file with varying keywords and blanks. Dependency lists end with their line."""
     text = ""
     for statement in statements(random):
         text += statement + ("\n" if statement.startswith("depends") else random.choice(BLANKS))
@@ -176,7 +176,7 @@ def spelled(random: random.Random) -> str:
 
 
 def ours(text: str) -> str:
-    """Return this parser's error for a file that is loaded alone. "" without one."""
+    """Return this parser's error for a file that is loaded alone, or ""."""
     try:
         return "\n".join(map(str, parser.problems([parser.parse(text, origin="ours")])))
     except ConfigError as exc:
@@ -185,7 +185,7 @@ def ours(text: str) -> str:
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Callable[[str], str]:
-    """Return monit's error for a file. "" without one. monit requires to be the only reader, and writes an id."""
+    """Return monit's error for a file, or "". monit requires that nobody else can read it, and writes an id file."""
     monit = shutil.which("monit")
     assert monit, "no monit to compare with: apt-get install monit"
     control = tmp_path / "monitrc"

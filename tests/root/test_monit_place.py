@@ -54,7 +54,7 @@ REST_S: Final = float(os.environ.get("MONIT_PLACE_REST", "10"))
 
 
 class Place:
-    """A machine with the Go agent and one of the supervisors."""
+    """A machine with the Go agent and one of the two supervisors."""
 
     def __init__(self, made: Netted, kind: str) -> None:
         self.pod, self.kind = made, kind
@@ -95,7 +95,8 @@ class Place:
             await asyncio.sleep(0.05)
             text = log.read_text(errors="replace") if log.exists() else ""
             asked, actions = text.count(RELOADS), len(ACTION.findall(text))
-            # A line a second until monit is another one. An action of the agent kills it first, and after ten of them.
+            # Print a line per second until monit has been replaced. An action of the agent kills it first, and again
+            # after ten lines.
             if asked > seen and (actions != last or asked - killed >= 10):
                 killed, last = asked, actions
                 with suppress(OSError, ValueError):
@@ -103,7 +104,7 @@ class Place:
             seen = asked
 
     def daemon(self) -> int:
-        """The supervisor's number, inside."""
+        """Return the supervisor's pid as seen from inside."""
         return int((self.pod.vcap / "monit/monit.pid").read_text())
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ class Place:
                 end(one, 9)  # type: ignore[arg-type]
 
     async def state(self) -> dict[str, Any]:
-        """The answer of the Go agent to ``get_state``, or an empty one while monit reloads."""
+        """Return the Go agent's answer to ``get_state``, or an empty one while monit reloads."""
         try:
             found: dict[str, Any] = await self.pod.director.value(AGENT, "get_state", "full", timeout=5)
         except (RpcTimeoutError, RpcRemoteError):
@@ -154,7 +155,7 @@ async def test_monit_daemon_serves_the_go_agent_through_a_deployment(place: Plac
     """It covers apply, start, a crash with its alert, stop, and a start with one job less. The timings are printed."""
     pod, monitor, figures = place.pod, HealthMonitor(), place.figures
     await pod.director.wait_until_ready(AGENT, timeout=90)
-    await place.until("running")  # without jobs, once monit answers
+    await place.until("running")  # without jobs it is running as soon as monit answers
     files = {name: {"monit": jobs.sleeper(Paths(), name)["monit"], "bin/ctl": CTL.format(name=name)} for name in NAMES}
     async with monitor.on(pod.server.peer(HEALTH_MONITOR)):
         await pod.run("apply", jobs.spec(pod.scratch / "blobs", files, {"tool": {"bin/tool": "x"}}))
@@ -220,7 +221,10 @@ BPM_JOBS: Final = {
 
 @pytest.mark.skipif(not BPM, reason="no bpm: set BPM to a directory with bpm, runc and tini")
 async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: Place) -> None:
-    """Pidfile and cgroup outlive a reload and a killed daemon. A crash makes a new container, a stop leaves none."""
+    """Pidfile and cgroup survive a reload and a kill of the daemon.
+
+    A crash creates a new container, and a stop leaves none.
+    """
     pod = place.pod
     pidfile = pod.vcap / "data/sys/run/bpm/web/web.pid"
 
@@ -272,7 +276,7 @@ async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: Place) -> No
 
 
 def at_rest(place: Place) -> dict[str, float]:
-    """Processor time in percent of a processor, and memory in MiB, of the daemon."""
+    """Return the daemon's processor time in percent of a processor, and its memory in MiB."""
     root = place.pod.machine.root / "proc" / str(place.daemon())
 
     def ticks() -> int:

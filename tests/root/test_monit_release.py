@@ -1,7 +1,7 @@
-"""A stemcell's monit, the job of ``agent-shim-monit-release`` in its place and back, with 50 processes that live on.
+"""The job of ``agent-shim-monit-release`` replaces a stemcell's monit and restores it, while 50 processes keep running.
 
-``MONIT_525`` names a monit 5.2.5: newer ones keep their state in another form. The package runs this checkout: a real
-one takes minutes to build.
+``MONIT_525`` names a monit 5.2.5, because newer versions keep their state in another form. The package runs this
+checkout, because building a real one takes minutes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NEVER: Final = 1 << 30
 
 
 class Vm:
-    """A machine with monit under a loop such as runsv's, and the release's job on it, not yet in monit's place."""
+    """A machine with monit under a loop like runsv, and with the release's job, which has not yet replaced monit."""
 
     def __init__(self, made: Machine) -> None:
         self.machine, self.vcap = made, made.vcap
@@ -85,7 +85,7 @@ class Vm:
             (self.vcap / f"data/sys/run/{name}").mkdir()
             self.write(f"jobs/{name}/bin/ctl", CTL.format(name))
             self.write(f"monit/job/0000_{name}.monitrc", jobs.sleeper(Paths(), name)["monit"])
-        # As monit starts them, but at once. Those of two digits without monit's mark, as in a container of runc.
+        # Start them like monit, but at once. Jobs numbered 10 and above lack monit's variable, as in a runc container.
         for jobs_of, mark in (("job?", "MONIT_SERVICE=${job##*/}"), ("job??", "")):
             start = f"{mark} $job/bin/ctl start >/dev/null 2>&1"
             self.machine.run(f"for job in /var/vcap/jobs/{jobs_of}; do {start}; done")
@@ -102,7 +102,7 @@ class Vm:
         place.chmod(mode)
 
     def reset(self) -> None:
-        """Leave the service as the stemcell has it, without the copy of the package."""
+        """Restore the service as the stemcell has it, without the copy of the package."""
         shutil.rmtree(self.vcap / "data/agent-shim-monit", ignore_errors=True)
         for path in self.sv.iterdir():
             path.unlink()
@@ -110,7 +110,7 @@ class Vm:
         (self.sv / "run").chmod(0o755)
 
     def deploy(self) -> None:
-        """Make the job's directory of data, as the agent does, and the link to the job."""
+        """Create the job's data directory, as the agent does, and the link to the job."""
         own = self.vcap / "data/agent_shim_monit"
         own.mkdir()
         os.chown(own, 0, GROUPS["vcap"])
@@ -118,13 +118,13 @@ class Vm:
         (self.vcap / "jobs/agent_shim_monit").symlink_to("/var/vcap/data/jobs/agent_shim_monit/digest")
 
     def remove(self) -> None:
-        """Leave the job out, as an apply does, and reload monit as the agent does after it."""
+        """Remove the job as an apply does, then reload monit as the agent does."""
         (self.vcap / "jobs/agent_shim_monit").unlink()
         shutil.rmtree(self.vcap / "data/packages/agent_shim_monit")
         self.reload()
 
     def open_to_jobs(self) -> list[Path]:
-        """Paths that jobs may write on the way to the program that root runs."""
+        """Return paths, on the way to the program that root runs, to which jobs may write."""
         line = next(line for line in (TEMPLATES / "run").read_text().splitlines() if line.startswith("python="))
         program = self.vcap / line.removeprefix("python=/var/vcap/")
         way = [program, *(path for path in program.parents if path.is_relative_to(self.vcap))]
@@ -134,7 +134,7 @@ class Vm:
         self.machine.run("PATH=/var/vcap/bosh/bin:$PATH; sv kill monit; sv start monit")
 
     def pre_start(self, step: int = 0) -> bool:
-        """Run it, killed before a step if one is given. True if it came to its end."""
+        """Run the pre-start, and kill it before the given step. Return True if it ran to its end."""
         text = (TEMPLATES / "pre-start").read_text()
         script = self.vcap / "data/pre-start"
         script.write_text(KILLED.format(step=step) + text if step else text)
@@ -144,7 +144,7 @@ class Vm:
         return code == 0
 
     def supervisor(self) -> str:
-        """``ours``, ``monit`` or "" for what answers on monit's port."""
+        """Return what answers on monit's port: ``ours``, ``monit`` or ""."""
         command = "curl -s --max-time 5 'http://127.0.0.1:2822/_status?format=text&level=summary' || true"
         said = self.machine.run(command)
         if "job0'" not in said:
@@ -154,7 +154,7 @@ class Vm:
         )
 
     def running(self) -> dict[str, int]:
-        """The process of each job, as its pidfile says and the kernel agrees."""
+        """Return the process of each job that its pidfile names and that exists."""
         found = {}
         for name in NAMES:
             with suppress(OSError, ValueError):
@@ -167,7 +167,7 @@ class Vm:
         return sum(len((self.vcap / f"data/starts/{name}").read_text().split()) for name in NAMES)
 
     def words(self, name: str) -> str:
-        """The line of a service in the summary."""
+        """Return the line of a service in the summary."""
         said = self.machine.run("curl -s 'http://127.0.0.1:2822/_status?format=text&level=summary'")
         return next(line for line in said.splitlines() if f"'{name}'" in line)
 
@@ -189,7 +189,7 @@ def vm(tmp_path: Path) -> Iterator[Vm]:
 
 
 def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Vm) -> None:
-    """Each is started once. A service that is stopped under one is stopped under the other."""
+    """Each process is started once. A service that is stopped under one supervisor is stopped under the other."""
     until(lambda: vm.supervisor() == "monit")
     assert vm.pre_start()
     assert vm.supervisor() == "ours"
@@ -201,7 +201,7 @@ def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Vm) 
     until(lambda: "not monitored" in vm.words("job7") and "pending" not in vm.words("job7"))
     state = vm.vcap / "monit/monit.state"
     until(lambda: monitrc.monitored(state)["job7"] == 0)
-    until(lambda: time.time() > state.stat().st_ctime + 1)  # monit uses one of an earlier second
+    until(lambda: time.time() > state.stat().st_ctime + 1)  # monit only uses one from an earlier second
     vm.remove()
     until(lambda: vm.supervisor() == "monit")
     time.sleep(5)  # two cycles of monit
@@ -211,7 +211,10 @@ def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Vm) 
 
 
 def test_monit_release_can_be_killed_at_each_step(vm: Vm) -> None:
-    """After each command of the pre-start monit or its replacement runs, all processes live, and it can be repeated."""
+    """After each command of the pre-start, monit or its replacement runs and all processes live.
+
+    The pre-start can be repeated.
+    """
     until(lambda: vm.supervisor() == "monit")
     step, is_whole = 0, False
     while not is_whole:

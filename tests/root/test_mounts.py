@@ -20,7 +20,7 @@ for place in (source, target):
 
 
 def test_bind_mount_shows_its_source_until_unmounted(inside: Inside) -> None:
-    """The mount table has it, with the blank in its name. Bound read-only, the source stays writable."""
+    """The mount table contains it, with the blank in its name. If it is bound read-only, the source stays writable."""
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
 during = [(target / "file").read_text(), mounts.is_mount_point(target), mounts.mount_of(target / "file").root]
@@ -86,9 +86,9 @@ def test_mounts_in_a_private_namespace_are_invisible_to_other_processes(box: Mac
 
 
 def test_permission_to_bind_mount_is_probed(box: Machine, inside: Inside) -> None:
-    """Root has it here; root without the capability and other users do not. The probe leaves nothing behind.
+    """Root may mount here, but not root without the capability or other users. The probe leaves nothing behind.
 
-    A caller that asks for the container's abilities gets the reason.
+    Callers that ask for the container's privileges get the reason.
     """
     box.run("mkdir -p -m 777 /var/vcap/probe")
     ask = "from agent_shim.host import volumes\nreturn volumes.can_bind(Path('/var/vcap/probe'))"

@@ -1,4 +1,4 @@
-"""``./dev mutate``: what a mutant does as root, it does to nothing of this machine."""
+"""``./dev mutate``: mutants that run as root do no harm to this machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_harm():
 
 
 class Bystanders:
-    """Parts of the machine that a mutant may not reach: files, devices, a process, a door."""
+    """Parts of the machine that a mutant must not reach: files, devices, a process, a port."""
 
     def __init__(self) -> None:
         self.door = socket.create_server(("127.0.0.1", 0))
@@ -54,13 +54,13 @@ class Bystanders:
         self.files = [Path("/etc") / name, Path("/dev") / name, Path("/tmp") / name, ROOT / name]
 
     def harm(self) -> str:
-        """The text of the test that tries it."""
+        """Return the text of a test that tries to do harm."""
         etc, device, tmp, code = self.files
         port = self.door.getsockname()[1]
         return HARM.format(etc=etc, device=device, tmp=tmp, code=code, pid=self.process.pid, port=port)
 
     def are_unharmed(self) -> bool:
-        """Return True if none of them shows a trace."""
+        """Return True if none of them was changed."""
         with pytest.raises(BlockingIOError):
             self.door.accept()
         assert self.process.poll() is None
@@ -83,14 +83,14 @@ def bystanders() -> Iterator[Bystanders]:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory for results that is not the checkout's."""
+    """Return a directory for results outside of the checkout."""
     monkeypatch.setattr(mutate, "STORE", tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def mutants() -> list[mutate.Mutant]:
-    """One that the test of the harm notices, one that it does not."""
+    """Return one mutant that the harmful test notices and one that it does not."""
     path = "agent_shim/host/clock.py"
     found = mutate.mutants(path, (ROOT / path).read_text())
     chosen = {(one.before.partition("(")[0], one.kind): one for one in found}
@@ -137,5 +137,5 @@ def test_mutation_run_ends_every_process_that_it_started(
         assert running.stdout is not None
         assert running.stdout.readline() == b"up\n"
         end(running)
-        assert running.stdout.read() == b""  # the end of the last process that has it open
+        assert running.stdout.read() == b""  # reads until the last process that has it open has exited
     assert int((tmp_path / "pid").read_text()) > 1

@@ -19,20 +19,23 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 
 
 def records(fleet: Fleet, version: int, *pairs: tuple[str, str]) -> list[Any]:
-    """The arguments of ``sync_dns`` for these records, which are in the blobstore."""
+    """Return arguments of ``sync_dns`` for these records, after putting them into the blobstore."""
     content = json.dumps({"version": version, "records": pairs}).encode()
     named = jobs.blob(fleet.blobs(AGENT), content)
     return [named["blobstore_id"], f"sha256:{hashlib.sha256(content).hexdigest()}", version]
 
 
 def resolved(machine: Machine, name: str) -> str:
-    """The addresses that the C library finds for a name in the hosts file, "" if none."""
+    """Return the addresses that the C library finds for a name in the hosts file, or ""."""
     found = machine.run(f"getent -s hosts:files ahosts {name} || true")
     return " ".join(sorted({line.split()[0] for line in found.splitlines()}))
 
 
 async def test_a26_programs_resolve_names_of_the_director(fleet: Fleet) -> None:
-    """A file that the runtime mounted stays the same file. A read-only file is unchanged, and records are stored."""
+    """A file mounted by the runtime stays the same file.
+
+    A read-only file stays unchanged, and the records are stored.
+    """
 
     async def sync(version: int, *pairs: tuple[str, str]) -> None:
         assert await fleet.director.value(AGENT, "sync_dns", *records(fleet, version, *pairs)) == "synced"
@@ -59,7 +62,7 @@ async def test_a26_programs_resolve_names_of_the_director(fleet: Fleet) -> None:
 
 
 async def test_cloud_config_name_servers_are_used_from_the_boot_on(fleet: Fleet) -> None:
-    """They replace those of the runtime, whose search domains stay."""
+    """They replace the runtime's name servers. The runtime's search domains stay."""
     network = NETWORKS["default"] | {"dns": ["192.0.2.53", "192.0.2.54"], "default": ["dns", "gateway"]}
     machine = await fleet.add(AGENT, {"default": network})
 

@@ -1,4 +1,4 @@
-"""The address of the default route and neighbours, in a network of our own."""
+"""The default route's address, and neighbours, in a network of our own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print(msgspec.json.encode([network.default_address(), network.default_address(ip
 
 
 def found(routes: str) -> list[dict[str, str] | None]:
-    """The addresses for IPv4 and IPv6."""
+    """Return the addresses for IPv4 and IPv6."""
     shell = ["unshare", "--net", "sh", "-c", LINKS + routes + ASK, "sh", sys.executable]
     answer: list[dict[str, str] | None] = json.loads(
         subprocess.run(shell, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -41,7 +41,7 @@ def found(routes: str) -> list[dict[str, str] | None]:
 
 
 def test_default_address_is_that_of_the_default_routes_interface() -> None:
-    """The global address is reported. Other routes that begin with zeros are not the default."""
+    """The global address is reported. Other routes whose destination begins with zeros are not the default route."""
     routes = """
 ip route add 0.0.0.0/1 via 10.1.0.1
 ip route add default via 10.0.0.1

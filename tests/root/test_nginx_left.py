@@ -1,4 +1,7 @@
-"""A master that is killed leaves its workers with the port: the next one gets it all the same. With Debian's nginx."""
+"""A killed nginx master leaves workers that hold the port, and the next master gets it nevertheless.
+
+With Debian's nginx.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def pod(pod: Pod) -> Pod:
 
 @contextmanager
 def init(pod: Pod) -> Iterator[subprocess.Popen[bytes]]:
-    """The init of the image in the container; it ends with the block."""
+    """Run the image's init in the container for the duration of the block."""
     with (pod.scratch / "init.log").open("ab") as log:
         argv = ["env", f"PYTHONPATH={ROOT}", "/opt/agent_shim/init/start", *ARGUMENTS.split()]
         started = pod.machine.popen(argv, stdout=log, stderr=log)
@@ -80,12 +80,12 @@ async def until(pod: Pod, command: str) -> None:
 
 
 def tool(pod: Pod, command: str) -> str:
-    """The output of a shell command with the stand-ins, both streams, and its exit code as the last line."""
+    """Return the output of a shell command with the stand-ins, both streams, followed by a line with its exit code."""
     return pod.machine.run(f"export PATH=/opt/tools:$PATH; ({command}) 2>&1; echo $?")
 
 
 async def with_a_job(pod: Pod) -> str:
-    """Deploy a job. Its process."""
+    """Deploy a job and return its process."""
     await answers(pod)
     await pod.deploy()
     return number(pod)
@@ -96,7 +96,7 @@ def number(pod: Pod) -> str:
 
 
 async def test_agent_disabled_by_a_release_still_supervises_its_jobs(pod: Pod) -> None:
-    """With the job disable_agent of os-conf, monit keeps the jobs of a stopped agent."""
+    """With the job disable_agent of os-conf, monit keeps supervising the jobs after the agent was stopped."""
     with init(pod):
         before = await with_a_job(pod)
 
@@ -215,7 +215,7 @@ async def test_runit_service_is_run_by_the_init(pod: Pod) -> None:
 
 @pytest.mark.attack("a job has cron run its programs outside its cgroup")
 async def test_only_root_may_install_a_crontab(pod: Pod) -> None:
-    """Cron would run a job user's crontab outside the job's cgroup, where neither stop nor limits reach."""
+    """Cron would run a job user's crontab outside the job's cgroup, out of reach of stop and limits."""
     if shutil.which("crontab") is None:
         pytest.skip("needs the package cron")
     pod.machine.run(
@@ -255,7 +255,7 @@ exec /opt/agent_shim/init/finish
 
 
 def test_pid_1_sends_sigterm_to_remaining_processes_before_it_exits(tmp_path: Path) -> None:
-    """The kernel kills them with it, so that data which they write on SIGTERM must be complete before."""
+    """The kernel kills them when PID 1 exits, so data that they write on SIGTERM must be complete before that."""
     with machine(tmp_path) as box:
         box.run(INSTALL)
 

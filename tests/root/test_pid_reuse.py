@@ -1,4 +1,4 @@
-"""Numbers of processes are used again, as soon as can be: no stranger gets a signal that was meant for a job."""
+"""Pids are reused as fast as possible, and no unrelated process gets a signal meant for a job."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "30"))
 
 @pytest.mark.attack("a job has its process id reused between the check and the signal")
 def test_process_with_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
-    """A process, its session or the start program ends and another process gets the number. Then the job is stopped."""
+    """A process, its session leader or the start program exits and another process gets the pid.
+
+    Then the job is stopped.
+    """
     seed = os.environ.get("SHIM_PID_REUSE_SEED", "6")
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(tmp_path / "world"), str(ROUNDS), seed]
-    # The shell is process 1: other orphans become its children.
+    # The shell is process 1, so other orphans become its children.
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     done = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside],

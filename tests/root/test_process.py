@@ -1,4 +1,6 @@
-"""Programs of releases, of an agent that was itself started with everything that a parent can leave to its children."""
+"""Programs of releases under an agent that was itself started with everything that a parent can pass to its
+children.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,7 @@ async def test_job_program_inherits_nothing_of_the_agents_parent(pod: Pod) -> No
 
 
 def inherited(found: Mapping[str, Path], name: str) -> dict[str, object]:
-    """Read the report of a program about itself."""
+    """Read a program's report about itself."""
     status = dict(re.findall(r"(\w+):[ \t]*(.*)", found[name].read_text()))
     kinds = {kind: found[f"{name}.{kind}"].read_text() for kind in ("environ", "oom", "files", "umask", "directory")}
     files = re.findall(r" (\d+) -> (.*)", kinds["files"])
@@ -128,13 +130,13 @@ DIRECTORIES = {"caged": "/var/vcap/jobs/web", "packaging": "/var/vcap/data/compi
 
 
 def expected(name: str) -> dict[str, object]:
-    """Root keeps its groups, and the score is that of the container."""
+    """Return what is expected: root keeps its groups, and the OOM score is that of the container."""
     return {
         "variables": [],
         "descriptors": ["0", "1", "2"],
         "of the parent": [],
         "blocked": 0,
-        "ignored": 1 << signal.SIGQUIT - 1 if name == "packaging" else 0,  # bash ignores it in itself
+        "ignored": 1 << signal.SIGQUIT - 1 if name == "packaging" else 0,  # bash ignores it by itself
         "umask": "0022",
         "oom score": "300",
         "groups": [] if name == "caged" else ["0", "4", "1001"],

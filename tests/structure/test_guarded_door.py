@@ -1,4 +1,7 @@
-"""Only ``host.guarded`` opens paths that a job can influence. Every other opening has a reason."""
+"""Only ``host.guarded`` opens paths that a job can influence.
+
+Every other place that opens a file has a listed reason.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,13 @@ OUTSIDE = frozenset({"cli.check", "cli.deployment", "cli.kubernetes", "cli.rende
 
 @dataclass(frozen=True)
 class Raw:
-    """Why functions of a module may open by themselves."""
+    """The reasons for which functions of a module may open files directly."""
 
     why: str
     functions: frozenset[str] = field(default_factory=frozenset)
 
 
-# Why something else opens:
+# Reasons for opening files directly:
 OWN = "of root alone: below bosh, monit, instance or the state backup, where no job writes"
 BUNDLES = "installed by root below directories of root; jobs may read there"
 KERNEL = "files of the kernel or the image"
@@ -279,7 +282,7 @@ RAW: Mapping[str, Raw] = {
 
 
 def openings(module: Module) -> Iterator[tuple[str, int, str]]:
-    """Function (with its class, "" for the module), line and name of everything that follows a path."""
+    """Return function (with its class; "" for the module), line and name of every call that opens a path."""
     aliases = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in module.nodes
@@ -310,7 +313,7 @@ def _opening(node: ast.Attribute) -> str:
 
 
 def violations(module: Module, raw: Mapping[str, Raw]) -> Iterator[str]:
-    """Openings without a reason."""
+    """Return the places that open a file without a listed reason."""
     if {module.name, module.top} & OUTSIDE or module.name == "host.guarded":
         return
     allowed = raw[module.name].functions if module.name in raw else frozenset()
@@ -326,7 +329,7 @@ def test_job_writable_files_are_opened_only_through_host_guarded() -> None:
 
 
 def test_listed_reasons_for_direct_opens_are_still_needed() -> None:
-    """A reason is removed with the last direct open of its function."""
+    """A reason is removed together with the last direct open in its function."""
     there = {name: {function for function, _, _ in openings(module)} for name, module in modules().items()}
 
     assert [
@@ -362,7 +365,7 @@ def test_own_files_are_read_through_one_bounded_function() -> None:
     ],
 )
 def test_direct_open_of_a_file_is_detected(text: str, complaint: str) -> None:
-    """Every spelling is found."""
+    """Every way to write it is detected."""
     found = list(violations(Module("services.bundles", text), {}))
 
     assert len(found) == 1

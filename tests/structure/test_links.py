@@ -1,4 +1,4 @@
-"""Links of the pages: each leads to a file, and each fragment to a heading of it."""
+"""Links of the pages lead to existing files and headings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
 def anchors(page: str) -> set[str]:
-    """The fragments of a page's headings: small letters, blanks become hyphens, other marks vanish."""
+    """Return the fragments of a page's headings: in lower case, with hyphens for blanks, without other punctuation."""
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def dead(path: Path, text: str) -> Iterator[str]:
-    """Links of a page that lead nowhere."""
+    """Return the links of a page that lead nowhere."""
     for link in _LINK.findall(_FENCE.sub("", text)):
         name, _, fragment = link.partition("#")
         target = path if not name else (path.parent / name).resolve()

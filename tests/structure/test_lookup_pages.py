@@ -25,13 +25,13 @@ SPELLED = {
 
 
 def table(page: str, header: str) -> list[list[str]]:
-    """The cells of the first table of the page with this header, without code marks."""
+    """Return the cells of the first table with this header on the page, without backticks."""
     rows = (ROOT / "docs" / page).read_text().partition(header + "\n")[2].partition("\n\n")[0].splitlines()[1:]
     return [[cell.strip().strip("`") for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
 
 
 def options(struct: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str, str]]:
-    """Every key with its default, keys of members with dots."""
+    """Return every key with its default. Keys of members contain dots."""
     for field in msgspec.structs.fields(struct):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             yield from options(field.type, f"{before}{field.encode_name}.")
@@ -42,7 +42,7 @@ def options(struct: type[msgspec.Struct], before: str = "") -> Iterator[tuple[st
 
 
 def test_configuration_page_lists_all_keys_and_defaults() -> None:
-    """No option of ``AgentShim`` is missing from the page, and none is there that the code does not know."""
+    """No option of ``AgentShim`` is missing from the page, and the page has no others."""
     rows = table("configuration.md", "| key | meaning | default |")
 
     assert {key: default for key, _, default in rows} == dict(options(ShimOptions))

@@ -1,4 +1,4 @@
-"""The daily tests are written for an ordinary user and run as one. A test that needs root has the mark ``root``."""
+"""Daily tests are written for an ordinary user and run as one. A test that needs root has the mark ``root``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_no_daily_test_is_skipped_for_an_ordinary_user() -> None:
 
 
 def test_skip_because_of_the_user_is_detected() -> None:
-    """The test above would find each form."""
+    """Every form of such a skip is detected."""
     for text in (
         "@pytest.mark.skipif(os.geteuid() != 0, reason='')\ndef test(): ...",
         "ROOT = os.getuid() == 0\nx = pytest.mark.skipif(not ROOT, reason='')",
@@ -59,7 +59,10 @@ def test_skip_because_of_the_user_is_detected() -> None:
 
 
 def test_ci_runs_the_daily_tests_as_an_ordinary_user() -> None:
-    """``.ci/run`` as root gives them to another user. The service runs steps without sudo as an ordinary user."""
+    """If ``.ci/run`` is started as root, it runs them as another user.
+
+    The CI service runs steps without sudo as an ordinary user.
+    """
     steps = [step.get("run", "") for job in read("ci.yml")["jobs"].values() for step in job["steps"]]
 
     assert '\n            test) (as_ordinary_user "$task") ;;\n' in (ROOT / "dev").read_text()

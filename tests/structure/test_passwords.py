@@ -1,4 +1,4 @@
-"""Passwords are compared in a time that says nothing of them."""
+"""Passwords are compared in constant time."""
 
 from __future__ import annotations
 

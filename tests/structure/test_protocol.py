@@ -1,4 +1,4 @@
-"""The page about the protocol is whole: every action is on it as it is in the code, every numbered fact has a test."""
+"""The protocol page is complete: it describes every action as implemented, and every numbered fact has a test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_protocol_page_describes_each_action_correctly(section: Section) -> None
 
 
 def _named() -> Counter[str]:
-    """The numbers in the names of tests, and how many tests have each."""
+    """Return the numbers in the names of tests, and how many tests have each."""
     found: Counter[str] = Counter()
     for path in TESTS.rglob("test_*.py"):
         found.update(re.findall(r"^(?:async )?def test_([a-z]\d+)_", path.read_text(), re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Only one module reads ``/proc`` of other processes: with bounds, which a reader elsewhere would lack."""
+"""Only one module reads ``/proc`` of other processes, with limits that a reader elsewhere would lack."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACES: Mapping[str, str] = {
 
 
 def texts(module: Module) -> Iterator[tuple[str, int]]:
-    """The strings of a module that are no docstrings, with ``{`` where something is put in."""
+    """Return the string literals of a module except docstrings, with ``{`` where a value is inserted."""
     for node in module.nodes:
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{" for part in node.values)
@@ -34,7 +34,7 @@ def texts(module: Module) -> Iterator[tuple[str, int]]:
 
 
 def test_other_processes_are_read_only_through_host_proc() -> None:
-    """Their environment can be terabytes long, and their memory lock can be held forever."""
+    """A process's environment can be terabytes long, and its memory lock can be held forever."""
     others = [module for module in modules().values() if module.name not in PLACES]
     found = [(each.name, line, text) for each in others for text, line in texts(each) if OF_A_PROCESS.search(text)]
 

@@ -1,4 +1,4 @@
-"""The attacks that the tests are marked with, and the parts of ``docs/security.md`` that name what exists."""
+"""The attacks named in test markers, and the parts of ``docs/security.md`` that name existing things."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tour: each step of docs/tour.md names a function or class, in the file to which its link leads."""
+"""Each step of docs/tour.md names a function or class that is defined in the linked file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINK = re.compile(r"\[([\w.]+)\]\(([\w./]+\.py)\)")
 
 
 def walks(page: str) -> dict[str, list[str]]:
-    """The steps of each walk by its heading."""
+    """Return the steps of each walk by its heading."""
     return {
         heading.strip(): STEP.findall(text)
         for heading, text in re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", page, re.MULTILINE)
@@ -23,7 +23,7 @@ def walks(page: str) -> dict[str, list[str]]:
 
 
 def defined(body: list[ast.stmt], before: str = "") -> Iterator[str]:
-    """Functions and classes of a file. Methods as ``Class.method``."""
+    """Return the functions and classes of a file. Methods are named ``Class.method``."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield before + node.name
@@ -32,7 +32,7 @@ def defined(body: list[ast.stmt], before: str = "") -> Iterator[str]:
 
 
 def lost(page: str, directory: Path) -> list[str]:
-    """Links of a page to code that its file does not define."""
+    """Return links of a page to code that the linked file does not define."""
     return [
         f"{name} in {file}"
         for name, file in LINK.findall(page)

@@ -1,4 +1,4 @@
-"""The version is written once, in ``agent_shim/__init__.py``. Every other place reads it or is held to it here."""
+"""The version is written once, in ``agent_shim/__init__.py``. Every other place reads it or is checked here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEASURED = {"docs/performance.md", "docs/pictures/status.json", "docs/pictures/s
 
 
 def test_packaging_reads_the_version_from_its_module() -> None:
-    """``pyproject.toml`` names ``hatch_build.py``, which has it."""
+    """``pyproject.toml`` names ``hatch_build.py``, which provides it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
     assert "version" in project["project"]["dynamic"]
@@ -47,7 +47,7 @@ def test_pages_name_the_same_version(name: str) -> None:
 
 
 def test_image_labels_have_the_version() -> None:
-    """A label cannot use the output of a program."""
+    """A label in a Dockerfile cannot use the output of a program, so it repeats the version."""
     found = re.findall(r"(?:STEMCELL_VERSION:-|ARG VERSION=)([\w.-]+)", (ROOT / "Dockerfile").read_text())
 
     assert found == [WRITTEN.replace(".dev0", "-dev")] * 2
@@ -64,7 +64,7 @@ def test_release_has_a_changelog_heading() -> None:
 
 
 def test_no_other_file_repeats_the_version() -> None:
-    """Other files may not have it as the version of this project."""
+    """This means the version of this project; other versions may have the same number."""
     own = re.compile(rf"agent[-_]shim[\"' =:@-]{{1,4}}{re.escape(NEXT)}|__version__ = ")
     found = {name for name, text in texts() if own.search(text) and not name.startswith("tests/")}
 
@@ -82,7 +82,10 @@ def test_repository_address_is_the_same_everywhere() -> None:
 
 
 def test_test_dependencies_include_those_of_the_demo() -> None:
-    """Tests use its certificates and its bus. A group cannot name an extra of its own project everywhere."""
+    """The tests use its certificates and its bus.
+
+    Not every tool allows a dependency group to name an extra of its own project.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
     assert set(project["project"]["optional-dependencies"]["demo"]) <= set(project["dependency-groups"]["test"])

@@ -1,4 +1,4 @@
-"""The workflows call tasks of ``./dev``, with as few rights and as fixed actions as they need."""
+"""The workflows run tasks of ``./dev``, with minimal permissions and pinned actions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASK = re.compile(r"\./dev (\$\{\{ matrix\.task \}\}|[a-z-]+)")
 
 
 def read(name: str) -> dict[str, Any]:
-    # "on" is a truth value to YAML 1.1, and is not read here.
+    # YAML 1.1 parses "on" as a boolean. It is not needed here.
     found: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows" / name).read_text())
     return found
 

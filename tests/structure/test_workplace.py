@@ -1,4 +1,4 @@
-"""The project speaks of itself alone: no file knows where it was written."""
+"""No file of the project mentions the machine on which it was written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOMES = re.compile(r"/(home|Users)/(?!vcap\b)[a-z]" + r"|(?<![\w.])/root/")
 
 
 def violations(name: str, text: str, root: Path) -> Iterator[str]:
-    """Lines of the file ``name`` that speak of the machine it was written on. ``root`` is where the project lies."""
+    """Return the lines of the file ``name`` that mention this machine. ``root`` is the project's directory."""
     here = re.compile(re.escape(str(root)) + r"(?![\w-])")
     for number, line in enumerate(text.splitlines(), 1):
         if here.search(line) or HOMES.search(line) or NEIGHBOUR.search(line):

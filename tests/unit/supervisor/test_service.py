@@ -1,4 +1,7 @@
-"""Decisions of a service over minutes. ``integration/test_supervisor_service.py`` has real processes."""
+"""Decisions of a service over minutes of simulated time.
+
+``integration/test_supervisor_service.py`` has real processes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ STOP_S: Final = 30
 
 @contextlib.asynccontextmanager
 async def running(*services: Service) -> AsyncIterator[None]:
-    """Run the services for the length of the block."""
+    """Run the services for the duration of the block."""
     tasks = [asyncio.create_task(service.run()) for service in services]
     try:
         yield
@@ -51,7 +54,7 @@ async def up(*services: Service) -> None:
 
 @contextlib.asynccontextmanager
 async def lived(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> AsyncIterator[Service]:
-    """Run a service that is up."""
+    """Run a service that is up for some time."""
     service = service_on(machine, spec, **members)
     async with running(service):
         await up(service)
@@ -100,7 +103,7 @@ async def test_consecutive_crashes_lengthen_the_restart_delay() -> None:
             machine.end()
             await asyncio.sleep(1.001)
         await asyncio.sleep(TIMING.backoff_limit + 10)
-        machine.end()  # after a long life it is the first death again
+        machine.end()  # after a long time in operation, this counts as a first failure again
         await asyncio.sleep(0)
         died_at = asyncio.get_running_loop().time()
         await asyncio.sleep(1)
@@ -111,7 +114,10 @@ async def test_consecutive_crashes_lengthen_the_restart_delay() -> None:
 
 @played
 async def test_process_of_a_slow_start_program_is_found() -> None:
-    """The program takes 45 seconds, its timeout is 30: the service fails, and then runs without another start."""
+    """The program takes 45 seconds and its timeout is 30.
+
+    The service fails first, and then runs without another start.
+    """
     machine = Machine(how_starts="late")
     service = service_on(machine)
     async with running(service):
@@ -127,7 +133,7 @@ async def test_process_of_a_slow_start_program_is_found() -> None:
 
 @played
 async def test_next_start_comes_a_cycle_after_a_slow_start_program_ends() -> None:
-    """Its daemon may still appear. The delay after the next failure is the usual one."""
+    """The daemon may still appear until then. After the next failure the delay is the usual one."""
     machine = Machine(how_starts="late")
     service = service_on(machine)
     async with running(service):
@@ -196,7 +202,7 @@ async def test_restart_limit_counts_restarts_in_different_cycles(count: int, lif
 
 
 def test_settling_times_are_shorter_than_a_monit_cycle() -> None:
-    """monit, which looks each cycle, is thus never earlier."""
+    """monit checks once per cycle and is therefore never earlier."""
     assert TIMING.eager_limit + TIMING.settle < TIMING.cycle
     assert TIMING.backoff_limit <= TIMING.cycle
 
@@ -324,7 +330,7 @@ async def test_rule_restarts_only_a_service_with_start_and_stop_programs(changes
 @pytest.mark.parametrize("event", ["Timeout", "Stopped"])
 @played
 async def test_stop_program_that_cannot_run_is_reported(event: str) -> None:
-    """The process is ended without its stop program."""
+    """The process is ended without the stop program."""
     events: list[Event] = []
     async with lived(machine := Machine(refuses=event), notify=events.append) as service:
         await service.react(Action("exec", CTL), "Timeout", "too often")
@@ -387,7 +393,7 @@ async def test_path_with_rules_is_starting_until_it_was_checked(is_checked: bool
 @pytest.mark.parametrize("is_checked", [False, True])
 @played
 async def test_new_process_with_a_port_rule_is_starting_until_checked(is_checked: bool) -> None:
-    """After two cycles it is running without a check, because an earlier agent may have started it."""
+    """After two cycles it counts as running without a check, because an earlier agent may have started it."""
     service = service_on(machine := Machine(), replace(SPEC, rules=(Rule(Connection(port=1), ALERT),)))
     machine.appear()
     async with running(service):
@@ -410,7 +416,7 @@ async def test_stop_program_runs_only_for_a_started_service(is_resumed: bool) ->
             service.start()
         async with running(service):
             await asyncio.sleep(0.2)
-            for _ in range(2):  # the second stop finds nothing
+            for _ in range(2):  # the second stop finds nothing to stop
                 service.stop()
                 await asyncio.sleep(3)
         assert service.state is State.STOPPED
@@ -458,7 +464,10 @@ async def test_running_process_with_an_invalid_pidfile_is_void(changes: dict[str
 @pytest.mark.parametrize("ask", ["stop", "restart"])
 @played
 async def test_stop_fails_while_processes_of_a_killed_keeper_may_live(ask: str) -> None:
-    """Nothing says whose they are, so they are named and get no signal. A second start beside them is no better."""
+    """Nothing shows whose processes they are, so they are named but not signalled.
+
+    A second start beside them would be no better.
+    """
     async with lived(Machine(orphans=[Left(8, 80, "orphan")])) as service:
         if ask == "stop":
             service.stop()
@@ -472,7 +481,7 @@ async def test_stop_fails_while_processes_of_a_killed_keeper_may_live(ask: str) 
 
 @played
 async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> None:
-    """The processes that may be its own are named in its reason and in an alert."""
+    """The reason and an alert name the processes that may be its own."""
     orphans, told = [Left(8, 80, "orphan")], list[Event]()
     async with lived(Machine(orphans=orphans), notify=told.append) as service:
         service.lose_keeper(orphans)
@@ -484,7 +493,7 @@ async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> N
 
 @played
 async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
-    """The processes would otherwise be killed at once."""
+    """Otherwise the new processes would be killed at once."""
     async with lived(machine := Machine()) as service:
         service.stop(StopRequest(by=asyncio.get_running_loop().time()))
         await asyncio.sleep(1)
