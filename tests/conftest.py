@@ -1,4 +1,7 @@
-"""For all tests: the processes they start have the signals of a terminal, whatever started the tests."""
+"""Fixtures for all tests.
+
+Processes started by tests have the signal settings of a terminal, whatever started pytest.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,17 @@ FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Undo the ignored SIGINT of a background run. Every process that a test interrupts would inherit it."""
+    """Undo the ignored SIGINT of a background run, because every process that a test interrupts would inherit it."""
     process.default_signals()
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        # A path of a socket has 107 bytes.
+        # The path of a Unix socket has at most 107 bytes.
         config.option.basetemp = str(Path(config.option.basetemp).with_name(worker.removeprefix("gw")))
     else:
-        from hatch_build import build_keeper_of_checkout  # late: workers of pytest do without hatchling
+        from hatch_build import build_keeper_of_checkout  # late, because workers of pytest do not need hatchling
 
         build_keeper_of_checkout()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [GUARDED_START, os.environ.get("PYTHONPATH")]))
-    # A slow machine fails no example. The daily tests try five times as many examples as the unit ring.
+    # An example does not fail on a slow machine. The daily tests try five times as many examples as the unit ring.
     hypothesis.settings.register_profile("daily", deadline=None)
     hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
     hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or "daily")
@@ -49,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep the collected tests, half a million objects, out of each pass of the garbage collector."""
+    """Exclude the collected tests, half a million objects, from garbage collection."""
     gc.disable()
     try:
         return (yield)
@@ -60,7 +63,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note a failure for the fixtures. Let all that was printed pass to another process."""
+    """Record a failure for the fixtures, and let everything printed reach another process."""
     report = yield
     if report.failed:
         item.stash[FAILED] = True
@@ -70,14 +73,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """Name the fields in which two structs differ. Pytest prints both as a whole."""
+    """Name the fields in which two structs differ, where pytest would print both as a whole."""
     if op != "==" or not (has_structs(left) and has_structs(right)):
         return None
     return [f"{type(left).__name__} == {type(right).__name__}, but", *differences(left, right)]
 
 
 def _waiting(item: pytest.Item) -> Iterator[str]:
-    """Stacks of the tasks that a coroutine test was waiting for when it was interrupted."""
+    """Return the stacks of the tasks for which a coroutine test was waiting when it was interrupted."""
     if inspect.iscoroutinefunction(getattr(item, "obj", None)):
         with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
             for task in asyncio.all_tasks(asyncio.get_event_loop()):
@@ -87,7 +90,7 @@ def _waiting(item: pytest.Item) -> Iterator[str]:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    """A scratch tree, emptied of processes afterwards."""
+    """Provide a scratch tree, and end all processes below it afterwards."""
     world = World(tmp_path / "w")
     yield world
     world.end()
@@ -95,7 +98,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 async def keepers_are_closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """Disconnect at the end of the test from the keepers that no supervisor disconnects from."""
+    """At the end of a test, disconnect from keepers that no supervisor has disconnected from."""
     made: list[Keepers] = []
     real = Keepers.__init__
 
@@ -111,9 +114,11 @@ async def keepers_are_closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[N
 
 @pytest.fixture(scope="session")
 def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Guard the event loop of each agent that gets the environment of the tests. Reports are files in here.
+    """Guard the event loop of each agent that inherits the environment of the tests.
 
-    Only in the daily tests: other rings fill machines on purpose.
+    Reports are files in this directory.
+
+    This applies to the daily tests only, because other rings overload machines on purpose.
     """
     directory = tmp_path_factory.mktemp("held")
     ring = request.config.getoption("markexpr")
@@ -125,7 +130,7 @@ def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(autouse=True)
 def no_loop_is_held(request: pytest.FixtureRequest, held_loops: Path) -> Iterator[None]:
-    """Fail a test whose agent held its event loop, but for tests of that fault (``loop_may_be_held``)."""
+    """Fail a test whose agent blocked its event loop, unless the test provokes that (``loop_may_be_held``)."""
     yield
     found = {path: path.read_text() for path in held_loops.iterdir()}
     for path in found:
@@ -136,16 +141,18 @@ def no_loop_is_held(request: pytest.FixtureRequest, held_loops: Path) -> Iterato
 
 @pytest.fixture(scope="session", autouse=True)
 def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Remove cgroups of jobs below our scratch directories that no agent was there to remove."""
+    """Remove the job cgroups of agents below our scratch directories that were killed before they could."""
     yield
     remove_cgroups(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kill what tests leave, and fail if that cannot be killed. A program beside us does so if we are killed.
+    """Kill what tests leave behind, and fail if that is not possible.
 
-    A program that forks and exits without end would take a processor from all later tests of this machine.
+    If we are killed ourselves, a program beside us does it.
+
+    A program that forks and exits endlessly would take a processor away from all later tests on this machine.
     """
     base = str(tmp_path_factory.getbasetemp())
     with subprocess.Popen([*argv("end_left.py", base, os.getpid())], start_new_session=True) as beside:
@@ -156,7 +163,7 @@ def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def no_child_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Children of a test die with it, and so does what is below keepers. After a failure, so do all its programs."""
+    """End children of a test with it, and everything below keepers. After a failure, end all its programs."""
     scratch: Path | None = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     before = set(_children())
     yield

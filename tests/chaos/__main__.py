@@ -1,7 +1,8 @@
-"""``./dev chaos [CASE or ARGUMENT of pytest]...``: play the cases, and write their rows into docs/reliability.md.
+"""``./dev chaos [CASE or ARGUMENT of pytest]...``: run the cases, and write their rows into docs/reliability.md.
 
-CASE is a number or a group: ``C-01``, ``N``. ``--into FILE`` names another page. Another agent, ``--agent-command``,
-has no page of its own. Root plays below a process 1 of its own, and the cases of ``guest`` in a virtual machine.
+CASE is a number or a group: ``C-01``, ``N``. ``--into FILE`` names another page. Another agent (``--agent-command``)
+has no page of its own. As root the cases run below a process 1 of their own, and those marked ``guest`` in a virtual
+machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MODULE: Final = "tests.chaos"
 
 
 def main(words: Sequence[str]) -> int:
-    """Return the exit code of pytest, here or in the virtual machine."""
+    """Run pytest here or in the virtual machine, and return its exit code."""
     cases: list[str] = []
     arguments: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
@@ -49,15 +50,15 @@ NOTHING: Final = 5
 
 
 def pytest(arguments: Sequence[str]) -> int:
-    """Run the ring one case after the other. Return the exit code."""
+    """Run the cases one after the other. Return the exit code."""
     argv = [sys.executable, "-m", "pytest", "-q", "--timeout=1800", "-o", "faulthandler_timeout=0", "tests/chaos"]
-    # A test of ours may be the caller, itself in a worker of pytest.
+    # The caller may be a test of ours, itself in a worker of pytest.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.run([*argv, *arguments], env=environment, check=False).returncode
 
 
 def in_guest(arguments: Sequence[str]) -> int:
-    """Play the chosen cases that need a kernel of their own in a virtual machine, and write their rows."""
+    """Run the chosen cases that need a kernel of their own in a virtual machine, and write their rows."""
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/chaos", "-m", "guest", *arguments],
         capture_output=True,

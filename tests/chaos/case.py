@@ -1,4 +1,4 @@
-"""All cases by number. Modules of cases add theirs when they are imported."""
+"""All cases by number. Modules with cases register them when they are imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Play = Callable[[Stand], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the scorecard. ``scale`` names reductions."""
+    """A row of the scorecard. ``scale`` describes what was reduced."""
 
     id: str
     fault: str
@@ -41,7 +41,7 @@ def case(
     guest: bool = False,
     attack: str = "",
 ) -> Callable[[Play], Play]:
-    """Mark a test as a case: it injects a fault, and fails unless the agent recovers and the invariants hold.
+    """Mark a test as a case, which injects a fault and fails unless the agent recovers and the invariants hold.
 
     ``attack`` is the attack of docs/attacks.md that it performs, if any.
     """

@@ -1,4 +1,4 @@
-"""All cases of the scorecard: importing their modules enters them."""
+"""Registers all cases of the scorecard by importing their modules."""
 
 from __future__ import annotations
 

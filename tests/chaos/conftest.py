@@ -1,4 +1,4 @@
-"""The ring of injected faults: each case gets a stand, its witness checks the invariants, and its row is written."""
+"""The ring of injected faults. Each case gets a test stand, its invariants are checked, and its row is written."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def option(config: pytest.Config, name: str) -> Any:
-    """Return an option of this ring, which pytest knows only where it was asked for this directory."""
+    """Return an option of this ring. pytest only knows it when it was started for this directory."""
     return config.getoption(name, {"agent_command": COMMAND, "full": False, "times": 1}.get(name))
 
 
 def case_of(item: pytest.Item) -> Case | None:
-    """Return the case that a test is."""
+    """Return the case of a test."""
     mark = item.get_closest_marker("chaos")
     return mark.args[0] if mark is not None else None
 
@@ -51,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """``-k N-02`` and ``-k N-`` choose cases and groups."""
+    """Let ``-k N-02`` and ``-k N-`` select cases and groups."""
     if (case := case_of(item)) is not None:
         item.extra_keyword_matches.add(case.id)
         item.add_marker(pytest.mark.timeout(FULL_LIMIT if option(item.config, "full") else LIMIT))
@@ -61,14 +61,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--full`` only the cases that are reduced without it."""
+    """With ``--full``, select only the cases that are otherwise reduced."""
     if option(config, "full"):
         items[:] = [item for item in items if (case := case_of(item)) is not None and case.has_full]
 
 
 @pytest.fixture
 async def stand(request: pytest.FixtureRequest) -> AsyncIterator[Stand]:
-    """An agent that is not started yet, with its init, a bus behind a proxy, a Director and a Health Monitor."""
+    """Provide an agent that is not started yet, with its init, a bus behind a proxy, a Director and a Health
+    Monitor.
+    """
     async with standing(option(request.config, "agent_command"), is_full=option(request.config, "full")) as one:
         yield one
 
@@ -83,7 +85,7 @@ async def witness(stand: Stand, request: pytest.FixtureRequest) -> AsyncIterator
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Skip a case that this machine cannot play."""
+    """Skip a case that this machine cannot run."""
     try:
         return (yield)
     except CannotInjectError as exc:
@@ -94,7 +96,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Give the report what its row needs, and after a failure the end of the agent's log."""
+    """Add to the report what its row needs and, after a failure, the end of the agent's log."""
     report = yield
     case, one = case_of(item), getattr(item, "funcargs", {}).get("stand")
     if case is None or one is None:
@@ -115,7 +117,7 @@ def pytest_runtest_makereport(
 
 
 class Scorecard:
-    """The rows of this run. Each goes into the page as soon as its case has ended."""
+    """The rows of this run. Each is written into the page as soon as its case has ended."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._into: Path | None = config.getoption("into", None)
@@ -131,7 +133,7 @@ class Scorecard:
                     write(self._into, [self._whole(row.id)])
 
     def _whole(self, number: str) -> Row:
-        """The row of a case after all its runs so far: the first that did not hold, or the last."""
+        """Return the row of a case after all its runs so far: the first that did not hold, or else the last."""
         rows = self._rows[number]
         row = next((row for row in rows if row.verdict != "held"), rows[-1])
         return row.dated(FULL if self._is_full else f"{len(rows)} of {self._times}" if self._times > 1 else "")

@@ -1,7 +1,7 @@
-"""Make one named, wrong change to the agent, and check that the row fails: ``./dev sabotage``.
+"""Makes one named, wrong change to the agent, and checks that the row fails: ``./dev sabotage``.
 
-A row that holds although its own subject is broken in the agent proves nothing. The change is made in a scratch copy of
-the project, and the case is played there, in its own namespaces.
+If a case holds although its own subject is broken in the agent, it proves nothing. The change is made in a scratch copy
+of the project, and the case runs there, in its own namespaces.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ HELD: Final = "held"
 
 
 class SabotageError(Exception):
-    """A saboteur cannot be applied: its text is not in the agent, or is there more than once."""
+    """A change that cannot be made, because its text is not in the agent, or is there more than once."""
 
 
 @dataclass(frozen=True)
 class Saboteur:
-    """A wrong change of the agent: ``before`` becomes ``after`` in one file."""
+    """A wrong change of the agent: ``before`` is replaced by ``after`` in one file."""
 
     row: str
     """Case (``N-02``) or invariant (``I6``) that must fail under it. ``G-01`` for a general one, of all cases."""
@@ -58,7 +58,7 @@ class Saboteur:
 
     @property
     def played(self) -> str:
-        """The case to play."""
+        """The case to run."""
         return self.case or self.row
 
     def applied(self, text: str) -> str:
@@ -70,9 +70,9 @@ class Saboteur:
 
 
 def play(playing: Sequence[Saboteur]) -> tuple[Row | None, list[Saboteur], str]:
-    """Play a case with the changes of its saboteurs. Return its row, those whose wrong code ran, and the figures.
+    """Run a case with the changes of its saboteurs. Return its row, those whose wrong code ran, and the figures.
 
-    The row is None where the case was not played.
+    The row is None if the case was not run.
     """
     case = playing[0].played
     with tempfile.TemporaryDirectory(prefix="agent-shim-sabotage-", ignore_cleanup_errors=True) as name:
@@ -94,17 +94,17 @@ def play(playing: Sequence[Saboteur]) -> tuple[Row | None, list[Saboteur], str]:
 
 
 def is_caught(saboteur: Saboteur, row: Row) -> bool:
-    """Return True if a row failed, and for the reason of its saboteur."""
+    """Return True if a row failed for the reason that its saboteur expects."""
     return row.verdict == "not held" and re.search(saboteur.shows, row.figures) is not None
 
 
 def is_marked(saboteur: Saboteur, row: Row) -> bool:
-    """Return True if a row failed, and the witness tells what only this saboteur does."""
+    """Return True if a row failed with an observation that only this saboteur causes."""
     return row.verdict == "not held" and bool(saboteur.mark) and re.search(saboteur.mark, row.figures) is not None
 
 
 def _copy(target: Path) -> None:
-    """Copy the files that git tracks or would add into a new repository: the virtual machine packs the files that git
+    """Copy the files that git tracks or would add into a new repository, because the virtual machine packs what git
     lists.
     """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -124,9 +124,9 @@ def _copy(target: Path) -> None:
 
 
 def report(saboteur: Saboteur) -> str:
-    """Play one and report on standard error.
+    """Run one saboteur and report on standard error.
 
-    Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``, "" where the case could not be played.
+    Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``, or "" if the case could not be run.
     """
     begun_at = time.monotonic()
     name = f"{saboteur.row} {saboteur.case}".strip()
@@ -141,11 +141,11 @@ def report(saboteur: Saboteur) -> str:
 
 
 def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None]) -> int:
-    """Play general saboteurs of one case and enter ``caught``, ``did not run`` or ``held`` for each.
+    """Run general saboteurs in one case and enter ``caught``, ``did not run`` or ``held`` for each.
 
-    The first play has all of them. If the case holds and no wrong code ran, none runs in this case. A saboteur whose
-    mark is in the figures is caught. Each other one that ran is played alone. Those that did not run are played again.
-    Return how many held or could not be played.
+    The first run has all of them. If the case holds and no wrong code ran, none of them runs in this case. A saboteur
+    whose mark is in the figures is caught. Each other one that ran is tried alone. Those that did not run are tried
+    again.
     """
     begun_at = time.monotonic()
     name = f"{' '.join(one.row for one in playing)} {playing[0].case}"

@@ -1,7 +1,7 @@
-"""One saboteur for each row of the scorecard: the change of the agent under which the row must fail.
+"""One saboteur for each row of the scorecard: a change of the agent that must make the row fail.
 
-Each breaks the subject of its row, not a step on the way to it. A structure test checks that each changed text occurs
-exactly once, so a saboteur does not outlive the code that it breaks.
+Each breaks the subject of its row, and not a step on the way to it. A structure test checks that each changed text
+occurs exactly once, so a saboteur does not outlive the code that it breaks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scorecard: rows of cases, written into and read back from the table of ``docs/reliability.md``."""
+"""The scorecard: rows of cases, written to and read from the table of ``docs/reliability.md``."""
 
 from __future__ import annotations
 
@@ -44,19 +44,21 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """The cell with the outcome: when the case held, or the verdict."""
+        """Return the cell with the outcome: the date on which the case held, or the verdict."""
         if self.verdict == HELD and self.played:
             return self.played
         return f"{self.verdict}, {self.played}" if self.played else self.verdict
 
     def dated(self, how_often: str) -> Row:
-        """Return this row with today's date, after the number of runs if there is one. None if it was not run."""
+        """Return this row with today's date, after the number of runs if there is one, or None if it was not run."""
         if self.verdict == "not run":
             return self
         return replace(self, played=f"{how_often} on {time.strftime('%Y-%m-%d')}".removeprefix(" on "))
 
     def beside(self, known: Row | None) -> Row:
-        """Return this row with the valid entries of the previous one: both the reduced and the full case count."""
+        """Return this row with the entries of the previous one that are still valid, because both reduced and full
+        runs count.
+        """
         if known is None:
             return self
         saboteur = self.saboteur or known.saboteur
@@ -67,12 +69,12 @@ class Row:
 
     @property
     def times(self) -> str:
-        """Date and number of the reduced runs."""
+        """Return the date and number of the reduced runs."""
         return "; ".join(part for part in self.played.split("; ") if not part.startswith(FULL))
 
     @property
     def full(self) -> str:
-        """When it was played in full."""
+        """Return when the case was last run in full."""
         return "; ".join(part for part in self.played.split("; ") if part.startswith(FULL))
 
 
@@ -86,8 +88,8 @@ def row_of(
 ) -> Row:
     """Return the row of a case from the reports of its phases.
 
-    ``omitted`` are the invariants that were not checked, each with the reason. The row of a case that did not hold says
-    only why: the text of its figures could pass for the reason that a saboteur expects.
+    ``omitted`` are the invariants that were not checked, each with the reason. If a case did not hold, its row only
+    says why, because the text of its figures could be mistaken for the reason that a saboteur expects.
     """
     for report in reports:
         if not report.passed:
@@ -98,7 +100,7 @@ def row_of(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the text for the document."""
+    """Return the table as text for the document."""
     count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("held", "not held", "not run")}
     lines = [
         f"{len(rows)} cases: {count['held']} held, {count['not held']} not held, {count['not run']} not run.",
@@ -136,8 +138,9 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def enter_saboteur(path: Path, case: str, caught: str) -> None:
-    """Set the last cell in the row of a case or an invariant: the date on which its saboteur was caught, or
-    ``NOT CAUGHT`` with the date.
+    """Set the last cell in the row of a case or an invariant.
+
+    It is the date on which its saboteur was caught, or ``NOT CAUGHT`` with the date.
     """
     caught = caught.removeprefix("caught ")
     with _locked(path):

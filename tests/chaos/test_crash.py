@@ -95,7 +95,7 @@ async def _ask(stand: Stand, method: str, *arguments: object) -> None:
 
 
 def _installed(world: World, version: str) -> dict[str, tuple[int, bytes]]:
-    """Return modes and contents of all files of packages and jobs, without version numbers in them."""
+    """Return modes and contents of all files of packages and jobs, without the version numbers in them."""
     found = {}
     for place in (world.base / "packages", world.base / "jobs"):
         for top in place.iterdir():
@@ -188,7 +188,7 @@ async def test_job_that_died_without_an_agent_is_restarted_alone(stand: Stand) -
     await stand.deploy(20)
     victim, pid = next(iter(stand.live().items()))
     state = Paths(stand.world.base).supervisor_state
-    # An agent that does not know that the job ran has seen no end of it.
+    # If the agent does not know that the job ran, it has not seen it end either.
 
     def saved() -> str:
         return str(json.loads(state.read_bytes().splitlines()[-1])["services"][victim]["state"])
@@ -236,7 +236,7 @@ async def test_sigterm_to_process_1_ends_all_jobs_in_order(stand: Stand) -> None
 
 
 def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
-    """A job that reports an end by a stop request."""
+    """Return a job that reports when a stop request ends it."""
     trap = f"trap '{farewell} echo {name} >> {{base}}/data/ended; exit 0' TERM"
     monit, programs = checked(name, f"echo $$ > {{run}}/{name}.pid; {trap}; while :; do sleep 0.1; done")
     return monit.replace('/ctl stop" with timeout 3 seconds', '/ctl stop" with timeout 20 seconds'), programs
@@ -280,7 +280,7 @@ async def test_container_restarted_in_place_starts_its_jobs(stand: Stand) -> Non
             elif not place.is_dir() or place.is_symlink():
                 place.unlink()
         for number in range(5):
-            (base / f"data/sys/run/job{number}/job{number}.pid").write_text("1\n")  # the next agent
+            (base / f"data/sys/run/job{number}/job{number}.pid").write_text("1\n")  # as the next agent finds it
         (base / "data/sys/run/stale").touch()
 
     stand.between = reset
@@ -310,7 +310,7 @@ async def test_replaced_agent_leaves_jobs_alone_and_reports_the_lost_errand(stan
     agent.send(signal.SIGTERM)
     await agent.wait()
     back = await stand.answers(5)
-    # As with the Go agent, a script that ran for the old process is lost, and the Director gets that error.
+    # As with the Go agent, a script that ran for the old process is lost, and the Director gets an error saying so.
     error = await refused(stand, "get_task", task)
     expect("could not be found" in error, error)
     stand.tell(f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is reported as lost, as by the Go agent")
@@ -354,7 +354,7 @@ async def test_part_that_fails_disturbs_no_other(stand: Stand) -> None:
         with contextlib.suppress(NotHeldError):
             await until(lambda: stand.ends, pause, "the end")
         if stand.ends:
-            break  # the signal would end the next agent while it boots
+            break  # the signal would end the next agent during its boot
     await until(lambda: stand.ends, 5, "the end of the agent whose lane keeps failing")
     first = await stand.answers(5)
     part.write_text("supervisor")
@@ -407,7 +407,7 @@ async def test_package_is_whole_or_absent_after_a_kill_of_agent_or_worker(stand:
             answers[version] = str(exc)
             raise
 
-    # Two of one blob are unpacked one after the other, in the same order each time.
+    # Two packages with the same blob are unpacked one after the other, always in the same order.
     blob = world.blob("large", _large())
     packed = {name: {"name": name, **blob} for name in ("large0", "large1")}
     await apply("first")
@@ -438,7 +438,7 @@ async def test_package_is_whole_or_absent_after_a_kill_of_agent_or_worker(stand:
         expect(stand.live() == jobs, f"{where} the jobs are others: {stand.live()} after {jobs}")
         await tidied([world.base], where)
     _check_syncs(calls, places[0])
-    await world.run("start")  # an apply forgets the jobs, whose processes it leaves
+    await world.run("start")  # an apply forgets the jobs, but leaves their processes running
     await world.until_running()
     done = f"{kills.total()} kills at {len(kinds)} kinds of call, {kills['caller']} kills of the worker alone"
     stand.tell(f"{done}; each package whole or absent, each repeated apply the same")
@@ -461,7 +461,7 @@ def _large() -> bytes:
 
 
 def _tree(top: Path) -> dict[str, tuple[int, bytes]]:
-    """Return mode and content of all below ``top``."""
+    """Return the mode and content of every file under ``top``."""
     found = {}
     for path in top.rglob("*"):
         content = os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
@@ -470,7 +470,7 @@ def _tree(top: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int, str]]:
-    """Yield numbers of calls of workers and victims: of each kind of call, ``most`` at even distances."""
+    """Yield numbers of calls and victims: for each kind of call, at most ``most`` at even distances."""
     kinds = defaultdict[str, list[int]](list)
     for told in calls:
         if told["pid"] != agent:
@@ -483,9 +483,9 @@ def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int,
 
 
 def _check_syncs(calls: Sequence[Told], packages: Path) -> None:
-    """Check that a file system is synced between the last change of a package and its renaming, and the name after it.
+    """Check that the file system is synced between a package's last change and its renaming, and the name after it.
 
-    A kill leaves written data to the kernel. The end of a machine does not.
+    A kill leaves written data in the kernel, but a crash of the machine does not.
     """
     renamed = 0
     for at, told in enumerate(calls):

@@ -80,9 +80,7 @@ async def test_apply_on_a_broken_disk_is_refused_until_it_is_well(stand: Stand) 
 
 
 def loop_device(stand: Stand, megabytes: int) -> str:
-    """Put the agent's data on a file system that the kernel makes read-only after an error. Yield the name of its
-    device.
-    """
+    """Put the agent's data on a file system that the kernel makes read-only after an error. Yield its device name."""
     place, image = stand.world.base / "data", stand.world.scratch / "data.img"
     place.mkdir(parents=True)
     with image.open("wb") as file:
@@ -109,7 +107,7 @@ async def test_wrong_blobs_are_refused(stand: Stand) -> None:
     blob = stand.world.store / "package0-2"
     good = blob.read_bytes()
     errors = []
-    # The changed one is a complete archive: only its digest is wrong.
+    # The changed blob is a complete archive, of which only the digest is wrong.
     for content in (good[:-1000], archive({"content": b"another"}), b"", None):
         if content is None:
             blob.unlink()
@@ -125,7 +123,7 @@ async def test_wrong_blobs_are_refused(stand: Stand) -> None:
 
 
 async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
-    """Apply packages that do not fit, check, make room, apply again. ``inodes`` is the number left, if limited."""
+    """Apply packages that do not fit, check, free space, and apply again. ``inodes`` is the number left, if limited."""
     await stand.boot()
     data = stand.world.base / "data"
     if inodes:
@@ -135,7 +133,7 @@ async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
     stand.remember()
     errors = set()
     for megabytes in (8, 4, 2):
-        # In a thread: a blocked event loop answers no ping of the bus.
+        # Run this in a thread, because a blocked event loop would not answer pings of the bus.
         spec = await asyncio.to_thread(stand.world.spec, 1, 8, megabytes << 20, version=f"v{megabytes}")
         error = await refused(stand, "apply", spec)
         expect("No space left on device" in error, f"refused without its reason: {error}")
@@ -162,7 +160,7 @@ async def test_apply_without_inodes_can_be_repeated(stand: Stand) -> None:
 
 
 def _hostile() -> dict[str, bytes]:
-    """Archives that want out."""
+    """Return archives that try to write outside their directory."""
     made: dict[str, bytes] = {}
 
     def add(name: str, *members: tuple[tarfile.TarInfo, bytes]) -> None:
@@ -253,14 +251,14 @@ async def test_moving_logs_can_be_fetched(stand: Stand) -> None:
 
 
 def _write_half_random(logs: Path, count: int) -> None:
-    """Make files of half a megabyte, half of it random."""
+    """Create files of half a megabyte, half of it random."""
     line = b"all work and no play makes a dull log\n"
     for number in range(count):
         (logs / f"{number}.log").write_bytes(os.urandom(250_000) + line * (250_000 // len(line)))
 
 
 async def _move(logs: Path, count: int) -> None:
-    """Remove, rotate and extend files in all places, until cancelled."""
+    """Remove, rotate and extend files everywhere until cancelled."""
     chance = random.Random(7)
     while True:
         gone, moved, grown = (f"{chance.randrange(count)}.log" for _ in range(3))
@@ -274,7 +272,7 @@ async def _move(logs: Path, count: int) -> None:
 
 @dataclass
 class Watched:
-    """Record maxima in bytes for the length of the block: resident memory, and files below ``data/tmp``."""
+    """Records maxima in bytes for the duration of the block: resident memory, and files below ``data/tmp``."""
 
     memory: int = 0
     worker: int = 0
@@ -282,7 +280,7 @@ class Watched:
 
 
 async def _watch(stand: Stand, watched: Watched) -> None:
-    """Runs until cancelled. The blobstore is another machine's disk."""
+    """Watch until cancelled. The blobstore is not counted, because it would be on another machine's disk."""
     while True:
         watched.memory = max(watched.memory, stand.size().memory)
         for child in Path(f"/proc/{stand.pid}/task/{stand.pid}/children").read_text().split():
@@ -399,7 +397,7 @@ async def test_rotation_keeps_the_lines_of_a_log_in_use(stand: Stand) -> None:
 
 
 def _write_logs(logs: Path, big: int) -> None:
-    """Write small logs, a hundred that are too large, and one of ``big`` bytes, all on the disk."""
+    """Write small logs, a hundred that exceed the limit, and one of ``big`` bytes."""
     logs.mkdir()
     for number in range(5000):
         (logs / f"{number}.log").write_bytes(b"all work and no play\n" * (100_000 if number % 50 == 0 else 10))
@@ -410,7 +408,7 @@ def _write_logs(logs: Path, big: int) -> None:
 
 
 def _lost(log: Path) -> tuple[int, float]:
-    """Return the number of lines that are neither in the log nor in its archives, and the longest time without one."""
+    """Return how many lines are neither in the log nor in its archives, and the longest time without a new line."""
     found = {}
     for path in log.parent.glob(f"{log.name}*"):
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -538,7 +536,7 @@ async def test_answered_changes_survive_failed_writes_of_state(stand: Stand) -> 
 
 
 async def _until_refused(stand: Stand, version: str) -> dict[str, bool]:
-    """Send requests up to the first one that is refused, as a Director does. Return which succeeded."""
+    """Send requests up to the first that is refused, as a Director does. Return those that succeeded."""
     answers: dict[str, bool] = {}
     for method, *arguments in changes(stand, version):
         try:
@@ -551,7 +549,9 @@ async def _until_refused(stand: Stand, version: str) -> dict[str, bool]:
 
 
 async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: str) -> None:
-    """Check that each action that succeeded holds for the next agent, and that it tells the truth of the jobs."""
+    """Check that each successful action still holds for the next agent, and that the state of jobs is reported
+    correctly.
+    """
     paths, state = Paths(stand.world.base), await stand.call("get_state")
     if answers.get("update_settings"):
         expect(version in paths.update_settings.read_text(), f"{where} the settings are lost")
@@ -562,7 +562,7 @@ async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: 
     if answers.get("apply"):
         expect(state["configuration_hash"] == version, f"{where} the spec is another")
     true = {("running", 2), ("stopped", 0)}
-    if False in (answers.get("stop"), answers.get("start")):  # as for the Go agent without its marker
+    if False in (answers.get("stop"), answers.get("start")):  # as for the Go agent when its marker is missing
         true.add(("failing", 0))
     try:
         async with asyncio.timeout(120):
@@ -574,5 +574,5 @@ async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: 
     if answers.get("start"):
         expect(state["job_state"] == "running", f"{where} the jobs do not run that were started")
     elif answers.get("stop") and "start" not in answers:
-        await asyncio.sleep(1)  # a job that starts does so at once
+        await asyncio.sleep(1)  # a job that is to be started would have been by now
         expect(state["job_state"] == "stopped" and not stand.live(), f"{where} jobs run that were stopped")

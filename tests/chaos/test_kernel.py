@@ -1,6 +1,6 @@
-"""Cases that need their own kernel: cgroup v2 with memory limits, disks that hang, clocks, links that lose packets.
+"""Cases that need their own kernel: cgroup v2 with memory limits, hanging disks, clocks, links that lose packets.
 
-Played only in the virtual machine of ``tests.support.guest``.
+They run only in the virtual machine of ``tests.support.guest``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _named(name: str, alerts: list[dict[str, Any]]) -> bool:
 
 @contextmanager
 def container(limit: int) -> Iterator[Path]:
-    """Make a cgroup of version 2 with a memory limit, marked as systemd marks a delegated one."""
+    """Create a cgroup v2 with a memory limit, marked as delegated in the way systemd does it."""
     ours = cgroups.find().memory
     if ours is None or ours.version != 2:
         raise CannotInjectError("needs a memory cgroup of version 2")
@@ -106,7 +106,7 @@ def container(limit: int) -> Iterator[Path]:
 
 
 def _remove(group: Path) -> None:
-    """Wait for the end of killed processes."""
+    """Wait until the killed processes are gone."""
     for _ in range(1000):
         with contextlib.suppress(OSError):
             group.rmdir()
@@ -213,7 +213,7 @@ def _log(stand: Stand) -> str:
 
 @contextmanager
 def _clock(ahead: float) -> Iterator[None]:
-    """Set the wall clock of this machine forward, and back again."""
+    """Set the wall clock of this machine forward, and set it back afterwards."""
     begun_at = time.time(), time.monotonic()
     time.clock_settime(time.CLOCK_REALTIME, begun_at[0] + ahead)
     try:
@@ -253,13 +253,13 @@ async def test_hanging_disk_delays_no_other_request(stand: Stand) -> None:
     await asyncio.wait_for(writer.wait(), 30)
     await stand.answers(1)
     told = f"a request took {longest * 1000:.0f} ms at most, one to an echo server {others * 1000:.0f}"
-    # A shared emulated processor may stall for a second: for all processes.
+    # An emulated processor may stall for a second, which affects all processes.
     expect(longest < 2 + others, told)
     stand.tell(f"{told}; {beats} heartbeats in {lasting} s")
 
 
 async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) -> float:
-    """Return the seconds that a request takes."""
+    """Return how many seconds a request takes."""
     begun_at = time.monotonic()
     await stand.world.director.value(agent, method, *arguments, timeout=20)
     return time.monotonic() - begun_at
@@ -267,8 +267,8 @@ async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) ->
 
 @contextmanager
 def _mapped(image: Path, point: Path) -> Iterator[str]:
-    """Mount a volume on a device mapper. Yield the name of the device."""
-    name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"  # the one before may go late
+    """Mount a volume through a device mapper. Yield the name of the device."""
+    name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"  # the previous device may be removed late
     point.mkdir()
     _do("truncate", "-s", "64M", str(image))
     loop = _do("losetup", "--find", "--show", str(image))
@@ -299,7 +299,7 @@ async def test_requests_are_answered_over_a_bad_link(stand: Stand) -> None:
     await stand.deploy(3)
     stand.remember()
     requests = []
-    # With a fifth of the packets lost, TCP itself needs 5 s and more for one request in ten.
+    # With a fifth of the packets lost, TCP itself needs 5 s or more for one request in ten.
     async with _netem(stand.proxy.port, "delay 500ms 300ms loss 2% duplicate 5%"):
         beats, begun_at = len(stand.monitor.of("heartbeat", AGENT)), time.monotonic()
         for number in range(20):
@@ -319,7 +319,7 @@ async def test_requests_are_answered_over_a_bad_link(stand: Stand) -> None:
 
 @asynccontextmanager
 async def _netem(port: int, how: str) -> AsyncIterator[None]:
-    """Send packets to and from one port of the loopback through a bad network."""
+    """Simulate a bad network for packets to and from one port of the loopback."""
     _do("tc", "qdisc", "add", "dev", "lo", "root", "handle", "1:", "prio", "bands", "4")
     try:
         _do("tc", "qdisc", "add", "dev", "lo", "parent", "1:4", "handle", "30:", "netem", *how.split())

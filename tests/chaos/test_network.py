@@ -88,7 +88,8 @@ async def test_agent_outlasts_a_link_that_is_cut_again_and_again(stand: Stand) -
 @case("N-05", "600 MB are applied and packed beside pings", is_long=True)
 async def test_pings_are_answered_beside_heavy_work(stand: Stand) -> None:
     await stand.boot()
-    # In threads: a blocked event loop would stop the proxy here, and agent and bus drop a silent link.
+    # Run this in threads. A blocked event loop would stop the proxy here, and agent and bus would drop a silent
+    # connection.
     spec = await asyncio.to_thread(stand.world.spec, 2, 6, 100 << 20)
     logs = stand.world.base / "data/sys/log/job0"
     logs.mkdir(parents=True, exist_ok=True)
@@ -198,7 +199,10 @@ async def test_agent_outlasts_a_server_that_stops_reading(stand: Stand) -> None:
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """Answers a query for an IPv4 address with ``address``. Depending on ``mode`` with an error, or not at all."""
+    """A name server that answers queries for an IPv4 address with ``address``.
+
+    Depending on ``mode``, it returns an error or nothing.
+    """
 
     CODES: Final = {"answer": 0, "SERVFAIL": 2, "NXDOMAIN": 3}
 
@@ -222,7 +226,7 @@ class NameServer(asyncio.DatagramProtocol):
 
 @asynccontextmanager
 async def names(stand: Stand) -> AsyncIterator[NameServer]:
-    """Resolve all names of the agent by our own server. Call it before ``boot``."""
+    """Let our own server resolve all names for the agent. Call this before ``boot``."""
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for a resolv.conf of its own")
     address = f"127.{os.getpid() >> 16 & 0x7F | 0x80}.{os.getpid() >> 8 & 0xFF}.{os.getpid() & 0xFF}"
@@ -244,7 +248,7 @@ async def test_agent_outlasts_wrong_name_servers(stand: Stand) -> None:
         await stand.boot()
         await stand.deploy(3)
         stand.remember()
-        stand.dies("job0", times=None)  # two within ten seconds are alerted once
+        stand.dies("job0", times=None)  # two exits within ten seconds cause one alert
         longest = 0.0
         for mode, seconds in (("NXDOMAIN", 6), ("SERVFAIL", 6), ("silence", 30)):
             server.mode = mode
@@ -296,7 +300,7 @@ ERRORS = (
 
 
 def _nonsense() -> dict[str, bytes]:
-    """Invalid messages of a server, by kind."""
+    """Return invalid messages of a server by kind."""
     message = b'{"protocol":3,"method":"ping","arguments":[],"reply_to":"director.x.y.z"}'
     return {
         **{f"-ERR {text}": f"-ERR '{text}'\r\n".encode() for text in ERRORS},
@@ -373,7 +377,7 @@ async def test_agent_outlasts_a_server_that_talks_nonsense(stand: Stand) -> None
 
 
 async def _in_pieces(wire: Wire) -> int:
-    """Send a ping in two pieces, once for each place of the cut. Return the number of answers."""
+    """Send a ping in two pieces, cutting it at every possible place. Return the number of answers."""
     reply_to = f"director.x.{AGENT}.y"
     request = json.dumps({"protocol": 3, "method": "ping", "arguments": [], "reply_to": reply_to}).encode()
     message = b"MSG agent.%b 1 %d\r\n%b\r\n" % (AGENT.encode(), len(request), request)
@@ -398,7 +402,7 @@ SETTLED = 12
 
 
 class _Member(NatsBus):
-    """One of many clients: the times of its connection attempts, and of its connection."""
+    """One of many clients, with the times of its connection and its attempts."""
 
     came = 0.0
 

@@ -68,7 +68,7 @@ async def test_agent_answers_on_busy_processors(stand: Stand) -> None:
 
 @contextmanager
 def cgroup(controller: str) -> Iterator[Path]:
-    """Create a cgroup in the first hierarchy. Its processes return to the former one afterwards."""
+    """Create a cgroup in the first hierarchy. Its processes return to their previous one afterwards."""
     top = Path("/sys/fs/cgroup") / controller
     try:
         place = Path(tempfile.mkdtemp(prefix="agent-shim-chaos-", dir=top))

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.sabotage, pytest.mark.timeout(3600)]
 
 @pytest.fixture
 def page(request: pytest.FixtureRequest) -> Path | None:
-    """The page that gets the dates, if ``--into`` names one that exists."""
+    """Return the page that gets the dates, if ``--into`` names one that exists."""
     into: Path | None = request.config.getoption("into", None)
     return into if into is not None and into.exists() else None
 
@@ -32,7 +32,7 @@ def test_every_case_and_invariant_has_a_saboteur() -> None:
 
 @pytest.mark.parametrize("saboteur", [*SABOTEURS, *GENERAL], ids=lambda one: one.row)
 def test_change_of_each_saboteur_can_be_applied(saboteur: Saboteur) -> None:
-    """The text to replace occurs once, the result is Python, and the expected failure is a pattern."""
+    """The text to replace occurs once, the result is valid Python, and the expected failure is a valid pattern."""
     changed = saboteur.applied((ROOT / saboteur.path).read_text())
 
     assert changed != (ROOT / saboteur.path).read_text()

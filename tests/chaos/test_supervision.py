@@ -1,4 +1,4 @@
-"""S: jobs that die, loop, hang, give false pids and hide processes."""
+"""S: jobs that die, loop, hang, write wrong pids and hide processes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def test_reused_pids_get_no_signal(stand: Stand) -> None:
     stand.remember()
     rounds = str(stand.of(300, 10_000))
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(stand.world.scratch / "reuse"), rounds, "5"]
-    # The shell is process 1: other orphans become its children.
+    # The shell is process 1, so other orphans become its children.
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside]
     done = await asyncio.to_thread(
@@ -271,7 +271,7 @@ async def test_bad_start_programs_delay_no_other_job(stand: Stand) -> None:
 
 
 def unread(stand: Stand) -> None:
-    """Send the output of the agent into a pipe without a reader. Call it before ``boot``."""
+    """Send the output of the agent into a pipe that nobody reads. Call this before ``boot``."""
     pipe = stand.world.scratch / "unread"
     os.mkfifo(pipe)
     stand.after.callback(os.close, os.open(pipe, os.O_RDWR))
@@ -297,7 +297,7 @@ async def test_endless_logs_and_a_full_disk_end_no_job(stand: Stand) -> None:
         told = os.statvfs(data)
         return told.f_bavail * told.f_frsize
 
-    for _ in range(1000):  # 200 KiB of its log. A pipe takes 64
+    for _ in range(1000):  # 200 KiB of its log, whereas a pipe holds 64
         await stand.call("ping")
     await until(lambda: left() < 1 << 20, 60, "the disk is full")
     os.kill(stand.pid, signal.SIGSTOP)
@@ -348,7 +348,7 @@ async def test_racing_commands_leave_one_instance(stand: Stand) -> None:
                 await until(lambda: commands("sleep 100011") == OUTCOMES[first], 10, told)  # noqa: B023
             [seen] = (await asked(stand, "services", action="show"))["services"]
             if seen["phase"] in ("running", "stopped"):
-                wanted = int(seen["phase"] == "running")  # its script may not have reached the exec yet
+                wanted = int(seen["phase"] == "running")  # the script may not have reached the exec yet
                 told = f"{wanted} instances, as it is {seen['phase']} after {first} and {second}"
                 await until(lambda: commands("sleep 100011") == wanted, 5, told)  # noqa: B023
     await ask("stop")
@@ -386,7 +386,7 @@ async def test_monit_files_with_errors_leave_the_others_alone(stand: Stand) -> N
 
 
 def _placed(job: tuple[str, dict[str, str]], name: str, place: str) -> tuple[str, dict[str, str]]:
-    """A job whose check has another name than the job."""
+    """Return a job whose check has another name than the job."""
     return job[0].replace(f"jobs/{name}/", f"jobs/{place}/"), job[1]
 
 
@@ -420,7 +420,7 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
 async def test_hanging_checks_delay_no_restart(stand: Stand) -> None:
     await stand.boot()
 
-    # Cancelled at the end of the case. Python 3.11 logs a cancelled handler as an error.
+    # It is cancelled at the end of the case. Python 3.11 logs a cancelled handler as an error.
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(600)
@@ -448,7 +448,7 @@ async def test_hanging_checks_delay_no_restart(stand: Stand) -> None:
     try:
         await deployed(stand, jobs)
         for name in jobs:
-            await reaches(stand, name, "running", 30)  # ``starting`` until its first check
+            await reaches(stand, name, "running", 30)  # it is ``starting`` until its first check
         stand.remember()
         await asyncio.sleep(25)
         before = stand.live()["good"]

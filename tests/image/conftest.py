@@ -31,7 +31,7 @@ def image(podman: Podman, base: str) -> str:
 
 @pytest.fixture(scope="session")
 def network(podman: Podman) -> Iterator[pods.Network]:
-    """A network of containers that this machine is the gateway of."""
+    """Provide a network of containers with this machine as the gateway."""
     with pods.network(podman, f"agent-shim-test-{os.getpid()}") as made:
         yield made
 

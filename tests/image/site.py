@@ -1,4 +1,4 @@
-"""Where containers are started: an environment, podman, and a network on which both meet."""
+"""The surroundings of containers: an environment, podman, and a network that connects the two."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FULL: Final = ("--cap-add=all",)
 
 @dataclass(frozen=True)
 class Site(Environment):
-    """``container`` starts one."""
+    """Surroundings in which ``container`` starts a container."""
 
     podman: Podman
     image: str
@@ -36,7 +36,7 @@ class Site(Environment):
     async def container(
         self, *command: str, options: tuple[str, ...] = FULL, files: dict[str, str] | None = None
     ) -> AsyncIterator[Container]:
-        """A container without settings yet, on the network of the bus."""
+        """Run a container on the network of the bus, initially without settings."""
         self.blobs.mkdir(exist_ok=True)
         options = (f"--network={self.network.name}", f"--volume={self.blobs}:{BLOBS}:ro", *options)
         async with pods.running(self.podman, self.image, *command, options=options, files=files) as container:
@@ -44,7 +44,9 @@ class Site(Environment):
 
 
 def project(directory: Path, name: str, content: str) -> None:
-    """Show a file in a directory as the kubelet does with Secrets: behind a link that is swapped when it changes."""
+    """Make a file visible in a directory as the kubelet does for Secrets: through a link that is swapped when it
+    changes.
+    """
     kept = Path(tempfile.mkdtemp(prefix="..2026_", dir=directory))
     kept.chmod(0o755)
     (kept / name).write_text(content)
@@ -55,7 +57,7 @@ def project(directory: Path, name: str, content: str) -> None:
 
 
 async def get(container: Container, path: str) -> tuple[int, str]:
-    """Return status and body of a page of the agent. Repeats until the port is open."""
+    """Return status and body of a page of the agent, retrying until the port is open."""
     url = f"http://{await container.address()}:9190{path}"
     async with asyncio.timeout(60):
         while True:

@@ -1,4 +1,4 @@
-"""Objects that the CPI makes, as Kubernetes judges their fields."""
+"""Objects that the CPI creates, validated against Kubernetes schemas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def server() -> Iterator[Server]:
 
 
 def made(server: Server) -> list[Any]:
-    """All objects that were asked for, as they were written."""
+    """Return all objects that were created, as they were written."""
     posted = zip(server.requests, server.bodies, strict=True)
     return [json.loads(body) for request, body in posted if request.startswith("POST")]
 
@@ -78,7 +78,7 @@ def test_objects_that_the_cpi_creates_for_a_vm_are_valid(
     documents = made(server)
     kinds = {"Secret", "PersistentVolumeClaim", "Pod", "Service", "PodDisruptionBudget"}
     assert {one["kind"] for one in documents} == kinds
-    if version == "1.25":  # a server that does not know the field leaves it out
+    if version == "1.25":  # a server that does not know the field omits it
         del documents[-1]["spec"]["unhealthyPodEvictionPolicy"]
     check(documents, version, tmp_path)
 

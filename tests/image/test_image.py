@@ -1,4 +1,4 @@
-"""The image, built from the Dockerfile: its content, and its start without help."""
+"""The image built from the Dockerfile: its content, and how it starts by itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RSYSLOG = "imrelp omrelp lmnsd_gtls lmnsd_ossl mmjsonparse mmnormalize"
 
 
 async def test_agent_waits_for_settings(site: Site) -> None:
-    """Without settings, or with incomplete ones, the agent is alive and says what it waits for."""
+    """Without settings, or with incomplete ones, the agent runs and says what it is waiting for."""
     async with site.container() as container:
         assert await get(container, "/healthz") == (200, "ok\n")
         assert await get(container, "/readyz?level=agent") == (503, "waiting for settings\n")
@@ -44,7 +44,7 @@ async def test_agent_waits_for_settings(site: Site) -> None:
 
 
 async def test_image_runs_without_a_network(podman: Podman, image: str) -> None:
-    """Without any network the agent is alive, waits, and leaves its program unchanged."""
+    """The agent runs and waits, and its program is unchanged."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, "agent-shim", "probe", "ready")
 
@@ -53,7 +53,7 @@ async def test_image_runs_without_a_network(podman: Podman, image: str) -> None:
 
 
 def test_image_has_no_entrypoint_volumes_or_ports(podman: Podman, image: str) -> None:
-    """No entry point precedes the command of a CPI, and a CPI requests its volumes and ports itself."""
+    """A CPI's command is run without an entry point, and a CPI requests volumes and ports itself."""
     config = json.loads(podman("image", "inspect", image))[0]["Config"]
 
     assert config.get("Entrypoint") is None
@@ -96,14 +96,14 @@ def test_image_stays_below_its_size_limit(podman: Podman, image: str) -> None:
     ],
 )
 def test_image_has_the_expected_users_modes_and_tools(podman: Podman, image: str, command: str, output: str) -> None:
-    """It also lacks everything that must not be there."""
+    """Everything that must not be in the image is absent."""
     run = podman.run("run", "--rm", "--network=none", image, "sh", "-c", command)
 
     assert run.stdout.decode().strip() == output
 
 
 def test_every_module_in_the_image_is_compiled(podman: Podman, image: str) -> None:
-    """Nothing is compiled at run time: each compiled module has a stamp that is never checked."""
+    """Nothing is compiled at run time, because the compiled modules are marked as never to be checked."""
     script = """
 import importlib.util, pathlib
 lib = pathlib.Path("/opt/agent_shim/lib")
@@ -120,7 +120,7 @@ EMPTY = ("etc/resolv.conf", "etc/hostname", "etc/machine-id")
 
 
 def test_image_has_no_traces_of_the_build_machine(podman: Podman, image: str, tmp_path: Path) -> None:
-    """The base has the resolver and the name of the machine that made it, and logs of apt and dpkg."""
+    """The base contains the resolver configuration and the host name of the build machine, and logs of apt and dpkg."""
     container = podman("create", image, "true").strip()
     try:
         podman("export", "--output", str(tmp_path / "files"), container)
@@ -136,7 +136,7 @@ def test_image_has_no_traces_of_the_build_machine(podman: Podman, image: str, tm
 
 @pytest.mark.parametrize("way", ["bash -lic", "sudo -i", "su - vcap -c", "sudo -i -u vcap", "su - bosh_a -c"])
 async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, image: str, way: str) -> None:
-    """The commands of the agent are in the path, and the prompt names the instance, however the operator logs in."""
+    """The agent's commands are in PATH, and the prompt names the instance, however the operator logs in."""
     instance = "mkdir -p /var/vcap/instance && cd /var/vcap/instance && printf web >name && printf 0815 >id"
     user = "useradd -m -b /var/vcap/bosh_ssh -s /bin/bash bosh_a"
     show = 'bash -ic \'echo "$PATH"; echo "${PS1@P}"\''
@@ -158,7 +158,7 @@ def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[st
 
 
 def test_links_with_names_of_other_programs_lead_to_the_agent(podman: Podman, image: str) -> None:
-    """The wheel installs none of them."""
+    """The wheel installs none of these links."""
     ask = "bpm version; monit -V | tail -n 1; /opt/agent_shim/bin/bosh-agent -v"
     said = podman("run", "--rm", "--network=none", image, "sh", "-c", ask).splitlines()
     version = said[0]
@@ -175,7 +175,7 @@ def test_shells_in_the_image_complete_agent_commands(podman: Podman, image: str)
 
 
 async def test_env_bosh_options_are_applied_in_the_image_or_refused_in_the_log(site: Site) -> None:
-    """The lists of the image are used."""
+    """The image's own lists of files are used."""
     settings = json.loads(site.settings())
     wishes = {"remove_static_libraries": True, "swap_size": 512, "agent": {"settings": {"tmpfs": True}}}
     settings["env"]["bosh"] |= wishes

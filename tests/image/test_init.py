@@ -1,4 +1,4 @@
-"""Process 1 of the image: an agent that crashes is back while jobs go on, and the end of the container is orderly."""
+"""Process 1 of the image restarts a crashed agent while jobs keep running, and ends the container in an orderly way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIERS = {
 
 
 def draining(seconds: float, *, leaves: str) -> dict[str, str]:
-    """A job that sleeps, drains so long and leaves a file in its log directory."""
+    """Return a job that sleeps, drains for this long, and leaves a file in its log directory."""
     drain = f"#!/bin/sh\necho drained > {leaves}\nsleep {seconds}\necho 0\n"
     return jobs.sleeper(Paths(), "sleeper") | {"bin/drain": drain}
 
@@ -66,7 +66,8 @@ async def test_crashed_agent_is_restarted_and_jobs_continue(site: Site) -> None:
     async with site.container() as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy()
-        await container.until(0, "nft", "list", "table", "inet", "agent_shim")  # it may keep jobs from the bus
+        # the packet filter may keep jobs from the bus
+        await container.until(0, "nft", "list", "table", "inet", "agent_shim")
         before = await pid_of_job(container), await container.exec(*AGENT_PID)
         await container.exec("pkill", "-KILL", "--full", "bin/bosh-agent")
         await container.until(1, "sh", "-c", f"pgrep --full bin/bosh-agent | grep -q '^{before[1].strip()}$'")
@@ -78,7 +79,7 @@ async def test_crashed_agent_is_restarted_and_jobs_continue(site: Site) -> None:
 
 @pytest.mark.parametrize("signal", ["TERM", "INT", "PWR"])
 async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: Site, signal: str) -> None:
-    """With every stop signal of a runtime, the job drains and is stopped, and the container exits with 0."""
+    """Whatever stop signal the runtime uses, the job drains and is stopped, and the container exits with 0."""
     leaves = "/var/vcap/data/trace"
     async with site.container("env", "-i", "/sbin/init") as container:
         await container.put(SETTINGS, site.settings())
@@ -91,7 +92,7 @@ async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: Site, sig
 
 
 async def test_unclean_container_stop_is_visible_in_the_exit_code(site: Site) -> None:
-    """A drain that would take longer than the grace period ends with it."""
+    """A drain that takes longer than the grace period is cut off with it."""
     async with site.container("/sbin/init", options=("--env=AGENT_SHIM_GRACE=4",)) as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy({"sleeper": draining(600, leaves="/dev/null")})
@@ -103,7 +104,7 @@ async def test_unclean_container_stop_is_visible_in_the_exit_code(site: Site) ->
 
 
 async def test_signal_during_a_drain_cuts_it_short(site: Site) -> None:
-    """A kubelet gives the hook of an evicted pod one second, and the container two more."""
+    """A kubelet gives the preStop hook of an evicted pod one second, and its container two more."""
     leaves = "/var/vcap/data/trace"
     async with site.container("/sbin/init") as container:
         await container.put(SETTINGS, site.settings())
@@ -119,7 +120,7 @@ async def test_signal_during_a_drain_cuts_it_short(site: Site) -> None:
 
 
 async def test_operator_can_log_in_with_bosh_ssh(site: Site) -> None:
-    """The key that ``bosh ssh`` sends gives access. The server is started for it and ends with its last user."""
+    """The key that ``bosh ssh`` sends grants access. The server is started for it and ends with its last user."""
     key = site.scratch / "key"
     await asyncio.to_thread(run, "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
     async with site.container("env", "-i", "/sbin/init") as container:
@@ -139,7 +140,7 @@ async def test_operator_can_log_in_with_bosh_ssh(site: Site) -> None:
 
 
 async def test_agent_does_not_inherit_the_container_environment(podman: Podman, image: str) -> None:
-    """A pod's variables must not reach the agent's scripts. Only the agent's own variables are passed."""
+    """A pod's variables must not reach the agent's scripts, so only the agent's own variables are passed on."""
     options = ("--network=none", "--env=SECRET=x", "--env=KUBERNETES_PORT=y", "--env=AGENT_SHIM_GRACE=9")
     async with pods.running(podman, image, options=options) as container:
         await container.until(1, *READY)

@@ -1,7 +1,7 @@
-"""Pods of deploy/kubernetes, run by ``podman kube play`` as far as its features reach.
+"""Pods of deploy/kubernetes, run by ``podman kube play`` as far as it supports their features.
 
 It supports commands, users, capabilities, read-only root file systems, ConfigMaps, host paths and restarts. The tests
-do the rest: they give volumes the group of the pod and call the preStop hook.
+do the rest: they give volumes the pod's group and call the preStop hook.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAST_WORDS: Final = ("/opt/agent_shim/bin/agent-shim", "drain", "--timeout", "50
 
 @dataclass(frozen=True)
 class Tier:
-    """Observations in an overlay's pod: the ``user`` of the agent, and the report of its doctor."""
+    """What to expect of an overlay's pod: the ``user`` of the agent, and the report of its doctor."""
 
     user: str
     called: str
@@ -45,7 +45,7 @@ class Tier:
 
     @property
     def judged(self) -> tuple[str, dict[str, str]]:
-        """Name of the kind of container in the doctor's report, and its verdicts."""
+        """Return the kind of container and the verdicts in the doctor's report."""
         return self.called, {topic: "limited" if topic in self.limited else "good" for topic in TOPICS}
 
 
@@ -65,7 +65,7 @@ TOPICS: Final = frozenset(
 
 
 def judged(report: str) -> tuple[str, dict[str, str]]:
-    """The name of the tier and the verdicts on ``TOPICS``, of a doctor's JSON."""
+    """Return the name of the tier and the verdicts on ``TOPICS`` in the doctor's JSON."""
     said = json.loads(report)
     return said["tier"], {one["topic"]: one["verdict"] for one in said["findings"] if one["topic"] in TOPICS}
 
@@ -96,7 +96,7 @@ def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
     pod["spec"]["volumes"] = kept
     for container in pod["spec"]["containers"]:
         container["image"] = EXAMPLE if container["image"] == EXAMPLE else pods.IMAGE
-        # podman would also open the ports on this machine, where another program may use them.
+        # podman would also open the ports on this machine, where another program may be using them.
         for member in ("startupProbe", "livenessProbe", "readinessProbe", "ports"):
             container.pop(member, None)
     maps = [document for document in documents if document["kind"] == "ConfigMap"]
@@ -104,7 +104,9 @@ def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
 
 
 def mapped(text: str, pod: dict[str, Any], network: pods.Network, scratch: Path) -> tuple[tuple[str, ...], list[str]]:
-    """Options and command for ``podman run`` of a pod with a user namespace, which ``kube play`` does not make."""
+    """Return options and command for ``podman run`` of a pod with a user namespace, which ``kube play`` does not
+    support.
+    """
     spec = pod["spec"]["containers"][0]
     (scratch / "config").mkdir()
     for document in yaml.safe_load_all(text):
@@ -124,7 +126,7 @@ def mapped(text: str, pod: dict[str, Any], network: pods.Network, scratch: Path)
 async def played(
     podman: Podman, network: pods.Network, name: str, scratch: Path, secret: tuple[str, str] | None = None
 ) -> AsyncIterator[Container]:
-    """The container of an overlay's pod, for the length of the block. ``secret``: a file in the volume "settings"."""
+    """Run the container of an overlay's pod. ``secret`` is a file in the volume "settings"."""
     text, pod = playable(name, scratch)
     if secret:
         project(scratch / "settings", *secret)
@@ -140,7 +142,7 @@ async def played(
     try:
         yield container
     finally:
-        print(await asyncio.to_thread(container.logs))  # noqa: T201 - pytest shows it when the test fails
+        print(await asyncio.to_thread(container.logs))  # noqa: T201 - pytest shows it if the test fails
         await asyncio.to_thread(podman.run, "pod", "rm", "--force", "--time", "0", pod["metadata"]["name"])
         for volume in pod["spec"]["volumes"]:
             if "configMap" in volume:
@@ -148,7 +150,7 @@ async def played(
 
 
 async def answer(container: Container, port: int, path: str) -> str:
-    """A page of the pod, asked for until it is there."""
+    """Return a page of the pod, retrying until it is available."""
     url = f"http://{await address(container)}:{port}{path}"
 
     def ask() -> str:
@@ -164,12 +166,12 @@ async def answer(container: Container, port: int, path: str) -> str:
 
 
 async def address(container: Container) -> str:
-    """The pod's: as its container sees it."""
+    """Return the pod's address as its container sees it."""
     return (await container.exec("hostname", "-I")).split()[0]
 
 
 async def user_of(container: Container, words: str) -> str:
-    """The number of the user whose processes have these words in their command lines."""
+    """Return the user id of the process whose command line contains these words."""
     pids = (await container.exec("pgrep", "--full", words)).split()
     users = await container.exec("stat", "--format=%u", *(f"/proc/{pid}" for pid in pids))
     return " ".join(sorted(set(users.split())))
@@ -179,7 +181,7 @@ async def user_of(container: Container, words: str) -> str:
 async def test_job_answers_in_every_security_tier(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path, name: str, tier: Tier
 ) -> None:
-    """A ready pod's job answers, the doctor reports the privileges, and the hook drains the job."""
+    """A ready pod's job answers requests, the doctor reports the privileges, and the hook drains the job."""
     async with played(podman, network, name, tmp_path) as container:
         assert await answer(container, 9190, "/readyz") == "jobs are running\n"
         assert await answer(container, 8080, "/") == "hello from hello\n"
@@ -192,7 +194,7 @@ async def test_job_answers_in_every_security_tier(
 
 
 async def test_pod_of_a_cpi_keeps_jobs_over_a_changed_secret_and_a_restart(site: Site) -> None:
-    """A Director deploys to it, and disk and jobs are back after the restart."""
+    """A Director deploys to it. After the restart, disk and jobs are back."""
     disk = {"system": "", "persistent": {"disk-1": "/warden-cpi-dev/disk-1"}}
     file = "config.json"
     async with played(site.podman, site.network, "cpi", site.scratch, (file, site.settings(disks=disk))) as container:
@@ -216,7 +218,7 @@ async def test_pod_of_a_cpi_keeps_jobs_over_a_changed_secret_and_a_restart(site:
 
 
 async def kill_from_outside(podman: Podman, container: Container) -> None:
-    """End process 1 as a crash would, and not as podman's own commands do: they are taken for a wish."""
+    """End process 1 as a crash would. podman's own commands do not restart a container that they have stopped."""
     form = "{{.State.Pid}}"
     first = int(await asyncio.to_thread(podman, "inspect", "--format", form, container.name))
     os.kill(first, 9)
@@ -240,7 +242,7 @@ async def test_restarted_container_starts_its_job_again(
 
 
 def taken_down(podman: Podman, manifest: Path, pod: str) -> None:
-    """Take down a pod. While conmon has not left its cgroup, podman 4.3 removes the pod in part and fails."""
+    """Take down a pod. podman 4.3 fails and only removes parts of the pod while conmon is still in its cgroup."""
     for _ in range(30):
         podman.run("kube", "down", str(manifest))
         if podman.run("pod", "exists", pod).returncode:
@@ -252,7 +254,7 @@ def taken_down(podman: Podman, manifest: Path, pod: str) -> None:
 async def test_example_is_played_again_with_the_disk_of_the_first_time(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path
 ) -> None:
-    """As docs/kubernetes.md does it, and under names of this test."""
+    """The commands are those of docs/kubernetes.md, with the names of this test."""
     name = f"shim-again-{os.getpid()}"
     volumes = {kind: f"{name}-{kind}" for kind in ("agent", "store")}
     settings, pod = yaml.safe_load_all((DEPLOY / "example/pod.yaml").read_text())
@@ -284,7 +286,7 @@ async def test_example_is_played_again_with_the_disk_of_the_first_time(
 async def test_patch_of_the_doctor_gives_a_container_what_it_lacks(
     podman: Podman, image: str, network: pods.Network, tmp_path: Path
 ) -> None:
-    """kubectl takes it, and the patched container has no finding left that the patch is for."""
+    """kubectl accepts the patch, and in the patched container the doctor no longer reports what the patch is for."""
     name = f"shim-patch-{os.getpid()}"
     context = {"readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "NET_RAW"]}}
     program = {"name": "instance", "image": pods.IMAGE, "command": ["sleep", "infinity"], "securityContext": context}
@@ -315,6 +317,6 @@ async def test_patch_of_the_doctor_gives_a_container_what_it_lacks(
 
 
 def applied(manifest: Path, change: Path) -> str:
-    """The manifest as kubectl patches it, without a cluster."""
+    """Return the manifest as patched by kubectl, without a cluster."""
     words = ["kubectl", "patch", "--local", f"--filename={manifest}", f"--patch-file={change}", "--output=yaml"]
     return subprocess.run(words, capture_output=True, check=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""Manifests and the Dockerfile as tools of others judge them."""
+"""Manifests, the Dockerfile and workflows, checked by external tools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEWEST = "1.37"
 
 
 def tool(name: str) -> str:
-    """A program of requirements/tools.lock."""
+    """Return a program from requirements/tools.lock."""
     path = ROOT / ".tools/bin" / name
     if not path.exists():
         pytest.fail(f"{name} is missing: ./dev test-image installs it")
@@ -70,7 +70,7 @@ def test_unknown_manifest_field_is_detected(tmp_path: Path) -> None:
 
 
 def test_dockerfiles_pass_the_linter() -> None:
-    """Package versions are left open on purpose, because each build then takes the newest fixes."""
+    """Package versions are left open on purpose, so that each build gets the latest fixes."""
     files = [str(ROOT / "Dockerfile"), str(DEPLOY / "example/Dockerfile")]
     done = subprocess.run([tool("hadolint"), "--ignore=DL3008", *files], capture_output=True, text=True)
 
@@ -84,7 +84,7 @@ def dashboard_losses(path: Path) -> list[str]:
 
 
 def test_grafana_reads_the_dashboard_without_loss(tmp_path: Path) -> None:
-    """Its own library would drop a misspelt member."""
+    """Grafana's own library would drop a misspelt member."""
     path = ROOT / "deploy/grafana/agent-shim.json"
     misspelt = tmp_path / "misspelt.json"
     misspelt.write_text(path.read_text().replace('"gridPos"', '"gridPosition"', 1))
@@ -94,7 +94,7 @@ def test_grafana_reads_the_dashboard_without_loss(tmp_path: Path) -> None:
 
 
 def test_workflows_are_valid_and_safe() -> None:
-    """They are checked against the schema of the service, and by an auditor that knows its attacks."""
+    """They are checked against the service's schema, and by a security linter."""
     files = sorted(map(str, (ROOT / ".github/workflows").iterdir()))
     schema = [tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", *files]
     for command in (schema, [tool("zizmor"), "--offline", "--no-progress", *files]):

@@ -58,7 +58,10 @@ def index(wheels: Path, where: Path) -> Iterator[str]:
 
 
 def test_image_is_built_behind_a_private_ca(podman: Podman, base: str, image: str, tmp_path: Path) -> None:
-    """As docs/kubernetes.md says. Without the CA the same build fails, so nothing came from elsewhere."""
+    """The commands are those of docs/kubernetes.md.
+
+    Without the CA the build fails, so everything came from this index.
+    """
     version = podman("run", "--rm", "--network=none", image, "/opt/agent_shim/python/bin/python3", "-V").split()[1]
     wheels, tree = tmp_path / "wheels", tmp_path / "tree"
     for lock in ("build", "runtime"):
@@ -69,7 +72,8 @@ def test_image_is_built_behind_a_private_ca(podman: Podman, base: str, image: st
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         tree.mkdir(exist_ok=True)
         copy(ROOT / part, tree / part)
-    (tree / "requirements/layer").write_text(str(uuid.uuid4()))  # secrets do not tell one cached layer from another
+    # changed secrets alone do not invalidate a cached layer
+    (tree / "requirements/layer").write_text(str(uuid.uuid4()))
 
     with index(wheels, tmp_path) as url:
         (tmp_path / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {url}\nretries = 0\n")

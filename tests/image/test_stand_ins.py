@@ -1,4 +1,4 @@
-"""Commands by which scripts of releases control services of the system, in a container without systemd."""
+"""Commands with which scripts of releases control system services, in a container without systemd."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def container(podman: Podman, image: str) -> AsyncIterator[Container]:
 
 
 async def said(container: Container, command: str) -> str:
-    """The output of a shell command inside, both streams, and its exit code as the last line."""
+    """Return the output of a shell command in the container, both streams, followed by a line with its exit code."""
     return await container.exec("sh", "-c", f"{command} 2>&1; echo $?")
 
 
@@ -89,9 +89,9 @@ async def test_resolvectl_puts_the_name_server_of_bosh_dns_first_and_removes_it(
 
 
 async def test_logrotate_rotates_only_system_logs(container: Container) -> None:
-    """The agent rotates those of jobs.
+    """The agent rotates the logs of jobs.
 
-    If two programs copy and truncate one file, lines are lost. Writers get a new file each.
+    If two programs copied and truncated the same file, lines would be lost. Writers of system logs get a new file each.
     """
     await container.exec(
         "sh", "-c", "mkdir -p /var/vcap/data/sys/log/job; yes | head -c 60M >/var/vcap/data/sys/log/job/job.log"
@@ -149,7 +149,7 @@ CHPST = [
 
 @pytest.mark.parametrize(("arguments", "code"), CHPST)
 async def test_chpst_behaves_like_that_of_runit(container: Container, arguments: str, code: int) -> None:
-    """It runs side by side with the real one, which is in the tests' base. Only error texts differ."""
+    """It is compared with the real one, which is in the tests' base image. Only error texts differ."""
     await container.exec(
         "sh",
         "-c",
@@ -167,7 +167,7 @@ async def test_chpst_behaves_like_that_of_runit(container: Container, arguments:
 
 
 async def test_chpst_passes_its_environment_on_unchanged(container: Container) -> None:
-    """Python sets a locale for itself if there is none."""
+    """Python sets a locale for its own process if there is none."""
     seen = await container.exec("env", "-i", "A=b", "/opt/agent_shim/stand-ins/chpst", "/usr/bin/env")
 
     assert seen == "A=b\n"

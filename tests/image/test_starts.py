@@ -1,6 +1,7 @@
-"""The ways in which CPIs start a container and hand it its settings, each until a deployed job runs.
+"""The ways in which CPIs start a container and pass it its settings, each up to a running job.
 
-The commands are those of the CPIs, word for word. Where one fails in a chain of ``&&`` the container is dead at birth.
+The commands are those of the CPIs, word for word. If one of them fails in a chain of ``&&``, the container ends at
+once.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ def chain(*commands: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cpi:
-    """``command`` and how the settings come: by ``tar`` into the running container, or with ``volume`` at ``path``.
+    """How a CPI starts its ``command``, and how settings arrive: with ``tar`` in the container, or as a ``volume``
+    at ``path``.
 
-    ``directory``: the volume is one, with the links of the kubelet in it. ``whole_tree``: another one hides what the
-    image has in /var/vcap. ``disks`` is where disks are seen. ``options`` are those of the container.
+    ``directory`` means that the volume is a directory with the kubelet's links in it. ``whole_tree`` means that another
+    volume hides the image's files in /var/vcap. ``disks`` is where disks appear. ``options`` are those of the
+    container.
     """
 
     command: tuple[str, ...]
@@ -93,7 +96,7 @@ CPIS = {
     "kubernetes (sykesm)": Cpi(
         ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, disks="/mnt"
     ),
-    # its fork evoila/kubernetes-cpi: a volume that was empty is all of /var/vcap
+    # its fork evoila/kubernetes-cpi, where an initially empty volume is all of /var/vcap
     "kubernetes (evoila)": Cpi(
         ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, whole_tree=True
     ),
@@ -121,16 +124,16 @@ CPIS = {
         volume=True,
         options=("--ulimit=nofile=1024", "--ulimit=nproc=1024"),
     ),
-    # bosh-lxd-cpi-release when it made containers: the init of the image
+    # bosh-lxd-cpi-release from the time when it created containers: the image's own init
     "lxd": Cpi(("/sbin/init",)),
-    # bosh-libvirt-cpi-release driver/domains/lxc.go: the agent itself is process 1
+    # bosh-libvirt-cpi-release driver/domains/lxc.go, where the agent itself is process 1
     "libvirt": Cpi(("/var/vcap/bosh/bin/bosh-agent", "-C", AGENT_JSON, "-P", "ubuntu"), volume=True),
 }
 
 
 @asynccontextmanager
 async def started(site: Site, cpi: Cpi, *options: str, settings: str | None = None) -> AsyncIterator[Container]:
-    """A container as this CPI makes it, with its settings."""
+    """Run a container as this CPI starts it, with its settings."""
     document = settings or site.settings()
     if cpi.whole_tree:
         tree = site.scratch / "tree"
@@ -145,19 +148,21 @@ async def started(site: Site, cpi: Cpi, *options: str, settings: str | None = No
 
 
 def disks_of(directory: str) -> dict[str, Any]:
-    """``disks`` of the settings with our disk, where this CPI lets it be seen."""
+    """Return ``disks`` of the settings with our disk at the path where this CPI makes it visible."""
     return {"system": "", "persistent": {DISK: f"{directory}/{DISK}"}}
 
 
 @dataclass(frozen=True)
 class Disks:
-    """A directory of the host that is seen in a container, and into which disks are mounted while that runs."""
+    """A directory of the host that is visible in a container, and into which disks are mounted while the container
+    runs.
+    """
 
     place: Path
     kept: Path
 
     async def attach(self, cid: str) -> None:
-        """Mount a disk there, as the warden CPI does with its images."""
+        """Mount a disk there, as the warden CPI does with its disk images."""
         for directory in (self.place / cid, self.kept / cid):
             directory.mkdir()
         await self._run("mount", "--bind", str(self.kept / cid), str(self.place / cid))
@@ -178,7 +183,7 @@ class Disks:
 
 @asynccontextmanager
 async def data_volume(site: Site) -> AsyncIterator[str]:
-    """The option that puts a new volume, deleted after the block, to where CPIs want the data."""
+    """Return the option that mounts a new volume, deleted after the block, where CPIs put the data directory."""
     name = (await asyncio.to_thread(site.podman, "volume", "create")).strip()
     try:
         yield f"--volume={name}:/var/vcap/data"
@@ -199,7 +204,7 @@ def _volume(scratch: Path, cpi: Cpi, document: str) -> str:
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
 async def test_image_runs_jobs_under_every_cpi(site: Site, cpi: Cpi) -> None:
-    """After each kind of start the init is PID 1, the agent answers, jobs run, and the container stops in order."""
+    """In every case the init is PID 1, the agent answers, jobs run, and the container stops in an orderly way."""
     async with started(site, cpi) as container:
         await site.deploy()
         heartbeat = await site.monitor.wait_for("heartbeat", AGENT)
@@ -213,9 +218,9 @@ async def test_image_runs_jobs_under_every_cpi(site: Site, cpi: Cpi) -> None:
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
 async def test_container_names_resolve_from_the_boot_on(site: Site, cpi: Cpi) -> None:
-    """A compilation VM gets no records of a Director, so its hosts file, unmounted by its CPI, would stay empty.
+    """A compilation VM gets no records from a Director. If its CPI unmounts the hosts file, it would stay empty.
 
-    The host name is the agent's where the CPI has unmounted that of the runtime.
+    If the CPI has unmounted the runtime's hosts file, the agent sets the host name.
     """
     async with started(site, cpi) as container:
         given = (await container.exec("hostname")).strip()
@@ -237,7 +242,7 @@ def servers(resolv_conf: str) -> list[str]:
 
 
 async def test_agent_starts_beside_another_init(site: Site) -> None:
-    """Garden has its own PID 1 and runs the commands beside it, one of which fails.
+    """Garden has its own PID 1 and runs these commands beside it. One of them fails.
 
     A disk is attached to a running container: the settings are written again, and it appears in an existing directory.
     """
@@ -261,9 +266,9 @@ async def test_agent_starts_beside_another_init(site: Site) -> None:
 
 
 async def test_jobs_return_after_a_recreation_by_the_docker_cpi(site: Site) -> None:
-    """To attach a disk it kills the container and deletes its data. It passes saved data to the new one late.
+    """To attach a disk this CPI kills the container and deletes its data, and passes saved files to the new one late.
 
-    In between the agent knows only credentials that are not let in any more, and half of a file.
+    Until then the agent only knows credentials that are no longer accepted, and an incomplete file.
     """
     cpi = CPIS["docker, runit"]
     disk = site.scratch / "disk"
@@ -293,9 +298,9 @@ async def test_jobs_return_after_a_recreation_by_the_docker_cpi(site: Site) -> N
 
 @pytest.mark.parametrize("name", ["kubernetes (cppforlife)", "kubernetes (sykesm)", "kubernetes (SAP)"])
 async def test_jobs_return_after_a_recreation_by_the_kubernetes_cpis(site: Site, name: str) -> None:
-    """A pod with the disk replaces one without. No Director sends a hint, only the settings have it.
+    """A pod with the disk replaces one without. No Director sends a hint, because only the settings contain the disk.
 
-    When the pod is recreated once more, the disk is back before any request for it.
+    When the pod is recreated once more, the disk is back before it is requested.
     """
     cpi = CPIS[name]
     disk = site.scratch / "disk"
@@ -319,9 +324,9 @@ async def test_jobs_return_after_a_recreation_by_the_kubernetes_cpis(site: Site,
 
 
 async def test_jobs_return_after_a_restart_on_the_same_files(site: Site) -> None:
-    """The LXD CPI restarts the container to attach a disk or for a reboot. Its hints are maps.
+    """The LXD CPI restarts the container to attach a disk or for a reboot. Its disk hints are maps.
 
-    No Director deploys again: the disk comes first, and then the jobs.
+    Without another deploy, the disk is mounted first and then the jobs start.
     """
     cpi = CPIS["lxd"]
     disks = Disks(site.scratch / "disks", site.scratch / "kept")

@@ -1,4 +1,4 @@
-"""The stemcell made from the image, taken apart as CPIs take it: unpacked, it still starts."""
+"""The stemcell made from the image is unpacked in the way CPIs do it, and started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST = 80_000_000
 
 @pytest.fixture(scope="module")
 def taken_apart(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the members of a stemcell that was made now."""
+    """Return a directory with the members of a newly built stemcell."""
     where = tmp_path_factory.mktemp("stemcell")
     program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--version", "9"]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
@@ -36,7 +36,7 @@ def taken_apart(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFac
     tarball = Path(done.stdout.strip())
     (where / "size").write_text(str(tarball.stat().st_size))
     with tarfile.open(tarball) as packed:
-        packed.extractall(where / "members")  # noqa: S202 - made by us
+        packed.extractall(where / "members")  # noqa: S202 - we have made it ourselves
     tarball.unlink()
     return where / "members"
 
@@ -75,7 +75,7 @@ def test_stemcell_has_the_members_that_director_and_cpis_expect(taken_apart: Pat
 
 
 def test_stemcell_tarball_is_not_larger_than_its_content(taken_apart: Path) -> None:
-    """Compressed data would grow if it were compressed once more."""
+    """Compressed data would grow if it were compressed again."""
     packed = sum(path.stat().st_size for path in taken_apart.iterdir() if path.is_file())
 
     assert int((taken_apart.parent / "size").read_text()) < packed * 1.001
@@ -84,7 +84,7 @@ def test_stemcell_tarball_is_not_larger_than_its_content(taken_apart: Path) -> N
 def test_stemcell_with_another_operating_system_than_its_image_is_rejected(
     podman: Podman, image: str, tmp_path: Path
 ) -> None:
-    """A Director would place addons there that do not run."""
+    """A Director would place addons there that cannot run."""
     program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--out", str(tmp_path)]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
     done = subprocess.run([*program, "--os", "ubuntu-xenial"], capture_output=True, text=True, env=environment)
@@ -95,7 +95,7 @@ def test_stemcell_with_another_operating_system_than_its_image_is_rejected(
 
 
 async def test_unpacked_stemcell_image_starts(podman: Podman, taken_apart: Path) -> None:
-    """An import by the warden CPI keeps only the files, and the command of a CPI starts them."""
+    """After an import by the warden CPI, which only keeps the files, the CPI's command starts the agent."""
     root = taken_apart / "root"
     root.mkdir()
     unpack = ["tar", "-xzf", str(taken_apart / "image"), "-C", str(root)]
@@ -108,7 +108,7 @@ async def test_unpacked_stemcell_image_starts(podman: Podman, taken_apart: Path)
 
 
 def test_stemcell_overlay_stays_below_its_size_limit(podman: Podman, image: str) -> None:
-    """Every file that the overlay brings is counted."""
+    """All files of the overlay count."""
     said = podman("run", "--rm", "--network=none", image, "du", "-s", "--bytes", "/opt/agent_shim")
 
     assert int(said.split()[0]) < MOST

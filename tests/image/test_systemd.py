@@ -1,4 +1,4 @@
-"""The unit under a systemd that is process 1 of a container without privileges."""
+"""The systemd unit in an unprivileged container whose process 1 is systemd."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_systemd(podman: Podman, image: str) -> str:
 
 @pytest.fixture
 async def container(site: Site, with_systemd: str) -> AsyncIterator[Container]:
-    """systemd, with a watchdog that waits for two seconds."""
+    """Run systemd in a container, with a watchdog timeout of two seconds."""
     options = (f"--network={site.network.name}", "--systemd=always", f"--volume={site.blobs}:/blobs:ro")
     site.blobs.mkdir()
     drop_in = {f"/etc/systemd/system/{UNIT}.d/quick.conf": QUICK}
@@ -48,7 +48,7 @@ async def shown(container: Container, member: str) -> str:
 
 
 async def test_agent_unit_is_active_and_its_restart_restarts_no_job(site: Site, container: Container) -> None:
-    """It is active before there are settings, under its other name too."""
+    """The unit is active before there are settings, also under its alias."""
     await container.until(0, "systemctl", "is-active", "--quiet", "bosh-agent")
     await container.put(SETTINGS, site.settings())
     await site.deploy()
@@ -63,7 +63,7 @@ async def test_agent_unit_is_active_and_its_restart_restarts_no_job(site: Site, 
 
 
 async def test_sshd_of_systemd_has_host_keys(container: Container) -> None:
-    """The image has none, and the package's unit does not start without."""
+    """The image has no host keys, and the package's unit does not start without."""
     await container.until(0, "systemctl", "is-active", "--quiet", "ssh")
 
     assert await container.status_of("test", "-s", "/etc/ssh/ssh_host_ed25519_key") == 0

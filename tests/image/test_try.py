@@ -1,4 +1,4 @@
-"""``agent-shim try``: from a tarball of sources to a running container."""
+"""``agent-shim try``: from a source tarball to a running container."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def packed(files: dict[str, str | bytes]) -> bytes:
 
 
 def release(where: Path) -> Path:
-    """Return the tarball of a release of sources with a service and an errand."""
+    """Return the tarball of a source release with a service and an errand."""
     package = packed({"packaging": PACKAGING, "web": "#!/bin/sh\nexec sleep $1\n"})
     (where / "package").write_bytes(package)
     digest = subprocess.run(["sha1sum", where / "package"], capture_output=True, text=True, check=True).stdout.split()[

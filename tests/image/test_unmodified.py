@@ -1,4 +1,6 @@
-"""The agent over an image that is not ours: its program in a volume, the overlay applied when the container starts."""
+"""The agent on an unmodified image: its program is in a volume, and the overlay is applied when the container
+starts.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,19 @@ APPLY = ("/opt/agent_shim/python/bin/python3", "-IB", "/opt/agent_shim/overlay/a
 
 @pytest.fixture(scope="module")
 def volume(podman: Podman, base: str, image: str) -> str:
-    """The image with the files of /opt/agent_shim."""
+    """Provide the image volume with the files of /opt/agent_shim."""
     return pods.build(podman, base, "volume")
 
 
 @pytest.fixture(scope="module")
 def stemcell(podman: Podman, base: str, image: str) -> str:
-    """Debian with the packages of a stemcell, and nothing of ours."""
+    """Provide a Debian image with the packages of a stemcell and none of our files."""
     return pods.build(podman, base, "system")
 
 
 @pytest.fixture(scope="module")
 def copied(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory into which an init container has copied the program, made as the kubelet makes emptyDirs."""
+    """Provide a directory like an emptyDir into which an init container has copied the program."""
     where = tmp_path_factory.mktemp("agent")
     where.chmod(0o777)
     podman(
@@ -45,7 +47,7 @@ def copied(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory)
 async def test_unmodified_stemcell_runs_the_agent_over_its_image(
     site: Site, stemcell: str, volume: str, copied: Path, way: str
 ) -> None:
-    """The program stays read-only, deployed jobs run, and a restart finds the overlay applied."""
+    """The program stays read-only, deployed jobs run, and after a restart the overlay is already applied."""
     image_volume = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     option = image_volume if way == "image volume" else f"--volume={copied}:/opt/agent_shim:ro"
     unmodified = dataclasses.replace(site, image=stemcell)
@@ -73,7 +75,7 @@ def test_overlay_applied_twice_changes_nothing(podman: Podman, stemcell: str, vo
 
 
 async def test_overlay_names_missing_libraries_of_the_interpreter(podman: Podman, base: str, volume: str) -> None:
-    """Plain Debian is no stemcell, so the error names the missing packages."""
+    """Plain Debian is not a stemcell, so the error names the missing packages."""
     mount = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     run = await asyncio.to_thread(podman.run, "run", "--rm", "--network=none", mount, base, *START)
 

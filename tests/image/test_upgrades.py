@@ -1,7 +1,7 @@
-"""Upgrades from an earlier release and the way back, with running jobs and a disk.
+"""Upgrades from an earlier release and back, with running jobs and a disk.
 
-In place, where the program is exchanged below running jobs, and by new containers on the same volumes, as a kubelet and
-the CPIs for Kubernetes make them.
+They are made in place, by replacing the program below running jobs, and with new containers on the same volumes, as a
+kubelet and the CPIs for Kubernetes do it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ rm -r /mnt/program
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """An image, and the tree of its sources."""
+    """An image, and the source tree from which it was built."""
 
     image: str
     tree: Path
 
     async def install(self, podman: Podman, container: Container) -> None:
-        """Exchange the program in a running container, and restart the agent (docs/upgrading.md, Staying current)."""
+        """Replace the program in a running container, and restart the agent (docs/upgrading.md, Staying current)."""
         read = ("run", "--rm", "--network=none", self.image, "sh", "-c", PUT_PROGRAM)
         program = (await asyncio.to_thread(podman.run, *read)).stdout
         sources = ["tar", "-C", str(self.tree), "--exclude=program", "-cf", "-", *OVERLAY]
@@ -63,7 +63,7 @@ class Release:
 def former(
     request: pytest.FixtureRequest, podman: Podman, base: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Release:
-    """An earlier release, built as it was."""
+    """Build an earlier release in the way it was built then."""
     tree = tmp_path_factory.mktemp("former")
     packed = subprocess.run(["git", "-C", str(ROOT), "archive", FORMER[request.param]], capture_output=True)
     if packed.returncode != 0:
@@ -78,7 +78,7 @@ def now(image: str) -> Release:
 
 
 def release(version: str) -> Mapping[str, Mapping[str, str | bytes]]:
-    """A job of root and one of vcap, which has to pass ``/var/vcap/data``."""
+    """Return a job of root, and one of vcap that has to pass through ``/var/vcap/data``."""
     user = jobs.process(Paths(), "user", "echo $$ >$pidfile; exec chpst -u vcap:vcap /var/vcap/jobs/user/bin/run")
     run = f"#!/bin/sh\n# {version}\nexec sleep 1000\n"
     return {"sleeper": jobs.sleeper(Paths(), "sleeper"), "user": user | {"bin/run": run}}
@@ -89,14 +89,14 @@ def at(site: Site, one: Release) -> Site:
 
 
 async def is_whole(site: Site, container: Container) -> None:
-    """Check that the jobs run and that the disk is on the store, with the file of a job."""
+    """Check that the jobs run, and that the disk is on the store with the job's file."""
     await site.until_state("running")
     assert await site.director.run(AGENT, "list_disk") == [DISK]
     await container.exec("test", "-e", "/var/vcap/store/kept")
 
 
 async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(site: Site, former: Release, now: Release) -> None:
-    """There is no deploy in between. The second deploy has a changed job."""
+    """Nothing is deployed in between. The second deploy has a changed job."""
     data, disk = site.scratch / "data", site.scratch / "disk"
     for path in (data, disk):
         path.mkdir()
@@ -116,7 +116,7 @@ async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(site: Site, fo
 
 
 async def test_rollback_runs_jobs_of_vcap_on_a_volume_with_mode_0750(site: Site, former: Release, now: Release) -> None:
-    """Earlier releases do not open such a volume. This one leaves it open."""
+    """Earlier releases do not change the mode of such a volume, but this release leaves it accessible."""
     data = site.scratch / "data"
     data.mkdir(mode=0o750)
     volume = f"--volume={data}:/var/vcap/data"

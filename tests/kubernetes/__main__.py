@@ -8,7 +8,7 @@ from tests.support.kubernetes.run import run_as_node
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments. Return its exit code, or 1 with a message about a missing prerequisite."""
+    """Run pytest with these arguments. Return its exit code, or 1 with a message if a prerequisite is missing."""
     options = [
         "-qm",
         "kubernetes",

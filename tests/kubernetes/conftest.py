@@ -1,4 +1,4 @@
-"""Fixtures of tests on real pods: the node, and for each test a namespace and an environment."""
+"""Fixtures for tests with real pods: the node, and a namespace and an environment for each test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NODE = pytest.StashKey[Node]()
 
 @pytest.fixture(scope="session")
 def node(request: pytest.FixtureRequest) -> Node:
-    """The node, once it can run pods. It ends with its namespaces, after the last test."""
+    """Provide the node once it can run pods. It ends with its namespaces after the last test."""
     made = Node(nodes.here())
     request.config.stash[NODE] = made
     made.start()
@@ -27,7 +27,7 @@ def node(request: pytest.FixtureRequest) -> Node:
 
 @pytest.hookimpl
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """How long it took until the node was there."""
+    """Report how long the node took to start."""
     if NODE in config.stash:
         steps = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in config.stash[NODE].times.items())
         terminalreporter.write_line(f"node: {steps}")
@@ -35,7 +35,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 async def namespace(node: Node, tmp_path: Path) -> AsyncIterator[Namespace]:
-    """A namespace of the test's own, whose pods are gone after it."""
+    """Provide a namespace for one test, and remove its pods afterwards."""
     made = Namespace(node, f"test-{secrets.token_hex(4)}", tmp_path)
     await made.create()
     try:
@@ -46,6 +46,6 @@ async def namespace(node: Node, tmp_path: Path) -> AsyncIterator[Namespace]:
 
 @pytest.fixture
 async def bosh(node: Node, tmp_path: Path) -> AsyncIterator[Environment]:
-    """An environment with a Director, at the address of the node."""
+    """Provide an environment with a Director, at the address of the node."""
     async with environment(nodes.ADDRESS, tmp_path) as made:
         yield made

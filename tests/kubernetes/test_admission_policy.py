@@ -1,6 +1,6 @@
-"""The admission policy of deploy/cpi against a real API server: what a stolen token may do, and what the CPI does.
+"""The admission policy of deploy/cpi on a real API server: it stops a stolen token, and does not stop the CPI.
 
-The account has every verb here, so that the policy alone refuses.
+The account has all permissions here, so every refusal comes from the policy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ VERSIONS = {
 
 
 def document(kind: str, name: str, label: str, **more: Any) -> Document:
-    """Return an object with the labels of the CPI, or without if ``label`` is ""."""
+    """Return an object with the CPI's labels, or without labels if ``label`` is ""."""
     labels = LABELS | {"cpi.bosh.io/kind": label, "cpi.bosh.io/vm": VM} if label else {}
     metadata = {"name": name, "namespace": NAMESPACE, "labels": labels}
     return {"apiVersion": VERSIONS.get(kind, "v1"), "kind": kind, "metadata": metadata, **more}
@@ -79,7 +79,7 @@ def mounting(source: Document, **mount: Any) -> Document:
 
 
 def helper(kind: str = "attachment", change: Callable[[Document], object] = lambda _: None) -> Document:
-    """Return a helper as the CPI makes it, changed."""
+    """Return a helper pod of the CPI with a change."""
     target = {"name": "target", "hostPath": {"path": ROOM, "type": "DirectoryOrCreate"}}
     arguments = {
         "attachment": ["attach", "/disk", f"/target/{VM}/{DISK}", "uid"],
@@ -122,7 +122,7 @@ def with_volume(name: str, source: Document, path: str) -> Callable[[Document], 
 
 
 def copying(**members: Any) -> Callable[[Document], object]:
-    """Copy the agent as over an unmodified stemcell, with another member."""
+    """Return a VM that copies the agent as on an unmodified stemcell, with another member."""
     copier = {
         "name": "agent",
         "image": "other.example/agents/agent:1",
@@ -435,7 +435,7 @@ def path_of(one: Document) -> str:
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """The API server with the policy, and with objects of the CPI and of others in the namespace."""
+    """Provide an API server with the policy, and with objects of the CPI and of others in the namespace."""
     made = ApiServer(programs(), tmp_path_factory.mktemp("api"))
     try:
         made.start()
@@ -470,7 +470,7 @@ def _fill(api: ApiServer) -> None:
             {
                 "metadata": {
                     "name": "volumesnapshots.snapshot.storage.k8s.io",
-                    # The API server protects groups of k8s.io.
+                    # The API server protects groups that end in k8s.io.
                     "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
                 },
                 "spec": crd,
@@ -498,13 +498,13 @@ def _fill(api: ApiServer) -> None:
     ]
     deadline = time.monotonic() + TIMEOUT_S / 5
     for path, body in made:
-        # A new kind is served after a moment.
+        # A new kind is available after a moment.
         while (answer := api.request("POST", path, body))[0] == 404 and time.monotonic() < deadline:
             time.sleep(0.2)
         assert answer[0] == 201, f"{path}: {answer[1]}"
     theft, _ = CREATED["another image"]
     snapshot = document("VolumeSnapshot", "n", "", spec={})
-    # A new policy applies after a moment, and so does a new kind.
+    # A new policy takes effect after a moment, and so does a new kind.
     while wrong := [
         reply
         for one in (theft, snapshot)
@@ -515,13 +515,13 @@ def _fill(api: ApiServer) -> None:
 
 
 def _try(api: ApiServer, method: str, path: str, body: Any = None, kind: str = "application/json") -> tuple[int, str]:
-    """Return the answer to a request of the account, of which nothing is kept."""
+    """Return the answer to a dry-run request of the account."""
     status, answer = api.request(method, f"{path}?dryRun=All", body, user=ACCOUNT, kind=kind)
     return status, str(answer.get("message", ""))
 
 
 def _merged(below: Document, above: Document) -> Document:
-    """Return a document as a merge patch changes it."""
+    """Return a document changed by a merge patch."""
     both = copy.deepcopy(below)
     for key, value in above.items():
         if value is None:
@@ -546,7 +546,7 @@ def test_admission_policy_admits_objects_of_the_cpi(api: ApiServer, name: str) -
     one = copy.deepcopy(ADMITTED[name])
     one["metadata"]["name"] += "0" if one["metadata"]["name"] != VM else ""
     if one["metadata"]["name"] == VM:
-        # Another VM than the one that exists.
+        # Another VM than the existing one.
         one = json.loads(json.dumps(one).replace(VM, f"{VM}0"))
 
     assert _try(api, "POST", PATHS[one["kind"]], one)[0] == 201, _try(api, "POST", PATHS[one["kind"]], one)
@@ -593,7 +593,7 @@ def test_admission_policy_lets_the_cpi_delete_its_objects(api: ApiServer, which:
 
 
 def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_path: Path) -> None:
-    """They are the requests of a VM's lifecycle, recorded with a fake server and sent again by the account."""
+    """The requests of a VM's lifecycle are recorded with a fake server and sent again by the account."""
     server = Server(Cluster())
     try:
         cpi = Cpi(server, tmp_path, disks={"attach": "live"})
@@ -627,7 +627,7 @@ def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_pa
 
 
 def _live(cpi: Cpi) -> None:
-    """Create, use and delete a VM with everything that it may have, and one of another kind."""
+    """Create, use and delete a VM with everything that it can have, and one of another kind."""
     front = {"name": "front", "ports": [{"port": 80}], "ingress": {"hosts": ["web.example"]}}
     metadata = {"deployment": "dep", "job": "db", "index": "0", "id": "i", "director": "d"}
     vms = [

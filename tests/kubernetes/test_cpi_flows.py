@@ -40,7 +40,7 @@ async def site(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def db(site: Site) -> Instance:
-    """An instance with a disk, as the flow before has left it, else after its first deploy."""
+    """Provide an instance with a disk, as the previous flow left it, or else newly deployed."""
     instance, site.spare = site.spare, None
     if instance is None:
         await site.empty()
@@ -51,7 +51,9 @@ async def db(site: Site) -> Instance:
 
 
 async def _deployed_in_two(site: Site) -> Instance:
-    """If disks come only at creation, attach_disk fails with the reason. A stopped instance takes one later."""
+    """Deploy in two steps: if disks only come at creation, attach_disk fails with the reason, and a stopped instance
+    takes one later.
+    """
     director = site.deployments
     instance = Instance("db")
     await director.create_vm(instance)
@@ -129,7 +131,7 @@ async def test_pod_deleted_without_the_director_is_resurrected(site: Site, db: I
 
 
 async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: Instance) -> None:
-    """The VM is alive, and nothing is detached before it is deleted."""
+    """The VM is still running, and nothing is detached before it is deleted."""
     await site.exec(db, "pkill", "-STOP", "--full", "bin/bosh-agent")
     assert await site.deployments.is_unresponsive(db)
     assert await site.cpi.call("has_vm", db.vm) is True
@@ -138,7 +140,7 @@ async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: Inst
 
 
 async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: Instance) -> None:
-    """In cck's "Reboot VM" the Director mounts nothing again, and files of jobs in ``data`` stay."""
+    """In cck's "Reboot VM" the Director mounts nothing again. Files of jobs in ``data`` are kept."""
     if site.way.attach == "never":
         with pytest.raises(CpiError, match="recreate the VM instead"):
             await site.cpi.call("reboot_vm", db.vm)
@@ -154,7 +156,7 @@ async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: Instanc
 
 @LIVE
 async def test_detach_of_a_disk_in_use_fails_without_harm(site: Site, db: Instance) -> None:
-    """The agent has not unmounted the disk. The CPI says so, and nothing happens to the files."""
+    """The agent has not unmounted the disk. The CPI says so, and the files are not touched."""
     director = site.deployments
     second = await director.create_disk(db)
     await director.attach(db, second)
@@ -171,7 +173,7 @@ async def test_detach_of_a_disk_in_use_fails_without_harm(site: Site, db: Instan
 
 
 async def _dynamic_disk(site: Site, db: Instance) -> tuple[str, str]:
-    """A disk that comes to a VM whose jobs run, with a file on it, and the link to it."""
+    """Attach a disk to a VM with running jobs, and write a file to it. Return the disk and the link to it."""
     disk = await site.deployments.provide_dynamic_disk(db, "of-a-driver")
     link = f"/var/vcap/data/dynamic_disks/{disk}"
     await site.exec(db, "sh", "-c", f"echo kept >{link}/file; sync")
@@ -202,7 +204,7 @@ async def test_dynamic_disk_is_attached_and_detached_while_jobs_run(site: Site, 
 
 
 def _driver(disk: str) -> dict[str, str]:
-    """A job that brings the disk to a place of its own, as docs/disks.md tells a volume driver to."""
+    """Return a job that mounts the disk elsewhere, in the way docs/disks.md describes for volume drivers."""
     start = f"""
 disk=/var/vcap/data/dynamic_disks/{disk} place=/var/vcap/data/volume
 if [ -b $disk ]; then mkdir -p $place; mount $disk $place
@@ -222,7 +224,7 @@ place=/var/vcap/data/volume
 
 @LIVE
 async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(site: Site, db: Instance) -> None:
-    """It holds the disk until it is stopped."""
+    """The job keeps the disk busy until it is stopped."""
     director = site.deployments
     disk = await director.provide_dynamic_disk(db, "of-a-driver")
     director.files = _driver(disk)
@@ -233,7 +235,7 @@ async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(si
         with pytest.raises(CpiError, match="uses it"):
             await site.cpi.call("detach_disk", db.vm, disk)
         await director.provide_dynamic_disk(db, "of-a-driver")
-        await director.world.agents.value(db.agent, "get_state", "full")  # asks the disks for their figures
+        await director.world.agents.value(db.agent, "get_state", "full")  # queries the disks for their figures
         _, metrics = await site.namespace.pod(db.vm).get("/metrics")
         assert f'agent_shim_disk_size_bytes{{disk="{disk}"}}' in metrics
         await director.stop_hard(db)
@@ -284,14 +286,14 @@ def _attaches(one: Document, disk: str) -> bool:
 
 
 async def test_reattaching_an_attached_disk_succeeds(site: Site, db: Instance) -> None:
-    """cck's "Reattach disk to instance" does that."""
+    """cck's "Reattach disk to instance" relies on that."""
     await site.deployments.attach(db, db.disk)
     await site.deployments.mount(db, db.disk)
     await site.check(db)
 
 
 async def test_orphaned_disk_can_be_attached_again(site: Site, db: Instance) -> None:
-    """The steps are ``bosh delete-deployment``, and ``bosh attach-disk`` to an instance of another deployment."""
+    """The steps are ``bosh delete-deployment``, then ``bosh attach-disk`` to an instance of another deployment."""
     await site.deployments.delete(db)
     await site.check(db)
     again = Instance("other", disk=db.disk, kept=db.kept)
@@ -312,7 +314,7 @@ async def test_compilation_vm_compiles_a_package(site: Site, db: Instance) -> No
 
 
 async def test_deletion_removes_all_objects_and_can_be_repeated(site: Site, db: Instance) -> None:
-    """A second deletion succeeds or is rejected."""
+    """A second deletion either succeeds or is rejected."""
     vm, disk = db.vm, db.disk
     await site.deployments.delete(db)
     await site.deployments.delete_disk(disk)

@@ -1,4 +1,4 @@
-"""VMs of the CPI on two nodes: a real ``kubectl drain``, as docs/cluster-upgrades.md tells it."""
+"""VMs of the CPI on two nodes, with a real ``kubectl drain`` as described in docs/cluster-upgrades.md."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def second(node: Node) -> Iterator[Worker]:
 
 @contextlib.asynccontextmanager
 async def only_on(site: Site, other: str) -> AsyncIterator[None]:
-    """VMs of this block are not scheduled to the other node."""
+    """Prevent VMs from being scheduled to the other node during this block."""
     await site.namespace.kubectl("cordon", other)
     try:
         yield
@@ -62,7 +62,7 @@ async def node_of(site: Site, instance: Instance) -> str:
 
 
 async def ready_of(site: Site, group: str) -> int:
-    """Number of VMs of a group that serve."""
+    """Return how many VMs of a group are ready."""
     ready = '{.items[*].status.conditions[?(@.type=="Ready")].status}'
     said = await site.namespace.kubectl(
         "get", "pods", "-l", f"bosh.io/instance_group={group}", "-o", f"jsonpath={ready}"
@@ -77,7 +77,7 @@ async def drained(site: Site) -> str:
 
 
 async def resurrect_until(site: Site, instances: list[Instance], drain: asyncio.Task[str]) -> list[int]:
-    """Bring each missing VM back, as the Health Monitor does. Return how many VMs of the group served each time."""
+    """Bring back each missing VM, as the Health Monitor does. Return how many VMs of the group were ready each time."""
     served = []
     while not drain.done():
         served.append(await ready_of(site, "web"))
@@ -110,13 +110,13 @@ async def test_node_drain_moves_vms_of_a_group_one_by_one_with_their_disk(
         finally:
             await site.namespace.kubectl("uncordon", second.name)
         assert min(served) >= GROUP_SIZE - 1
-        # The jobs had their turn before the pod went, and the file of the disk is on the other node.
+        # The jobs could drain before the pod was removed, and the file on the disk is on the other node.
         assert (await site.exec(db, "cat", "/var/vcap/store/drained")).splitlines() == ["drained"]
         await site.check(*instances)
 
 
 def local_volume(path: Path) -> str:
-    """Return a volume in a directory of the second node, with its class."""
+    """Create a volume in a directory of the second node, with its class."""
     path.mkdir()
     there = {"key": "kubernetes.io/hostname", "operator": "In", "values": [SECOND]}
     storage = {

@@ -1,4 +1,6 @@
-"""VMs of the CPI under the operator of a cluster: evictions, a namespace without root, a policy for its account."""
+"""VMs of the CPI and actions of a cluster operator: evictions, a namespace without root, a policy for the CPI's
+account.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ POLICY = ROOT / "deploy/cpi/admission/policy.yaml"
 
 
 async def attempt(site: Site, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """A kubectl command that may be refused."""
+    """Run a kubectl command that may be refused."""
     return await asyncio.to_thread(
         site.namespace.node.kubectl, f"--namespace={site.namespace.name}", *arguments, stdin=stdin
     )
@@ -48,14 +50,14 @@ async def attempt(site: Site, *arguments: str, stdin: str = "") -> subprocess.Co
 
 
 async def evict(site: Site, instance: Instance) -> subprocess.CompletedProcess[str]:
-    """As ``kubectl drain`` does for each pod of a node."""
+    """Evict a pod, as ``kubectl drain`` does for each pod of a node."""
     where = f"/api/v1/namespaces/{site.namespace.name}/pods/{instance.vm}/eviction"
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": instance.vm}}
     return await attempt(site, "create", "--raw", where, "--filename=-", stdin=json.dumps(body))
 
 
 async def until_allowed(site: Site, wanted: int) -> None:
-    """Wait for the count of the disruption controller."""
+    """Evict, retrying until the disruption controller has counted the pods."""
     async with asyncio.timeout(LIMIT):
         while await site.namespace.kubectl("get", "pdb", "-o", "jsonpath={.items[*].status.disruptionsAllowed}") != str(
             wanted
@@ -83,7 +85,8 @@ async def test_node_drain_evicts_one_vm_of_a_group_at_a_time(node: Node, tmp_pat
         await site.check(one, two, three)
 
 
-# --- names and ways in ----------------------------------------------------------------------------------------------
+# --- names and network access
+# -------------------------------------------------------------------------------------------
 
 FRONT: Document = {
     "name": "front",
@@ -94,13 +97,13 @@ ONLY_FROM_INSIDE: Document = {"ingress": [{"from": [{"podSelector": {}}]}]}
 
 
 async def leads_to(site: Site, service: str) -> list[str]:
-    """Addresses that the cluster puts behind a Service, sorted."""
+    """Return the addresses to which a Service leads, sorted."""
     said = await site.namespace.kubectl("get", "endpoints", service, "-o", "jsonpath={.subsets[*].addresses[*].ip}")
     return sorted(said.split())
 
 
 async def until_leads_to(site: Site, service: str, *instances: Instance) -> None:
-    """Wait for the controller of endpoints."""
+    """Wait until the endpoints controller has updated a Service."""
     pods = [await site.namespace.pod(one.vm).look() for one in instances]
     wanted = sorted(pod["status"]["podIP"] for pod in pods)
     async with asyncio.timeout(LIMIT):
@@ -109,7 +112,7 @@ async def until_leads_to(site: Site, service: str, *instances: Instance) -> None
 
 
 async def ways_in(site: Site) -> list[str]:
-    """Services, Ingresses and NetworkPolicies that the CPI has made."""
+    """Return the Services, Ingresses and NetworkPolicies that the CPI has created."""
     kinds, ours = "services,ingresses,networkpolicies", "app.kubernetes.io/managed-by=kubernetes-cpi"
     return sorted((await site.namespace.kubectl("get", kinds, "-l", ours, "-o", "name")).split())
 
@@ -150,7 +153,7 @@ async def test_services_and_ingresses_follow_the_vms_until_the_last_is_deleted(n
 
 
 async def until_resolves_to(site: Site, name: str, asking: Instance, wanted: Instance) -> None:
-    """Wait until a VM gets the address of another by a name of the cluster's DNS."""
+    """Wait until a VM resolves another VM's address through the cluster's DNS."""
     pod = await site.namespace.pod(wanted.vm).look()
     async with asyncio.timeout(LIMIT):
         while pod["status"]["podIP"] not in (
@@ -184,7 +187,7 @@ async def reaches(site: Site, one: Instance, address: str, port: int) -> bool:
 
 
 async def connects(site: Site, one: Instance, other: Instance) -> bool:
-    """Return whether a VM reaches the port of another's agent."""
+    """Return whether a VM can connect to the port of another VM's agent."""
     return await reaches(site, one, other.networks["default"]["ip"], 9190)
 
 
@@ -192,7 +195,7 @@ async def test_network_policy_of_a_group_blocks_other_groups(node: Node, tmp_pat
     if not node.has("kube-router"):
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
-        # kube-router 1.2 knows no IPv6, and lets a packet that may leave one VM into the other.
+        # kube-router 1.2 does not support IPv6, and lets a packet that may leave one VM into the other one.
         await site.namespace.kubectl("delete", "networkpolicy", "bosh-vms-out")
         director = site.deployments
         outside = await director.first_deploy("outside", with_disk=False)
@@ -218,7 +221,10 @@ ELSEWHERE: Final = "198.18.0.1"
 
 @contextmanager
 def listener() -> Iterator[int]:
-    """The port of a server that the node has at its own address and at those of a metadata service and a stranger."""
+    """Run a server of the node at its own address, at that of a metadata service and at an unrelated one.
+
+    Return its port.
+    """
     ip = ("ip", "address")
     with socket.create_server(("", 0), backlog=4096) as server:
         for address in (METADATA, ELSEWHERE):
@@ -234,7 +240,7 @@ async def test_vm_reaches_only_addresses_that_its_egress_policy_allows(node: Nod
     if not node.has("kube-router"):
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
-        # kube-router 1.2 knows no IPv6.
+        # kube-router 1.2 does not support IPv6.
         only_4 = json.dumps([{"op": "remove", "path": "/spec/egress/0/to/1"}])
         await site.namespace.kubectl("patch", "networkpolicy", "bosh-vms-out", "--type=json", f"--patch={only_4}")
         blocks = [{"ipBlock": {"cidr": f"{address}/32"}} for address in (ADDRESS, METADATA)]
@@ -306,7 +312,9 @@ async def test_vms_of_the_trial_start_in_a_cluster(node: Node, tmp_path: Path) -
 
 @asynccontextmanager
 async def writable_volumes() -> AsyncIterator[None]:
-    """Open the volumes of the test's provisioner to every user: no kubelet applies fsGroup to directories of nodes."""
+    """Open the volumes of the test's provisioner to every user, because no kubelet applies fsGroup to host
+    directories.
+    """
 
     async def opened() -> None:
         while True:
@@ -323,7 +331,7 @@ async def writable_volumes() -> AsyncIterator[None]:
 
 
 async def test_job_of_a_vm_without_root_can_write_to_its_disk(node: Node, tmp_path: Path) -> None:
-    """The namespace enforces `restricted`, and the runtime must create no directory that the agent writes to."""
+    """The namespace enforces `restricted`, so the runtime must not create directories to which the agent writes."""
     async with cpi_site.site(node, RESTRICTED, tmp_path) as site, writable_volumes():
         db = await site.deployments.first_deploy()
         await site.write(db)
@@ -347,7 +355,7 @@ async def test_vm_over_an_unmodified_stemcell_supports_live_disks_and_reboots(
     way = Way("over a stemcell", "live", "base", "privileged")
     async with cpi_site.site(node, way, tmp_path, stemcells={"allow_mutable_images": True}) as site:
         site.deployments.stemcell = f"{pods.IMAGE}-system:latest"
-        # The image volume is the program alone; it is copied by the program `cp` of a whole image.
+        # The image volume contains only the program. It is copied with `cp` from a complete image.
         agent = {"image": f"{pods.IMAGE}:latest" if copy else f"{pods.IMAGE}-volume:latest", "copy": copy}
         with site.vm_type(agent=agent):
             db = await site.deployments.first_deploy()
@@ -364,7 +372,7 @@ SLEEPER = "processes: [{name: jailed, executable: /bin/sleep, args: ['1000'], pe
 
 
 async def test_namespace_of_a_bpm_job_keeps_only_its_own_disk_busy(node: Node, tmp_path: Path) -> None:
-    """Disks and the data of this node are directories of one device."""
+    """On this node, the disks and the data are directories of the same device."""
     way = next(way for way in WAYS if way.tier == "privileged")
     async with cpi_site.site(node, way, tmp_path, timeouts={"unmount": 20}) as site:
         director = site.deployments
@@ -374,7 +382,7 @@ async def test_namespace_of_a_bpm_job_keeps_only_its_own_disk_busy(node: Node, t
         disk = await director.create_disk(db)
         hint = await site.cpi.call("attach_disk", db.vm, disk)
         await director.ask(db, "add_dynamic_disk", disk, hint)
-        # The jail is made while the other disk is there.
+        # The sandbox is created while the other disk is attached.
         await director.ask(db, "stop")
         await director.ask(db, "start")
         await director.until_running(db)
@@ -403,7 +411,7 @@ async def test_vm_in_a_user_namespace_gets_a_live_disk(node: Node, tmp_path: Pat
         await site.check(db)
 
 
-# Moves the mount of a live disk where it may, else binds it there, and renames its directory where it may.
+# This moves the mount of a live disk or else binds it elsewhere, and renames its directory, if the kernel allows it.
 HIDE = """
 mkdir /hidden
 mount --move "$1" /hidden || mount --bind "$1" /hidden
@@ -488,7 +496,7 @@ async def test_root_of_a_user_namespace_cannot_fill_the_node(node: Node, tmp_pat
 
 
 def thefts(namespace: str) -> Iterator[Document]:
-    """Return pods that the holder of a stolen token would like."""
+    """Return pods that the holder of a stolen token might want to create."""
     ours = {"app.kubernetes.io/managed-by": "kubernetes-cpi", "cpi.bosh.io/kind": "vm"}
     container = {"name": "c", "image": "localhost/agent-shim", "command": ["sleep", "9"]}
     secret = {"name": "s", "secret": {"secretName": f"{ACCOUNT}-token"}}
@@ -524,7 +532,7 @@ async def test_admission_policy_restricts_a_stolen_token_but_not_the_cpi(node: N
             for pod in thefts(name):
                 text = json.dumps(pod)
                 async with asyncio.timeout(LIMIT):
-                    # A new policy applies after a moment.
+                    # A new policy takes effect after a moment.
                     while (
                         "ValidatingAdmissionPolicy"
                         not in (

@@ -38,7 +38,7 @@ SAP_COMMAND: Final = "; ".join(
 
 @dataclass(frozen=True)
 class Cpi:
-    """``disk`` makes the CID of a disk from its id, ``place`` its directory in the pod."""
+    """Another CPI. ``disk`` makes the CID of a disk from its id, ``place`` its directory in the pod."""
 
     pod: Callable[[], Document]
     settings: Callable[[str], Document]
@@ -62,7 +62,7 @@ def _pod(name: str, container: Document, volumes: list[Document], **spec: Any) -
 def _sykesm_pod() -> Document:
     container = {
         "name": "bosh-job",
-        # The CPI says Always, but this cluster has no registry.
+        # This CPI uses Always, but this cluster has no registry.
         "imagePullPolicy": "IfNotPresent",
         "command": ["/usr/sbin/runsvdir-start"],
         "args": [],
@@ -120,7 +120,7 @@ CPIS: Final = {
 
 @dataclass
 class Vm:
-    """The pod of a VM, with what its CPI keeps of it in the cluster."""
+    """The pod of a VM, and what its CPI stores about it in the cluster."""
 
     cpi: Cpi
     namespace: Namespace
@@ -132,7 +132,7 @@ class Vm:
         return found
 
     async def create(self, *disks: str) -> None:
-        """Make the settings and the pod with these disks."""
+        """Create the settings, and the pod with these disks."""
         persistent = {self.cpi.disk(disk): self.cpi.place.format(disk) for disk in disks}
         networks = {"default": {"type": "dynamic", "preconfigured": True, "dns": None}}
         settings = json.loads(self.bosh.settings(disks={"persistent": persistent}, networks=networks))
@@ -152,9 +152,10 @@ class Vm:
         spec["containers"][0]["volumeMounts"] = [*copy.copy(mounts), {"name": name, "mountPath": path}]
 
     async def recreate(self, *disks: str) -> None:
-        """Attach and detach disks as the CPI does: delete without grace and create.
+        """Attach and detach disks as the CPI does: delete the pod without grace, and create another one.
 
-        It then sleeps for fifteen seconds, in which the former container ends. Until then two agents have one name.
+        The CPI then sleeps for fifteen seconds, in which the old container ends. Until then two agents have the same
+        name.
         """
         pod = self.namespace.pod(self.name)
         former = await pod.container()
@@ -184,7 +185,7 @@ def _claim(name: str) -> Document:
 async def test_disks_are_attached_and_detached_with_the_pods_of_other_cpis(
     namespace: Namespace, bosh: Environment, name: str
 ) -> None:
-    """It covers a deploy with a disk, a new pod beside its ending container, a larger disk and a detach."""
+    """The steps are a deploy with a disk, a new pod beside its ending container, a larger disk, and a detach."""
     cpi = CPIS[name]
     vm = Vm(cpi, namespace, bosh)
     old = cpi.disk(OLD)

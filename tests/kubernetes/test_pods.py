@@ -1,4 +1,4 @@
-"""Pods of deploy/kubernetes, run by a real kubelet: probes, hooks, grace, restarts, Secrets and volumes are its own."""
+"""Pods of deploy/kubernetes on a real kubelet, with its probes, hooks, grace periods, restarts, Secrets and volumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HELLO_PID: Final = ("pgrep", "--full", "http.server")
 
 
 def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[Document]:
-    """A pod as a CPI creates it for a Director: with these settings, the test's blobstore and perhaps a disk."""
+    """Create a pod as a CPI does for a Director, with these settings, the test's blobstore and perhaps a disk."""
     bosh.blobs.mkdir(exist_ok=True)
     documents = [one for one in overlay("cpi") if disk or one["kind"] != "PersistentVolumeClaim"]
     spec = pod_spec(documents)
@@ -44,7 +44,7 @@ def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[D
 
 
 def set_grace(documents: list[Document], seconds: int) -> None:
-    """Another grace than the minute of the manifests. The hook ends a second before it."""
+    """Replace the manifests' grace period of a minute. The hook ends a second before it."""
     spec = pod_spec(documents)
     spec["terminationGracePeriodSeconds"] = seconds
     spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] = str(seconds - 1)
@@ -72,7 +72,7 @@ async def test_job_of_a_pod_answers_without_a_director(namespace: Namespace, nam
 
 
 async def test_pod_readiness_follows_the_job(namespace: Namespace) -> None:
-    """A pod whose job is stopped gets no requests until it is running again. Nothing is restarted."""
+    """A pod whose job is stopped gets no requests until the job runs again. Nothing is restarted."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -85,7 +85,7 @@ async def test_pod_readiness_follows_the_job(namespace: Namespace) -> None:
 
 
 async def test_readiness_of_a_cpis_pod_does_not_wait_for_the_bus(namespace: Namespace, bosh: Environment) -> None:
-    """It is ready before a Director admits its agent, and says at which level the bus counts."""
+    """It is ready before a Director has admitted its agent, and reports at which level the bus counts."""
     await bosh.server.remove_agent(AGENT)
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     pod = namespace.pod("vm-1")
@@ -115,7 +115,7 @@ async def test_restarting_the_agent_keeps_the_jobs(namespace: Namespace) -> None
 
 
 async def test_unresponsive_agent_does_not_end_jobs(namespace: Namespace) -> None:
-    """A liveness probe used to restart the container of an agent that was slow on a busy node, with all jobs."""
+    """A liveness probe used to restart the container, with all jobs, of an agent that was slow on a busy node."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -131,7 +131,7 @@ async def test_unresponsive_agent_does_not_end_jobs(namespace: Namespace) -> Non
 
 
 async def test_container_restart_in_place_brings_disk_and_jobs_back(namespace: Namespace, bosh: Environment) -> None:
-    """The root file system is a new one, the Director sends nothing, and everything is as before."""
+    """The root file system is new and the Director sends nothing, but everything is as before."""
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(disks=DISKS)))
     pod = namespace.pod("vm-1")
     await pod.until_ready()
@@ -154,7 +154,10 @@ async def test_container_restart_in_place_brings_disk_and_jobs_back(namespace: N
 
 
 async def test_new_pod_gets_its_attached_disk(namespace: Namespace, bosh: Environment) -> None:
-    """A CPI attaches by deleting the pod without grace and making one with the volume. The Director does the rest."""
+    """A CPI attaches a disk by deleting the pod without grace and creating one with the volume.
+
+    The Director does the rest.
+    """
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
     await bosh.director.run(AGENT, "stop")
@@ -172,7 +175,7 @@ async def test_new_pod_gets_its_attached_disk(namespace: Namespace, bosh: Enviro
 
 
 async def test_agent_takes_new_credentials_from_a_changed_secret(namespace: Namespace, bosh: Environment) -> None:
-    """The kubelet replaces the files. The agent uses the new credentials, and the old ones are no longer accepted."""
+    """The kubelet replaces the files, the agent uses the new credentials, and the old ones are no longer accepted."""
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
     pod = namespace.pod("vm-1")
@@ -187,7 +190,7 @@ async def test_agent_takes_new_credentials_from_a_changed_secret(namespace: Name
 
 
 def draining(name: str, others: tuple[str, ...]) -> dict[str, str]:
-    """A job whose drain takes eight seconds and then looks which of the others are still there."""
+    """Return a job whose drain takes eight seconds and then records which other jobs are still running."""
     trace = "/var/vcap/store/trace"
     run = Paths().run
     drain = f"""#!/bin/sh
@@ -201,7 +204,7 @@ echo 0
 
 
 async def deploy_draining(namespace: Namespace, bosh: Environment, grace: int) -> tuple[Pod, Path]:
-    """A pod with three such jobs, and the file where they write to."""
+    """Create a pod with three such jobs. Return the file to which they write."""
     names = ("one", "two", "three")
     documents = pod_of_cpi(bosh, bosh.settings(disks=DISKS))
     set_grace(documents, grace)
@@ -214,7 +217,10 @@ async def deploy_draining(namespace: Namespace, bosh: Environment, grace: int) -
 
 
 async def test_pod_deletion_waits_for_drains_within_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
-    """There are three drains of eight seconds and thirty in all. Each finds all jobs running, and the stop is clean."""
+    """There are three drains of eight seconds each and thirty seconds in all.
+
+    Each finds all jobs running, and the stop is clean.
+    """
     pod, trace = await deploy_draining(namespace, bosh, 30)
 
     assert await pod.end() == IN_ORDER
@@ -224,7 +230,10 @@ async def test_pod_deletion_waits_for_drains_within_the_grace_period(namespace: 
 
 
 async def test_pod_deletion_cuts_off_drains_beyond_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
-    """The jobs are ended in five seconds. The exit code is the agent's, and the reason is reported."""
+    """The jobs are ended after five seconds.
+
+    The container exits with the agent's exit code, and the reason is reported.
+    """
     pod, trace = await deploy_draining(namespace, bosh, 5)
 
     assert await pod.end() == (1, "agent-shim: not clean: drain scripts were cut short\n")
@@ -233,14 +242,14 @@ async def test_pod_deletion_cuts_off_drains_beyond_the_grace_period(namespace: N
 
 
 def slow_to_drain(trace: str) -> dict[str, str]:
-    """A job whose drain takes eight seconds, and whose process notes that it was asked to end."""
+    """Return a job whose drain takes eight seconds, and whose process records that it was asked to end."""
     start = f'echo $$ >$pidfile; trap "echo stopped >>{trace}; exit 0" TERM; while :; do sleep 0.1; done'
     drain = f"#!/bin/sh\necho drain begins >>{trace}\nsleep 8\necho drain ends >>{trace}\necho 0\n"
     return jobs.process(Paths(), "slow", start) | {"bin/drain": drain}
 
 
 async def test_evicted_pod_cuts_drains_short_and_stops_its_jobs(namespace: Namespace, bosh: Environment) -> None:
-    """The kubelet gives a hook one second and the container two more, whatever grace the pod has."""
+    """The kubelet gives a hook one second and the container two more, whatever the pod's grace period is."""
     if namespace.node.minor < 36:
         pytest.skip("older kubelets give other times")
     documents = pod_of_cpi(bosh, bosh.settings(disks=DISKS))

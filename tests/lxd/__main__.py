@@ -35,7 +35,7 @@ exec catatonit -- "$@"
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments. Return its exit code, or 1 with a message about a missing prerequisite."""
+    """Run pytest with these arguments. Return its exit code, or 1 with a message if a prerequisite is missing."""
     missing = [
         name for name in ("lxd", "lxc", "dnsmasq") if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
     ]
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         why = f"{' and '.join(missing)} missing: apt-get install {PACKAGES}" if missing else "it takes root"
         print(f"cannot start LXD: {why}", file=sys.stderr)
         return 1
-    # Short, because LXD puts Unix sockets below it.
+    # Keep the path short, because LXD puts Unix sockets below it.
     with tempfile.TemporaryDirectory(prefix="lxd-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
         Path(scratch).chmod(0o711)  # root of an unprivileged container is another user here
         stemcell = make_stemcell(Path(scratch))
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
 
 
 def make_stemcell(scratch: Path) -> Path:
-    """Build the image and its stemcell by ``./dev stemcell``. Return a directory with the unpacked stemcell."""
+    """Build the image and its stemcell with ``./dev stemcell``. Return a directory with the unpacked stemcell."""
     podman = pods.podman(scratch)
     image = pods.build(podman, pods.base_image(podman, scratch))
     make = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), f"--image={image}", f"--out={scratch}"]

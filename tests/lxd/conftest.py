@@ -39,7 +39,7 @@ PRESEED: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def lxc() -> Iterator[Lxc]:
-    """A daemon with the dir driver. All its containers end with it."""
+    """Run a daemon with the dir driver. All its containers end with it."""
     directory = Path(os.environ[STEMCELL]).parent / "lxd"
     directory.mkdir()
     environment = {**os.environ, "LXD_DIR": str(directory), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
@@ -66,7 +66,7 @@ def cpi(lxc: Lxc) -> Cpi:
 
 @pytest.fixture(scope="session")
 def stemcell(cpi: Cpi) -> str:
-    """The stemcell as ``./dev stemcell`` made it and as the Director unpacked it."""
+    """Provide the stemcell built by ``./dev stemcell``, unpacked as by the Director."""
     directory = Path(os.environ[STEMCELL])
     manifest = yaml.safe_load((directory / "stemcell.MF").read_text())
     return cpi.create_stemcell(directory / "image", manifest["cloud_properties"])

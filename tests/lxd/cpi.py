@@ -1,4 +1,4 @@
-"""The calls that bosh-lxd-cpi-release makes to LXD, or the CPI itself."""
+"""The calls that bosh-lxd-cpi-release makes to LXD, or the real CPI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Lxc:
     def __call__(self, *arguments: str, stdin: str | None = None) -> str:
         """Run a command to its end and return its output. Raises ``RuntimeError`` with its message."""
         environment = {**os.environ, "LXD_DIR": str(self.directory), "LXD_CONF": str(self.directory / "client")}
-        # Without a terminal `lxc` reads standard input: an empty one keeps it from waiting.
+        # Without a terminal, `lxc` reads standard input. An empty one keeps it from waiting.
         done = subprocess.run(
             ["lxc", *arguments], env=environment, input=stdin or "", text=True, capture_output=True, check=False
         )
@@ -41,7 +41,9 @@ class Lxc:
 
 
 class Cpi:
-    """Each method makes the calls of the method of the same name in ``src/lxd-bosh-cpi`` at e28a247, in its order."""
+    """Each method makes the same calls in the same order as the method of that name in ``src/lxd-bosh-cpi`` at
+    e28a247.
+    """
 
     def __init__(self, lxc: Lxc) -> None:
         self._lxc = lxc

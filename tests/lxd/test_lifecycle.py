@@ -1,4 +1,6 @@
-"""The lifecycle of a VM that the LXD CPI makes from our stemcell, as a privileged and as an unprivileged container."""
+"""The lifecycle of a VM that the LXD CPI creates from our stemcell, as a privileged and as an unprivileged
+container.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ async def create(cpi: Cpi, bosh: Environment, stemcell: str, kind: str, ip: str)
 
 
 def doctor(lxc: Lxc, vm: str) -> dict[str, Any]:
-    """Return the report of ``agent-shim doctor``. It ends with 1 if something is wrong."""
+    """Return the report of ``agent-shim doctor``, which exits with 1 if something is wrong."""
     found: dict[str, Any] = json.loads(lxc("exec", vm, "--", "sh", "-c", "agent-shim doctor --json || test $? = 1"))
     return found
 
@@ -49,18 +51,18 @@ async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     state = await bosh.director.value(AGENT, "get_state", "full")
     assert state["vitals"]["uptime"]["secs"] >= 0
     assert all(process["uptime"].get("secs", 0) >= 0 for process in state["processes"])
-    # A semaphore needs /dev/shm, which LXD does not give to containers.
+    # Semaphores need /dev/shm, which LXD does not give to containers.
     inside(vm, "python3", "-c", "import multiprocessing; multiprocessing.Lock()")
 
-    # The instance type becomes limits of LXD, and doctor speaks of LXD's keys alone.
+    # The instance type becomes limits of LXD, and the doctor only mentions LXD's keys.
     assert lxc("config", "get", vm, "limits.memory").strip() == "2048MB"
     report = doctor(lxc, vm)
     assert report["tier"].startswith("unprivileged: root of a user namespace" if kind == "unprivileged" else "priv")
-    if "lxcfs" in inside(vm, "cat", "/proc/mounts"):  # then /proc/meminfo shows the memory of the container
+    if "lxcfs" in inside(vm, "cat", "/proc/mounts"):  # in this case /proc/meminfo shows the memory of the container
         assert "the host's" not in str(report)
     assert not re.search("Ulimits|ShmSize|Memory: BYTES|ReadonlyRootfs|bosh recreate", str(report))
 
-    # The CPI attaches by a forced stop. The jobs come back without the Director, and the disk is mounted on request.
+    # The CPI attaches with a forced stop. The jobs come back without the Director, and the disk is mounted on request.
     disk = await asyncio.to_thread(cpi.create_disk, 200)
     hint = await asyncio.to_thread(cpi.attach_disk, vm, disk)
     await bosh.until_state("running")
@@ -75,14 +77,14 @@ async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     await asyncio.to_thread(inside, vm, "test", "-e", "/var/vcap/store/kept")
     assert "waiting until another agent ends" not in inside(vm, "sh", "-c", "cat /var/vcap/bosh/log/*")
 
-    # LXD stops a container with SIGPWR, which ends the jobs in order.
+    # LXD stops a container with SIGPWR, which ends the jobs in an orderly way.
     await asyncio.to_thread(lxc, "stop", vm)
     await asyncio.to_thread(lxc, "start", vm)
     await bosh.until_state("running")
     assert "all jobs stopped in order" in inside(vm, "sh", "-c", "cat /var/vcap/bosh/log/*")
     assert "started" not in inside(vm, "ls", "/var/vcap"), "nothing runs the CPI's rc.local"
 
-    # A recreated VM finds the files of the disk.
+    # A recreated VM still has the files on its disk.
     await asyncio.to_thread(cpi.delete_vm, vm)
     vm = await create(cpi, bosh, stemcell, kind, ip)
     await bosh.until_pong()

@@ -1,7 +1,9 @@
-"""Jobs that behave as jobs of public releases do, each played once in each world at hand. The tests look at the lives.
+"""Jobs that behave like jobs of public releases, run once in each environment.
 
-A world is this agent, and the Go agent with monit 5.2.5 where BOSH_AGENT and MONIT name them: the same assertions hold
-in both. Lives run side by side, with a monit cycle of two seconds.
+The tests examine the recorded lifecycles.
+
+One environment is this agent. The other is the Go agent with monit 5.2.5, if BOSH_AGENT and MONIT name them. The same
+assertions hold in both. Lifecycles run in parallel, with a monit cycle of two seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Lives = dict[str, Future[dict[str, Any]]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test of a life is one of each world."""
+    """Run each test of a lifecycle once for each environment."""
     if "life" in metafunc.fixturenames:
         metafunc.parametrize("life", WORLDS, indirect=True)
 
@@ -48,7 +50,7 @@ def _begin(pool: ThreadPoolExecutor, test: pytest.Item, where: Path) -> Future[d
 
 @pytest.fixture(scope="session")
 def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    """Lives of all tests of this run, begun at once."""
+    """Start all lifecycles of this run at once."""
     where = tmp_path_factory.mktemp("releases")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         tests = [test for test in request.session.items if test.get_closest_marker("release")]
@@ -58,7 +60,7 @@ def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def life(request: pytest.FixtureRequest, lives: Lives) -> Phases:
-    """The phases of the test's life by their names."""
+    """Return the phases of the test's lifecycle by name."""
     result = lives[request.node.name].result()
     assert result["error"] == ""
     return {phase["name"]: phase for phase in result["phases"]}
@@ -66,4 +68,4 @@ def life(request: pytest.FixtureRequest, lives: Lives) -> Phases:
 
 @pytest.fixture(autouse=True)
 def no_child_is_left() -> None:
-    """Lives of later tests go on beside each test, and end with their session."""
+    """Disable this check, because lifecycles of later tests run beside each test, and end with the session."""

@@ -1,4 +1,7 @@
-"""Effects of twenty habits of public releases. Each test names the release and file that its job is modelled on."""
+"""The effects of twenty habits of public releases.
+
+Each test names the release and file after which its job is modelled.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ PROGRAM: Final = "/var/vcap/packages/web/bin"
 
 
 def check(name: str = "web", rules: str = "", program: str = "ctl") -> str:
-    """Return the check of a process with a ctl script, and its rules."""
+    """Return a process check with a ctl script and these rules."""
     ctl = f"/var/vcap/jobs/web/bin/{program}"
     return (
         f"check process {name} with pidfile {RUN}/{name}.pid\n"
@@ -56,7 +59,7 @@ def checked_by_bpm(name: str, process: str) -> str:
 
 
 def starts(phase: dict[str, Any], program: str = "serve") -> int:
-    """Return how often a program began to live in a phase."""
+    """Return how many times a program was started in a phase."""
     return sum(event == "lives" and name == program for _, event, name in phase["events"])
 
 
@@ -196,7 +199,9 @@ def test_failed_url_restarts_the_process(life: Phases) -> None:
     trials=("port closed",),
 )
 def test_closed_port_restarts_the_process_after_its_cycles(life: Phases) -> None:
-    """Three cycles of two seconds have two pauses. monit's count survives a restart, so its next cycle may differ."""
+    """Three cycles of two seconds contain two pauses. monit's count survives a restart, so its next cycle may
+    differ.
+    """
     begun = [at for at, event, name in life["port closed"]["events"] if (event, name) == ("lives", "serve")]
 
     assert begun

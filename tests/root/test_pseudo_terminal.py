@@ -1,4 +1,4 @@
-"""Programs on a pseudo-terminal of their own, for each of the streams that the operator has on a terminal."""
+"""Programs on a pseudo-terminal of their own, which replaces each stream that the operator has on a terminal."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ with open(sys.argv[2] + ".code", "w") as file:
 
 
 class Operator:
-    """A terminal, and on it a call of the module that runs a shell script."""
+    """A terminal on which the module under test runs a shell script."""
 
     def __init__(self, scratch: Path) -> None:
         self.report, self._seen = scratch / "report", b""
@@ -61,7 +61,7 @@ class Operator:
         self._running: subprocess.Popen[bytes] | None = None
 
     def call(self, script: str | list[str], streams: tuple[int, ...] = (0, 1, 2), what: str = "run") -> None:
-        """Begin. Streams that are not on the terminal are pipes."""
+        """Start the call. Streams that are not on the terminal are pipes."""
         argv = ["/bin/sh", "-c", script] if isinstance(script, str) else script
         pipes = {
             name: self.terminal if number in streams else subprocess.PIPE
@@ -79,7 +79,7 @@ class Operator:
         ioctl(self._master, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
 
     def type(self, keys: bytes) -> int:
-        """Return how many the terminal has taken."""
+        """Type bytes. Return how many the terminal has accepted."""
         return os.write(self._master, keys)
 
     def hang_up(self) -> None:
@@ -88,19 +88,19 @@ class Operator:
         self._master = self.terminal = -1
 
     def seen(self) -> bytes:
-        """Output on the terminal so far."""
-        with contextlib.suppress(OSError):  # nothing more, or hung up
+        """Return the output on the terminal so far."""
+        with contextlib.suppress(OSError):  # no further output, or the terminal was closed
             while chunk := os.read(self._master, 65536):
                 self._seen += chunk
         return self._seen
 
     def told(self, wanted: str = "") -> str:
-        """The report of the program, once it contains ``wanted``."""
+        """Return the program's report once it contains ``wanted``."""
         self.eventually(lambda: wanted in self.report.read_text())
         return self.report.read_text()
 
     def ended(self) -> tuple[int, list[int | None]]:
-        """The exit code that is passed on, and the terminals that the program was asked for."""
+        """Return the exit code that is passed on, and the terminals that the program had been given."""
         self.eventually(lambda: self.seen() is not None and self.running.poll() is not None)
         self.seen()
         code, asked = json.loads(self.report.with_suffix(".code").read_text())
@@ -144,7 +144,7 @@ echo to stderr >&2
 
 @pytest.mark.parametrize("streams", [(0, 1, 2), (0, 1), (1, 2), (0, 2), (0,), (1,), (2,)])
 def test_only_terminal_streams_are_replaced_by_the_new_terminal(operator: Operator, streams: tuple[int, ...]) -> None:
-    """All replaced streams have one name, which differs from that of the operator's terminal."""
+    """All replaced streams have the same terminal, which is not the operator's."""
     operator.call(WHERE, streams)
     code, asked = operator.ended()
     names = operator.told().split()
@@ -191,7 +191,7 @@ def test_terminal_session_names_a_program_that_cannot_run(operator: Operator, st
 
 
 def test_program_in_a_terminal_session_ignores_no_signal(operator: Operator) -> None:
-    """The interpreter itself ignores some."""
+    """Python itself ignores some signals."""
     operator.call("grep SigIgn /proc/self/status >&3")
     operator.ended()
     ignored = int(operator.told().split()[1], 16)
@@ -212,7 +212,7 @@ def test_terminal_session_forwards_raw_keys_and_restores_the_modes(operator: Ope
 
 
 def test_terminal_session_leaves_piped_input_to_the_program(operator: Operator) -> None:
-    """With terminals for output only, neither keys nor modes of the operator's terminal are touched."""
+    """With terminals for output only, the keys and modes of the operator's terminal are not touched."""
     operator.call("read line; echo up >&3; echo got:$line; read line", (1, 2))
     assert operator.running.stdin is not None
     operator.running.stdin.write(b"words\n")
@@ -236,7 +236,7 @@ def test_terminal_session_forwards_the_window_size(operator: Operator) -> None:
 
 
 def catches(pid: int, number: int) -> bool:
-    """True if a process has a handler of its own. Python has one for SIGINT from the beginning."""
+    """Return True if a process has a handler of its own. Python has one for SIGINT from the start."""
     status = Path(f"/proc/{pid}/status").read_text()
     [caught] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
     return bool(int(caught, 16) >> (number - 1) & 1)
@@ -244,7 +244,7 @@ def catches(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signal_to_a_terminal_session_hangs_up_the_program(operator: Operator, number: int) -> None:
-    """The program may end in its own way, which is waited for, and the terminal is restored."""
+    """The program may end in its own way. This is waited for, and the terminal is restored."""
     operator.call("trap 'echo hung up; exit 5' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     operator.eventually(lambda: catches(operator.running.pid, signal.SIGHUP))
@@ -284,7 +284,7 @@ def test_terminal_is_restored_when_a_signal_arrives_before_the_copying_begins(op
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
 @pytest.mark.parametrize("is_signal", [True, False])
 def test_program_that_reads_no_keys_can_be_hung_up(operator: Operator, is_signal: bool) -> None:
-    """Writing the keys used to block on it, whatever became of the operator's terminal."""
+    """Writing the keys to it used to block, even after the operator's terminal was closed."""
     operator.call("trap '' HUP; stty raw -echo; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     for _ in range(100):
@@ -319,7 +319,7 @@ def test_line_ends_of_a_program_without_input_are_translated_once(operator: Oper
 
 
 def test_children_that_keep_the_terminal_do_not_delay_its_end(operator: Operator) -> None:
-    """All output of the program is shown before."""
+    """All output of the program is shown before that."""
     operator.call("trap '' HUP; (echo $$ >&3; exec sleep 1000) & seq 20000; exit 3")
 
     assert operator.ended()[0] == 3
@@ -331,7 +331,7 @@ def test_children_that_keep_the_terminal_do_not_delay_its_end(operator: Operator
     ("script", "code"), [("exit 7", 7), ("kill -TERM $$", 143), ("echo up >&3; exec sleep 1000", 130)]
 )
 def test_interrupts_of_the_operator_reach_only_the_program(operator: Operator, script: str, code: int) -> None:
-    """The caller stays alive to report how the program ended."""
+    """The caller keeps running to report how the program ended."""
     report = f"exec 3>>{operator.report}; "
     operator.call(report + script, what="in_terminal")
     if code == 130:

@@ -1,4 +1,4 @@
-"""A real Director's requests get replies of the same shape from our agent, and leave the same on its machine."""
+"""A real Director's requests get replies of the same shape from our agent, and have the same effect on its machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "l
 
 @dataclass
 class Played:
-    """The machines of a chapter as they come and go. ``history`` is everything that was recorded, in its order."""
+    """The machines of a chapter as they are created and deleted.
+
+    ``history`` contains everything that was recorded, in order.
+    """
 
     fleet: Fleet
     history: list[Step]
@@ -49,7 +52,9 @@ class Played:
             self.fleet.remove(agent_id)
 
     async def _add(self, agent_id: str) -> None:
-        """A machine with the agent that these steps were recorded of, with what it had when the chapter begins."""
+        """Add a machine with the agent to which these steps were sent, in the state it had at the beginning of the
+        chapter.
+        """
         first = self.history.index(next(step for step in self.chapter if step.agent_id == agent_id))
         before = [step for step in self.history[:first] if step.agent_id == agent_id]
         recorded = before + [step for step in self.history[first:] if step.agent_id == agent_id]
@@ -69,7 +74,7 @@ class Played:
             await self._deploy(states[len([step for step in before if step.method == "get_state"]) - 1])
 
     async def _catch_up(self, step: Step) -> None:
-        """Deploy what a state names that no step so far has deployed there: not all was recorded."""
+        """Deploy what a recorded state names but no earlier step has deployed, because not everything was recorded."""
         if step.method != "get_state" or step.reply is None or not step.reply["value"]["configuration_hash"]:
             return
         state = step.reply["value"]
@@ -77,7 +82,9 @@ class Played:
             await self._deploy(state)
 
     async def _deploy(self, state: dict[str, Any]) -> None:
-        """Play the earlier recording of the same instance that led to its current state, on this machine or another."""
+        """Run the earlier recording that brought the same instance into its current state, on this machine or
+        another.
+        """
 
         def first(method: str, fits: Callable[[list[Any]], bool] = bool) -> Step:
             found = next(step for step in self.history if step.method == method and fits(step.arguments))
@@ -92,7 +99,9 @@ class Played:
             await self.replays[state["agent_id"]].play(step)
 
     async def _deploy_again(self, agent_id: str) -> None:
-        """The final spec a second time: nothing that the Director compares may differ, no process may be restarted."""
+        """Apply the final spec again: nothing that the Director compares may differ, and no process may be
+        restarted.
+        """
         director, spec = self.fleet.director, self.replays[agent_id].final_spec
         before = await director.run(agent_id, "get_state")
         if not spec or before["job_state"] != "running":

@@ -1,4 +1,4 @@
-"""Views of a program in namespaces of its own or behind rules for files, and programs that enter such namespaces."""
+"""Programs in namespaces of their own or behind Landlock rules, and programs that enter such namespaces."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ places = [
 
 @pytest.fixture
 def told(inside: Inside) -> Callable[[str], Any]:
-    """The value of a body that has volumes and can run programs as vcap."""
+    """Return the value of a body that has volumes and can run programs as vcap."""
     return lambda body: inside(SETUP + VOLUMES + body)
 
 
 def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callable[[str], Any]) -> None:
-    """Nothing else is mounted, and each path has the least rights that were requested."""
+    """Nothing else is mounted, and each path gives no more access than was requested."""
     status, text = told(f'return await said("cat /proc/self/mountinfo", places=places, {NAMESPACES})')
     rows = [line.split() for line in text.splitlines()]
     rights = {row[4]: set(row[5].split(",")) & {"ro", "rw", "nosuid", "nodev", "noexec"} for row in rows}
@@ -97,7 +97,7 @@ def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callabl
         "/dev/shm": {"rw", *closed},
         **{f"/dev/{name}": {"rw", "nosuid", "noexec"} for name in devices},
     }
-    # None is a peer of one outside: changes below would leave the namespace.
+    # No mount may be a peer of one outside, because changes below it would leave the namespace.
     assert [row[4] for row in rows if any(field.startswith("shared:") for field in row[6 : row.index("-")])] == []
 
 
@@ -148,7 +148,7 @@ def test_sandbox_mounts_enforce_the_rights_of_paths(told: Callable[[str], Any]) 
 
 
 def test_sandbox_landlock_rules_enforce_the_rights_of_paths(told: Callable[[str], Any]) -> None:
-    """Landlock has no rules for devices, so one in a writable directory can be used like a file."""
+    """Landlock has no rules for devices, so a device in a writable directory can be used like a file."""
     status, text = told(f"return await said({RIGHTS!r}, places=[*places, NULL])")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED | {"has devices writable", "has devices open"})
@@ -227,7 +227,7 @@ async with job() as one:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP"])
 def test_program_in_a_sandbox_gets_signals_and_owns_its_streams(told: Callable[[str], Any], name: str) -> None:
-    """The process outside that forwards them holds no stream open, and ends with it."""
+    """The outside process that forwards signals holds no stream open, and ends with the program."""
     script = f"trap 'exit 5' {name[3:]}; echo up; exec >&- 2>&-; while :; do sleep 0.05; done"
     assert told(f"""{ENTERED}
 async with job() as one:

@@ -1,4 +1,6 @@
-"""OpenSSH logs in as the user that ``ssh`` has made, to a server that the agent has started. A network of its own."""
+"""OpenSSH logs in as the user that ``ssh`` has created, to a server that the agent has started, in a network of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ agent = SimpleNamespace(users=users, sshd=sshd, settings=settings)
 
 @dataclass
 class Alone:
-    """The machine with a private network. A newly started agent answers each request."""
+    """The machine with a private network. Each request is answered by a newly started agent."""
 
     box: Machine
     inside: Inside
@@ -88,13 +90,13 @@ class Alone:
         return [program, "-F", "none", "-i", inside[self.key], *(f"-o{option}" for option in options)]
 
     def servers(self) -> list[str]:
-        """The command lines of servers that listen, told by the kernel's tables."""
+        """Return the command lines of listening servers, according to the kernel's tables."""
         return [line for line in self.box.run("ps -ewwo args --no-headers").splitlines() if "[listener]" in line]
 
 
 @pytest.fixture(scope="module")
 def network(box: Machine) -> Iterator[list[str]]:
-    """The words before a command that make it run in a network of its own."""
+    """Return the command prefix that runs a command in a network of its own."""
     holder = box.popen(
         [*DIES, "unshare", "-n", "sh", "-c", "ip link set lo up && echo $$ && exec sleep 999"], stdout=-1
     )
@@ -170,7 +172,7 @@ def test_ssh_host_key_is_kept(alone: Alone) -> None:
 
 
 def test_failed_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> None:
-    """An image whose /etc is read-only cannot have users either, but one without ssh-keygen can."""
+    """With a read-only /etc, an image cannot have users either, but one without ssh-keygen can."""
     (alone.box.root / "etc/ssh/ssh_host_rsa_key.pub").unlink(missing_ok=True)
     alone.box.run("mount --bind /dev/null /usr/bin/ssh-keygen")
     try:
@@ -183,7 +185,7 @@ def test_failed_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> Non
 
 
 def test_sshd_runs_while_a_user_may_log_in(alone: Alone) -> None:
-    """One server is enough for all. It ends with the last user, even if another agent removes that user."""
+    """One server is enough for all. It ends with the last user, even if that user is removed by another agent."""
     key = alone.setup("bosh_one")["host_public_key"]
     assert alone.setup("bosh_two")["host_public_key"] == key
     assert len(alone.servers()) == 1
@@ -199,7 +201,7 @@ def test_sshd_runs_while_a_user_may_log_in(alone: Alone) -> None:
 
 
 def test_ssh_session_outlives_the_server(alone: Alone) -> None:
-    """An operator's session is not cut by another operator's clean-up."""
+    """An operator's session is not interrupted by another operator's clean-up."""
     key = alone.setup("bosh_long")["host_public_key"]
     known = alone.key.with_name("known_hosts")
     known.write_text(f"127.0.0.1 {key}")
@@ -248,7 +250,7 @@ def test_log_archive_is_fetched_by_scp_as_the_cli_does(alone: Alone) -> None:
 @pytest.mark.attack("an SSH user logs in with a password, or with a key planted for another user")
 @pytest.mark.parametrize("user", ["root", "vcap", "nobody"])
 def test_sshd_admits_only_operators(alone: Alone, user: str) -> None:
-    """Root is never admitted, and others only as members of the group, even with a valid key."""
+    """Root is never admitted, and others only if they belong to the group, even with a valid key."""
     key = alone.setup("bosh_any")["host_public_key"]
     public = alone.key.with_suffix(".pub").read_text()
     home = alone.box.vcap / "home" / user
@@ -272,7 +274,7 @@ def test_sshd_admits_only_operators(alone: Alone, user: str) -> None:
 
 
 def _at_home(entry: list[str], user: str) -> list[str]:
-    """A line of passwd, with a home and a shell to log in with if it is the user's."""
+    """Return a line of passwd. The given user's has a home and a shell, so that it can log in."""
     return [*entry[:5], f"/var/vcap/home/{user}", "/bin/bash"] if entry[0] == user else entry
 
 
@@ -300,7 +302,7 @@ def test_sshd_listens_on_the_configured_port(alone: Alone) -> None:
 
 @pytest.fixture
 def stranger(alone: Alone) -> Iterator[Callable[[str], None]]:
-    """A server on port 22 of an address."""
+    """Run another server on port 22 of an address."""
     listening: list[subprocess.Popen[bytes]] = []
 
     def listen(address: str) -> None:
@@ -349,7 +351,7 @@ def test_job_on_the_port_of_sshd_is_reported(alone: Alone) -> None:
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
-    """A thousand of them that ignore SIGTERM delayed each clean-up by half an hour."""
+    """A thousand such processes that ignore SIGTERM used to delay each clean-up by half an hour."""
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     code = f"{ignore}print('up', flush=True); time.sleep(99)"
     arguments = ["sshd: /usr/sbin/sshd -f /var/vcap/data/sys/run/agent_shim/sshd_config", "-c", code]
@@ -395,7 +397,7 @@ def test_container_without_sshd_is_reported_and_leaves_no_user(alone: Alone) -> 
 
 
 def test_sshd_that_is_being_stopped_is_replaced(alone: Alone) -> None:
-    """A caller at that moment gets another server, even if the first one lingers."""
+    """A caller at that moment gets a new server, even if the first one lingers."""
     alone.agent(
         "import signal\n"
         "from agent_shim.host import proc\n"
@@ -414,7 +416,7 @@ def test_sshd_that_is_being_stopped_is_replaced(alone: Alone) -> None:
 
 
 def test_concurrent_ssh_requests_start_and_stop_one_server(alone: Alone) -> None:
-    """Ten set-ups start one server. Ten clean-ups beside one set-up leave it for that one."""
+    """Ten concurrent set-ups start one server. Ten clean-ups concurrent with a set-up leave that server running."""
     key = alone.key.with_suffix(".pub").read_text()
     alone.agent(f"await asyncio.gather(*(ssh(agent, 'setup', SshParams(f'bosh_n{{i}}', {key!r})) for i in range(10)))")
     assert len(alone.servers()) == 1
@@ -429,7 +431,7 @@ def test_concurrent_ssh_requests_start_and_stop_one_server(alone: Alone) -> None
 
 
 def test_sshd_that_does_not_listen_is_ended(alone: Alone) -> None:
-    """The next request would otherwise find it."""
+    """Otherwise the next request would find it."""
     server = alone.key.with_name("deaf")
     server.write_text("#!/bin/sh\nexec sleep 4711\n")
     server.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The unit files, read by systemd itself."""
+"""The unit files, checked by systemd itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAMS = ("/opt/agent_shim/launch", "/opt/agent_shim/bin/agent-shim")
 
 
 def verify(directory: Path, text: str, name: str = UNIT.name) -> str:
-    """Return the complaints of systemd-analyze about a unit: it can print some and still exit with 0."""
+    """Return the complaints of systemd-analyze about a unit. It can print some and still exit with 0."""
     if shutil.which("systemd-analyze") is None:
         pytest.fail("systemd-analyze is missing: apt-get install --no-install-recommends systemd")
     unit = directory / name

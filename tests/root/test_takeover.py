@@ -1,4 +1,4 @@
-"""From monit to this agent and back: processes of jobs continue under either supervisor. With Debian's monit."""
+"""From Debian's monit to this agent and back: processes of jobs keep running under either supervisor."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def pod(pod: Pod) -> Pod:
 
 
 async def test_takeover_from_monit_and_back_restarts_no_process(pod: Pod) -> None:
-    """The change is made twice. Each process is started once, by the first supervisor.
+    """The change is made twice. Each process is started only once, by the first supervisor.
 
-    One that died without monit is started, and the others are not touched.
+    A process that died while no supervisor was running is started, and the others are not touched.
     """
     machine = pod.machine
     leave_as_the_go_agent(machine)
@@ -85,9 +85,9 @@ async def test_jobs_stopped_by_the_go_agent_stay_stopped(pod: Pod) -> None:
 
 
 async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: Pod) -> None:
-    """It has settings on top of those of the CPI, spec, disk and an unfinished task.
+    """This includes settings on top of those of the CPI, the spec, the disk and an unfinished task.
 
-    The way back leaves the same files.
+    Handing back leaves the same files.
     """
     pod.kill()
     pod.attach("disk-1")
@@ -110,7 +110,7 @@ async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: Pod) -> None:
     said = machine.run(f"{sys.executable} -m agent_shim.cli handback")
     assert "disk disk-1: our mark is removed; /var/vcap/bosh/managed_disk_settings.json says it is the store" in said
     after = state_files(machine)
-    del before["tasks.json"]  # nothing is left to be done
+    del before["tasks.json"]  # no task is left to be done
     assert json.loads(after.pop("update_settings.json")).keys() == json.loads(before.pop("update_settings.json")).keys()
     assert json.loads(after.pop("settings.json"))["agent_id"] == json.loads(before.pop("settings.json"))["agent_id"]
     assert after == before
@@ -119,7 +119,7 @@ async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: Pod) -> None:
 
 
 def state_files(machine: Machine) -> dict[str, str]:
-    """The files below ``bosh`` that an agent writes, by name."""
+    """Return the files below ``bosh`` that an agent writes, by name."""
     place = machine.vcap / "bosh"
     found = {str(path.relative_to(place)): path for path in place.rglob("*") if path.is_file()}
     config = {"agent.json", "warden-cpi-agent-env.json", "agent_shim.lock", "log/current"}

@@ -1,4 +1,6 @@
-"""Jobs that name ``/var/vcap`` below another base: for root, for a user, without such a directory, and forbidden."""
+"""Jobs that name ``/var/vcap`` while the agent uses another base: for root, for a user, without such a directory,
+and forbidden.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ PREFIXES = {
 
 @contextmanager
 def agent(where: Path, prefix: list[str], job: Mapping[str, str] | None = None) -> Iterator[Path]:
-    """An agent without a Director, with a job that names ``/var/vcap``. Yields its tree."""
+    """Run an agent without a Director, with a job that names ``/var/vcap``. Yield its tree."""
     for name, text in (job or sleeper(Paths(), "web")).items():
         path = where / "rendered/jobs/web" / name
         path.parent.mkdir(parents=True, exist_ok=True)

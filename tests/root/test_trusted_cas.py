@@ -1,4 +1,4 @@
-"""Trusted certificates on a machine of their own: TLS believes in them, and no longer when they are taken back."""
+"""Trusted CAs on a machine of their own: TLS clients accept them, and no longer do so after they are removed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST, SECOND, THIRD = (Authority(f"authority {number}") for number in range(3))
 
 @pytest.fixture(autouse=True)
 def place(box: Machine) -> Iterator[None]:
-    """An empty place for local authorities, and what the command makes of it."""
+    """Return an empty directory for local CAs, and the bundle that the command creates from it."""
     box.run(f"mount -t tmpfs -o mode=0755 tmpfs /{PLACE} && {COMMAND} -f >/dev/null")
     yield
     box.run(f"umount /{PLACE}")
@@ -34,7 +34,7 @@ def place(box: Machine) -> Iterator[None]:
 
 @pytest.fixture
 def fake(box: Machine) -> Iterator[None]:
-    """A command in place of the real one, ``/mnt/fake``, which a test writes."""
+    """Replace the command by ``/mnt/fake``, which the test writes."""
     box.write("/mnt/fake", "", mode=0o755)
     box.run(f"mount --bind /mnt/fake {COMMAND}")
     yield
@@ -85,7 +85,7 @@ def test_trusted_cas_replace_the_former_ones(box: Machine, inside: Inside) -> No
 
 
 def test_invalid_trusted_ca_is_named_and_skipped(box: Machine, inside: Inside) -> None:
-    """The Go agent installs the others too. The bad one would make the whole bundle unreadable for some clients."""
+    """The Go agent installs the other CAs too. The bad one would make the whole bundle unreadable for some clients."""
     bad = "-----BEGIN CERTIFICATE-----\nbm9uc2Vuc2U=\n-----END CERTIFICATE-----\n"
     said = inside(TELLING + install(FIRST, SECOND, between=bad).replace("return await", "await") + "\nreturn said")
 
@@ -116,7 +116,7 @@ def test_new_container_installs_the_trusted_cas_again(box: Machine, inside: Insi
 
 @pytest.mark.parametrize("were", [[], [SECOND]])
 def test_interrupted_ca_installation_is_completed(box: Machine, inside: Inside, were: list[Authority]) -> None:
-    """The files were changed, and then the agent was killed."""
+    """The agent was killed after it had changed the files."""
     inside(install(*were))
     box.run(f"rm -f /{PLACE}/*")
     if not were:
@@ -129,7 +129,7 @@ def test_interrupted_ca_installation_is_completed(box: Machine, inside: Inside, 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("tries", [1, 3])
 def test_hanging_ca_update_command_is_killed_and_retried(box: Machine, inside: Inside, tries: int) -> None:
-    """After a number of attempts it raises the error, and the next request starts again."""
+    """After several attempts it raises the error, and the next request starts again."""
     (box.root / "mnt/fake").write_text("#!/bin/sh\ntrap '' TERM\necho $$ $* >>/mnt/calls\nsleep 1000\n")
     error = inside(install(FIRST, tries=tries, patience=0.2))
     calls = (box.root / "mnt/calls").read_text().splitlines()
@@ -146,7 +146,7 @@ def test_hanging_ca_update_command_is_killed_and_retried(box: Machine, inside: I
 
 @pytest.mark.usefixtures("fake")
 def test_ca_update_succeeds_at_the_second_attempt(box: Machine, inside: Inside) -> None:
-    """The command fails now and then."""
+    """The command fails occasionally."""
     (box.root / "mnt/fake").write_text("#!/bin/sh\n[ -e /mnt/once ] || { touch /mnt/once; echo no; exit 3; }\n")
 
     assert inside(install(FIRST)) is None

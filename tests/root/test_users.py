@@ -52,7 +52,7 @@ def groups_of(box: Machine, user: str) -> set[str]:
 
 
 def test_user_tools_cannot_change_the_machine_that_runs_the_tests(box: Machine) -> None:
-    """Tools for users cannot remove anything of the machine that runs the tests."""
+    """Programs that change users cannot remove anything of the machine that runs the tests."""
     homes = {line.split(":")[5] for line in (box.root / "etc/passwd").read_text().splitlines()}
 
     assert homes == {"/nonexistent", "/home/vcap"}
@@ -62,7 +62,10 @@ def test_user_tools_cannot_change_the_machine_that_runs_the_tests(box: Machine) 
 
 
 def test_ssh_user_without_the_bosh_prefix_is_created_but_not_removed(box: Machine, inside: Inside) -> None:
-    """As with the Go agent, a free name is accepted, and any word counts as a key. A cleanup leaves that user."""
+    """As in the Go agent, any free name is accepted, and any word counts as a key.
+
+    A cleanup does not remove such a user.
+    """
     inside(setup("jane_doe", "public-key"))
     inside(setup("jane_doe", KEY))
 
@@ -76,7 +79,7 @@ def test_ssh_user_without_the_bosh_prefix_is_created_but_not_removed(box: Machin
 @pytest.mark.attack("a request makes an SSH user of an existing account or of an option")
 @pytest.mark.parametrize("user", ["root", "vcap"])
 def test_ssh_user_with_the_name_of_an_existing_account_is_rejected(box: Machine, inside: Inside, user: str) -> None:
-    """An account of the machine gains no group and no key."""
+    """Accounts of the machine get neither a group nor a key."""
     before = (groups_of(box, user), (box.root / "etc/passwd").read_text())
 
     assert inside(setup(user)) == (
@@ -136,7 +139,7 @@ their user, and with new files in the home that is removed.
 @pytest.mark.attack("an SSH user survives the clean-up")
 @pytest.mark.parametrize("commands", STAYING.values(), ids=STAYING.keys())
 def test_processes_of_a_removed_ssh_user_end(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
-    """The next user may get the same number."""
+    """Another user may later get the same id."""
     inside(setup("bosh_stays"))
     number, home = box.run("id -u bosh_stays").strip(), "/var/vcap/bosh_ssh/bosh_stays"
     as_user = ["setpriv", "--reuid", "bosh_stays", "--regid", "bosh_stays", "--clear-groups"]
@@ -157,7 +160,7 @@ def test_processes_of_a_removed_ssh_user_end(box: Machine, inside: Inside, comma
 
 
 def test_user_removal_ends_no_process_in_the_host_pid_namespace(box: Machine, inside: Inside) -> None:
-    """Another container may have a user with the same number. There, PID 1 has another root directory."""
+    """A user of another container may have the same id. There, PID 1 has another root directory."""
     inside(setup("bosh_seen"))
     box.run(
         "mkdir -p /mnt/own && mount -t tmpfs tmpfs /mnt/own && cd / && for each in *; do"
@@ -191,7 +194,7 @@ def test_missing_group_leaves_no_partial_ssh_user(box: Machine, inside: Inside) 
 
 
 def test_agent_without_useradd_or_root_creates_no_user(box: Machine, inside: Inside) -> None:
-    """The image may be minimal, or the user an ordinary one, whose refusal comes before any change."""
+    """The image may be minimal. An ordinary user is refused before any change."""
     inside(setup("bosh_first"))
     box.run("mount --bind /dev/null /usr/sbin/useradd")
     try:
@@ -216,7 +219,7 @@ def test_authorized_keys_of_vcap_are_replaced(box: Machine, inside: Inside) -> N
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_keys_of_vcap_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
-    """The user vcap cannot make root write where vcap may not."""
+    """vcap cannot make root write where vcap itself may not."""
     box.run("rm -rf /home/vcap/.ssh && mkdir -m 700 /etc/victim && ln -s /etc/victim /home/vcap/.ssh")
     try:
         error = inside(f"{USERS}await users.authorize_vcap(['ssh-rsa AAAA'])")
@@ -265,11 +268,11 @@ def test_pipe_at_the_authorized_keys_does_not_block(box: Machine, inside: Inside
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machine, inside: Inside) -> None:
-    """Each took a minute, during which no other user was created."""
+    """Each such user used to block for a minute, during which no other user was created."""
     stopping = box.popen([*AS_VCAP, "setsid", sys.executable, "-S", "-c", KILLING.replace("9", "19")])
     try:
         box.run("until pgrep -u vcap >/dev/null; do sleep 0.02; done")
-        for _ in range(20):  # the writer may be faster than what stops it
+        for _ in range(20):  # the writer may be faster than the process that stops it
             if error := inside(f"{USERS}await users.authorize_vcap(['ssh-rsa AAAA'])"):
                 break
     finally:
@@ -281,7 +284,7 @@ def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machi
 
 @pytest.mark.parametrize("keep_root", [True, False])
 def test_password_hash_is_in_the_shadow_file_and_in_no_argument(box: Machine, inside: Inside, keep_root: bool) -> None:
-    """No command line contains it."""
+    """It appears in no command line."""
     hashed = f"$6$salt$hash{keep_root}"
     inside(f"{USERS}await users.set_passwords({hashed!r}, keep_root={keep_root})")
     shadow = dict(line.split(":")[:2] for line in (box.root / "etc/shadow").read_text().splitlines())

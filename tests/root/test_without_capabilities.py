@@ -1,4 +1,4 @@
-"""Root that may not give files away: a container that was started with ``--cap-drop=all``."""
+"""Root without the capability to change owners, in a container that was started with ``--cap-drop=all``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ BOOT = "from agent_shim.daemon import boot\nawait boot.boot([boot.tree_step(Path
 
 
 def test_boot_keeps_owners_that_it_cannot_change(box: Machine, inside: Inside) -> None:
-    """The tree is made with its modes, all of it root's. That owners stay is said once, and twenty directories are one
-    line. A file that could not be given to its group is readable by root alone as far as its mode goes. Bundles of the
-    Director are unpacked and usable.
+    """The directories are created with their modes and all belong to root.
+
+    This is logged once, even for twenty directories. If a file cannot be given to its group, its mode only matters for
+    root. Bundles from the Director are unpacked and usable.
     """
     script = """
 import logging

@@ -1,4 +1,4 @@
-"""A core dump of the agent goes nowhere, wherever the kernel sends core dumps."""
+"""A core dump of the agent is never stored, wherever the kernel sends core dumps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ os.abort()
 
 @pytest.fixture
 def handler(tmp_path: Path) -> Iterator[Path]:
-    """A program that gets core dumps through a pipe. The number of what crashed is a file beside it."""
+    """Install a program that receives core dumps through a pipe and creates a file named after the crashed process."""
     program, dumps = tmp_path / "handler", tmp_path / "dumps"
     dumps.mkdir()
     program.write_text(f"#!/bin/sh\ncat >{dumps}/$1\n")
@@ -37,7 +37,7 @@ def handler(tmp_path: Path) -> Iterator[Path]:
 
 def crash(how: str) -> int:
     with subprocess.Popen([sys.executable, "-c", CRASH, how]) as crashed:
-        crashed.wait()  # until the handler has ended
+        crashed.wait()  # wait until the handler has ended
         return crashed.pid
 
 

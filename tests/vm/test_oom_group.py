@@ -1,4 +1,4 @@
-"""Out-of-memory kills of a container with cgroup v2, whose kubelet has set memory.oom.group on it."""
+"""Out-of-memory kills in a container with cgroup v2 for which the kubelet has set memory.oom.group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.source import ROOT
 
 pytestmark = pytest.mark.vm
 
-# As a runtime does: the cgroup of the container is the root of its cgroup namespace, and the top of the mount.
+# As a runtime arranges it, the container's cgroup is the root of its cgroup namespace and the top of the mount.
 ENTER = """
 echo 0 >"$0/cgroup.procs"
 exec unshare --cgroup --mount sh -c 'mount -t cgroup2 -o "$0" cgroup2 /sys/fs/cgroup && exec "$@"' "$@"
@@ -37,7 +37,7 @@ with subprocess.Popen(["sleep", "1000"]) as job:
 
 @pytest.fixture
 def container() -> Iterator[Path]:
-    """A cgroup with 128 MiB that is killed as one."""
+    """Create a cgroup with 128 MiB that is killed as a whole."""
     top = Path("/sys/fs/cgroup")
     (top / "cgroup.subtree_control").write_text("+memory")
     made = top / f"container-{os.getpid()}"
@@ -55,7 +55,7 @@ def run(container: Path, options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_one_process_of_a_privileged_container_is_killed(container: Path) -> None:
-    """The others live, as under cgroup v1."""
+    """The others survive, as with cgroup v1."""
     done = run(container, "rw")
 
     assert done.stdout == "ended: True\njob lives: True\n", done.stderr
@@ -63,7 +63,7 @@ def test_one_process_of_a_privileged_container_is_killed(container: Path) -> Non
 
 
 def test_all_processes_are_killed_where_the_cgroup_is_read_only(container: Path) -> None:
-    """As in pods without privileges, until the kubelet's singleProcessOOMKill is true."""
+    """This is the case in pods without privileges, unless the kubelet's singleProcessOOMKill is true."""
     done = run(container, "ro")
 
     assert done.stdout == "refused: Read-only file system\n", done.stderr

@@ -1,4 +1,4 @@
-"""The unit under a systemd that is process 1 of a machine with cgroup v2 alone: limits, kills, figures."""
+"""The systemd unit on a machine with systemd as process 1 and only cgroup v2: limits, kills, figures."""
 
 from __future__ import annotations
 
@@ -63,14 +63,16 @@ processes:
 
 @dataclass(frozen=True)
 class Guest:
-    """The agent of this machine, asked by its Director."""
+    """The agent of this machine, and its Director."""
 
     director: Director
     monitor: HealthMonitor
     blobs: Path
 
     async def deploy(self) -> None:
-        """A job with a process that allocates memory on request, one without, and a job with a script."""
+        """Deploy a job with a process that allocates memory on request, one without processes, and one with a
+        script.
+        """
         release = {"web": {"monit": MONIT, "config/bpm.yml": BPM_YML}, "old": jobs.sleeper(Paths(), "old")}
         spec = jobs.spec(self.blobs, release)
         await self.director.run(AGENT, "apply", spec)
@@ -89,7 +91,7 @@ class Guest:
         return int(path.read_text())
 
     async def overeat(self) -> str:
-        """One process passes its limit; what the alert says, once the process runs again."""
+        """Let one process exceed its limit. Return the alert once the process runs again."""
         before = self.pid("hungry")
         Path("/var/vcap/data/web/eat").touch()
         said: str = await eventually(self.alert)
@@ -118,7 +120,7 @@ async def eventually(fact: Any) -> Any:
 
 
 def helped() -> list[str]:
-    """All of the group of the hungry process, once an init, the process and its helper are there."""
+    """Return all processes in the hungry process's group, once its init, the process and its helper exist."""
     members = [pid for path in GROUP.glob("agent_shim/*hungry*/cgroup.procs") for pid in path.read_text().split()]
     return members if len(members) > 2 else []
 
@@ -129,7 +131,7 @@ def systemctl(*arguments: str) -> str:
 
 @contextmanager
 def drop_in(text: str) -> Iterator[None]:
-    """Restart the unit with a change."""
+    """Restart the unit with a changed setting."""
     path = Path(f"/etc/systemd/system/{UNIT}.d/test.conf")
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"[Service]\n{text}\n")
@@ -143,14 +145,14 @@ def drop_in(text: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def overlay() -> None:
-    """Install the agent on a machine of Debian."""
+    """Install the agent on a Debian machine."""
     subprocess.run([ROOT / "stemcell_overlay/apply", "/"], check=True)
     systemctl("daemon-reload")
 
 
 @pytest.fixture
 async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Guest]:
-    """The unit, active and on the bus, with the change that the test is parametrised with."""
+    """Provide the active unit, connected to the bus, with the setting with which the test is parametrised."""
     director, monitor, store = Director(poll=0.1), HealthMonitor(), tmp_path / "blobs"
     store.mkdir()
     async with NatsServer(tmp_path / "bus") as server:
@@ -211,7 +213,7 @@ async def test_kernel_kills_a_process_above_its_limit_with_its_cgroup(guest: Gue
 
 @pytest.mark.parametrize("guest", ["Delegate=no\nDelegateSubgroup="], indirect=True)
 async def test_watchdog_kills_a_process_above_its_limit_without_delegation(guest: Guest) -> None:
-    """It happens a little later, when the process has used more."""
+    """This happens a little later, when the process has used more."""
     await guest.deploy()
     others = {name: guest.pid(name) for name in ("modest", "old")}
     assert not list(GROUP.glob("**/memory.max"))[1:], "no group below that of the unit"
@@ -225,7 +227,7 @@ async def test_watchdog_kills_a_process_above_its_limit_without_delegation(guest
 
 @pytest.mark.parametrize("guest", ["MemoryMax=400M"], indirect=True)
 async def test_vitals_are_relative_to_the_unit(guest: Guest) -> None:
-    """Memory is a part of the unit's limit, not of the machine's memory, and equals what the kernel counts."""
+    """Memory is a share of the unit's limit, not of the machine's memory, and equals the kernel's figure."""
     await guest.deploy()
     vitals = (await guest.state("full"))["vitals"]["mem"]
     current = int((GROUP / "memory.current").read_text())
@@ -237,7 +239,7 @@ async def test_vitals_are_relative_to_the_unit(guest: Guest) -> None:
 
 @pytest.mark.parametrize("guest", ["MemoryMax=250M\nOOMPolicy=kill"], indirect=True)
 async def test_jobs_return_after_the_whole_unit_was_killed(guest: Guest) -> None:
-    """A cgroup that is killed as one (memory.oom.group) is restarted as wanted."""
+    """A cgroup that is killed as a whole (memory.oom.group) is restarted and its jobs return to the wanted state."""
     await guest.deploy()
     assert (GROUP / "memory.oom.group").read_text().strip() == "1"
     first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
