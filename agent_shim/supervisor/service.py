@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from agent_shim.core.errors import ConfigError, HostError
-from agent_shim.host import watchdog
+from agent_shim.host import proc, watchdog
 from agent_shim.host.process import Process
 from agent_shim.supervisor import event_kinds
 from agent_shim.supervisor.bpm.runner import Bpm
@@ -31,7 +31,14 @@ from agent_shim.supervisor.monit.ast import Action, Connection, Program
 from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.keepers import Left, rule_label
 from agent_shim.supervisor.ownership.keepers import left as named
-from agent_shim.supervisor.ownership.process_finder import VOID, LateError, ProcessFinder, Timing, kind_of
+from agent_shim.supervisor.ownership.process_finder import (
+    MIN_POLL_S,
+    VOID,
+    LateError,
+    ProcessFinder,
+    Timing,
+    kind_of,
+)
 from agent_shim.supervisor.ownership.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, RestartLimit
 from agent_shim.supervisor.state import (
@@ -158,6 +165,8 @@ class Service:
         """Time of the last request to start, monotonic."""
         self._is_counted = False
         """The restart in progress counts towards the restart limits."""
+        self._awaits_successor = False
+        """Its process has ended, and the start program that still runs may start another one."""
         self._is_leading = False
         """Its dependants restart if the next start finds no process."""
         self._is_failure_told = False
@@ -202,7 +211,7 @@ class Service:
     def reported(self) -> str:
         """The Director's process state. Counts an exit that no step has handled yet."""
         process = self._finder.process
-        fails_a_check = bool(self.complaints) or (process is not None and process.is_over)
+        fails_a_check = bool(self.complaints) or self._awaits_successor or (process is not None and process.is_over)
         is_unknown = self.awaits_answers if self.spec.is_process else self.spec.rules and not self.is_checked
         if self.record.state is State.RUNNING and is_unknown and not fails_a_check:
             return reported(State.STARTING)
@@ -556,17 +565,26 @@ class Service:
         await self.react(self.spec.change, "PID changed", said)
 
     async def _has_successor(self, how: str) -> bool:
-        """True if the pidfile names another process.
+        """True if the pidfile names another process. monit looks at its next cycle only.
 
         A start program that writes its own number and becomes a daemon (``echo $$``, ``exec nginx``) ends with 0 before
-        the daemon has written its number. monit looks at its next cycle only.
+        the daemon has written its number. Another one starts a daemon to configure it, ends it, and starts the final
+        one. So one that still runs has a cycle to bring up the next process.
         """
         is_daemon = how == "exit 0" and self.spec.start_call is None
         give_up_at = self._finder.up_at + self._timing.linger if is_daemon else 0.0
-        while not await self._finder.look(self.spec, self.record.traces):
-            if time.monotonic() >= give_up_at:
-                return False
-            await asyncio.sleep(self._timing.look)
+        next_check_at = time.monotonic() + self._timing.cycle
+        pause, traces = MIN_POLL_S, self.record.traces
+        try:
+            while not await self._finder.look(self.spec, traces):
+                now = time.monotonic()
+                self._awaits_successor = how != VOID and traces.program is not None and proc.is_there(traces.program)
+                if now >= (next_check_at if self._awaits_successor else give_up_at):
+                    return False
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, self._timing.look)
+        finally:
+            self._awaits_successor = False
         return True
 
     async def _lost(self, how: str) -> None:

@@ -48,6 +48,44 @@ async def test_killed_process_is_restarted_at_once_with_its_exit_status(world: W
         ]
 
 
+TWO_DAEMONS = f"""
+echo start >>$log
+sleep 600 & echo $! >$pidfile
+until [ -e $pidfile.ready ]; do sleep 0.02; done
+kill $!; wait $!
+until [ -e $pidfile.next ]; do sleep 0.02; done
+echo initialized >>$log
+{LASTING} & echo $! >$pidfile
+"""
+"""Starts a daemon, configures it, ends it and starts the final one: mongodb_config of ap-mongodb-shard-release."""
+
+
+async def test_start_program_that_replaces_its_first_daemon_is_not_interrupted(world: World) -> None:
+    """monit, which looks every ten seconds, hardly ever notices the gap, and finds the second daemon."""
+    world.timing = replace(world.timing, cycle=600)
+    async with world.supervising(world.job("web", TWO_DAEMONS)) as supervisor:
+        first = (await in_state(supervisor, "web", "running")).pid
+        Path(f"{world.pidfile('web')}.ready").touch()
+        await until(lambda: not is_alive(first))
+        await until(lambda: info(supervisor, "web").process.state == "failing")
+        Path(f"{world.pidfile('web')}.next").touch()
+        await until(lambda: info(supervisor, "web").pid not in (0, first))
+
+        assert info(supervisor, "web").process.state == "running"
+        assert world.lines() == ["start", "initialized"]
+        assert info(supervisor, "web").restarts == 0
+
+
+async def test_start_program_that_starts_no_further_process_is_replaced_after_a_cycle(world: World) -> None:
+    """Until then it may have started another one. monit looks once in a cycle."""
+    lingering = "echo start >>$log; sleep 600 & echo $! >$pidfile; exec sleep 700"
+    async with world.supervising(world.job("web", lingering)) as supervisor:
+        await killed(supervisor, "web")
+
+        assert world.lines() == ["start", "start"]
+        assert world.told("Does not exist") == [("web", "restart")]
+
+
 async def test_process_exit_is_logged_with_its_reason_and_fields(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
