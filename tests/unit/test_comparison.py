@@ -174,6 +174,22 @@ def test_a_failed_start_makes_a_service_fail_below_monit_after_its_process_has_c
     assert judged(tmp_path / "other", phase("slow start", **failed), phase("slow start", **up)).kind == "difference"
 
 
+def test_a_process_killed_by_the_stop_program_of_the_stop_before_is_listed(tmp_path: Path) -> None:
+    """An example is proxy of docker-registry-boshrelease. A signal after stops of equal length is a difference."""
+    lives = [1.0, "lives", "server"]
+    killed = {"alerts": ["web - Does not exist - restart"], "events": [lives, [2.0, "SIGTERM", "server"], lives]}
+
+    def verdict(seconds: float) -> str:
+        go = [phase("operator: stop", seconds=1.5), phase("start after stop", **killed)]
+        shim = [phase("operator: stop", seconds=seconds), phase("start after stop", events=[lives])]
+        place = tmp_path / str(seconds)
+        place.mkdir()
+        return judge.judge(planned(place, job()), *({"error": "", "phases": phases} for phases in (go, shim))).kind
+
+    assert verdict(6.5) == "listed"
+    assert verdict(1.5) == "difference"
+
+
 def test_comparison_difference_names_the_line_of_the_release(tmp_path: Path) -> None:
     failing = phase("port closed", job_states=["running", "failing"], states={"web": ["running", "failing"]})
     verdict = judged(tmp_path, failing, phase("port closed"))

@@ -46,6 +46,8 @@ class Difference:
     """A rule about memory or processor time has restarted a process in the Go agent's world."""
     has_failed_start: bool = False
     """The service, or one of the job, whose process lives, had too slow a start program in the Go agent's world."""
+    runs_beside_stop_program: bool = False
+    """The phase follows a stop that only this agent ended after the stop program."""
     is_pending: bool = False
     """The restart of the phase before had not ended in either world."""
 
@@ -221,7 +223,14 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     ),
     (
         "a restart starts the next process beside a stop program",
-        lambda one: one.act == "monit restart" and "Does not exist" in one.go and not one.shim,
+        lambda one: (
+            (one.act == "monit restart" and "Does not exist" in one.go and not one.shim)
+            or (
+                one.runs_beside_stop_program
+                and "Does not exist - restart" in one.go_alerts
+                and one.what.endswith(("SIGTERM", " lives") if one.go > one.shim else ())
+            )
+        ),
     ),
     (
         "the working directory is theirs",
@@ -287,6 +296,7 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.is_restarted_by_port = any("Connection failed - restart" in alert for alert in closed)
         used = lives[0].get("usage", {}).get("alerts", [])
         one.is_restarted_by_usage = any("Resource limit matched - restart" in alert for alert in used)
+        one.runs_beside_stop_program = one.act in STARTS and _is_shorter_stop(lives[0], lives[1], one.phase)
         one.has_failed_start = _has_failed_start(lives[0], one)
         one.go_alerts, one.go_answer = " ".join(seen.get("alerts", [])), seen.get("value", "")
         one.allowed = next((title for title, is_one in ALLOWED if is_one(one)), "")
@@ -298,6 +308,14 @@ def _is_left(life: Phases) -> bool:
     """Return True if a process that a pidfile names still runs after a stop."""
     stops = [phase for name, phase in life.items() if name.rpartition(": ")[2] == "stop"]
     return any(lives for stop in stops for lives in stop["services"].values())
+
+
+def _is_shorter_stop(go: Phases, shim: Phases, name: str) -> bool:
+    """True if the phase before was a stop that took at least a second less under monit."""
+    names = list(go)
+    before = names[max(names.index(name) - 1, 0)] if name in names else ""
+    took = [life.get(before, {}).get("seconds", 0.0) for life in (go, shim)]
+    return before.rpartition(": ")[2] == "stop" and took[0] < took[1] - 1
 
 
 def _has_failed_start(life: Phases, one: Difference) -> bool:
