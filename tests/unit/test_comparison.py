@@ -99,6 +99,13 @@ def test_comparison_drops_dependencies_on_other_jobs(tmp_path: Path) -> None:
     assert "nginx" not in made.job.monit
 
 
+def test_comparison_drops_the_cycle_that_a_job_sets(tmp_path: Path) -> None:
+    """An example is artifactory-bosh-release."""
+    made = planned(tmp_path, job(monit=f"set daemon 60\n{MONIT}"))
+
+    assert made.job.files["monit"].split() == MONIT.split()
+
+
 def test_comparison_drops_bpm_privileges_that_the_machine_lacks(tmp_path: Path) -> None:
     bpm = "processes: [{name: web, executable: /web, capabilities: [NET_BIND_SERVICE, SYS_RESOURCE]}]"
     asked = plan.processes(planned(tmp_path, job(**{"config/bpm.yml": bpm})).job)[0]["capabilities"]

@@ -209,9 +209,13 @@ def _reached(text: str) -> str:
 
 
 def _alone(path: str, text: str, known: set[str]) -> str:
-    """Return a monit file without dependencies on services of other jobs, because those do not exist here."""
+    """Return a monit file without dependencies on services of other jobs, because those do not exist here.
+
+    ``set daemon`` goes too. Below monit, it would change the cycle of the whole machine.
+    """
     if not _is_monit(path):
         return text
+    text = re.sub(r"(?im)^\s*set\s+daemon\s+\d+.*$", "", text)
     return re.sub(r"\bdepends\s+(?:on\s+)?([\w-]+)", lambda found: found[0] if found[1] in known else "", text)
 
 
