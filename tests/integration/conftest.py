@@ -1,4 +1,6 @@
-"""For tests of a whole agent: its process, a private bus and a Director. For tests of blobs: a tree and a server."""
+"""Fixtures for tests of a whole agent (its process, a private bus and a Director) and for tests of blobs (a tree and
+a server).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from tests.support.instance import COMMAND, World, world
 
 @pytest.fixture
 async def instance() -> AsyncIterator[World]:
-    """An instance whose agent is not started yet."""
+    """Provide an instance whose agent has not been started yet."""
     async with world(COMMAND) as made:
         yield made
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
-    """A tree with the directories of blobs and bundles."""
+    """Provide a tree with the directories of blobs and bundles."""
     paths = Paths(tmp_path / "vcap")
     for directory in (paths.tmp, paths.blobs, paths.sensitive_blobs, paths.data_jobs, paths.data_packages):
         directory.mkdir(parents=True)
@@ -31,14 +33,14 @@ def paths(tmp_path: Path) -> Paths:
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    """A server of blobs by HTTP."""
+    """Provide an HTTP server for blobs."""
     async with http_server() as server:
         yield server
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[process.Process]:
-    """Every process that is started."""
+    """Record every process that is started."""
     found: list[process.Process] = []
     honest = process.spawn
 

@@ -1,4 +1,4 @@
-"""Upgrades below running jobs, from the last revision in which agents had no keepers."""
+"""Upgrades, with running jobs, from the last revision in which agents had no keepers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMER: Final = "d2b51961"
 
 @pytest.fixture(scope="module")
 def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources of that revision."""
+    """Return the sources of that revision."""
     tree = tmp_path_factory.mktemp("former")
     archive = subprocess.run(["git", "-C", ROOT, "archive", FORMER], stdout=subprocess.PIPE, check=False)
     if archive.returncode:
@@ -34,7 +34,7 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def left(world: World, former: Path) -> tuple[int, int]:
-    """The process of a job and its child, which a killed agent of that revision has left."""
+    """Return the processes of a job and its child, left by a killed agent of that revision."""
     child = world.base / "child"
     jobs = [world.job("web", f"sleep 600 & echo $! >{child}; echo $$ >$pidfile; {LASTING}", "exit 0", timeout=1)]
     (world.base / "files.json").write_bytes(msgspec.json.encode(jobs))
@@ -54,7 +54,7 @@ async def left(world: World, former: Path) -> tuple[int, int]:
 
 
 async def test_jobs_of_an_agent_without_keepers_run_on_and_are_stopped(world: World, left: tuple[int, int]) -> None:
-    """It knew their processes by its state, and by their cgroup where it had one."""
+    """That agent recognized its processes through its saved state and, if it had cgroups, through those."""
     async with world.supervisor() as supervisor:
         assert await supervisor.recover()
         assert (await in_state(supervisor, "web", "running")).pid == left[0]
@@ -82,7 +82,7 @@ async def test_jobs_of_an_agent_without_keepers_get_one_at_their_next_start(
 
 @pytest.mark.root
 async def test_daemon_that_hid_from_an_agent_without_keepers_is_stopped(world: World, former: Path) -> None:
-    """That agent had put it into a cgroup."""
+    """The former agent had put the daemon into a cgroup."""
     if not job_cgroups.hierarchies():
         pytest.skip("no cgroups here")
     child = world.base / "child"

@@ -1,4 +1,4 @@
-"""``./dev bench``, with agents that are none."""
+"""``./dev bench`` with imitations of an agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of a blob, retries, and errors of a missing or wrong one."""
+"""Where blobs are fetched from, retries, and errors for missing or wrong blobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MISMATCH = f"Expected stream to have digest '{'0' * 40}' but was '{SHA1}'"
 
 @pytest.fixture
 def server(server: Server) -> Server:
-    """Has the blob at ``/signed`` and, as a DAV store, under its id."""
+    """Provide a server with the blob at ``/signed`` and, as a DAV store, under its id."""
     server.blobs = {"/signed": BLOB, f"/{SHARD}/{ID}": BLOB}
     return server
 
@@ -139,7 +139,8 @@ async def test_blob_without_a_valid_digest_is_rejected(paths: Paths, blobs: Blob
         await content(blobs, blob_id=ID, digest=digest)
 
 
-# --- tries ----------------------------------------------------------------------------------------------------------
+# --- retries
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ async def test_download_error_is_that_of_the_last_attempt(server: Server, blobs:
 
 @pytest.mark.parametrize("timing", [FAST])
 async def test_download_attempts_leave_no_files_or_descriptors(paths: Paths, server: Server, blobs: Blobs) -> None:
-    """This holds for attempts that failed and for those that did not."""
+    """This holds for failed and for successful attempts."""
     server.plan = ["500", http.HALF, http.WRONG, http.STALL]
     await failure(blobs, blob_id=ID, digest=SHA1)
     await content(blobs, blob_id=ID, digest=SHA1)
@@ -185,7 +186,7 @@ async def test_download_attempts_leave_no_files_or_descriptors(paths: Paths, ser
 async def test_full_disk_fails_a_download_without_a_retry(
     paths: Paths, server: Server, blobs: Blobs, size: int
 ) -> None:
-    """The host is not at fault, so nothing is fetched again. The test sets a file size limit for this process."""
+    """The host is not at fault, so nothing is fetched again. The test limits the file size of this process."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -203,7 +204,7 @@ async def test_full_disk_fails_a_download_without_a_retry(
 
 
 async def test_upload_to_a_signed_url_is_not_retried(server: Server, blobs: Blobs, tmp_path: Path) -> None:
-    """The Go agent does not retry it either. Only the sender knows the id."""
+    """The Go agent does not retry it either, because only the sender knows the id."""
     (tmp_path / "file").write_bytes(b"result")
     assert await blobs.put(tmp_path / "file", f"{server.url}/new?sig=x", {"x-ms-blob-type": "blockblob"}) == ""
     server.plan = ["500"]

@@ -1,4 +1,4 @@
-"""Blobstores behind the commands of a stemcell, as actions use them: compiled there, installed from there."""
+"""Blobstores behind a stemcell's commands, as actions use them: compilation uploads, and install downloads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def install(world: World, provider: str, *argv: str) -> None:
-    """Make ``argv`` the command of a provider."""
+    """Install ``argv`` as the command of a provider."""
     path = world.paths.bosh_bin / f"bosh-blobstore-{provider}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'#!/bin/sh\nexec {shlex.join(argv)} "$@"\n')
@@ -55,7 +55,10 @@ def install(world: World, provider: str, *argv: str) -> None:
 
 
 async def through(world: World, source: str, digest: str) -> str:
-    """Compile a package whose source is in the store, and one that depends on the result. The id of the first."""
+    """Compile a package whose source is in the store, and one that depends on the result.
+
+    Return the id of the first result.
+    """
     first = await world.value("compile_package", source, digest, "first", "1", {})
     compiled = {"name": "first", "version": "1", **first["result"]}
     second = await world.value("compile_package", source, digest, "second", "1", {"first": compiled})
@@ -78,7 +81,7 @@ def left(world: World) -> list[str]:
 
 @pytest.mark.parametrize("provider", OPTIONS)
 async def test_command_blobstore_stores_and_fetches_packages_and_logs(tmp_path: Path, provider: str) -> None:
-    """A compiled package is stored and fetched as a dependency. The options are in a file that only root reads."""
+    """A compiled package is stored, and fetched as a dependency. The options are in a file that only root can read."""
     store, options = tmp_path / "store", OPTIONS[provider]
     store.mkdir()
     (store / "source").write_bytes(SOURCE)
@@ -100,7 +103,10 @@ async def test_command_blobstore_stores_and_fetches_packages_and_logs(tmp_path: 
 
 
 async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> None:
-    """They come by ``update_settings`` or from the CPI, and may name another provider. No new connection is needed."""
+    """They come with ``update_settings`` or from the CPI, and may name another provider.
+
+    No new bus connection is needed.
+    """
     store, options = tmp_path / "store", OPTIONS["gcs"]
     store.mkdir()
     (store / "source").write_bytes(SOURCE)
@@ -113,7 +119,7 @@ async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> 
         said = await world.error(*compiling)
         assert "Shelling out to bosh-blobstore-azure-storage cli: it ended with code 1: 403" in said
 
-        # The CPI's document.
+        # The settings from the CPI.
         path = tmp_path / "settings-source.json"
         document = json.loads(path.read_text())
         document["env"]["bosh"]["blobstores"][0]["options"] = OPTIONS["azure-storage"]
@@ -121,7 +127,7 @@ async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> 
         await world.agent.settings.refreshed()
         await world.value(*compiling)
 
-        # The Director's word goes before it.
+        # The Director's settings take precedence.
         news = [{"provider": "gcs", "options": options | {"json_key": "wrong"}}]
         await world.value("update_settings", {"blobstores": news, "trusted_certs": "", "disk_associations": []})
         assert "bosh-blobstore-gcs" in await world.error(*compiling)
@@ -136,7 +142,7 @@ async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> 
 
 @asynccontextmanager
 async def moto(where: Path) -> AsyncIterator[int]:
-    """moto's stand-in for S3 on a port of the loopback."""
+    """Run moto, an imitation of S3, on a loopback port."""
     program = ROOT / ".tools/bin/moto_server"
     assert program.exists(), "moto_server is missing: ./dev test-slow installs it"
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -160,7 +166,7 @@ def _listens(port: int) -> bool:
 
 
 def s3(method: str, url: str, data: bytes = b"") -> bytes:
-    """One request to the store past the command."""
+    """Send one request directly to the store."""
     signed = "AWS4-HMAC-SHA256 Credential=key-id/20260101/us-east-1/s3/aws4_request"  # moto does not verify it
     headers = {"Content-Type": "application/octet-stream", "Authorization": signed}
     with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=30) as response:
@@ -194,7 +200,7 @@ async def test_command_blobstore_works_with_an_s3_store(tmp_path: Path) -> None:
             blob_id = await through(world, "source", DIGEST)
             assert s3("GET", f"{bucket}/{blob_id}")[:2] == b"\x1f\x8b"
 
-            (world.paths.log / "big.log").write_bytes(os.urandom(20 << 20))  # more than one part
+            (world.paths.log / "big.log").write_bytes(os.urandom(20 << 20))  # uploaded in more than one part
             logs = await world.value("fetch_logs", "job", None)
             assert hashlib.sha1(s3("GET", f"{bucket}/{logs['blobstore_id']}")).hexdigest() == logs["sha1"]
 

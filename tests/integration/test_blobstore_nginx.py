@@ -29,7 +29,7 @@ RECORDS = b'{"version": 3, "records": [["10.0.0.9", "other.bosh"]]}'
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Nginx]:
-    """With a source, templates and names in it, and a user that knows the password."""
+    """Provide a server with a source, templates and DNS records, and a user with a password."""
     async with nginx(tmp_path / "nginx") as one:
         one.users(agent=PASSWORD)
         for name, content in (("source", SOURCE), ("templates", TEMPLATES), ("records", RECORDS)):
@@ -52,7 +52,7 @@ def sha1(content: bytes) -> str:
 
 
 def spec(package: dict[str, Any], templates: dict[str, Any]) -> dict[str, Any]:
-    """An instance with one job and one package, wherever they come from."""
+    """Return the spec of an instance with one job and one package, wherever their blobs come from."""
     return {
         "deployment": "dep",
         "job": {"name": "g", "template": "web", "version": "1", "templates": [{"name": "web", "version": "1"}]},
@@ -138,7 +138,7 @@ async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path:
 async def test_rejected_signed_url_is_reported_by_host_and_status(
     world: World, server: Nginx, change: dict[str, Any], status: int
 ) -> None:
-    """The URL itself is not shown, because it may be valid elsewhere."""
+    """The URL itself is not shown, because the same signature may be valid elsewhere."""
     url = server.signed(**{"method": "PUT", "blob_id": "logs", **change})
     said = await world.error("fetch_logs_with_signed_url", {"signed_url": url, "log_type": "job", "filters": []})
 
@@ -149,7 +149,7 @@ async def test_rejected_signed_url_is_reported_by_host_and_status(
 
 
 async def test_wrong_dav_password_or_ca_is_reported_and_replaced_without_a_restart(world: World, server: Nginx) -> None:
-    """The error does not show the password. The Director rotates both by ``update_settings``."""
+    """The error does not show the password. The Director rotates both with ``update_settings``."""
     compiling: tuple[Any, ...] = ("compile_package", "source", sha1(SOURCE), "p", "1", {})
     server.users(agent="n3w")
     said = await world.error(*compiling)

@@ -68,8 +68,9 @@ async def content(store: Provider, blob_id: str = ID) -> bytes:
 async def test_local_blobstore_stores_and_returns_blobs(
     paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first blob creates the directory. A blob is synced before it gets its name, as a crash would leave the
-    name of an empty file.
+    """The first blob creates the directory. A blob is synced before it gets its name.
+
+    Otherwise a crash could leave an empty file with the name.
     """
     (tmp_path / "file").write_bytes(b"data")
     synced: list[tuple[int, bool]] = []
@@ -86,7 +87,7 @@ async def test_local_blobstore_stores_and_returns_blobs(
 
 
 async def test_local_blobstore_on_a_full_disk_names_the_file(paths: Paths, tmp_path: Path) -> None:
-    """The partial file is removed. The test sets a file size limit for this process."""
+    """The partial file is removed. The test limits the file size of this process."""
     (tmp_path / "file").write_bytes(bytes(200_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -100,7 +101,7 @@ async def test_local_blobstore_on_a_full_disk_names_the_file(paths: Paths, tmp_p
 
 
 async def test_create_env_cache_is_the_directory_of_uploaded_blobs(paths: Paths) -> None:
-    """The agent installs from files that the CLI uploads by HTTPS."""
+    """The agent installs from files that the CLI has uploaded over HTTPS."""
     (paths.blobs / ID).write_bytes(b"data")
 
     assert await content(made(paths, "local", blobstore_path="/var/vcap/micro_bosh/data/cache")) == b"data"
@@ -118,8 +119,9 @@ async def test_create_env_cache_is_the_directory_of_uploaded_blobs(paths: Paths)
     ],
 )
 def test_invalid_blobstore_is_rejected(paths: Paths, kind: str, options: dict[str, Any], text: str) -> None:
-    """The error names the wrong option, and for a directory has Go's text. A name becomes part of a path and of
-    a command.
+    """The error names the wrong option and, for a directory, has Go's text.
+
+    The name is checked because it becomes part of a path and of a command.
     """
     with pytest.raises(BlobError, match=text):
         made(paths, kind, **options)
@@ -184,7 +186,7 @@ async def test_wrong_dav_password_is_reported_by_status_and_host(paths: Paths, t
 
 
 def program(paths: Paths, body: str) -> None:
-    """``bosh-blobstore-x``, called ``-c CONFIG get|put FROM TO``."""
+    """Install ``bosh-blobstore-x``, which is called as ``-c CONFIG get|put FROM TO``."""
     path = paths.bosh_bin / "bosh-blobstore-x"
     path.write_text(f"#!/bin/sh\nset -e\nconfig=$2 what=$3 from=$4 to=$5\n{body}\n")
     path.chmod(0o755)
@@ -193,9 +195,9 @@ def program(paths: Paths, body: str) -> None:
 async def test_command_blobstore_gets_and_puts_blobs(
     paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command finds its options in a file that only root may read, and leaves nothing temporary.
+    """The command finds its options in a file that only root can read, and leaves no temporary files.
 
-    Its variables for proxies, in lower and upper case, come from the settings. It inherits all others.
+    Its proxy variables, in lower and upper case, come from the settings. It inherits all other variables.
     """
     monkeypatch.setenv("HTTPS_PROXY", "http://environment:1")
     monkeypatch.setenv("NO_PROXY", "here")
@@ -246,7 +248,7 @@ async def test_failed_blobstore_command_is_reported_without_secrets(paths: Paths
 
 
 async def test_missing_or_slow_blobstore_command_is_reported(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing one has the Go agent's text, but the agent itself continues, unlike the Go agent."""
+    """The error has the Go agent's text. Unlike the Go agent, the agent itself continues."""
     with pytest.raises(BlobError, match="^executable bosh-blobstore-x not found in PATH$"):
         await content(made(paths, "x"))
 
@@ -283,7 +285,8 @@ async def test_endless_blobstore_command_output_is_not_kept_in_memory(paths: Pat
     assert peak < 16_000_000
 
 
-# --- others ---------------------------------------------------------------------------------------------------------
+# --- other providers
+# ----------------------------------------------------------------------------------------------------
 
 
 async def test_dummy_blobstore_accepts_uploads_and_returns_no_blob(paths: Paths, tmp_path: Path) -> None:
@@ -311,7 +314,7 @@ def test_blobstore_ca_is_read_from_the_directors_options(options: dict[str, Any]
 
 
 def test_blobstore_command_error_is_one_line_without_secrets() -> None:
-    """Commands may quote a key of several lines line by line."""
+    """Commands may quote a multi-line key line by line."""
     options = {"json_key": "-----BEGIN KEY-----\nAAAABBBB\n-----END KEY-----\n", "short": "no"}
 
     assert harmless("x" * 5000 + "\n\nthe\tend\n", {}) == "x" * 992 + " the end"

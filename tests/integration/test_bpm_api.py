@@ -1,4 +1,4 @@
-"""Requests of the command ``bpm`` to the agent: a real process of bpm.yml, and answers as they are."""
+"""Requests of the ``bpm`` command to the agent, with a real process of bpm.yml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 async def bpm(world: World) -> AsyncIterator[Bpm]:
-    """A runner with a job ``web`` of two processes. ``errand`` prints its variable and ends with 7."""
+    """Provide a runner with a job ``web`` of two processes. ``errand`` prints its variable and exits with 7."""
     world.paths.log.mkdir(parents=True)
     world.paths.sys.symlink_to(world.paths.data_sys)
     script(world.paths.jobs / "web/bin/web", "sleep 600 & exec sleep 600")
@@ -46,7 +46,7 @@ async def ask(bpm: Bpm, verb: str, process: str = "web", **members: Any) -> dict
 
 
 async def test_bpm_process_is_started_listed_and_stopped(bpm: Bpm) -> None:
-    """Before and after, its figures are 0 and its rows say "stopped"."""
+    """While it is not running, its figures are 0 and its rows say "stopped"."""
     stopped = [["web", 0, "stopped"], ["web.errand", 0, "stopped"]]
     assert await bpm_api.answer(bpm, {"verb": "list"}) == {"value": stopped, "complaints": []}
     assert [await ask(bpm, verb) for verb in ("pid", "tree")] == [{"value": 0}, {"value": []}]

@@ -1,4 +1,4 @@
-"""Processes of bpm.yml: real ones, run by the supervisor in a scratch tree, in both levels of isolation."""
+"""Real processes of bpm.yml, run by the supervisor in a scratch tree at two levels of isolation."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ START = BpmCall("start", "web", "web")
 
 @pytest.fixture
 def world(world: World) -> World:
-    """A scratch tree with directories of logs."""
+    """Provide a scratch tree with log directories."""
     world.paths.log.mkdir(parents=True)
     world.paths.sys.symlink_to(world.paths.data_sys)
     return world
 
 
 def job(world: World, script: str, more: str = "", name: str = "web") -> JobFile:
-    """A job whose one process is a shell script. ``more`` are further keys of its process."""
+    """Add a job with one process, a shell script. ``more`` are further keys of the process."""
     directory = world.paths.jobs / "web"
     (directory / "bin").mkdir(parents=True, exist_ok=True)
     (directory / "config").mkdir(exist_ok=True)
@@ -64,14 +64,14 @@ def job(world: World, script: str, more: str = "", name: str = "web") -> JobFile
 
 
 async def weaken(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
-    """Isolate by this level also where the container allows a stronger one."""
+    """Use this isolation level even if the container allows a stronger one."""
     found = await sandbox.isolation()
     monkeypatch.setattr(sandbox, "isolation", AsyncMock(return_value=found._replace(level=max(level, found.level))))
 
 
 @pytest.fixture
 def no_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container that offers neither isolation nor cgroups to the processes of bpm.yml."""
+    """Imitate a container that offers neither isolation nor cgroups to bpm processes."""
     nothing = sandbox.Isolation(3, "", memory=False, processes=False)
     monkeypatch.setattr(sandbox, "isolation", AsyncMock(return_value=nothing))
 
@@ -152,7 +152,7 @@ async def test_bpm_stop_signals_the_process_and_kills_its_children(
 async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
     world: World, monkeypatch: pytest.MonkeyPatch, has_time: bool
 ) -> None:
-    """The wait for a signal ends once the process has printed its name. Without time left, none is waited for."""
+    """The wait for a signal ends once the process has printed its name. If no time is left, it is not waited for."""
     monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 3600.0)
     file = job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
@@ -175,14 +175,15 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
         assert not is_alive(pid)
         assert supervisor.killed == ["web"]
         if has_time:
-            assert output(world).split()[:3] == ["ready", "TERM", "QUIT"]  # without isolation, the rest gets TERM again
+            # without isolation, the remaining processes get SIGTERM again
+            assert output(world).split()[:3] == ["ready", "TERM", "QUIT"]
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 async def test_bpm_process_started_by_a_script_is_adopted(
     world: World, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``bpm start`` in a pre-start script and the later start of the job yield one process."""
+    """``bpm start`` in a pre-start script, and the later start of the job, result in a single process."""
     await weaken(monkeypatch, level)
     file = job(world, "echo started; exec sleep 600")
     async with world.supervising() as supervisor:
@@ -201,7 +202,7 @@ async def test_bpm_process_started_by_a_script_is_adopted(
 
 
 def cgroups_of(world: World) -> list[str]:
-    """Cgroups of the processes of this tree."""
+    """Return the cgroups of the processes of this tree."""
     ending = f"@{world.base}".replace("/", "%2f")
     tops = [job_cgroups.place(hierarchy) / "agent_shim" for _, hierarchy in job_cgroups.hierarchies()]
     return [each.name for top in tops if top.is_dir() for each in top.iterdir() if each.name.endswith(ending)]
@@ -210,7 +211,7 @@ def cgroups_of(world: World) -> list[str]:
 async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not begin while the job's process runs."""
+    """The errand does not begin while the job's process runs."""
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 602 & echo $!; exit 3")
     async with world.supervising() as supervisor:
@@ -220,7 +221,7 @@ async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
         assert not pidfile(world.paths).exists()
         assert cgroups_of(world) == []
 
-        # Its init, which would end the rest, is killed.
+        # Kill the errand's init, which would otherwise end the remaining processes.
         job(world, "setsid sleep 602 & echo $! >>$HOME/tmp/left; kill -9 $PPID; exec sleep 603")
         assert await bpm.run(START, [], {}) not in (0, 3)
         assert not is_alive(int((world.paths.data / "web/tmp/left").read_text()))
@@ -254,7 +255,7 @@ async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
 async def test_next_agent_adopts_a_bpm_process_and_removes_stale_cgroups(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Statistics of a cgroup that is kept would count for the next process.
+    """Statistics of a cgroup that is kept would be added to those of the next process.
 
     The new agent needs no saved state to find the process.
     """
@@ -274,7 +275,7 @@ async def test_next_agent_adopts_a_bpm_process_and_removes_stale_cgroups(
 
 
 def started_at(pid: int) -> float:
-    """Wall time of the start of a process."""
+    """Return the wall-clock time at which a process was started."""
     stat = proc.stat(pid)
     assert stat is not None
     return clock.wall_time_of(stat.start_ticks)
@@ -282,7 +283,9 @@ def started_at(pid: int) -> float:
 
 @pytest.mark.parametrize("later_s", [-60, -0.5, 900])
 async def test_bpm_pidfile_without_a_matching_process_is_not_believed(world: World, later_s: float) -> None:
-    """The agent writes the pidfile right after a start. A process with another start time has the mark."""
+    """The agent writes the pidfile right after a start, so a process with another start time is not the one in the
+    file.
+    """
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
     async with world.supervising() as supervisor:
@@ -314,7 +317,7 @@ def test_unknown_bpm_key_is_logged_once_per_file_content(world: World, caplog: p
 
 
 async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: World) -> None:
-    """The hook has the same environment without the restrictions. If it fails, the process is not started."""
+    """The hook has the same environment, but is not restricted. If it fails, the process is not started."""
     empty = Paths(world.base).empty
     empty.mkdir(exist_ok=True)
     hook = world.base / "hook"
@@ -334,7 +337,7 @@ async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: 
 
 @pytest.mark.parametrize("end", ["running", "stopped"])
 async def test_slow_bpm_hook_runs_once_beyond_the_start_timeout(world: World, end: str) -> None:
-    """The process starts after it, as under monit. A stop ends the hook."""
+    """As under monit, the process starts after the hook. A stop ends the hook."""
     hook = world.base / "hook"
     hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nuntil [ -e {world.base}/go ]; do sleep 0.05; done\n")
     hook.chmod(0o755)
@@ -378,7 +381,7 @@ async def test_bpm_errand_with_processes_that_cannot_be_ended_fails(
 async def test_bpm_starts_no_second_process_beside_those_of_a_killed_keeper(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing says whether they belong to it. Its stop fails as well."""
+    """Nothing shows whether they belong to the process. Its stop fails as well."""
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; exec sleep 605")
     async with world.supervising() as supervisor:
@@ -403,7 +406,10 @@ async def test_bpm_starts_no_second_process_beside_those_of_a_killed_keeper(
 
 @pytest.mark.usefixtures("no_cgroups")
 async def test_bpm_hook_ends_when_its_start_is_cancelled(world: World) -> None:
-    """It would run beside the next one. A memory kill of an earlier process does not explain the exit of the next."""
+    """The hook would otherwise run beside the next one.
+
+    An OOM kill of an earlier process does not explain the next exit.
+    """
     hook = world.base / "hook"
     hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 604\n")
     hook.chmod(0o755)
@@ -438,7 +444,7 @@ async def test_bpm_hook_ends_when_its_start_is_cancelled(world: World) -> None:
     ],
 )
 async def test_failed_bpm_start_has_the_text_of_bpm(world: World, config: str | None, why: str) -> None:
-    """The reason has the wording of bpm."""
+    """The reason is worded as in bpm."""
     file = job(world, "exec sleep 600")
     if config is None:
         (world.paths.jobs / "web/bin/web").unlink()
@@ -451,7 +457,9 @@ async def test_failed_bpm_start_has_the_text_of_bpm(world: World, config: str | 
 
 
 async def test_unrestricted_bpm_volumes_do_not_open_the_jobs_own_directory(world: World) -> None:
-    """They cannot make the job's own directory or packages writable, but can those beside and above them."""
+    """They cannot make the job's own directory or packages writable, but can do so with directories beside and above
+    them.
+    """
     file = job(world, "")
     own = world.paths.jobs / "web"
     (own / "config").mkdir(exist_ok=True)
@@ -472,9 +480,9 @@ async def test_unrestricted_bpm_volumes_do_not_open_the_jobs_own_directory(world
 async def test_unavailable_bpm_limits_and_capabilities_are_reported(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
 ) -> None:
-    """A warning names them, or the error if the process cannot run without them.
+    """A warning names them. If the process cannot run without them, the error does.
 
-    A limit on processes needs a cgroup of its own.
+    A limit on the number of processes needs a cgroup.
     """
     limits = "{processes: 5, open_files: 101, core_file_size: 102}"
     file = job(
@@ -512,8 +520,9 @@ def test_bpm_process_of_root_keeps_only_the_configured_capabilities(
     ids: tuple[int | None, int | None],
     names: list[str],
 ) -> None:
-    """A privileged process stays root. An agent without root has no capabilities to give. Limits need no privilege
-    where the container has none of its own.
+    """A privileged process remains root. An agent without root has no capabilities to grant.
+
+    Limits can be set without privileges if the container has none of its own.
     """
     more = f"  capabilities: [net_raw, SYS_ADMIN]\n  unsafe: {{privileged: {str(is_privileged).lower()}}}\n"
     job(world, "true", f"{more}  limits: {{open_files: 500}}\n")
@@ -551,7 +560,7 @@ def test_bpm_isolation_matches_the_isolation_level(
     has_view: bool,
     namespaces: list[str],
 ) -> None:
-    """Hiding a privileged process from others takes namespaces, because Landlock would restrict it permanently."""
+    """Only namespaces can hide a privileged process from others, because Landlock would restrict it permanently."""
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true", f"  unsafe: {{{unsafe}}}\n")
     bpm = world.supervisor().bpm
@@ -568,7 +577,7 @@ def test_bpm_isolation_matches_the_isolation_level(
 async def test_memory_kill_outlives_its_cgroup_and_counts_for_one_exit(
     world: World, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, int] | None, is_next_killed: bool
 ) -> None:
-    """If a cgroup cannot be removed, its counter continues."""
+    """If a cgroup cannot be removed, its counter continues to grow."""
     counted: list[tuple[int, int] | None] = [(5, 77)]
     monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: counted[-1])
     monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: counted.append(kept))
@@ -604,7 +613,7 @@ def test_changed_bpm_memory_limit_takes_effect(world: World, monkeypatch: pytest
 def test_dns_files_of_all_jobs_are_visible_without_namespaces(
     world: World, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
-    """bosh-dns reads each of them and exits if it cannot."""
+    """bosh-dns reads each of them, and exits if it cannot."""
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true")
     (world.paths.jobs / "other/.bosh").mkdir(parents=True)
@@ -616,7 +625,7 @@ def test_dns_files_of_all_jobs_are_visible_without_namespaces(
 
 
 PYTHON = os.path.realpath(sys.executable)
-# The interpreter of the tests may lie anywhere, also where bpm shows nothing.
+# The interpreter of the tests may be anywhere, even where bpm shows nothing.
 WITH_PYTHON = f"  unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, allow_executions: true}}]}}\n"
 """Where rules about paths look for it."""
 
@@ -624,7 +633,7 @@ HUNGRY = f"{PYTHON} -c 'import time; x = bytearray(80 << 20); time.sleep(600)' &
 
 
 async def test_bpm_process_above_its_memory_limit_is_killed_and_reported(world: World) -> None:
-    """The process and its children are killed and restarted, no others. The alert says how much memory they used."""
+    """Only the process and its children are killed and restarted. The alert says how much memory they used."""
     file = job(world, HUNGRY, WITH_PYTHON + "  limits: {memory: 48M}\n")
     async with world.supervising(file, world.job("other")) as supervisor:
         other = (await in_state(supervisor, "other", "running")).pid
@@ -642,7 +651,7 @@ async def test_bpm_process_above_its_memory_limit_is_killed_and_reported(world: 
         await until(lambda: not is_alive(pid), "the process was killed")
         assert info(supervisor, "other").pid == other
         found = info(supervisor, "web")
-        # With a cgroup the kernel kills the largest process, and the shell above it ends without it.
+        # With a cgroup, the kernel kills the largest process, and the shell above it ends without it.
         assert found.last_exit in ("SIGKILL, out of memory", "exit 0, out of memory")
         assert found.oom_kills == sum(found.exits.values())
         ends = {event.description for event in world.events if event.event == "Does not exist"}
@@ -655,7 +664,7 @@ HALVES = f"for half in 1 2; do {PYTHON} -c 'import time; x = bytearray(40 << 20)
 
 @pytest.mark.usefixtures("no_cgroups")
 async def test_bpm_memory_limit_without_a_cgroup_counts_the_process_tree(world: World) -> None:
-    """No single process is above the limit, and the main process uses next to nothing."""
+    """No single process exceeds the limit, and the main process uses hardly any memory."""
     file = job(world, HALVES, WITH_PYTHON + "  limits: {memory: 64M}\n")
     async with world.supervising(file) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
@@ -697,7 +706,7 @@ os.execv("/bin/sleep", ["sleep", "600"])
 @needs_landlock
 async def test_isolated_bpm_process_sees_only_the_paths_of_bpm(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """At level 2 it can open only its own files, and cannot signal or read processes outside."""
-    monkeypatch.setattr(runner, "SCRATCH", ("/dev", "/proc"))  # the scratch tree of the test lies in /tmp itself
+    monkeypatch.setattr(runner, "SCRATCH", ("/dev", "/proc"))  # the scratch tree of the test is itself in /tmp
     script = world.paths.jobs / "web/look.py"
     extra = world.base / "extra"
     volumes = f"  ephemeral_disk: true\n  additional_volumes: [{{path: {extra}, writable: true}}]\n"
@@ -785,7 +794,7 @@ async def test_bpm_start_waits_for_a_volume_of_another_job(world: World) -> None
 
 @pytest.mark.parametrize("how", ["cancelled", "ended"])
 async def test_abandoned_bpm_errand_is_killed(world: World, how: str) -> None:
-    """Its caller may have gone, or another call may end it."""
+    """Its caller may be gone, or another call may have ended it."""
     job(world, "echo ready; exec sleep 603")
     async with world.supervising() as supervisor:
         waiting = asyncio.create_task(supervisor.bpm.run(START, [], {}))

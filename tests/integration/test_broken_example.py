@@ -1,4 +1,4 @@
-"""The fault of docs/broken-example is found and mended with the commands that its page names."""
+"""The fault in docs/broken-example is found and fixed with the commands on its page."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_broken_example_is_diagnosed_and_fixed_as_documented(tmp_path: Pat
 
 
 def fetched(port: int) -> bytes:
-    """Return the job's page. "" while it does not listen."""
+    """Return the job's page, or "" while the job does not listen."""
     try:
         with socket.create_connection(("127.0.0.1", port), 10) as client:
             client.sendall(b"GET / HTTP/1.0\r\n\r\n")

@@ -1,4 +1,4 @@
-"""The bus of the tests has the permissions and the port of a real one, and can be killed, paused and told new users."""
+"""The test bus has the permissions and the port of a real one. It can be killed and paused, and users can be added."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_broker_admits_agents_by_their_certificates(tmp_path: Path) -> Non
 
 
 async def lets_in(server: NatsServer, mbus: Mbus, subject: str) -> bool:
-    """Return True if a client can connect to the bus, False once the server has refused it."""
+    """Return True if a client can connect to the bus, or False once the server has refused it."""
     peer = Peer(mbus, (subject,), lambda *_: None)
 
     def refusals() -> int:

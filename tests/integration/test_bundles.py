@@ -1,4 +1,4 @@
-"""Bundles on a real disk, unpacked by real workers: installed, current and removed ones."""
+"""Bundles on a real disk, unpacked by real workers: installing, activating and removing them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def bundles(paths: Paths) -> Bundles:
 
 
 def package(paths: Paths, name: str, version: str = "1", **members: bytes) -> Bundle:
-    """One whose archive lies on this machine."""
+    """Return a package whose archive is on this machine."""
     data = archive(members or {"file": name.encode()})
     (paths.blobs / f"blob-{name}-{version}").write_bytes(data)
     return Bundle("package", name, version, BlobRef(f"blob-{name}-{version}", digest=sha1(data)))
 
 
 def jobs(paths: Paths, *names: str, version: str = "1", blob_id: str = "templates") -> list[Bundle]:
-    """All from one archive of rendered templates, as it comes over the bus."""
+    """Return jobs that all come from one archive of rendered templates, as sent over the bus."""
     data = archive({f"{name}/monit": f"{name} {version}" for name in names})
     (paths.sensitive_blobs / blob_id).write_bytes(data)
     return [Bundle("job", name, version, BlobRef(blob_id, digest=sha1(data))) for name in names]
@@ -72,7 +72,7 @@ def mode_of(path: Path) -> int:
     ],
 )
 def test_bundle_path_equals_that_of_the_go_agent(paths: Paths, bundles: Bundles, bundle: Bundle, hashed: str) -> None:
-    """Its directory is the sha1 of version and digest, in the form of the digest."""
+    """The directory name is the sha1 of version and digest, in the format of the digest."""
     kind = paths.data_jobs if bundle.kind == "job" else paths.data_packages
 
     assert bundles.path(bundle) == kind / bundle.name / sha1(hashed)
@@ -93,7 +93,7 @@ async def test_bundle_with_an_unsafe_name_or_no_version_is_rejected(paths: Paths
 
 
 async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not make a bundle current, and does not fetch an existing one again."""
+    """Installing does not activate a bundle, and does not fetch an existing one again."""
     asked: list[protocol.Request] = []
 
     async def work(request: protocol.Request, **_: object) -> Done:
@@ -113,7 +113,7 @@ async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, m
 
 
 async def test_bundle_installed_by_the_go_agent_is_reused(paths: Paths, bundles: Bundles) -> None:
-    """It has the same name, and the Go agent leaves no other mark."""
+    """It has the same name, which is the only mark that the Go agent leaves."""
     bundle = Bundle("package", "p", "1", BlobRef("gone", digest="00"))
     bundles.path(bundle).mkdir(parents=True)
     await installed(bundles, bundle)
@@ -122,7 +122,7 @@ async def test_bundle_installed_by_the_go_agent_is_reused(paths: Paths, bundles:
 
 
 async def test_first_install_failure_is_reported_and_other_bundles_stay(paths: Paths, bundles: Bundles) -> None:
-    """The next attempt has fewer bundles to install."""
+    """The next attempt then has fewer bundles to install."""
     good = package(paths, "good")
     bad = Bundle("package", "bad", "1", BlobRef("missing", digest="00"))
     [job] = jobs(paths, "web")
@@ -210,7 +210,7 @@ async def test_job_loses_links_to_removed_packages(paths: Paths, bundles: Bundle
 
 
 async def test_links_made_by_a_release_are_kept(paths: Paths, bundles: Bundles) -> None:
-    """Some releases choose a version with a link, which does not belong to the agent."""
+    """Some releases choose a version with a link of their own."""
     paths.packages.mkdir()
     (paths.packages / "erlang").symlink_to("erlang-26")
     erlang = package(paths, "erlang-26")
@@ -224,7 +224,7 @@ async def test_links_made_by_a_release_are_kept(paths: Paths, bundles: Bundles) 
 async def test_directory_at_a_link_path_is_replaced_unless_the_bundle_is_missing(
     paths: Paths, bundles: Bundles
 ) -> None:
-    """An image may have such a directory. If a bundle is missing, the current ones stay."""
+    """An image may contain such a directory. If the bundle is missing, the current ones stay."""
     (paths.packages / "p" / "old").mkdir(parents=True)
     bundle = package(paths, "p")
     await installed(bundles, bundle)
@@ -254,7 +254,7 @@ async def test_bundle_removal_follows_no_link_at_the_versions_directory(
 async def test_bundle_is_renamed_before_its_content_is_removed(
     paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a crash in between, nothing looks like an installed bundle."""
+    """If the agent crashes in between, nothing is left that looks like an installed bundle."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     looked_installed = []
@@ -274,8 +274,9 @@ async def test_bundle_is_renamed_before_its_content_is_removed(
 
 
 async def test_job_directories_are_created_once(paths: Paths, bundles: Bundles, tmp_path: Path) -> None:
-    """Existing files keep their modes, as scripts of jobs may have changed them. A process with write access there does
-    not select by a link the file that root changes.
+    """Existing files keep their modes, because scripts of jobs may have changed them.
+
+    A process with write access there cannot use a link to choose which file root changes.
     """
     (paths.log / "web").mkdir(parents=True, mode=0o700)
     (tmp_path / "victim").mkdir(mode=0o700)
@@ -336,7 +337,8 @@ async def test_small_blob_is_read_and_oversized_one_is_rejected(paths: Paths, bu
     assert list(paths.tmp.iterdir()) == []
 
 
-# --- the disk says no -----------------------------------------------------------------------------------------------
+# --- disk errors
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

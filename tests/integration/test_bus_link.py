@@ -1,4 +1,4 @@
-"""Messages of a server: none makes the agent deaf, and none received in the clear is believed."""
+"""Messages from a bus server: none makes the agent deaf, and those received without TLS are not trusted."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ REQUEST = b'{"method":"ping","reply_to":"director.d.agent.r"}'
 
 
 def message(data: bytes, *, sid: bytes = b"1") -> bytes:
-    """A message as a server delivers it."""
+    """Return a message as a server delivers it."""
     return b"MSG agent.agent %b %d\r\n%b\r\n" % (sid, len(data), data)
 
 
 async def living(wire: Wire) -> None:
-    """A server as it should be."""
+    """Act as a normal server."""
     await wire.greet()
     await wire.answer_pings()
 
 
 async def asking(wire: Wire) -> None:
-    """One that asks, and wants the answer."""
+    """Act as a server that sends a request and expects the reply."""
     await wire.greet()
     wire.send(message(REQUEST))
     while (await wire.expect(""))[:4] == "PING":
@@ -44,7 +44,7 @@ async def asking(wire: Wire) -> None:
 
 
 def saying(words: bytes) -> Script:
-    """A server that says something once there is a link, and is dumb from then on."""
+    """Act as a server that sends something after the connection is made, and then falls silent."""
 
     async def script(wire: Wire) -> None:
         await wire.greet()
@@ -85,9 +85,10 @@ PINGS = b"PING\r\n" * 3
     ],
 )
 async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) -> None:
-    """An error or invalid bytes cost this connection. The next one receives and answers requests.
+    """An error or invalid bytes only cost this connection. The next one receives and answers requests.
 
-    nats-py stops reading at what it cannot decode, and calls itself connected. Pings would tell after 10 to 15 s.
+    nats-py stops reading when it cannot decode something, but still reports that it is connected. Pings would only
+    notice this after 10 to 15 s.
     """
     async with facing(saying(words), asking) as bus:
         await until(lambda: bus.stats.sent >= 1)
@@ -124,7 +125,7 @@ async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) ->
     ],
 )
 async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
-    """Every valid message of a server is tolerated, however odd."""
+    """Every valid message of a server is accepted, however odd."""
 
     async def script(wire: Wire) -> None:
         await wire.greet()
@@ -145,9 +146,9 @@ async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
 
 @pytest.mark.attack("a neighbour sends the agent nonsense from a server that it accepts as the bus")
 async def test_advertised_cluster_servers_are_not_remembered() -> None:
-    """The settings have the addresses.
+    """The addresses come from the settings.
 
-    nats-py keeps every address that a server advertises, and compares new ones with all of them.
+    nats-py would keep every address that a server advertises, and compare new ones with all of them.
     """
 
     async def script(wire: Wire) -> None:
@@ -172,7 +173,7 @@ async def test_tls_handshake_failing_at_exit_logs_no_loop_error(
     loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
 
     async def fail(*_: object) -> None:
-        # Once its end is known, before it is looked at.
+        # Wait until the end of the connection is known.
         loop.call_soon(lambda: loop.call_soon(tasks.pop().cancel))
         raise ValueError("cut off")
 
@@ -187,7 +188,7 @@ async def test_tls_handshake_failing_at_exit_logs_no_loop_error(
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 async def test_connection_to_a_server_that_pings_without_reading_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers to the pings wait in memory. Its unsolicited pongs would keep the connection alive."""
+    """Answers to its pings would accumulate in memory. Its unsolicited pongs would keep the connection alive."""
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
     sent = 0
 
@@ -209,7 +210,7 @@ async def test_connection_to_a_server_that_pings_without_reading_is_closed(monke
 async def test_endless_server_line_or_message_closes_the_connection(
     words: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of bytes closes the connection before its pings fail."""
+    """The limit on the number of bytes closes the connection before its pings fail."""
     monkeypatch.setattr(link, "MAX_UNREAD_BYTES", 1 << 20)
     sent = 0
 
@@ -232,14 +233,14 @@ async def test_endless_server_line_or_message_closes_the_connection(
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
 @pytest.mark.parametrize("limit", ["5", '"x"', "null", "-1", "[]"])
 async def test_message_limit_announced_before_tls_is_ignored(limit: str) -> None:
-    """With a forged limit, every later reply and heartbeat was dropped."""
+    """With a forged limit, every later reply and heartbeat would be dropped."""
     info = INFO.replace(b"1048576", limit.encode())
     async with facing(asking, info=info) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
 
 async def test_bus_is_connected_only_after_the_subscription_is_confirmed() -> None:
-    """The server has to confirm the subscription."""
+    """Until then the agent cannot receive requests."""
     confirm = asyncio.Event()
 
     async def script(wire: Wire) -> None:
@@ -262,7 +263,7 @@ async def test_bus_is_connected_only_after_the_subscription_is_confirmed() -> No
 
 
 async def test_denied_subscription_is_retried() -> None:
-    """A connection is worth nothing without the subscription."""
+    """A connection without the subscription is useless."""
 
     async def denying(wire: Wire) -> None:
         await wire.expect("CONNECT ")
@@ -283,7 +284,7 @@ async def test_denied_subscription_is_retried() -> None:
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 @pytest.mark.parametrize("lines", [0, 1, 2, 3])
 async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: int) -> None:
-    """At whichever point the server stops answering, the attempt ends and another begins."""
+    """The attempt ends and another begins, at whichever point the server stops answering."""
 
     async def silent(wire: Wire) -> None:
         for number in range(lines):
@@ -314,7 +315,7 @@ async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: in
 async def test_server_of_another_protocol_is_logged_once_and_retried(
     info: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The error lasts, but the agent does not exit."""
+    """The error persists, but the agent does not exit."""
     seen = []
 
     async def script(wire: Wire) -> None:
@@ -349,7 +350,7 @@ async def test_exit_during_a_failed_connection_attempt_leaves_no_connection() ->
 
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
 async def test_server_without_tls_gets_no_bytes() -> None:
-    """A man in the middle who removes TLS from the server's greeting gets no bytes from the agent."""
+    """An attacker who removes TLS from the server's greeting receives nothing from the agent."""
     plain = json.loads(INFO[5:])
     del plain["tls_required"]
     seen = []
@@ -367,7 +368,7 @@ async def test_server_without_tls_gets_no_bytes() -> None:
 
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
 async def test_bus_rejects_old_tls_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A man in the middle who offers only TLS 1.1 gets no bytes, although OpenSSL would accept it."""
+    """An attacker who offers only TLS 1.1 receives nothing from the agent, although OpenSSL would accept it."""
     real, seen = tls.client_context, list[str]()
 
     async def script(wire: Wire) -> None:
@@ -392,7 +393,7 @@ async def test_bus_rejects_old_tls_versions(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
 async def test_server_bytes_before_tls_are_ignored() -> None:
-    """Bytes between the greeting and TLS are not taken for the server's."""
+    """Bytes between the greeting and TLS are not treated as the server's."""
     heard = []
 
     async def handle(data: bytes) -> None:

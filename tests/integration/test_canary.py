@@ -1,4 +1,4 @@
-"""A deploy of one canary by a Director that polls as the real one does, with the watch times of a manifest."""
+"""The deploy of one canary by a Director that polls like the real one, with the watch times of a manifest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERVALS = 10
 
 
 class NotRunningError(Exception):
-    """Processes of an instance that do not run at the end of its watch time."""
+    """The processes of an instance that are not running at the end of its watch time."""
 
 
 async def wait_until_running(instance: World) -> int:
@@ -40,14 +40,14 @@ async def wait_until_running(instance: World) -> int:
 
 
 def canary(instance: World, lasts: str) -> dict[str, Any]:
-    """A spec of one job whose process ends after some time."""
+    """Return the spec of a job whose process exits after some time."""
     process = jobs.process(Paths(instance.base), "job0", f"echo $$ >$pidfile; exec sleep {lasts}")
     return jobs.spec(instance.store, {"job0": process})
 
 
 @pytest.mark.slow
 async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(instance: World) -> None:
-    """Whenever the Director looks, it is not running, although a process exists most of the time."""
+    """Whenever the Director asks, it is not running, although a process exists most of the time."""
     await instance.start_agent()
     await instance.director.run(AGENT, "apply", canary(instance, "2"))
     await instance.director.run(AGENT, "start")

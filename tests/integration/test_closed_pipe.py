@@ -1,4 +1,4 @@
-"""The commands before a reader that closes the pipe, as ``head`` and ``grep -q`` do."""
+"""The commands when the reader of their output closes the pipe, as ``head`` and ``grep -q`` do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(words: list[str], where: Path, *, is_buffered: bool = True) -> subproces
     [
         (["agent_shim", "check", "web.monit"], 0),
         (["agent_shim.cli.monit", "-V"], 0),
-        # As the program in Go: the signal ends it.
+        # The signal ends the command, as it does with a program in Go.
         (["agent_shim.cli.bpm", "version"], -signal.SIGPIPE),
         (["agent_shim.cli.bpm", "--help"], -signal.SIGPIPE),
     ],

@@ -41,7 +41,7 @@ ls $(dirname $BOSH_INSTALL_TARGET) >> $BOSH_INSTALL_TARGET/out
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
-    """A container of a stemcell."""
+    """Provide the paths of a stemcell container."""
     paths = Paths(tmp_path / "vcap")
     paths.bosh_etc.mkdir(parents=True)
     paths.etc.mkdir()
@@ -51,7 +51,7 @@ def paths(tmp_path: Path) -> Paths:
 
 
 def release(path: Path, version: str = "1.10", **packages: tuple[str, list[str]]) -> Path:
-    """A release of ``NAME=(packaging, dependencies)``. Each source has a file ``z.txt``."""
+    """Return a release of ``NAME=(packaging, dependencies)``. Each source contains a file ``z.txt``."""
     blobs = {name: archive({"packaging": script, "z.txt": "zz\n"}) for name, (script, _) in packages.items()}
     refs = [
         SourcePackage(name, f"v-{name}", f"f-{name}", hashlib.sha1(blobs[name]).hexdigest(), needed)
@@ -153,7 +153,7 @@ def test_compiling_the_same_sources_gives_the_same_bytes(paths: Paths, tmp_path:
 
 
 def test_compile_command_reports_a_failed_package(paths: Paths, tmp_path: Path) -> None:
-    """The error has the output of its script. No release is written, and nothing is left behind."""
+    """The error contains the output of the packaging script. No release is written, and nothing is left behind."""
     source = release(tmp_path / "in.tgz", good=(LIBRARY, []), worse=("echo so it is >&2; exit 3", ["good"]))
     done = compile_with(paths, "-output-directory", tmp_path / "out", source)
 
@@ -166,7 +166,7 @@ def test_compile_command_reports_a_failed_package(paths: Paths, tmp_path: Path) 
 
 
 def test_compile_command_refuses_to_run_beside_an_agent(paths: Paths, tmp_path: Path) -> None:
-    """The agent has packages in use."""
+    """The agent is using the packages."""
     with exclusive_agent(paths, "test"):
         done = compile_with(paths, "-output-directory", tmp_path, release(tmp_path / "in.tgz"))
 
@@ -198,7 +198,7 @@ def test_compile_command_keeps_packages_of_jobs(paths: Paths, tmp_path: Path) ->
 def test_interrupted_compile_command_kills_its_compilation(
     paths: Paths, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Every process that its script has started ends too, in whatever session."""
+    """Every process started by the packaging script ends too, whatever its session."""
     pids = tmp_path / "pids"
     script = f"setsid sleep 600 & echo $! >> {pids}; trap '' TERM; sleep 600 & echo $! >> {pids}; wait"
     source = release(tmp_path / "in.tgz", library=(script, []))
@@ -233,7 +233,8 @@ def test_compile_command_explains_and_checks_its_flags_and_tarball(paths: Paths,
     assert missing.stderr.endswith(text)
 
 
-# --- what the stemcell says of itself -------------------------------------------------------------------------------
+# --- stemcell name and version
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

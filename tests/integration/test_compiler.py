@@ -1,4 +1,4 @@
-"""Compilations whose agent ends or is killed, and what the contract tests do not see of the others."""
+"""Compilations whose agent exits or is killed, and what the contract tests do not cover."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ sleep 600
 
 @pytest.fixture
 async def machine() -> AsyncIterator[Machine]:
-    """An agent as a process of its own, on a bus."""
+    """Run an agent as a process of its own, connected to a bus."""
     async with made(COMMAND) as one:
         await one.start_agent()
         yield one
@@ -48,7 +48,7 @@ async def machine() -> AsyncIterator[Machine]:
 
 
 async def compiling(machine: Machine) -> list[int]:
-    """The processes of a compilation that does not end by itself."""
+    """Return the processes of a compilation that does not end by itself."""
     pids = machine.scratch / "pids"
     blob = machine.blob("source", archive({"packaging": FAMILY.format(pids=pids)}))
     await machine.director.call(AGENT, "compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
@@ -74,7 +74,7 @@ async def test_status_names_the_package_in_compilation(machine: Machine) -> None
 
 
 async def test_agent_exit_ends_the_running_compilation(machine: Machine) -> None:
-    """Every process ends and every file is removed, however far the compilation has gone."""
+    """Every process ends and every file is removed, whatever stage the compilation has reached."""
     pids = await compiling(machine)
     begun_at = time.monotonic()
     await machine.stop_agent()
@@ -85,7 +85,7 @@ async def test_agent_exit_ends_the_running_compilation(machine: Machine) -> None
 
 
 async def test_next_agent_ends_the_compilation_of_a_killed_agent(machine: Machine) -> None:
-    """It can compile again afterwards."""
+    """Afterwards it can compile again."""
     pids = await compiling(machine)
     await machine.kill_agent()
     assert [is_alive(pid) for pid in pids] == [True] * 3
@@ -122,7 +122,7 @@ def package(store: Blobstore, packaging: str) -> Package:
 
 
 async def test_package_source_is_removed_before_packing(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """The archive may need the space. Each step is reported before it is done. One worker packs and uploads."""
+    """The archive may need the space. Each step is reported before it begins. One worker packs and uploads."""
     seen: list[tuple[str, bool]] = []
     told: list[str] = []
 
@@ -141,7 +141,7 @@ async def test_package_source_is_removed_before_packing(paths: Paths, store: Blo
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 async def test_compilation_follows_no_link_at_the_log_directory(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """The user vcap may have put it there."""
+    """vcap may have put the link there."""
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "file").touch()

@@ -1,4 +1,4 @@
-"""A copy by the real tar is exact, follows no links, touches nothing else, and begins again after a kill."""
+"""A copy made by the real tar is exact, follows no links, touches nothing else, and starts again after a kill."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEVELS = sys.getrecursionlimit() + 100
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A source with one of everything, and an empty target."""
+    """Provide a source with one file of every kind, and an empty target."""
     fill(tmp_path / "from", as_root=ROOT)
     (tmp_path / "to").mkdir()
     return tmp_path / "from", tmp_path / "to"
@@ -37,7 +37,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def big(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of the source that tar still reads at the first report."""
+    """Add a file to the source that tar is still reading at the first progress report."""
     monkeypatch.setattr(copytree, "REPORT_PERIOD_S", 0.0)
     path = pair[0] / "big"
     path.write_bytes(os.urandom(1 << 20) * 16)
@@ -46,7 +46,7 @@ def big(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.attack("a job has a disk migration write through its links")
 def test_tree_copy_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """File names are never read as options. Former content is removed without following its links."""
+    """File names are never interpreted as options. Former content is removed without following its links."""
     source, target = pair
     source.chmod(0o751)
     for name in ("--checkpoint=1", f"--checkpoint-action=exec=touch {tmp_path.name}", "-C", "--to-command=false"):
@@ -92,7 +92,7 @@ def test_excluded_names_at_the_top_of_a_copy_are_left_alone(pair: tuple[Path, Pa
 @pytest.mark.attack("a job has a disk migration write through its links")
 @pytest.mark.usefixtures("big")
 def test_unfinished_copy_is_inaccessible_to_jobs(pair: tuple[Path, Path]) -> None:
-    """A job could replace a directory with a link, and tar would write to its target."""
+    """Otherwise a job could replace a directory by a link, and tar would write to the link's target."""
     source, target = pair
     for directory in pair:
         directory.chmod(0o777)
@@ -172,7 +172,7 @@ def nest(directory: Path, levels: int) -> None:
 
 
 def test_deep_tree_is_copied_over_a_former_attempt(pair: tuple[Path, Path]) -> None:
-    """It has more levels than Python may recurse."""
+    """It has more levels than Python's recursion limit."""
     source, target = pair
     nest(source, LEVELS)
     try:
@@ -180,7 +180,7 @@ def test_deep_tree_is_copied_over_a_former_attempt(pair: tuple[Path, Path]) -> N
         copytree.mirror(source, target)
 
         assert (target / "/".join(["d"] * LEVELS)).is_dir()
-    finally:  # pytest cannot remove it
+    finally:  # because pytest cannot remove it
         for top in pair:
             files.remove_tree(top)
 
@@ -189,7 +189,7 @@ def test_deep_tree_is_copied_over_a_former_attempt(pair: tuple[Path, Path]) -> N
 def test_copy_of_a_tree_that_overflows_the_stack_of_tar_fails(
     pair: tuple[Path, Path], levels: int, message: str
 ) -> None:
-    """There tar exits without a message."""
+    """In this case tar exits without a message."""
     nest(pair[0], levels)
     try:
         with pytest.raises(HostError, match=message):
@@ -212,7 +212,7 @@ def test_copy_progress_reaches_its_total(pair: tuple[Path, Path]) -> None:
 
 
 def test_killed_copy_is_completed_by_the_next_one(tmp_path: Path) -> None:
-    """It is killed at many points. The source stays as it was, and no tar process remains."""
+    """The copy is killed at many points. The source stays unchanged, and no tar process remains."""
     source, target = tmp_path / "from", tmp_path / "to"
     fill(source, as_root=ROOT)
     for number in range(400):
@@ -238,7 +238,7 @@ def test_killed_copy_is_completed_by_the_next_one(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("big")
 async def test_tar_ends_with_the_process_that_runs_it(pair: tuple[Path, Path]) -> None:
-    """It would otherwise write beside the next copy. A signal ends it, not the end of a pipe."""
+    """Otherwise it would write at the same time as the next copy. It is ended by a signal, not by a closed pipe."""
     source, target = pair
     reading, writing = os.pipe()
 
@@ -278,7 +278,7 @@ def commands_about(pair: tuple[Path, Path]) -> list[bytes]:
 
 @pytest.mark.root
 def test_an_ordinary_user_copies_to_a_volume_of_its_group() -> None:
-    """A kubelet gives the volumes of a pod to root and the pod's group."""
+    """A kubelet gives a pod's volumes to root and the pod's group."""
     with tempfile.TemporaryDirectory() as scratch:
         source, target = Path(scratch, "source"), Path(scratch, "target")
         (source / "d").mkdir(parents=True)

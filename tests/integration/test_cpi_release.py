@@ -44,7 +44,7 @@ BARE: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
 @dataclass(frozen=True)
 class Installed:
-    """A release on a machine: what its manifest says, and where job and package are."""
+    """An installed release: its manifest, and the directories of job and package."""
 
     manifest: dict[str, Any]
     job: dict[str, Any]
@@ -53,7 +53,7 @@ class Installed:
     templates: Path
 
     def render(self, properties: Mapping[str, Any]) -> None:
-        """Lay out the job with these properties over the defaults, as the Director's renderer does."""
+        """Render the job with these properties and the defaults, as the Director does."""
         if shutil.which("ruby") is None:
             pytest.fail("ruby is missing: apt-get install --no-install-recommends ruby")
         document: dict[str, Any] = {}
@@ -73,7 +73,7 @@ class Installed:
             path.chmod(0o755 if "bin/" in place else 0o640)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """The response of bin/cpi. Directories come by the two variables of create-env."""
+        """Return the response of bin/cpi. Its directories come from the two variables that create-env sets."""
         request = {"method": method, "arguments": arguments, "context": {"director_uuid": "d", "request_id": "cpi-1"}}
         environment = {**BARE, "BOSH_PACKAGES_DIR": str(self.packages), "BOSH_JOBS_DIR": str(self.jobs)}
         done = subprocess.run(
@@ -95,7 +95,7 @@ def tarball(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def installed(tarball: Path, tmp_path: Path) -> Installed:
-    """The release, unpacked and compiled without a network address or a variable of this environment."""
+    """Provide the release, unpacked and compiled without network and without variables of this environment."""
     unpacked, job, source, packages = (tmp_path / name for name in ("release", "job", "source", "packages"))
     _unpack(tarball.read_bytes(), unpacked)
     _unpack((unpacked / "jobs/kubernetes_cpi.tgz").read_bytes(), job)
@@ -138,9 +138,10 @@ def test_released_cpi_answers_info_in_an_empty_environment(installed: Installed)
 
 
 def test_cpi_job_properties_reach_the_cpi(installed: Installed) -> None:
-    """The CPI reads the properties of the manifest; without a bus of its own it uses the deployment's.
+    """The CPI reads the properties of the manifest. Without a bus of its own, it uses the deployment's.
 
-    bosh-deployment sets a local blobstore for every CPI. Without it the agent cannot fetch what the CLI has uploaded.
+    bosh-deployment sets a local blobstore for every CPI, without which the agent could not fetch what the CLI has
+    uploaded.
     """
     file = installed.jobs / "kubernetes_cpi/config/cpi.json"
     installed.render(

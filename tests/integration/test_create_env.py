@@ -1,4 +1,4 @@
-"""``bosh create-env`` and ``delete-env`` against the daemon, by a client that knows only the wire.
+"""``bosh create-env`` and ``delete-env`` against a real agent, by a client that only knows the protocol.
 
 The order of calls is that of the bosh CLI (``deployment/vm/vm.go``, ``deployment/instance/instance.go``).
 """
@@ -111,7 +111,7 @@ def sha1(content: bytes) -> str:
 
 
 def spec(packages: Mapping[str, Any], jobs: Mapping[str, str], rendered: Mapping[str, str]) -> dict[str, Any]:
-    """As ``agentclient/applyspec`` makes it."""
+    """Return the spec that ``agentclient/applyspec`` would make."""
     return {
         "deployment": "bosh",
         "name": "bosh",
@@ -135,7 +135,7 @@ EMPTY = spec({}, {}, {"blobstore_id": "", "sha1": ""})
 
 
 async def deploy(machine: Machine) -> None:
-    """From the first ping to the end of post-start."""
+    """Deploy, from the first ping to the end of post-start."""
     cli = machine.cli
     await cli.run("apply", EMPTY)
     assert (await cli.value("get_state"))["networks"] == NETWORKS
@@ -169,10 +169,10 @@ async def deploy(machine: Machine) -> None:
 
 
 async def test_create_env_and_delete_env_work_end_to_end(machine: Machine) -> None:
-    """Every call of the dialogue is answered and has its effect.
+    """Every call is answered and has its effect.
 
-    The initial apply, which names no archive and no blob, takes all jobs away. A restart of the agent leaves jobs and
-    blobs, as over the other bus.
+    The initial apply, which names no archive and no blob, removes all jobs. A restart of the agent keeps jobs and
+    blobs, as with the other bus.
     """
     cli, pidfile = machine.cli, machine.paths.run / "sleeper/sleeper.pid"
     await machine.start()
@@ -214,9 +214,9 @@ async def test_create_env_and_delete_env_work_end_to_end(machine: Machine) -> No
 
 @pytest.mark.attack("a reader finds secrets in the log")
 async def test_create_env_passwords_are_not_logged(machine: Machine) -> None:
-    """Neither the address's password nor those that callers sent are logged.
+    """Neither the password in the address nor those that callers sent are logged.
 
-    The agent rejects another kind of bus address.
+    The agent rejects bus addresses of another kind.
     """
     await machine.start()
     reply = await machine.cli.call("update_settings", {"mbus": {"urls": ["nats://127.0.0.1:4222"]}})

@@ -1,4 +1,4 @@
-"""Credentials of the bus from two sides, a Secret and the Director, over the life of an agent process."""
+"""Bus credentials from two sources, a Secret and the Director, during the lifetime of an agent process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MINUTE = 60.0
 
 @pytest.fixture(autouse=True)
 async def _written(instance: World) -> None:
-    """With settings that were written, and no agent yet. Both users of the agent are let in."""
+    """Write settings without starting an agent. Both users of the agent are admitted."""
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     instance.write_settings()
 
 
 class Secret:
-    """The settings of an agent as the kubelet mounts a Secret: each content in a new directory, behind a link."""
+    """The settings of an agent as the kubelet mounts a Secret: each version is in a new directory behind a link."""
 
     def __init__(self, instance: World) -> None:
         self._source = instance.scratch / "settings.json"
@@ -36,7 +36,7 @@ class Secret:
         self._source.symlink_to(self._mounted / "..data/settings.json")
 
     def put(self, cert: dict[str, str] | None = None) -> None:
-        """Mount it again, with other credentials or the same."""
+        """Mount it again, with other credentials or the same ones."""
         if cert is not None:
             self.document["env"]["bosh"]["mbus"]["cert"] = cert
         former = self._mounted / f"..{self._number}"
@@ -51,30 +51,30 @@ class Secret:
 
 
 def cert(instance: World, *, age: float, bootstrap: bool = False, name: str = "") -> dict[str, str]:
-    """Credentials that became valid ``age`` seconds ago, for one of the two users of the agent or a stranger."""
+    """Return credentials that became valid ``age`` seconds ago, for one of the agent's two users or an unknown one."""
     authority = instance.server.authority
     pair = authority.client(name or agent_name(AGENT, bootstrap=bootstrap), valid=(-age, 365 * 24 * HOUR))
     return {"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key}
 
 
 def links(instance: World) -> int:
-    """How often the agent has connected."""
+    """Return how often the agent has connected."""
     return instance.log_text().count("connected to the bus")
 
 
 def changes(instance: World) -> int:
-    """How often the agent has seen that its settings say something else."""
+    """Return how often the agent has noticed a change of its settings."""
     return instance.log_text().count("the settings have changed")
 
 
 async def only(instance: World, *, bootstrap: bool) -> None:
-    """Let in but one user, and see that the agent is there."""
+    """Admit only one user, and wait until the agent is connected."""
     await instance.server.add_agent(AGENT, bootstrap=bootstrap, permanent=not bootstrap)
     assert await instance.director.value(AGENT, "ping") == "pong"
 
 
 async def rotated(instance: World, news: dict[str, str]) -> None:
-    """The Director's rotation."""
+    """Rotate the credentials as a Director does."""
     await instance.director.run(AGENT, "update_settings", {"mbus": {"cert": news}, "trusted_certs": ""})
 
 
@@ -116,9 +116,9 @@ async def test_newer_certificate_is_used_and_kept_over_a_restart(instance: World
 async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
     instance: World,
 ) -> None:
-    """This happens when a bus is restored from a backup older than the rotation.
+    """This happens if a bus is restored from a backup that is older than the rotation.
 
-    The CPI's credentials have expired by then.
+    By then, the CPI's credentials have expired.
     """
     secret = Secret(instance)
     await instance.start_agent()
@@ -139,7 +139,7 @@ async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
 
 
 async def test_expiring_bus_certificate_is_reported(instance: World) -> None:
-    """The report ends when the certificate is rotated."""
+    """The warning ends when the certificate is rotated."""
     authority = instance.server.authority
     pair = authority.agent(AGENT, valid=(-99 * HOUR, HOUR))
     Secret(instance).put({"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key})
@@ -153,7 +153,7 @@ async def test_expiring_bus_certificate_is_reported(instance: World) -> None:
 
 @pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 async def test_invalid_new_certificate_is_rejected_although_the_old_one_works(instance: World) -> None:
-    """The Director must learn of it, or it would believe that the agent uses its new credentials."""
+    """The Director must learn of it, or it would assume that the agent uses its new credentials."""
     await instance.start_agent()
 
     with pytest.raises(RpcRemoteError, match="cannot use the new bus credentials"):

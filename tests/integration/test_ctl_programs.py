@@ -1,4 +1,4 @@
-"""Runs of programs of services, and the stored part of their output."""
+"""Running the programs of services, and the part of their output that is stored."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("keepers_are_closed")
 
 @pytest.fixture(autouse=True)
 def _end(tmp_path: Path) -> Iterator[None]:
-    """End what programs have left."""
+    """End what programs have left behind."""
     yield
     end_kept(Paths(tmp_path))
 
 
 def output_of_web(base: Path) -> tuple[Path, Programs]:
-    """The output file of a service, and what reads it."""
+    """Return a service's output file, and a function that reads it."""
     output = Paths(base).shim_run / "output"
     output.mkdir(parents=True)
     return output / "web.log", Programs(Paths(base))
@@ -53,7 +53,7 @@ async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path:
 
 
 async def test_unwritable_output_directory_does_not_stop_a_job(tmp_path: Path) -> None:
-    """Programs then write to /dev/null. The error for a program that cannot run names its interpreter."""
+    """The programs then write to /dev/null. The error for a program that cannot run names its interpreter."""
     paths = Paths(tmp_path)
     paths.shim_run.mkdir(parents=True)
     (paths.shim_run / "output").write_text("no directory")
@@ -71,7 +71,7 @@ async def test_unwritable_output_directory_does_not_stop_a_job(tmp_path: Path) -
 
 
 async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
-    """gcp-tools-release's stackdriver-nozzle changes the owner of ``.`` and everything below it to vcap."""
+    """stackdriver-nozzle in gcp-tools-release changes the owner of ``.`` and everything below it to vcap."""
     nowhere = tmp_path / "empty"
     nowhere.mkdir()
     programs = Programs(Paths(tmp_path))
@@ -85,7 +85,7 @@ async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) 
 
 
 async def test_script_can_read_its_job_relative_to_the_working_directory(tmp_path: Path) -> None:
-    """The errand smoke-tests of shared-redis-release reads ``../jobs/smoke-tests/config.json``."""
+    """The errand smoke-tests in shared-redis-release reads ``../jobs/smoke-tests/config.json``."""
     (tmp_path / "jobs/smoke-tests").mkdir(parents=True)
     (tmp_path / "jobs/smoke-tests/config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
@@ -97,7 +97,7 @@ async def test_script_can_read_its_job_relative_to_the_working_directory(tmp_pat
 
 
 async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
-    """The newest part is kept. A process that appends to the file can continue."""
+    """The newest part is kept. A process that appends to the file can go on."""
     path, programs = output_of_web(tmp_path)
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * MAX_OUTPUT_BYTES + b"\nlast\n")
@@ -111,7 +111,7 @@ async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["first\nlast\n", ""])
 def test_space_allocated_beyond_the_end_of_output_is_freed(tmp_path: Path, text: str) -> None:
-    """A process may allocate it in a directory of root that no operator looks into."""
+    """A process may allocate it in a directory of root into which no operator looks."""
     path, programs = output_of_web(tmp_path)
     path.write_text(text)
     subprocess.run(["fallocate", "--keep-size", "--length", "8M", path], check=True)
@@ -134,7 +134,7 @@ def test_space_allocated_beyond_the_end_of_output_is_freed(tmp_path: Path, text:
     ids=["traced", "traced alone", "not traced", "nothing", "without an end"],
 )
 async def test_failure_reason_skips_shell_trace_lines(tmp_path: Path, printed: str, told: str) -> None:
-    """With ``set -x`` the last line is the script's exit command, and the fault precedes it.
+    """With ``set -x`` the last line is the script's exit command, and the actual error comes before it.
 
     An endless line is truncated.
     """

@@ -1,4 +1,4 @@
-"""The daemon as a process: signals, a second one, settings that come late, shutdown, what it leaves behind."""
+"""The agent as a process: signals, a second agent, settings that arrive late, shutdown, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.world import world as contract_world
 
 
 def readiness(address: str, level: str) -> tuple[int, str]:
-    """The answer to a probe."""
+    """Return the answer to a readiness probe."""
     return page(f"http://{address}/readyz?level={level}", timeout=20)
 
 
@@ -47,8 +47,10 @@ async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(instance: World
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
 async def test_agent_raises_its_file_limit_but_not_its_jobs_and_dumps_no_core(instance: World) -> None:
-    """Jobs get the soft limit of the container, as under the Go agent and monit. A job may have thousands of processes,
-    each a descriptor of the agent. A core file would hold the key of the bus. A job may still ask for one.
+    """Jobs get the container's soft limit, as under the Go agent and monit.
+
+    A job may have thousands of processes, each of which costs the agent a descriptor. A core file would contain the key
+    for the bus. A job may still request core files for itself.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     core = resource.getrlimit(resource.RLIMIT_CORE)
@@ -84,7 +86,7 @@ async def test_agent_waits_for_settings_that_are_missing_or_incomplete(instance:
 
 
 async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_one(instance: World) -> None:
-    """A probe that waits for an answer would end all jobs of a container whose agent gets no CPU time."""
+    """If a probe waited for an answer, it would end all jobs of a container whose agent gets no CPU time."""
     await instance.start_agent()
     os.kill(instance.pid, signal.SIGSTOP)
     try:
@@ -101,7 +103,9 @@ async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_on
 async def test_exit_codes_tell_why_a_command_or_agent_cannot_run(
     instance: World,
 ) -> None:
-    """They are 69 without an agent, 78 for an invalid agent.json, and 3 beside another agent, which continues."""
+    """They are 69 if there is no agent, 78 for an invalid agent.json, and 3 if another agent is running, which
+    continues.
+    """
     status, output = await instance.execute("status")
     assert status == 69
     assert "cannot ask the agent at" in output
@@ -131,7 +135,8 @@ async def test_shutdown_stops_the_jobs_and_they_stay_stopped_after_a_restart(ins
             status, output = await instance.execute("probe", "ready")
     assert "shut down by the Director" in output
     assert await instance.stop_agent() == 0
-    assert (Paths(instance.base).mirror / "shut_down").read_text() == AGENT  # the next container has another root
+    # the next container has another root file system
+    assert (Paths(instance.base).mirror / "shut_down").read_text() == AGENT
     argv = [word.format(config=instance.scratch / "agent.json", base=instance.base) for word in shlex.split(COMMAND)]
     log = instance.scratch / "agent.log"
     instance.agent = process.spawn(argv, env=dict(os.environ), stdout=log, stderr=log)
@@ -151,7 +156,7 @@ async def test_s7_heartbeat_is_sent_at_start_and_after_a_reconnect(instance: Wor
         health = instance.base / "instance/health.json"
 
         async def beat() -> int:
-            """Inode of the health file after a further heartbeat."""
+            """Return the inode of the health file after another heartbeat."""
             seen = len(monitor.of("heartbeat", AGENT))
             await instance.server.kill()
             await instance.server.start()
@@ -160,7 +165,7 @@ async def test_s7_heartbeat_is_sent_at_start_and_after_a_reconnect(instance: Wor
             return health.stat().st_ino
 
         before = health.stat().st_ino
-        assert await beat() == before  # an unchanged file is not written again
+        assert await beat() == before  # an unchanged file is not rewritten
         health.write_text("{}")
         assert await beat() != before
         health.unlink()
@@ -183,7 +188,7 @@ async def test_s9_only_a_drain_for_shutdown_notifies_the_health_monitor(instance
 
 
 async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance: World) -> None:
-    """Before the first apply nothing is known. Afterwards the state is that of the jobs, whatever it is."""
+    """Before the first apply the state is unknown. Afterwards it is that of the jobs."""
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.start_agent()
@@ -208,7 +213,7 @@ async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance:
 
 
 def told_of(node_id: str, job_state: str) -> Callable[[Any], bool]:
-    """True if a heartbeat is of this instance in this state."""
+    """Return True if a heartbeat is from this instance and has this state."""
     return lambda body: (body["node_id"], body["job_state"]) == (node_id, job_state)
 
 
@@ -242,7 +247,7 @@ async def test_agent_connects_once_the_server_knows_it(instance: World) -> None:
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
 async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_files(instance: World) -> None:
-    """SIGKILL in the middle of a write leaves partial files, which the next start removes."""
+    """SIGKILL in the middle of a write leaves partial files, which are removed at the next start."""
     await instance.start_agent()
     mbus: dict[str, Any] = json.loads((instance.scratch / "settings.json").read_text())["env"]["bosh"]["mbus"]
     key_line = mbus["cert"]["private_key"].splitlines()[3]
@@ -273,7 +278,7 @@ async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_file
 
 
 async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: World) -> None:
-    """The command ``call`` sends the agent a request of the Director."""
+    """The command ``call`` sends the agent a request in the way a Director would."""
     instance.command = COMMAND.replace(
         "-m agent_shim.cli run -C {config}",
         "-c 'import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))'"
@@ -290,7 +295,7 @@ async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: World) -> N
 
 
 async def test_new_cpi_settings_apply_without_a_restart(instance: World) -> None:
-    """Credentials that cannot be used do not end the agent."""
+    """Unusable credentials do not end the agent."""
     await instance.start_agent()
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     source = instance.scratch / "settings.json"
@@ -313,7 +318,7 @@ async def test_new_cpi_settings_apply_without_a_restart(instance: World) -> None
 
 @pytest.mark.slow
 async def test_t7_connection_lasts_under_heavy_work(tmp_path: Path) -> None:
-    """The server pings five times and drops clients that miss two, during an errand, a compilation and log packing."""
+    """The server pings five times, and drops clients that miss two, during an errand, a compilation and log packing."""
     burn = "#!/bin/sh\nend=$(($(date +%s) + 11))\nwhile [ $(date +%s) -lt $end ]; do :; done\n"
     async with NatsServer(tmp_path, ping_interval=2.0) as server, contract_world(tmp_path / "agent") as inside:
         await server.add_agent("agent-1")

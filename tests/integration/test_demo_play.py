@@ -1,4 +1,4 @@
-"""The demonstration as a user runs it: what it leaves running, how it ends, and what a failure says."""
+"""The demonstration as a user runs it: what it leaves running, how it ends, and what a failure reports."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.loop_may_be_held
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A directory whose name leaves room for that of a socket below it, which has at most 107 bytes."""
+    """Return a directory with a short name, so that a socket below it has a path of at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="d-") as made:
         yield Path(made)
 
 
 @contextmanager
 def demo(where: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A demo whose directories are below ``where``."""
+    """Return a demo whose directories are below ``where``."""
     argv = [sys.executable, "-m", "agent_shim", "demo", *words]
     environment = {name: text for name, text in os.environ.items() if name != "AGENT_SHIM_LOOP_REPORTS"} | {
         "TMPDIR": str(where),
@@ -48,7 +48,7 @@ def demo(where: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def until(started: subprocess.Popen[str], pattern: str) -> str:
-    """Read lines until one matches. Return all."""
+    """Read lines until one matches. Return all of them."""
     assert started.stdout is not None
     said = ""
     for line in started.stdout:
@@ -59,7 +59,7 @@ def until(started: subprocess.Popen[str], pattern: str) -> str:
 
 
 def processes_of(where: Path) -> list[str]:
-    """Return the command lines that name a directory."""
+    """Return the command lines that mention a directory."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -74,7 +74,7 @@ def processes_of(where: Path) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_demo_with_keep_is_usable_and_ends_with_all_its_processes(short: Path, number: signal.Signals) -> None:
-    """The path may contain a space and letters beyond ASCII."""
+    """The path may contain a space and non-ASCII letters."""
     where = short / "ein Ort für Proben"
     where.mkdir()
     with demo(where, "--keep") as started:

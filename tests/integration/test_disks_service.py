@@ -1,4 +1,4 @@
-"""The Director's disk requests, by links for a container without mounts, and by mounts."""
+"""The Director's disk requests, served by links in a container without mounts, and by mounts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ each_way = by("links", "mounts")
 
 
 def mounted(instance: Instance) -> list[mounts.Mount]:
-    """The mounts of the instance. Others may mount on this machine meanwhile."""
+    """Return the mounts of the instance only, because other tests may mount on this machine meanwhile."""
     return [mount for mount in mounts.mounts() if mount.point.is_relative_to(instance.paths.base)]
 
 
@@ -87,7 +87,7 @@ async def test_foreign_volume_on_the_store_counts_as_a_disk(
 async def test_disk_stays_mounted_after_a_restart_unless_of_another_instance(
     instance: Instance, marker: Marker | None, stays: bool
 ) -> None:
-    """A missing marker is no evidence against the disk, because an older agent wrote none."""
+    """A missing marker does not exclude a disk, because older agents wrote none."""
     instance.id = "this"
     await instance.mount("a", "b")
     markers.remove(instance.volume("b"))
@@ -106,7 +106,7 @@ async def test_disk_stays_mounted_after_a_restart_unless_of_another_instance(
 
 @each_way
 async def test_first_disk_mounts_at_the_store_and_others_at_the_migration_target(instance: Instance) -> None:
-    """A third one replaces the second if a resize failed and is tried again without an unmount in between."""
+    """If a resize failed and is tried again without an unmount in between, a third disk replaces the second."""
     instance.attach("a")
     assert (await instance.disks.list(), instance.disks.is_mounted) == ([], False)
 
@@ -182,7 +182,7 @@ async def test_mount_fails_if_the_volume_does_not_appear(instance: Instance, pla
 
 @each_way
 async def test_mount_waits_for_the_lease_of_a_dead_vm_to_expire(instance: Instance) -> None:
-    """A VM was recreated on another node, and its predecessor still holds the disk's lease."""
+    """A VM was recreated on another node, and its predecessor still holds the lease of the disk."""
     instance.attach("a")
     answers = ["agent a on a machine that is gone", "agent a on a machine that is gone", ""]
     instance.holder = lambda _: answers.pop(0) if answers else ""
@@ -215,7 +215,7 @@ async def test_disk_leased_by_another_agent_is_never_mounted(instance: Instance)
 
 @each_way
 async def test_unmarked_disk_leased_by_another_agent_is_rejected(instance: Instance) -> None:
-    """Nothing marks it as the former disk, although it holds the files."""
+    """No marker identifies it as the former disk, although it contains the files."""
     former = instance.attach("a")
     (former / "data").write_text("precious")
     instance.attach("b")
@@ -243,7 +243,7 @@ async def test_disk_with_another_cid_is_rejected(instance: Instance) -> None:
 
 @each_way
 async def test_mounted_disk_is_not_replaced_because_of_a_marker_alone(instance: Instance) -> None:
-    """It holds the files that jobs use, and nothing says that it was replaced."""
+    """It contains the files that jobs use, and no record says that it was replaced."""
     for cid in "ab":
         instance.attach(cid)
     await instance.disks.mount("b")
@@ -309,7 +309,10 @@ async def test_full_disk_is_mounted_without_a_marker_and_unmounted(
 
 @each_way
 async def test_read_only_disk_can_be_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its marker still claims the store. A record on the root file system overrides it, also for the next agent."""
+    """Its marker still assigns it to the store.
+
+    A record on the root file system overrides the marker, for the next agent too.
+    """
     await instance.mount("a")
 
     def read_only(path: Path, *_: object) -> None:
@@ -335,7 +338,7 @@ async def test_read_only_disk_can_be_unmounted(instance: Instance, monkeypatch: 
 async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_both(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a full root file system the marker suffices. Without both, the next agent would not mount the disk."""
+    """On a full root file system the marker is enough. Without both, the next agent would not mount the disk."""
     instance.attach("a")
     real, before = files.write_atomic, mounted(instance)
 
@@ -361,11 +364,12 @@ async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_both(
     assert await instance.disks.list() == ["a"]
 
 
-# --- a volume that is at the store already --------------------------------------------------------------------------
+# --- a volume that is already at the store
+# ------------------------------------------------------------------------------
 
 
 def at_the_store(instance: Instance) -> None:
-    """The manifest of a pod mounts the volume there, and its hint says so."""
+    """Imitate a pod whose manifest mounts the volume at the store, as its hint says."""
     if instance.bind:
         mounts.bind(instance.attach("a"), instance.paths.store)
     instance.persistent["a"] = str(instance.paths.store)
@@ -473,7 +477,7 @@ async def test_disk_is_synced_before_it_is_unmounted(instance: Instance, monkeyp
 
 @each_way
 async def test_disk_at_the_migration_target_is_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is unmounted once no process uses it. The disk on the store stays."""
+    """It is unmounted once no process uses it. The disk at the store stays."""
     await instance.mount("a", "b")
     looked_at: list[set[Path]] = []
 
@@ -542,7 +546,7 @@ async def test_unmount_waits_for_processes_to_release_the_disk(instance: Instanc
 
 @each_way
 async def test_unmount_ends_processes_of_jobs(instance: Instance) -> None:
-    """The disk is checked again afterwards, however long that took."""
+    """Then the disk is checked again, however long ending them took."""
     await instance.mount("a")
     instance.write("file", "x")
     instance.timeouts = msgspec.structs.replace(instance.timeouts, use=0.0)
@@ -555,7 +559,7 @@ async def test_unmount_ends_processes_of_jobs(instance: Instance) -> None:
 
 @each_way
 async def test_unmount_ends_processes_of_a_job_in_parallel(instance: Instance) -> None:
-    """Each has its grace period. One after the other, they would hold the request for minutes."""
+    """Each process has its own grace period. One after the other, they would delay the request by minutes."""
     instance.timeouts = msgspec.structs.replace(instance.timeouts, grace=60.0)
     instance.start_agent()
     await instance.mount("a")
@@ -637,7 +641,7 @@ async def test_missing_disk_is_reported_as_a_problem(instance: Instance) -> None
 
 @each_way
 async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance: Instance) -> None:
-    """When a new machine mounts it, the Director has not sent the instance id with which the disk is marked later."""
+    """If a new machine mounts it, the Director has not yet sent the instance id with which disks are marked."""
     await instance.mount("a")
     instance.id = "i-2"
     await instance.disks.list()
@@ -670,7 +674,7 @@ async def test_director_decides_between_two_disks_that_claim_the_store(instance:
 
 @each_way
 async def test_disk_of_an_older_agent_is_adopted(instance: Instance) -> None:
-    """That agent wrote managed_disk_settings.json and no marker. Its link or mount may exist or not."""
+    """That agent wrote managed_disk_settings.json and no marker. Its link or mount may or may not exist."""
     instance.attach("a")
     instance.paths.managed_disk.write_text("a")
 
@@ -695,7 +699,7 @@ async def test_resize_begun_by_an_older_agent_is_adopted(instance: Instance) -> 
 
 @each_way
 async def test_unmarked_disk_with_files_is_taken_for_the_former_one(instance: Instance) -> None:
-    """A CPI recreated the container to attach the second disk, under an agent without markers."""
+    """An agent without markers was in use when a CPI recreated the container to attach the second disk."""
     (instance.attach("a") / "data").write_text("precious")
     (instance.attach("b") / "lost+found").mkdir()
 
@@ -726,7 +730,10 @@ async def test_ambiguous_former_disk_is_not_guessed(instance: Instance, why: str
 
 
 async def resizing(instance: Instance) -> dict[str, object]:
-    """Two disks mounted for a migration, the first with files. The expected content of the second at the end."""
+    """Mount two disks for a migration, the first with files.
+
+    Return the content that the second must have at the end.
+    """
     (instance.attach("a") / "db").mkdir()
     (instance.volume("a") / "db/data").write_bytes(os.urandom(5000))
     instance.attach("b")
@@ -739,7 +746,10 @@ async def resizing(instance: Instance) -> dict[str, object]:
 @pytest.mark.parametrize("cids", [("a", "b"), ()])
 @each_way
 async def test_migration_moves_all_files_once(instance: Instance, cids: tuple[str, ...]) -> None:
-    """A CLI may name no disk. A finished migration is not repeated or mistaken for another, and another may follow."""
+    """A CLI may name no disk.
+
+    A finished migration is neither repeated nor mistaken for another, and another may follow.
+    """
     wanted = await resizing(instance)
 
     await instance.disks.migrate(*cids)
@@ -959,7 +969,7 @@ async def test_migration_logs_what_it_could_not_copy(instance: Instance, caplog:
 async def test_migration_killed_at_any_step_is_completed(
     instance: Instance, step: int, restart: Callable[[Instance], None]
 ) -> None:
-    """Afterwards one of the two disks is on the store, whole. After another migration the new one is."""
+    """Afterwards one of the two complete disks is at the store. After another migration it is the new one."""
     wanted = await resizing(instance)
     assert await migrate_until(step, instance) or step < MORE_THAN_ALL - 1
     restart(instance)
@@ -1067,7 +1077,7 @@ async def test_invalid_disk_association_is_named(instance: Instance, wanted: Dis
 
 @each_way
 async def test_dynamic_disks_are_waited_for_linked_and_unlinked(instance: Instance) -> None:
-    """The CPI may attach a disk after the request."""
+    """The CPI may attach the disk after the request."""
     instance.paths.dynamic_disks.mkdir()
     link = instance.paths.dynamic_disks / "a"
     instance.disks.timeouts = PATIENT

@@ -19,7 +19,7 @@ from tests.support.broker import NatsServer
 
 
 def examined(base: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and what it says as JSON."""
+    """Return the exit code and the JSON output."""
     argv = [sys.executable, "-m", "agent_shim.cli", "doctor", "--json", "-b", str(base), *words]
     done = subprocess.run(argv, capture_output=True, timeout=60, check=False)
     assert done.stderr == b""
@@ -31,7 +31,7 @@ def finding(report: dict[str, Any], topic: str) -> dict[str, Any]:
 
 
 def settled(base: Path, url: str, certificate: str, ca: str = "x", private_key: str = "") -> None:
-    """A tree in which an agent has read settings."""
+    """Return a tree in which an agent has read its settings."""
     settings = {
         "agent_id": "a1",
         "mbus": url,
@@ -43,7 +43,7 @@ def settled(base: Path, url: str, certificate: str, ca: str = "x", private_key: 
 
 
 def test_doctor_checks_everything_and_leaves_no_files(tmp_path: Path) -> None:
-    """The exit code says whether something is wrong. A check that broke would report that it cannot look."""
+    """The exit code says whether something is wrong. If a check itself fails, it reports that it could not look."""
     (tmp_path / "data").mkdir()
     before = sorted(tmp_path.rglob("*"))
 
@@ -73,7 +73,7 @@ def test_doctor_reports_an_expired_certificate_and_a_lost_address(tmp_path: Path
 
 
 async def test_doctor_probes_the_bus_without_a_log_line_on_its_server(tmp_path: Path) -> None:
-    """The handshake is completed, and no connection to the bus follows."""
+    """The TLS handshake is completed, but no bus connection follows."""
     async with NatsServer(tmp_path / "bus") as server:
         cert = server.mbus("a1")
         settled(tmp_path, server.url, cert.certificate, ca=cert.ca, private_key=cert.private_key)

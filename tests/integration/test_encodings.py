@@ -1,4 +1,4 @@
-"""Commands whose output has characters that the encoding of the locale lacks."""
+"""Commands whose output has characters that the locale's encoding lacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAIN = "import sys; sys.argv[0] = {!r}; from agent_shim.cli.main import main; sy
 
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[Place]:
-    """An agent with a running job, which writes to its log, and one that fails with this text."""
+    """Run an agent with a job that writes to its log, and one that fails with this text."""
     made = Place(tmp_path)
     made.lay("jobs/web", jobs.sleeper(made.paths, "web"))
     said = os.fsencode(TEXT).decode("latin-1")
@@ -77,7 +77,7 @@ def commands(place: Place) -> list[tuple[int, tuple[str, ...]]]:
 
 
 def run(words: tuple[str, ...], locale: Mapping[str, str], *, on_pty: bool = False) -> tuple[int | None, bytes]:
-    """Run a command of this name. Return its exit code, None from a terminal, and all that it wrote."""
+    """Run a command. Return its exit code (None on a terminal) and everything that it wrote."""
     argv = [sys.executable, "-c", MAIN.format(words[0]), *words[1:]]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), **locale}
     if on_pty:

@@ -1,4 +1,4 @@
-"""A short run of ``./dev fuzz``: foreign input is parsed or refused, without other effects."""
+"""A short run of ``./dev fuzz``: untrusted input is parsed or rejected, without other effects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.chaos import fuzz
 @pytest.mark.attack("a request is malformed, or has a value of another type")
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_fuzzed_input_is_parsed_or_rejected(name: str) -> None:
-    """Inputs that once caused a failure come first."""
+    """Inputs that once caused a failure are tried first."""
     found = list(fuzz.findings(fuzz.TARGETS[name], random.Random(7), lambda number: number >= 150))
 
     assert found == []
@@ -21,12 +21,15 @@ def test_fuzzed_input_is_parsed_or_rejected(name: str) -> None:
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_first_fuzzing_seed_is_parsed(name: str) -> None:
-    """A target that rejects good input tests nothing: archives in memory were once rejected before their first byte."""
+    """A target that rejects valid input tests nothing.
+
+    Archives in memory were once rejected before their first byte.
+    """
     fuzz.TARGETS[name].read(fuzz.TARGETS[name].seeds[0])
 
 
 def test_fuzzer_reports_an_unexpected_exception() -> None:
-    """This proves that the program can find something."""
+    """This shows that the program can find something."""
     broken = fuzz.Target(lambda data: data.index(b"x"), (ShimError,), (b"x" * 20,))
 
     assert any("ValueError" in what for _, what in fuzz.findings(broken, random.Random(1), lambda number: number > 500))

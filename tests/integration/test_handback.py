@@ -1,4 +1,4 @@
-"""The way back to the Go agent and monit: remaining files for them, and undisturbed processes."""
+"""Handing back to the Go agent and monit: which files remain for them, and that processes are not disturbed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.support.instance import AGENT, World
 
 
 async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance: World) -> None:
-    """State that the Go agent keeps itself is unchanged. Only state of this agent is removed.
+    """State that the Go agent keeps itself is not changed. Only state of this agent is removed.
 
-    After a handback the next agent of ours takes over as from the Go agent: none is started a second time.
+    After a handback, our next agent takes over as from the Go agent, and no job is started a second time.
     """
     before = await instance.deploy(2, 1)
     for _ in range(2):
@@ -51,7 +51,7 @@ async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance
 
 @pytest.mark.slow
 async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: World) -> None:
-    """monit would start them. The Director still sees that they are stopped."""
+    """monit would otherwise start them. The Director still sees that they are stopped."""
     await instance.deploy(2, 1)
     await instance.director.run(AGENT, "stop")
     await instance.stop_agent()
@@ -68,9 +68,9 @@ async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: World) 
 
 @pytest.mark.slow
 async def test_handback_reports_processes_that_monit_would_start(instance: World) -> None:
-    """Such processes died meanwhile, or monit would take them for dead.
+    """These are processes that died meanwhile, and processes that monit would consider dead.
 
-    While the agent runs, a handback is refused: it would go on as if nothing had happened.
+    While the agent runs, a handback is refused, because the agent would continue as if nothing had happened.
     """
     before = await instance.deploy(3)
     status, output = await instance.execute("handback")
@@ -94,7 +94,7 @@ async def test_handback_reports_processes_that_monit_would_start(instance: World
 
 @pytest.mark.slow
 async def test_handback_is_repeatable_and_changes_no_machine_without_an_agent(instance: World) -> None:
-    """If there is nothing to do, that is no failure."""
+    """If there is nothing to do, that is not a failure."""
     instance.base.mkdir(exist_ok=True)
     before = sorted(instance.base.iterdir())
 
@@ -108,7 +108,7 @@ async def test_handback_is_repeatable_and_changes_no_machine_without_an_agent(in
 
 
 def test_handback_removes_disk_markers(tmp_path: Path) -> None:
-    """The Go agent would copy them from disk to disk. It records in a file which disk is the store."""
+    """The Go agent would copy them from disk to disk. It records in a file which disk is at the store."""
     paths = Paths(tmp_path / "vcap")
     paths.bosh.mkdir(parents=True)
     store, other = tmp_path / "disk-1", tmp_path / "disk-2"
@@ -133,7 +133,7 @@ def test_handback_removes_disk_markers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "what"), [("supervisor_state", "jobs are"), ("settings_cache", "disks are")])
 def test_handback_removes_nothing_if_jobs_or_disks_are_unknown(tmp_path: Path, name: str, what: str) -> None:
-    """When a damaged file counted as empty, the backup was removed and markers stayed on the disks."""
+    """When a damaged file was treated as empty, the backup was removed and markers stayed on the disks."""
     paths = Paths(tmp_path / "vcap")
     paths.bosh.mkdir(parents=True)
     paths.mirror.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The HTTP of metrics, probes and monit against hostile clients: bounds of a connection, ambiguous requests."""
+"""The HTTP server of metrics, probes and monit with hostile clients: limits of a connection, ambiguous requests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ async def heard() -> list[Request]:
 
 @pytest.fixture
 async def where(heard: list[Request]) -> AsyncIterator[Where]:
-    """A responder that takes what monit's takes, and keeps what it was asked."""
+    """Provide a server that accepts what monit's server accepts, and records requests."""
 
     def answer(request: Request) -> Response:
-        # Another test's client may ask this port, which was its server's. It has a password.
+        # Clients of another test may connect to this port if that test's server had it before, so it has a password.
         if "authorization" not in request.headers:
             heard.append(request)
         return Response(200, b"here")
@@ -37,7 +37,7 @@ async def where(heard: list[Request]) -> AsyncIterator[Where]:
 
 
 async def ask(where: Where, *pieces: bytes) -> bytes:
-    """Send the pieces one after the other, and read all that comes back."""
+    """Send the pieces one after the other, and return everything that comes back."""
     reader, writer = await asyncio.open_connection(*where)
     try:
         async with asyncio.timeout(10):
@@ -63,7 +63,7 @@ LENGTHS = {
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 async def test_http_body_too_large_is_rejected_by_its_headers(where: Where, length: bytes) -> None:
-    """This holds for every form of its length, however much of the body arrives."""
+    """This holds for every way to state the length, however much of the body arrives."""
     answer = await ask(where, b"POST / HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n")
 
     assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
@@ -83,7 +83,10 @@ BEGINNINGS = {
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
 async def test_endless_http_request_is_cut_off_without_using_memory(where: Where, beginning: bytes) -> None:
-    """After any beginning, fifty megabytes follow. The connection is closed, and memory grows by less than that."""
+    """After various beginnings, fifty megabytes follow.
+
+    The connection is closed, and memory grows by less than that.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, writer = await asyncio.open_connection(*where)
 
@@ -187,7 +190,7 @@ async def test_http_request_parses_the_same_in_one_piece_or_byte_by_byte(
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_http_request_is_answered_before_later_excess_connections(where: Where) -> None:
-    """All of them wait in the kernel when the event loop runs."""
+    """All of them are waiting in the kernel when the event loop runs."""
     with socket.create_connection(where) as probe, ExitStack() as crowd:
         probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
         for _ in range(http_server.MAX_CONNECTIONS + 20):
@@ -219,7 +222,7 @@ async def test_closed_http_connections_free_their_places(where: Where, monkeypat
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
 async def test_http_trailer_is_not_read_as_a_header(where: Where, heard: list[Request]) -> None:
-    """A proxy may have looked for a password only in the head."""
+    """A proxy may have checked the password only in the headers."""
     head = b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
     assert (await ask(where, head + b"0\r\nAuthorization: Basic eDp4\r\nHost: b\r\n\r\n")).startswith(b"HTTP/1.1 200 ")

@@ -1,4 +1,4 @@
-"""The HTTPS bus under callers that are slow, many, gone or hostile, and with certificates that change."""
+"""The HTTPS endpoint with callers that are slow, many, gone or hostile, and with certificates that change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.waiting import until
 
 
 class Agent:
-    """Answers ``ping`` at once, other requests when ``released``. Records requests and results."""
+    """Answers ``ping`` at once and other requests when ``released``. Records requests and results."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -62,7 +62,7 @@ async def bus(agent: Agent, tmp_path: Path) -> AsyncIterator[HttpsBus]:
 
 @pytest.fixture
 async def hasty(agent: Agent, tmp_path: Path) -> AsyncIterator[HttpsBus]:
-    """A bus whose patience is short."""
+    """Run an HTTPS endpoint with short time limits."""
     async with on_https(agent.handle, tmp_path, idle=0.3, stall=0.3, request=1000, blob=2_000_000) as one:
         yield one
 
@@ -81,7 +81,8 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
             return b""
 
 
-# --- clients that go --------------------------------------------------------------------------------------------------
+# --- clients that disconnect
+# --------------------------------------------------------------------------------------------
 
 
 async def test_https_action_finishes_after_its_client_disconnects(bus: HttpsBus, agent: Agent) -> None:
@@ -195,7 +196,7 @@ async def test_finished_https_connections_and_requests_are_forgotten(bus: HttpsB
 
 
 async def test_https_bodies_of_maximum_size_are_accepted(hasty: HttpsBus, tmp_path: Path) -> None:
-    """They come with a length, or in chunks without one."""
+    """They are sent with a length, or in chunks without one."""
     cli, body = Cli(hasty.port), request("ping").partition(b"\r\n\r\n")[2].ljust(1000)
 
     assert (await cli.send("POST", "/agent", body)).status == 200
@@ -220,7 +221,7 @@ async def test_https_bytes_and_messages_are_counted(bus: HttpsBus, caplog: pytes
 
 
 async def test_https_shutdown_cancels_running_actions(agent: Agent, tmp_path: Path) -> None:
-    """The caller has disconnected or is disconnected now, so the action ends with the agent."""
+    """The caller has disconnected or is being disconnected, so the action ends with the agent."""
     async with on_https(agent.handle, tmp_path, goodbye=0.1) as bus, Cli(bus.port).connected() as (_, writer):
         writer.write(request("start"))
         await agent.begun.wait()
@@ -246,9 +247,9 @@ async def test_https_bodies_above_the_limit_are_rejected(hasty: HttpsBus, tmp_pa
 
 
 async def test_https_requests_beyond_64_mib_in_total_get_503(agent: Agent, tmp_path: Path) -> None:
-    """Later ones are answered.
+    """Later requests are answered.
 
-    Each connection held a body of 16 MiB, so one caller with the password could use two gigabytes.
+    Each connection could hold a body of 16 MiB, so one caller with the password could use two gigabytes.
     """
     async with on_https(agent.handle, tmp_path, requests=3000) as bus, AsyncExitStack() as stack:
         cli = Cli(bus.port)
@@ -287,9 +288,9 @@ async def test_unauthenticated_https_connections_do_not_evict_authenticated_ones
 async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
     agent: Agent, tmp_path: Path, begins_tls: bool
 ) -> None:
-    """It need not have begun TLS.
+    """A connection that has not begun TLS counts as well.
 
-    Silent connections hold descriptors of the agent for ten seconds each, so they are bounded, too.
+    A silent connection holds a descriptor of the agent for ten seconds, so their number is limited.
     """
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         silent = []
@@ -323,7 +324,7 @@ async def test_https_connections_do_not_evict_the_handshake_of_another_address(a
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 async def test_flood_of_https_handshakes_does_not_lock_out_other_callers(agent: Agent, tmp_path: Path) -> None:
-    """There are twice as many clients as places. Each makes a handshake and connects again."""
+    """There are twice as many clients as places, and each completes a handshake and then connects again."""
     done = 0
 
     async def stranger(port: int, context: ssl.SSLContext) -> None:
@@ -372,7 +373,7 @@ async def test_https_server_full_of_authenticated_callers_accepts_no_others(agen
 async def test_https_blob_transfers_are_counted(
     hasty: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``/metrics`` counts blobs that came or went whole, and those that did not."""
+    """``/metrics`` counts blobs that were transferred completely, and those that were not."""
     transfers = workers.Transfers()
     monkeypatch.setattr(https, "transfers", transfers)
     cli = Cli(hasty.port)
@@ -396,7 +397,8 @@ async def test_https_blob_transfers_are_counted(
     assert (transfers.sizes["upload"], transfers.sizes["download"]) == (300_000, 300_000)
 
 
-# --- clients that are wrong -------------------------------------------------------------------------------------------
+# --- faulty clients
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -431,10 +433,7 @@ async def test_invalid_http_or_tls_ends_only_its_connection(hasty: HttpsBus, sai
 async def test_https_server_rejects_old_tls_versions(
     agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that offers only TLS 1.1 is refused, though OpenSSL would accept it.
-
-    Without the rule it would speak it.
-    """
+    """A client that offers only TLS 1.1 is rejected. Without the rule, OpenSSL would accept it."""
 
     async def spoken() -> str:
         context = trusting(authority().ca)
@@ -571,7 +570,8 @@ async def test_unusable_https_address_is_reported_without_its_password(
     assert "hush" not in bus.stats.last_error
 
 
-# --- strangers that never end -----------------------------------------------------------------------------------------
+# --- endless unauthenticated requests
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
@@ -589,7 +589,7 @@ async def test_unusable_https_address_is_reported_without_its_password(
     ids=["headers", "header", "line", "chunk", "trailers", "body", "requests"],
 )
 async def test_endless_unauthenticated_https_request_is_not_kept(bus: HttpsBus, begin: bytes, again: bytes) -> None:
-    """The client reads no answers. The connection ends, or nothing more is read from it."""
+    """The client does not read the answers. Either the connection ends, or nothing more is read from it."""
     taken, most = 0, 32_000_000
     async with Cli(bus.port).connected() as (_, writer):
         writer.write(begin)
@@ -597,7 +597,8 @@ async def test_endless_unauthenticated_https_request_is_not_kept(bus: HttpsBus, 
             while taken < most:
                 writer.write(again)
                 taken += len(again)
-                await asyncio.sleep(0)  # drain() alone may never let the loop report that the connection is lost
+                # drain() alone may never give the loop a chance to report that the connection is lost
+                await asyncio.sleep(0)
                 async with asyncio.timeout(5):
                     await writer.drain()
         except (ConnectionError, TimeoutError, ssl.SSLError):
@@ -610,7 +611,7 @@ async def test_endless_unauthenticated_https_request_is_not_kept(bus: HttpsBus, 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize(("begin", "again"), [(b"GET /agent HTTP/1.1\r\nX: ", b"a"), (b"", b"\r\n")])
 async def test_slow_unauthenticated_https_client_is_disconnected(hasty: HttpsBus, begin: bytes, again: bytes) -> None:
-    """Some bytes always arrive before the time for a complete head is over."""
+    """The client keeps sending bytes, but the time for completing the headers runs out."""
     async with Cli(hasty.port).connected() as (reader, writer):
         ended = asyncio.create_task(until_closed(reader))
         writer.write(begin)

@@ -1,4 +1,4 @@
-"""A hung test fails alone, with the place where it waits. Programs of a failed or killed test end."""
+"""A hanging test fails alone and reports where it waits. Programs of a failed or killed test are ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A real daemon at rest with five jobs: its modules, its memory beside a bare interpreter, the wakes of its loop."""
+"""A real agent at rest with five jobs: its modules, its memory compared with a bare interpreter, its loop's
+wake-ups.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ sys.exit(main(argv))
 
 
 async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AGENT_SHIM_LOOP_REPORTS", raising=False)  # its guard brings modules of the tests
+    monkeypatch.delenv("AGENT_SHIM_LOOP_REPORTS", raising=False)  # the guard would import modules of the tests
     pipe, program = tmp_path / "told", tmp_path / "watched.py"
     program.write_text(_WATCHED)
     os.mkfifo(pipe)
@@ -115,7 +117,7 @@ async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, m
         bare.send(signal.SIGKILL)
         await bare.wait()
 
-    # Debian gives its interpreters a sitecustomize. msgspec takes typing_extensions where mypy has brought it.
+    # Debian's interpreters import a sitecustomize, and msgspec imports typing_extensions if mypy has installed it.
     known = {*sys.stdlib_module_names, "agent_shim", "cython_runtime", "sitecustomize", "typing_extensions"}
     libraries = {name.partition(".")[0] for name in modules if not name.startswith("_")} - known
     assert libraries == LIBRARIES
@@ -126,6 +128,6 @@ async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, m
 
 
 def _own(pid: int) -> int:
-    """Kilobytes of a process without the pages of files, whose share depends on other interpreters."""
+    """Return the kilobytes of a process without file pages, whose share depends on other interpreters."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))

@@ -1,4 +1,4 @@
-"""A new container runs the jobs of its predecessor again without a request, or reports the obstacle."""
+"""A new container runs the jobs of its predecessor again without a request, or reports why it cannot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ LASTS = "echo $$ >$pidfile; exec sleep 100000"
 
 
 def job(instance: World, name: str, pre_start: str = "") -> dict[str, str | bytes]:
-    """A job of one process; it and its pre-start write their names to one log on the volume that stays."""
+    """Return a job with one process.
+
+    The process and its pre-start write their names to a log on the volume that stays.
+    """
     log = instance.base / "data/events"
     made: dict[str, str | bytes] = {**jobs.process(Paths(instance.base), name, f"echo {name} >>{log}; {LASTS}")}
     if pre_start:
@@ -51,7 +54,7 @@ async def deploy(instance: World, files_of: Mapping[str, Mapping[str, str | byte
 
 
 async def end_container(instance: World) -> None:
-    """Everything that runs is killed."""
+    """Kill everything that runs."""
     await instance.kill_agent()
     for pid in instance.pids().values():
         if found := process.adopt(pid):
@@ -60,14 +63,14 @@ async def end_container(instance: World) -> None:
 
 
 def reset_root(instance: World) -> None:
-    """The volume ``data`` stays."""
+    """Replace the root file system. The volume ``data`` stays."""
     for path in instance.base.iterdir():
         if path.name != "data":
             files.remove_tree(path)
 
 
 async def restart_container(instance: World) -> None:
-    """In place: a new root file system, and everything that ran is dead."""
+    """Restart the container in place: it gets a new root file system, and everything that ran is dead."""
     await end_container(instance)
     (instance.base / "data/events").unlink(missing_ok=True)
     reset_root(instance)
@@ -80,19 +83,19 @@ async def state(instance: World) -> dict[str, Any]:
 
 
 async def in_state(instance: World, *job_states: str) -> None:
-    """Wait for one of these states of the instance."""
+    """Wait until the instance has one of these states."""
     async with asyncio.timeout(TIMEOUT_S):
         while (await state(instance))["job_state"] not in job_states:
             await asyncio.sleep(0.02)
 
 
 async def until_said(instance: World, text: str) -> None:
-    """Wait for a line of the log."""
+    """Wait for a line in the log."""
     await until(lambda: text in instance.log_text())
 
 
 async def snapshot(tree: Path) -> dict[str, int]:
-    """When everything below a directory was changed, once nothing changes any more."""
+    """Return when everything below a directory was last changed, once nothing changes any more."""
     found: dict[str, int] = {}
     async with asyncio.timeout(TIMEOUT_S):
         while (now := {str(path): path.lstat().st_mtime_ns for path in tree.rglob("*")}) != found:
@@ -150,7 +153,10 @@ async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instanc
 
 @pytest.mark.parametrize("was_started", [True, False])
 async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(instance: World, was_started: bool) -> None:
-    """Pre-start does not run, because the Director runs it itself. A start is kept however soon the container ends."""
+    """Pre-start does not run, because the Director runs it itself.
+
+    A start is not lost, however soon the container ends.
+    """
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web", "true")}, start=was_started)
     if was_started:
@@ -158,7 +164,7 @@ async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(instan
 
     await restart_container(instance)
 
-    await instance.director.run(AGENT, "list_disk")  # a task after the recovery of jobs, if that had begun
+    await instance.director.run(AGENT, "list_disk")  # a task that runs after the recovery of jobs, if that had begun
     assert (await state(instance))["job_state"] == "stopped" or not was_started
     assert events(instance) == []
     await instance.director.run(AGENT, "start")
@@ -189,9 +195,9 @@ async def test_agent_that_was_shut_down_starts_no_jobs(instance: World) -> None:
 
 
 async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(instance: World) -> None:
-    """The instance is failing meanwhile, an alert has the reason, and no job runs.
+    """Meanwhile the instance is failing, an alert contains the reason, and no job runs.
 
-    A Director that starts the jobs has run pre-start in its own way.
+    A Director that starts the jobs has run pre-start itself.
     """
     allowed = instance.base / "data/allowed"
     await instance.start_agent()
@@ -224,7 +230,10 @@ async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(in
 
 
 async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_stop(instance: World) -> None:
-    """The first run may not have finished on the same root file system. A request of the Director takes precedence."""
+    """The first run may not have finished, although the root file system is the same.
+
+    A Director's request takes precedence.
+    """
     hanging, seen = instance.base / "data/hanging", instance.base / "data/seen"
     await instance.start_agent()
     hang = f"echo $$ >{hanging}; test -e {seen} || exec sleep 1000"
@@ -241,7 +250,7 @@ async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_st
 
     seen.unlink()
     hanging.unlink()
-    # A process of a job that lives shows that the container is still the same.
+    # A running process of a job shows that the container is still the same.
     with contextlib.suppress(ProcessLookupError):
         os.kill(first, signal.SIGKILL)
     await restart_container(instance)
@@ -257,7 +266,7 @@ async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_st
 
 @pytest.mark.parametrize("what", ["jobs/job-web", "packages/tool"])
 async def test_missing_job_files_are_reported_and_a_start_is_refused(instance: World, what: str) -> None:
-    """The directory may have been in memory. The Director's next deployment repairs that."""
+    """Their directory may have been in memory. The Director's next deployment repairs that."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await end_container(instance)
@@ -350,7 +359,7 @@ async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: W
 
 @pytest.mark.slow
 async def test_agent_that_lost_its_volume_ends_its_jobs_and_disconnects(instance: World) -> None:
-    """Another agent took it for dead, as after a minute of sleep. The files belong to the other agent now."""
+    """Another agent considered it dead, for example after a minute of suspension, and now owns the files."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await snapshot(instance.base / "data")
@@ -379,14 +388,14 @@ async def test_agent_that_lost_its_volume_ends_its_jobs_and_disconnects(instance
 
 
 def with_more(document: Any) -> Any:
-    """The same with one more member in every object, as a later version of the same schema may write."""
+    """Return a document with one more member in every object, as a later version of the same schema may write it."""
     if isinstance(document, dict):
         return {name: with_more(member) for name, member in document.items()} | {"of_a_later_version": [1, {"a": None}]}
     return [with_more(member) for member in document] if isinstance(document, list) else document
 
 
 async def test_other_agent_version_adopts_all_processes(instance: World) -> None:
-    """The files have the same schema, with members that this version does not know."""
+    """The files have the same schema, but members that this version does not know."""
     await instance.start_agent()
     await deploy(instance, {"web": job(instance, "web"), "db": job(instance, "db")})
     before = instance.pids()

@@ -1,4 +1,4 @@
-"""Keepers with real processes: what is below them, how it ends, and agents that come and go."""
+"""Keepers with real processes: what runs below them, how it ends, and agents that exit and return."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ const char *__ubsan_default_options(void) { return "log_path=%s"; }
 
 @pytest.fixture(scope="session")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A keeper that reports undefined behaviour and wrong uses of memory in files beside it."""
+    """Build a keeper that reports undefined behaviour and invalid memory accesses in files beside it."""
     directory = tmp_path_factory.mktemp("sanitized")
     (directory / "options.c").write_text(OPTIONS.replace("%s", str(directory / "finding")))
     sources = [ROOT / f"{hatch_build.KEEPER}.c", directory / "options.c"]
@@ -52,7 +52,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["plain", "sanitized"], autouse=True)
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run each test with the keeper that is delivered, and with one that checks itself."""
+    """Run each test with the delivered keeper, and with one that checks itself."""
     if request.param == "plain":
         yield
         return
@@ -78,7 +78,7 @@ def shell(script: str) -> Program:
 
 
 async def until_below(kept: Keeper, count: int) -> list[proc.Stat]:
-    """Wait until so many processes live below the keeper."""
+    """Wait until this many processes run below the keeper."""
     while len(found := kept.processes()) != count:
         await asyncio.sleep(0.01)
     return found
@@ -90,7 +90,7 @@ async def end(kept: Keeper) -> None:
 
 
 async def test_daemon_without_traces_is_ended_with_its_keeper(sockets: Path) -> None:
-    """It forked twice, has its own session and no environment, and its parents have exited."""
+    """The daemon has forked twice, has a session of its own and no environment, and its parents have exited."""
     kept = await keeper.start(sockets, "hidden", shell(HIDDEN))
     assert (await kept.wait()).status == 0
     (daemon,) = await until_below(kept, 1)
@@ -111,7 +111,7 @@ async def test_daemon_without_traces_is_ended_with_its_keeper(sockets: Path) -> 
 async def test_program_runs_as_its_user_and_groups(
     sockets: Path, tmp_path: Path, user: str, group: str | None, ids: str
 ) -> None:
-    """The user is given by name or number. The program has its groups and none of the agent's."""
+    """The user is given by name or number. The program has that user's groups and none of the agent's."""
     program = msgspec.structs.replace(shell("echo $(id -u) $(id -g) $(id -G)"), user=keeper.user(user, group))
     before = os.getgroups()
     os.setgroups([4, 27])
@@ -127,7 +127,7 @@ async def test_program_runs_as_its_user_and_groups(
 
 
 def test_unknown_user_is_named_unless_the_agent_is_an_ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file may name a user that this image lacks. An ordinary user runs every program as itself."""
+    """A file may name a user that this image lacks. An agent without root runs every program as itself."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(HostError, match="there is no user nosuch"):
         keeper.user("nosuch", None)
@@ -261,7 +261,7 @@ async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path,
 
 
 async def test_keeper_is_ended_while_no_thread_can_start(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs may have taken all processes that the container may have."""
+    """Jobs may have used up all processes of the container."""
     asyncio.get_running_loop().set_default_executor(daemon_thread.pool(2))
     kept = await keeper.start(sockets, "storm", shell("exec sleep 1000"))
 
@@ -277,7 +277,7 @@ async def test_keeper_is_ended_while_no_thread_can_start(sockets: Path, monkeypa
 
 
 async def test_keeper_label_may_contain_any_bytes(sockets: Path) -> None:
-    """A monit file in Latin-1 has such names."""
+    """A monit file in Latin-1 can contain such names."""
     kept = await keeper.start(sockets, os.fsdecode(b"caf\xe9"), shell("exec sleep 1000"))
 
     assert os.fsencode(kept.label) == b"caf\xe9"
@@ -285,7 +285,7 @@ async def test_keeper_label_may_contain_any_bytes(sockets: Path) -> None:
 
 
 async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next agent would take it for one that was killed."""
+    """The next agent would otherwise think that this keeper had been killed."""
     failing = tmp_path / "keeper"
     failing.write_text("#!/bin/sh\nexit 24\n")
     failing.chmod(0o755)
@@ -298,7 +298,7 @@ async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, mon
 
 
 async def test_start_without_free_descriptors_leaves_no_socket(sockets: Path) -> None:
-    """Wherever the start fails."""
+    """This holds wherever the start fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
@@ -373,7 +373,7 @@ async def test_keeper_survives_signals(sockets: Path, sig: signal.Signals) -> No
 
 
 async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
-    """The machine shuts down, and no agent will come."""
+    """The machine is shutting down, and no agent will return."""
     kept = await keeper.start(sockets, "shutdown", shell("exit 0"))
     assert await kept.is_childless_within(60)
     os.kill(kept.pid, signal.SIGTERM)
@@ -384,7 +384,7 @@ async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
 
 
 async def test_keeper_is_released_by_an_agent_that_reads_no_answers(sockets: Path) -> None:
-    """The keeper would otherwise stay forever."""
+    """Otherwise the keeper would never exit."""
     kept = await keeper.start(sockets, "unread", shell("exit 0"))
     pid = kept.pid
     kept.close()
@@ -429,7 +429,10 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 async def test_damaged_specs_and_requests_do_not_break_the_keeper(
     sockets: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It still answers, and exits when it is told to. The agent writes both, so this guards against its mistakes."""
+    """It still answers, and exits on request.
+
+    The agent writes both, so this only guards against the agent's own mistakes.
+    """
     chance = random.Random(seed)
     program = Program(["/bin/true", "a"], {"A": "b"}, umask=0o22, nice=1, limits={resource.RLIMIT_CORE: (0, 0)})
     requests = [b"watch 1 99 0", b"state", b"watch 16 -5 7", b"kill"]

@@ -1,4 +1,4 @@
-"""Keepers that were killed, which only root (or the agent's user) can do: nothing is called stopped that may live."""
+"""Keepers killed by root or the agent's user: no service counts as stopped while its processes may still run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def keeper_of(supervisor: Supervisor) -> int:
 
 
 async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: World) -> None:
-    """What may be left of it is named. Once that has ended, the stop succeeds."""
+    """Its possible processes are named. Once they have ended, the stop succeeds."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
@@ -55,7 +55,7 @@ async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: Worl
 async def test_next_agent_knows_of_a_killed_keeper(
     world: World, monkeypatch: pytest.MonkeyPatch, set_back_s: int
 ) -> None:
-    """Also after the clock of the machine was set back."""
+    """This also holds after the machine's clock was set back."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     with reaper.reaping():
@@ -87,7 +87,10 @@ async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_
 
 
 async def test_stop_fails_while_a_keeper_lives_that_has_left_the_agent(world: World) -> None:
-    """It hears another agent, and its processes are below it. Those of a dying one get another parent a bit later."""
+    """The keeper is connected to another agent, and its processes are below it.
+
+    Those of a dying keeper get a new parent a bit later.
+    """
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
@@ -118,7 +121,7 @@ async def test_next_agent_reads_how_a_process_ended_meanwhile(world: World) -> N
 
 
 async def test_next_agent_does_not_take_itself_for_an_orphan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """systemd starts it below process 1, to which orphans go."""
+    """systemd starts the agent below process 1, which also adopts orphans."""
     job = world.job("web")
     with reaper.reaping():
         async with world.supervisor() as supervisor:
@@ -159,7 +162,7 @@ async def test_process_of_a_keeper_killed_during_a_start_fails_the_stop(
 async def test_program_whose_execution_hangs_fails_the_stop_and_is_not_started_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file may be on a dead file server. It may run once that is back."""
+    """Its file may be on a file server that does not respond, and it may run once the server is back."""
     hanging = world.base / "keeper"
     hanging.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 600\n")
     hanging.chmod(0o755)
@@ -179,7 +182,7 @@ async def test_program_whose_execution_hangs_fails_the_stop_and_is_not_started_a
 
 
 async def test_stop_fails_while_a_keeper_of_an_earlier_agent_cannot_be_reached(world: World) -> None:
-    """It may have processes below, and it is named."""
+    """The keeper may have processes below it, and is named."""
     (world.base / "files.json").write_bytes(msgspec.json.encode([world.job("web")]))
     command = [sys.executable, "-m", "tests.support.programs.agent", str(world.base)]
     env = {"TEST_OF": str(world.base), "PATH": os.environ["PATH"]}
@@ -192,7 +195,7 @@ async def test_stop_fails_while_a_keeper_of_an_earlier_agent_cannot_be_reached(w
         (kept,) = keeper.living(world.paths.keepers)
         (path,) = world.paths.keepers.iterdir()
         hidden = path.rename(world.base / "hidden")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:  # a connect fails, but not as refused
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:  # the connection fails, but is not refused
             wrong.bind(str(path))
             async with world.supervisor() as supervisor:
                 await supervisor.recover()

@@ -1,4 +1,4 @@
-"""The log beside a svlogd that reads standard error."""
+"""The agent's log file when svlogd reads standard error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_log_line_is_written_once_under_svlogd(tmp_path: Path, holder: str) -> N
 
 @pytest.mark.parametrize("end", ["return", "raise ValueError", "sys.exit(3)"])
 def test_last_request_is_logged_however_the_process_ends(tmp_path: Path, end: str) -> None:
-    """Lines wait for the next turn of the event loop, which does not come."""
+    """Lines wait for the next turn of the event loop, which never comes in this case."""
     code = (
         "import asyncio, logging, sys; from pathlib import Path; from agent_shim.core import log\n"
         "log.setup(file=Path(sys.argv[1], 'current'))\n"

@@ -1,4 +1,4 @@
-"""The guard of the event loop: what it takes for holding, and an agent that goes through a deploy under it."""
+"""The guard of the event loop: what it counts as blocking, and an agent that is deployed to under it."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ async def test_loop_guard_reports_a_blocked_loop_with_its_stack(guard: Path, tmp
 
 
 async def test_loop_guard_ignores_a_busy_machine(guard: Path) -> None:
-    """Other processes on the CPUs, or other threads that use the interpreter, do not block the loop."""
+    """Other processes on the CPUs, or other threads that hold the GIL, do not count as blocking the loop."""
     spin_for_ever = [sys.executable, "-c", "while True: pass"]
-    # Not on the loop: Popen waits for the child's exec, which holds it on a busy machine.
+    # Not on the loop, because Popen waits for the child's exec, which blocks on a busy machine.
     children = [await asyncio.to_thread(subprocess.Popen, spin_for_ever) for _ in range(4)]
     over = threading.Event()
 
@@ -90,12 +90,14 @@ async def test_loop_guard_ignores_a_busy_machine(guard: Path) -> None:
 
 
 async def test_loop_guard_ignores_a_program_start_before_a_wait_for_the_gil(guard: Path) -> None:
-    """The loop is not at fault for its sleep, so the sleep is not counted against the wait that follows."""
+    """The loop is not responsible for the sleep during the start, so it is not counted towards the wait that
+    follows.
+    """
 
     def start_and_wait() -> None:
         with loop_guard.spawning():
             time.sleep(0.1)
-        other = threading.Thread(target=sum, args=(range(3_000_000),))  # never lets go of the interpreter
+        other = threading.Thread(target=sum, args=(range(3_000_000),))  # never releases the GIL
         other.start()
         while other.is_alive():
             pass

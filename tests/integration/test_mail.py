@@ -1,4 +1,4 @@
-"""Mails to servers that misbehave. The usual way of a mail is in test_monit_daemon.py."""
+"""Mails to servers that misbehave. test_monit_daemon.py tests normal delivery."""
 
 from __future__ import annotations
 

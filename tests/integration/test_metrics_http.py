@@ -1,4 +1,4 @@
-"""The responder of metrics and probes over real sockets: good clients, slow ones, rude ones, many."""
+"""The HTTP server of metrics and probes over real sockets, with ordinary, slow, rude and many clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Where = tuple[str, int]
 
 
 class Readiness:
-    """Readings of the agent. A test sets them."""
+    """Readings of the agent, set by the tests."""
 
     def __init__(self) -> None:
         self.answers = {"jobs": (True, "ready"), "agent": (True, "connected")}
@@ -41,7 +41,7 @@ def readiness() -> Readiness:
 
 @pytest.fixture
 async def where(readiness: Readiness) -> AsyncIterator[Where]:
-    """A responder on a free port."""
+    """Run a server on a free port."""
     async with listening("127.0.0.1:0", routes(readiness)) as found:
         assert found is not None
         yield found
@@ -59,7 +59,7 @@ async def ask(where: Where, request: bytes) -> bytes:
 
 
 async def get(where: Where, target: str, *headers: str, method: str = "GET") -> tuple[int, str, bytes]:
-    """Status, head and body of a request."""
+    """Return status, headers and body of a request."""
     lines = [f"{method} {target} HTTP/1.1", "Host: agent", *headers]
     answer = await ask(where, ("\r\n".join(lines) + "\r\n\r\n").encode())
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -207,7 +207,7 @@ async def test_slow_metrics_client_is_disconnected(where: Where, monkeypatch: py
 
 
 async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float) -> None:
-    """Send until the other side will have no more."""
+    """Send until the other side accepts no more."""
     async with asyncio.timeout(60):
         while True:
             writer.write(piece)
@@ -230,7 +230,7 @@ async def test_metrics_client_that_never_closes_is_disconnected(where: Where, mo
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_idle_metrics_connections_do_not_starve_a_probe(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every place taken by silent connections, a probe is answered at once and the oldest connection is closed."""
+    """If all places are taken by silent connections, the oldest one is closed and the probe is answered at once."""
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 600.0)
     idle = [await asyncio.open_connection(*where) for _ in range(http_server.MAX_CONNECTIONS + 10)]
     try:
@@ -277,12 +277,12 @@ async def test_metrics_server_frees_its_port_and_connections_at_exit() -> None:
 
 
 async def test_event_loop_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that is blocked shows in the histogram."""
+    """A blocked loop shows in the histogram."""
     monkeypatch.setattr(metrics, "LAG_PERIOD_S", 0.01)
     made = Metrics(Readings)
     watch = asyncio.create_task(made.watch_lag())
     await asyncio.sleep(0.05)
-    time.sleep(0.3)  # noqa: ASYNC251 holding the loop is the point
+    time.sleep(0.3)  # noqa: ASYNC251 - blocking the loop is intended
     await asyncio.sleep(0.05)
     watch.cancel()
     with suppress(asyncio.CancelledError):

@@ -20,7 +20,7 @@ async def _running(instance: World) -> None:
 
 
 async def monit(instance: World, line: str) -> tuple[int | None, str]:
-    """Run ``monit`` against this agent: exit code and output."""
+    """Run ``monit`` against this agent. Return exit code and output."""
     return await instance.execute(*line.split(), module="cli.monit")
 
 

@@ -1,4 +1,4 @@
-"""In monit's place: the daemon as a process, real HTTP, a real mail server, real jobs; and its own ends."""
+"""The daemon that replaces monit, as a process: real HTTP, a real mail server, real jobs, and how it ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ USER = "vcap:random-password"
 
 
 class Vm:
-    """A tree with monit's files, and the daemon on it."""
+    """A tree with monit's files, and the daemon that uses it."""
 
     def __init__(self, base: Path, port: int, mail: int) -> None:
         self.world = World(base)
@@ -47,7 +47,7 @@ class Vm:
         self.out = base / "out"
 
     def add(self, *names: str, start: str | None = None) -> None:
-        """Write job files as the Go agent numbers them: the last job is 0000."""
+        """Write job files numbered as by the Go agent, which gives the last job 0000."""
         for number, name in enumerate(reversed(names)):
             file = self.world.job(name, start or "echo $$ >$pidfile; echo $$ >>$log; exec sleep 600")
             (self.base / f"monit/job/{number:04}_{name}.monitrc").write_text(file.text)
@@ -62,7 +62,7 @@ class Vm:
         return await self.daemon.wait() or 0
 
     async def call(self, target: str, body: str = "", user: str = USER) -> tuple[int, str]:
-        """Status and body. A body makes it a POST. 0 without a daemon."""
+        """Return status and body. With a body, a POST is sent. The status is 0 without a daemon."""
         with contextlib.suppress(OSError, IndexError):
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
             try:
@@ -77,7 +77,7 @@ class Vm:
         return 0, ""
 
     async def act(self, name: str, action: str, user: str = USER) -> int:
-        """The status of the answer. A busy machine may break connections off, which are repeated."""
+        """Return the status of the answer, repeating requests whose connection breaks on a busy machine."""
 
         async def answered() -> int | None:
             return (await self.call(f"/{name}", f"action={action}", user))[0] or None
@@ -89,7 +89,7 @@ class Vm:
         return ET.fromstring(text.encode("latin-1")) if code == 200 else None  # noqa: S314 - our own
 
     async def states(self) -> dict[str, str]:
-        """The Go agent's state of each service of the group (jobsupervisor/monit/status.go)."""
+        """Return the state that the Go agent sees for each service of the group (jobsupervisor/monit/status.go)."""
         found = await self.document()
         if found is None:
             return {}
@@ -124,13 +124,13 @@ class Vm:
         return len(self.world.lines())
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run the command ``monit``."""
+        """Run the ``monit`` command."""
         argv = [sys.executable, "-m", "agent_shim.cli.monit", "-b", str(self.base), *words]
         return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
 def free_ports() -> tuple[int, int]:
-    """Two ports without a listener."""
+    """Return two ports on which nothing listens."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
@@ -148,7 +148,7 @@ async def vm(tmp_path: Path) -> AsyncIterator[Vm]:
 
 @contextlib.asynccontextmanager
 async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
-    """The lines of each mail, as a server of RFC 5321 takes them."""
+    """Run an RFC 5321 server, and return the lines of each mail."""
     mails: list[list[str]] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -178,17 +178,18 @@ async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
 
 
 def alert(mail: list[str]) -> dict[str, str]:
-    """Lines that the Go agent reads (jobsupervisor/alert_envelope.go)."""
+    """Return the lines that the Go agent reads (jobsupervisor/alert_envelope.go)."""
     lines = [line.strip().partition(": ") for line in mail]
     wanted = ("Service", "Event", "Action", "Date", "Description", "Message-id")
     return {name: value for name, _, value in lines if name in wanted}
 
 
-# --- life -------------------------------------------------------------------------------------------------------------
+# --- lifecycle
+# ----------------------------------------------------------------------------------------------------------
 
 
 async def test_monit_daemon_starts_and_reports_the_jobs_of_its_files(vm: Vm) -> None:
-    """Services are in the order of the manifest, members of a group in the opposite one, as with monit."""
+    """Services are in the order of the manifest and members of a group in the opposite order, as with monit."""
     vm.add("web", "worker", "db")
     vm.start()
     await vm.until(web="running", worker="running", db="running")
@@ -245,7 +246,7 @@ async def test_monit_daemon_restarts_a_dead_process_and_sends_mail(vm: Vm) -> No
 
 
 async def test_monit_daemon_queues_mail_over_a_restart(vm: Vm) -> None:
-    """The directory is that of ``set eventqueue``."""
+    """The queue directory is that of ``set eventqueue``."""
     vm.add("web")
     vm.start()
     await vm.until(web="running")
@@ -287,7 +288,10 @@ async def test_monit_daemon_stops_and_starts_for_authorized_http_callers(vm: Vm)
 
 @pytest.mark.parametrize("how", ["SIGHUP", "monit reload", "killed"])
 async def test_monit_daemon_reload_adds_new_jobs_and_forgets_removed_ones(vm: Vm, how: str) -> None:
-    """The removed job's process keeps running, as under monit. The incarnation changes, even within the same second."""
+    """The process of the removed job keeps running, as under monit.
+
+    The incarnation changes, even within the same second.
+    """
     vm.add("web", "db")
     vm.start()
     await vm.until(web="running", db="running")
@@ -328,7 +332,7 @@ async def test_monit_daemon_exits_on_an_invalid_control_file_and_names_the_line(
 
 
 async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: Vm) -> None:
-    """monit would exit, and nothing would supervise the machine. The former control file stays in force."""
+    """monit would exit, and nothing would supervise the machine. The previous control file stays in effect."""
     vm.add("web", "db")
     (vm.base / "monit/job/0000_db.monitrc").write_text("check process db\n  with pidfile nowhere\n")
     vm.start()
@@ -345,12 +349,16 @@ async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: Vm) -> No
     await vm.until(web="running", db="failing")
 
 
-# --- its own ends -----------------------------------------------------------------------------------------------------
+# --- exits
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_next_monit_daemon_adopts_running_jobs(vm: Vm, number: signal.Signals) -> None:
-    """A stopped service stays stopped, even if the daemon is killed right after its answer. A dead one is started."""
+    """A stopped service stays stopped, even if the daemon is killed right after it has answered.
+
+    A dead service is started.
+    """
     vm.add("web", "worker", "db")
     vm.start()
     await vm.until(web="running", worker="running", db="running")
@@ -383,7 +391,9 @@ async def test_monit_daemon_reads_the_state_file_of_monit_and_back(vm: Vm) -> No
 
 
 async def test_monit_daemon_keeps_no_file_open_below_the_disks(vm: Vm) -> None:
-    """The Go agent's integration suite unmounts the disks before each case. monit has nothing open there."""
+    """The Go agent's integration suite unmounts the disks before each case, which works because monit keeps nothing
+    open there.
+    """
     vm.add("web")
     vm.start()
     await vm.until(web="running")
@@ -418,7 +428,7 @@ async def test_monit_daemon_runs_only_once_and_ends_on_quit(vm: Vm) -> None:
 
 
 async def test_monit_daemon_runs_bpm_processes_with_the_bpm_option(vm: Vm) -> None:
-    """There is no bpm program. The command that drain scripts call asks the daemon."""
+    """There is no bpm program. The command that drain scripts call sends its request to the daemon."""
     config = "processes:\n- name: web\n  executable: /bin/sleep\n  args: ['600']\n"
     made = jobs.of_bpm(Paths(vm.base), "web", config)
     (vm.base / "sys").symlink_to("data/sys")
@@ -469,7 +479,7 @@ async def test_monit_daemon_serves_status_summary_and_metrics(vm: Vm) -> None:
 
 
 def test_monit_daemon_does_not_import_the_bus() -> None:
-    """Bus, actions, blobs and disks take memory that an agent needs and a replacement for monit does not."""
+    """Bus, actions, blobs and disks take memory that only an agent needs."""
     script = "import sys; import agent_shim.daemon.monit_daemon; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     ours = {name for name in loaded if name.startswith("agent_shim.services.")}

@@ -1,4 +1,4 @@
-"""monit's API over HTTP: what the Go agent reads, what pxc's galera-agent does, and who may ask nothing."""
+"""monit's HTTP API: what the Go agent reads, what pxc's galera-agent does, and who has access."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ USER = "vcap:of-this-machine"
 
 @pytest.fixture
 def world(world: World) -> World:
-    """A scratch tree with the password of the API."""
+    """Provide a scratch tree with the password of the API."""
     world.paths.monit_user.write_text(f"{USER}\n")
     return world
 
 
 @contextlib.asynccontextmanager
 async def listening(world: World, *files: JobFile) -> AsyncIterator[tuple[Supervisor, Where]]:
-    """A supervisor of these jobs, and where its API is."""
+    """Run a supervisor of these jobs. Return the address of its API."""
     async with world.checking(*files) as supervisor:
 
         async def ask(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ async def listening(world: World, *files: JobFile) -> AsyncIterator[tuple[Superv
 async def call(
     where: Where, target: str, body: str = "", *, user: str = USER, headers: tuple[str, ...] = ()
 ) -> tuple[int, str]:
-    """Status and body. A body makes it a POST."""
+    """Return status and body. With a body, a POST is sent."""
     reader, writer = await asyncio.open_connection(*where)
     lines = [f"{'POST' if body else 'GET'} {target} HTTP/1.1", "Host: localhost:2822", *headers]
     if user:
@@ -108,7 +108,7 @@ async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world:
 
 
 async def test_monit_xml_reports_other_checks_with_their_results(world: World) -> None:
-    """A change is a hint as well, and a system check of a job replaces monit's own."""
+    """A change appears as a hint as well, and a system check of a job replaces monit's own."""
     path, pipe = world.base / "file", world.base / "pipe"
     path.touch()
     os.mkfifo(pipe)
@@ -139,7 +139,7 @@ async def test_monit_xml_reports_other_checks_with_their_results(world: World) -
                 *(("hostname", "127.0.0.1"), ("portnumber", str(port)), ("request", "/a%20b"), ("protocol", "HTTP")),
                 *(("type", "TCP"), ("responsetime", "-1.000")),
             ]
-            # The next check ends the complaint, which may be before the answer.
+            # The next check clears the failure, which may happen before the answer.
             async with asyncio.timeout(30):
                 while (number(changing, "status"), number(changing, "status_hint")) != (16, 16):
                     with path.open("a") as file:
@@ -148,7 +148,7 @@ async def test_monit_xml_reports_other_checks_with_their_results(world: World) -
 
 
 async def test_monit_xml_of_dead_and_failing_services_has_status_and_message(world: World) -> None:
-    """The status has monit's bits. The message may contain any character."""
+    """The status consists of monit's bits. The message may contain any character."""
     files = [
         world.job("dead", "echo 'no ]]> <way>' >&2; exit 1"),
         JobFile("broken", "", "check process broken with <nonsense>"),
@@ -167,11 +167,12 @@ async def test_monit_xml_of_dead_and_failing_services_has_status_and_message(wor
         assert "memory of" in found["fat"].findtext("status_message", "")
 
 
-# --- what pxc does ----------------------------------------------------------------------------------------------------
+# --- what pxc does
+# ------------------------------------------------------------------------------------------------------
 
 
 def of_galera(root: ET.Element, name: str) -> str:
-    """How galera-agent reads version 1 (galera-healthcheck/monit_client)."""
+    """Read version 1 as galera-agent does (galera-healthcheck/monit_client)."""
     service = next(each for each in root.findall("service") if each.findtext("name") == name)
     if number(service, "pendingaction"):
         return "pending"
@@ -205,9 +206,7 @@ async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: 
 async def test_monit_http_actions_are_executed_or_rejected(world: World) -> None:
     """Status codes are monit's: 404 for an unknown service, 400 for an impossible action.
 
-    People with curl get texts and pages.
-
-    The command of monit 5.2.5 takes nothing but ``HTTP/1.0 200`` (status.c).
+    Users of curl get text and HTML pages.
     """
     async with listening(world, world.job("web")) as (supervisor, where):
         first = (await in_state(supervisor, "web", "running")).pid
@@ -233,12 +232,15 @@ async def test_monit_http_actions_are_executed_or_rejected(world: World) -> None
         assert (await call(where, "/unknown", "action=start"))[0] == 404
         assert (await call(where, "/web", "action=explode"))[0] == 400
         assert (await call(where, "/web", "x=1"))[0] == 400
-        assert "</h2>Invalid action<p>" in (await call(where, "/web", "action=explode"))[1]  # as the command reads it
+        # as the command requests it
+        assert "</h2>Invalid action<p>" in (await call(where, "/web", "action=explode"))[1]
         assert "</h2>You are not auth" in (await call(where, "/web", "action=stop", user=""))[1]
 
 
 async def test_monit_http_accepts_each_action_for_the_system_service(world: World) -> None:
-    """``monit stop all`` of 5.2.5 sends the action to each service of its control file, always including this one."""
+    """``monit stop all`` of 5.2.5 sends the action to every service in its control file, which always includes this
+    one.
+    """
     machine = f"/system_{os.uname().nodename}"
     async with listening(world, world.job("web")) as (supervisor, where):
         await in_state(supervisor, "web", "running")
@@ -249,12 +251,13 @@ async def test_monit_http_accepts_each_action_for_the_system_service(world: Worl
         assert info(supervisor, "web").state == "running"
 
 
-# --- who may ask ------------------------------------------------------------------------------------------------------
+# --- access
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a job calls monit's port without the password")
 async def test_monit_http_without_the_password_is_rejected(world: World) -> None:
-    """It gets 401, and the service keeps running. A missing or empty password file admits nobody."""
+    """It gets 401, and the service keeps running. If the password file is missing or empty, nobody has access."""
     async with listening(world, world.job("web")) as (supervisor, where):
         await in_state(supervisor, "web", "running")
         for user in ("", "vcap:random-password", "vcap:", "vcap", ":", "root:of-this-machine"):
@@ -276,9 +279,9 @@ async def test_monit_http_without_the_password_is_rejected(world: World) -> None
 
 @pytest.mark.attack("a job calls monit's port without the password")
 async def test_monit_mail_port_answers_and_accepts_no_mail() -> None:
-    """A CPI that connects sees a live agent.
+    """A CPI that connects to it sees that the agent is alive.
 
-    Nothing of a mail as monit would write it is read, and the connection is closed.
+    Nothing is read of a mail like those of monit, and the connection is closed.
     """
     mail = b"From: monit@localhost\r\nService: web\r\nEvent: does not exist\r\nAction: alert\r\nDate: now\r\n\r\n.\r\n"
     async with monit_http.refusing_mail("127.0.0.1:0") as where:

@@ -1,4 +1,6 @@
-"""In monit's place under real service managers: runit and s6 where installed, systemd in the virtual machine."""
+"""The daemon in monit's place under real service managers: runit and s6 if installed, systemd in the virtual
+machine.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ IS_IN_GUEST: Final = pytest.mark.skipif(not guest.is_here(), reason="a part of .
 
 
 class Manager(NamedTuple):
-    """Shell commands. ``{service}`` is the directory of the service ``monit``, and ``{services}`` its parent."""
+    """A service manager, as shell commands.
+
+    ``{service}`` is the directory of the service ``monit``, ``{services}`` its parent.
+    """
 
     run: str
     is_known: str
@@ -81,7 +86,7 @@ cd {here} && exec {python} -m agent_shim.cli monit -I -c {control} -b {base} >>{
 
 
 class Place:
-    """A machine's service ``monit``, not started at boot, as stemcells have it."""
+    """A machine's service ``monit``, which is not started at boot, as on stemcells."""
 
     def __init__(self, vm: Vm, name: str, services: Path) -> None:
         self.vm, self.manager, self.service = vm, MANAGERS[name], services / "monit"
@@ -97,12 +102,12 @@ class Place:
         self.process = process.spawn(argv, env=dict(os.environ), stdout=vm.out, stderr=vm.out)
 
     async def ask(self, command: str) -> int:
-        """Run a command of the manager. Its exit code."""
+        """Run a command of the service manager. Return its exit code."""
         asked = await asyncio.create_subprocess_shell(command.format(**self.words))
         return await asked.wait()
 
     async def daemon(self) -> int:
-        """The number of the process that answers."""
+        """Return the pid of the process that answers."""
 
         async def answering() -> int:
             number = self.number()
@@ -111,7 +116,7 @@ class Place:
         return await until(answering)
 
     def number(self) -> int:
-        """Process of the pidfile, 0 without one."""
+        """Return the process named in the pidfile, or 0."""
         with suppress(OSError, ValueError):
             return int((self.vm.base / "monit.pid").read_text())
         return 0
@@ -125,7 +130,7 @@ class Place:
 
 
 def params() -> list[object]:
-    """Each manager, with the reason where it cannot be played here."""
+    """Return each service manager, with the reason if it cannot be tested here."""
     programs = {"runit": "runsvdir", "s6": "s6-svscan"}
     here = [
         pytest.param(name, marks=pytest.mark.skipif(not shutil.which(program), reason=f"needs the package {name}"))
@@ -148,7 +153,7 @@ async def place(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 async def test_monit_daemon_keeps_processes_running_under_a_service_manager(place: Place) -> None:
     """This covers start, the agent's reload, restart, quit, a crash and a stop.
 
-    Each process is started once and survives all.
+    Each process is started once and survives all of them.
     """
     vm, manager = place.vm, place.manager
 
@@ -157,14 +162,14 @@ async def test_monit_daemon_keeps_processes_running_under_a_service_manager(plac
 
     has_manager: bool = await until(is_known)
     assert has_manager
-    assert place.number() == 0  # nothing runs until the agent asks
+    assert place.number() == 0  # nothing runs until the agent requests it
     assert await place.ask(manager.up) == 0
     daemon = await place.daemon()
     assert await vm.states() == {}
     assert await place.ask(manager.is_up) == 0
 
     vm.add("web", "db")
-    await place.ask(manager.kill)  # the agent's way to reload
+    await place.ask(manager.kill)  # how the agent reloads
     await vm.until(web="running", db="running")
     daemon = await place.another_than(daemon)
     pids = vm.pid("web"), vm.pid("db")
@@ -196,9 +201,9 @@ async def test_monit_daemon_keeps_processes_running_under_a_service_manager(plac
 @pytest.mark.vm
 @IS_IN_GUEST
 async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> None:
-    """It replaces the stemcell's unit, whose monit is this checkout without ``--http``.
+    """The daemon replaces monit, which here is this checkout without ``--http``, in the stemcell's unit.
 
-    Killing the agent ends jobs, too.
+    Killing the agent ends the jobs, too.
     """
     vm = Vm(Path("/var/vcap"), *free_ports())
 
@@ -207,7 +212,7 @@ async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> N
         assert await asked.wait() == 0, command
 
     async def runs(*, is_ours: bool) -> None:
-        """Both jobs run, below the daemon that is meant."""
+        """Check that both jobs run below the expected daemon."""
 
         async def found() -> bool:
             with suppress(OSError, ValueError):

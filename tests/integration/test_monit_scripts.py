@@ -1,4 +1,4 @@
-"""Uses of ``monit`` in release scripts, each form as a separate script, against this project's command.
+"""Uses of ``monit`` in release scripts, each form as a separate script, with this project's command.
 
 The scripts are modelled on those of gorouter and silk (restart and wait, from a program that a rule runs), capi,
 mariadb, logsearch, os-conf, kubo and fissile.
@@ -26,7 +26,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def world(world: World) -> World:
-    """A scratch tree with a ``monit`` in it."""
+    """Provide a scratch tree with a ``monit`` command."""
     monit = world.base / "monit.sh"
     monit.write_text(f'#!/bin/sh\nexec {sys.executable} -m agent_shim.cli.monit -b {world.base} "$@"\n')
     monit.chmod(0o755)
@@ -35,7 +35,7 @@ def world(world: World) -> World:
 
 @contextlib.asynccontextmanager
 async def answering(world: World, *files: JobFile) -> AsyncIterator[Supervisor]:
-    """A supervisor that looks at rules and answers the command."""
+    """Run a supervisor that checks rules and answers the command."""
     async with world.checking(*files) as supervisor:
 
         async def answer(request: dict[str, Any], *_: object) -> bytes:
@@ -47,7 +47,7 @@ async def answering(world: World, *files: JobFile) -> AsyncIterator[Supervisor]:
 
 
 async def script(world: World, body: str) -> None:
-    """Run a script beside the supervisor, as an operator or a cron job would; it must end with 0."""
+    """Run a script beside the supervisor, as an operator or a cron job would. It must exit with 0."""
     monit = f'monit() {{ {world.base}/monit.sh "$@"; }}'
     path = world.script("operator", "run", f"set -e\n{monit}\n{body}\necho done >>$log")
     out = world.base / "script.out"
@@ -94,7 +94,7 @@ until monit summary | grep -Eq "^Process 'worker' +running$"; do sleep 0.05; don
 
 
 async def test_start_program_may_call_monit_summary(world: World) -> None:
-    """It runs itself at that time, and looks whether another job is on this instance."""
+    """The program is itself running at that moment, and checks whether another job is on this instance."""
     start = f"""
 {world.base}/monit.sh summary | grep -q "^Process[[:space:]]*'ipsec'" && echo with >>$log
 {world.base}/monit.sh summary | grep "'mariadb'" >>$log
@@ -108,7 +108,7 @@ exec sleep 600"""
 
 
 async def test_rule_program_may_restart_another_service_with_monit(world: World) -> None:
-    """The healthchecker does this: its restart runs a program that restarts the router and waits until it runs."""
+    """In the healthchecker, a rule's restart runs a program that restarts the router and waits until it runs."""
     restart = world.script(
         "healthchecker",
         "restart-router",
@@ -120,7 +120,7 @@ echo restarted >>$log""",
     rule = f'if 1 restart within 1 cycles then exec "{restart}"'
     start = "echo $$ >$pidfile; exec sleep 600"
     files = [world.job("router"), world.job("router-healthchecker", start, "exit 0", rule)]
-    world.timing = replace(world.timing, cycle=2)  # a busy machine may take longer than a shorter one for a restart
+    world.timing = replace(world.timing, cycle=2)  # on a busy machine a restart may take longer than a shorter cycle
     async with answering(world, *files) as supervisor:
         before = (await in_state(supervisor, "router", "running")).pid
         await in_state(supervisor, "router-healthchecker", "running")

@@ -1,4 +1,4 @@
-"""Requests and replies over a real bus, with the permissions an agent has."""
+"""Requests and replies over a real bus, with the permissions of an agent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_bus_requests_begin_in_order(tmp_path: Path) -> None:
 
 
 async def test_t3_bus_subscribes_only_to_its_own_subject() -> None:
-    """It uses no inbox and no second subscription, and sends only two pings, because more would be denied."""
+    """It uses no inbox and no second subscription, and sends only two pings, because anything else would be denied."""
     seen: list[str] = []
 
     async def script(wire: Wire) -> None:
@@ -61,7 +61,7 @@ async def test_t3_bus_subscribes_only_to_its_own_subject() -> None:
 
 
 async def test_failing_request_handler_does_not_affect_the_bus(tmp_path: Path) -> None:
-    """After any exception or cancellation of a handler the bus still receives."""
+    """Whatever exception or cancellation happens in a handler, the bus still receives requests."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         match json.loads(data)["method"]:
@@ -113,7 +113,7 @@ async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
     ids=["none", "blank", "injected", "too long", "a line too long", "a line too long in bytes"],
 )
 async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str, size: int) -> None:
-    """A subject of several words, or too many bytes for the server, cost that reply and nothing else."""
+    """This can be a subject of several words, or more bytes than the server accepts. Nothing else is affected."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return (subject, b"x" * size) if b'"bad"' in data else await echo(data)
@@ -131,7 +131,7 @@ async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str
     "subject", ["agent.agent", "agent.other", "director.>", "hm.agent.alert.other", "$SYS.REQ.SERVER.PING", ">"]
 )
 async def test_forged_reply_subject_reaches_no_other_client(tmp_path: Path, subject: str) -> None:
-    """It does not reach this agent either, because answering its own answer would never end."""
+    """The forged reply does not reach this agent either. If it answered its own answers, that would never end."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return (subject, b"{}") if b'"bad"' in data else await echo(data)
@@ -167,7 +167,7 @@ async def test_other_agent_can_neither_send_us_requests_nor_publish_for_us(tmp_p
 async def test_flood_of_bus_requests_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    """Requests beyond the bound are dropped and counted. Later ones are served."""
+    """Requests beyond the limit are dropped and counted. Later ones are served."""
     monkeypatch.setattr(nats, limit, value)
     async with talking(tmp_path) as talk:
         held = [asyncio.create_task(talk.director.value("agent", "sleep", 0.3)) for _ in range(10)]
@@ -185,7 +185,7 @@ async def test_flood_of_bus_requests_is_bounded(
 async def test_ping_is_answered_during_a_flood_of_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    """The server counts an agent without a pong as lost."""
+    """The server considers an agent that sends no pong as lost."""
     monkeypatch.setattr(nats, limit, value)
     async with talking(tmp_path) as talk:
         held = [asyncio.create_task(talk.director.value("agent", "sleep", 600)) for _ in range(10)]

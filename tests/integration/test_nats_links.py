@@ -1,4 +1,4 @@
-"""Links that are refused, cut, swallowed or replaced: there is always another one."""
+"""Connections that are refused, cut, swallowed or replaced are always followed by another one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 
 def through(proxy: Proxy, server: NatsServer) -> Mbus:
-    """The agent's way to the server by the proxy."""
+    """Return an address of the server that leads through the proxy."""
     return replace_urls(server.mbus("agent"), f"nats://127.0.0.1:{proxy.port}")
 
 
@@ -67,14 +67,16 @@ async def test_t2_bus_reconnects_when_a_dead_server_returns(tmp_path: Path) -> N
 
 @contextlib.asynccontextmanager
 async def behind(where: Path, **options: Any) -> AsyncIterator[tuple[NatsBus, Proxy]]:
-    """A bus that is connected through a proxy."""
+    """Run a bus that is connected through a proxy."""
     async with knowing(where) as server, Proxy(server.port) as proxy, on_bus(through(proxy, server), **options) as bus:
         await connected(bus)
         yield bus, proxy
 
 
 async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> None:
-    """The connection is dropped at once and replaced, without TLS's closing message, which would take half a minute."""
+    """The connection is dropped at once and replaced, without TLS's closing message, for which it would wait half a
+    minute.
+    """
     async with behind(tmp_path, timing=replace(FAST, connect=0.2, ping=0.2)) as (bus, proxy):
         sockets = sockets_to(proxy.port)
         assert len(sockets) == 1
@@ -90,9 +92,9 @@ async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> No
 
 
 async def test_bus_is_reachable_while_its_server_answers(tmp_path: Path) -> None:
-    """The packet filter asks.
+    """The packet filter needs to know this.
 
-    A connection without an answer in time is closed, and a new one counts as reachable again.
+    A connection that does not answer in time is closed, and the bus counts as reachable again with the next one.
     """
     async with talking(tmp_path) as talk:
         assert await talk.bus.is_heard(20)
@@ -106,7 +108,7 @@ async def test_bus_is_reachable_while_its_server_answers(tmp_path: Path) -> None
 
 
 async def test_bus_rereads_settings_while_no_server_is_reachable(tmp_path: Path) -> None:
-    """The bus may have moved. A single failure says nothing yet."""
+    """The bus may have been moved. A single failure is not enough to assume so."""
     async with knowing(tmp_path) as server:
         good = server.mbus("agent")
         gone = replace_urls(good, "nats://127.0.0.1:1")
@@ -125,14 +127,14 @@ async def test_bus_is_reachable_while_its_server_refuses_the_agent(tmp_path: Pat
 async def test_slow_network_keeps_the_bus_connection(tmp_path: Path) -> None:
     """Answers that arrive late, but do arrive, keep the connection."""
     async with behind(tmp_path, timing=replace(FAST, ping=0.5, unanswered=3)) as (bus, proxy):
-        proxy.delay = 0.4  # each way: an answer takes longer than the interval of the pings
+        proxy.delay = 0.4  # in each direction, so that an answer takes longer than the interval of the pings
         await asyncio.sleep(3)
 
         assert (bus.is_connected, bus.stats.connects) == (True, 1)
 
 
 async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) -> None:
-    """A blocked event loop does not make the server look dead."""
+    """The server does not consider a blocked agent dead."""
     async with talking(tmp_path) as talk:
         for _ in range(3):
             time.sleep(0.5)  # noqa: ASYNC251 - the test blocks the loop
@@ -145,7 +147,7 @@ async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) ->
 async def test_bus_reconnects_after_repeated_resets(tmp_path: Path) -> None:
     """Every reset is followed by a new connection, and nothing is left behind.
 
-    Each has TLS of its own, half a megabyte. It is freed without the garbage collector, which would come late.
+    Each connection has half a megabyte of TLS state. It is freed at once, without waiting for the garbage collector.
     """
     async with behind(tmp_path) as (bus, proxy):
         await asyncio.sleep(0.05)
@@ -165,7 +167,7 @@ async def test_bus_reconnects_after_repeated_resets(tmp_path: Path) -> None:
 
 
 def _tls() -> int:
-    """The number of TLS connections in memory."""
+    """Return the number of TLS connections in memory."""
     return sum(type(each) is ssl.SSLObject for each in gc.get_objects())
 
 
@@ -186,7 +188,7 @@ async def test_bus_pauses_between_connections_that_are_dropped_at_once(is_greete
         began_at = time.monotonic()
         await until(lambda: bus.stats.attempts >= 5)
 
-        assert time.monotonic() - began_at >= 0.3  # a busy machine only adds to the pauses
+        assert time.monotonic() - began_at >= 0.3  # on a busy machine the pauses only get longer
 
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
@@ -233,7 +235,7 @@ async def test_t4_bus_uses_any_reachable_address_of_several(tmp_path: Path, capl
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *answers: str | OSError) -> list[str | OSError]:
-    """Resolve names to these addresses in turn, the last one for ever. Return the remaining answers."""
+    """Resolve names to these addresses in turn, repeating the last one. Return the remaining answers."""
     left = list(answers)
 
     def getaddrinfo(*_: object, **__: object) -> list[tuple[Any, ...]]:
@@ -321,7 +323,7 @@ async def test_silent_name_server_does_not_delay_connections_or_exit(
 async def test_bus_without_a_usable_address_reports_an_error_and_continues(
     tmp_path: Path, urls: tuple[str, ...]
 ) -> None:
-    """The error lasts, but the agent does not exit."""
+    """The error persists, but the agent does not exit."""
     async with NatsServer(tmp_path) as server, on_bus(replace_urls(server.mbus("agent"), *urls)) as bus:
         await until(lambda: bus.stats.last_error != "")
         await asyncio.sleep(0.1)
@@ -343,7 +345,9 @@ async def test_bus_without_a_usable_address_reports_an_error_and_continues(
     ],
 )
 async def test_bus_address_is_reported_without_its_password(address: str, told: str) -> None:
-    """This also holds for the connected address, and where the password would end the host early."""
+    """This also holds for the connected address, and for passwords with a character that would end the host name
+    early.
+    """
     authority = Authority()
     pair = authority.agent("agent")
     async with on_bus(Mbus((f"nats://{address}",), authority.ca, pair.certificate, pair.private_key)) as bus:
@@ -371,7 +375,7 @@ async def test_bus_connection_with_a_dead_client_task_is_replaced(tmp_path: Path
 
 
 async def test_bus_cancelled_at_any_step_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The connection is cancelled at each of its steps."""
+    """The cancellation comes at each step of connecting."""
     async with knowing(tmp_path) as server:
         mbus = server.mbus("agent")
         before, tasks = _descriptors(), len(asyncio.all_tasks())
@@ -387,7 +391,7 @@ async def test_bus_cancelled_at_any_step_leaves_nothing_behind(tmp_path: Path) -
 
 
 def test_t2_bus_pauses_grow_up_to_ten_seconds() -> None:
-    """They are 2, 4, 6, 8, 10, 10 s, less a random part.
+    """They are 2, 4, 6, 8, 10 and 10 s, less a random part.
 
     After a working connection the bus retries soon, after a refusal in 1 s.
     """
@@ -401,7 +405,7 @@ def test_t2_bus_pauses_grow_up_to_ten_seconds() -> None:
 
 
 def test_thousand_agents_reconnect_spread_over_time() -> None:
-    """At most 200 agents that lost their server at the same moment try in any second after the twelfth."""
+    """From the twelfth second on, at most 200 agents that lost their server together retry within any one second."""
     timing, chance, tries = Timing(), random.getstate(), [0] * 40
     random.seed(6)
     try:
@@ -432,10 +436,10 @@ async def test_early_bus_refusals_are_retried_quickly(tmp_path: Path) -> None:
 async def test_silent_address_of_a_host_name_leaves_time_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packets to it vanish, as while a network changes. The attempt continues with the next address."""
+    """Packets to it are lost, as while a network changes. The attempt continues with the next address."""
     async with knowing(tmp_path) as server:
         with socket.create_server(("127.0.0.2", server.port), backlog=0), contextlib.ExitStack() as filling:
-            for _ in range(5):  # more than it takes: further packets are dropped
+            for _ in range(5):  # more than enough, because further packets are dropped
                 waiting = filling.enter_context(socket.socket())
                 waiting.setblocking(False)
                 waiting.connect_ex(("127.0.0.2", server.port))

@@ -1,4 +1,4 @@
-"""New credentials while the agent works: nothing is lost, nothing is done twice."""
+"""New credentials while the agent works: no request is lost, and none is executed twice."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_t11_rotation_loses_and_repeats_no_request(tmp_path: Path) -> None
 
 @pytest.mark.slow
 async def test_fifty_rotations_lose_no_reply_and_cause_no_pause() -> None:
-    """Users come and go as nats-sync writes them. Delays of the whole machine do not count."""
+    """Users are added and removed as nats-sync writes them. Delays of the whole machine do not count."""
     faulthandler.cancel_dump_traceback_later()  # two minutes are not enough
     async with asyncio.timeout(600):
         found = await rotation.measure(50)
@@ -82,7 +82,7 @@ async def test_pending_reply_is_sent_on_the_rotated_connection(tmp_path: Path) -
 
 
 async def test_second_rotation_waits_until_the_first_has_closed_its_old_connection(tmp_path: Path) -> None:
-    """With three connections a request could arrive twice unnoticed."""
+    """With three connections, a request could arrive twice without being noticed."""
     async with talking(tmp_path, timing=replace(FAST, overlap=0.5)) as talk:
         began_at = time.monotonic()
         await talk.bus.rotate(talk.server.mbus("agent"))
@@ -93,12 +93,15 @@ async def test_second_rotation_waits_until_the_first_has_closed_its_old_connecti
 
 @pytest.mark.attack("a request is delivered twice")
 async def test_request_delivered_twice_is_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Director's reply subject identifies one request. Other callers may repeat theirs, and memory is bounded."""
+    """A Director's reply subject identifies one request.
+
+    Other callers may repeat theirs, and the memory used is limited.
+    """
     monkeypatch.setattr(nats, "MAX_SEEN", 3)
     handled: list[str] = []
 
     async def handle(data: bytes) -> None:
-        """Drops each request, as an invalid one."""
+        """Drop each request, as if it were invalid."""
         handled.append(json.loads(data)["reply_to"])
 
     async with talking(tmp_path, handle=handle) as talk, joined(talk.server.peer(), (), lambda *_: None) as peer:
@@ -116,7 +119,7 @@ async def test_request_delivered_twice_is_one_task(tmp_path: Path, monkeypatch: 
 
 
 async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -> None:
-    """The bus pauses before its next attempt. Each request is handled once, by the last connection."""
+    """The bus is waiting before its next attempt. Each request is handled once, by the last connection."""
     handled = []
 
     async def handle(data: bytes) -> None:
@@ -140,7 +143,7 @@ async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -
 
 
 def bad_credentials(talk: Talk, kind: str) -> Mbus:
-    """Good ones but for one thing."""
+    """Return credentials with one fault."""
     good = talk.server.mbus("agent")
     match kind:
         case "unreadable":
@@ -163,7 +166,7 @@ def bad_credentials(talk: Talk, kind: str) -> Mbus:
     "kind", ["unreadable", "another's key", "unknown agent", "another authority", "expired", "another CA"]
 )
 async def test_rotation_to_unusable_credentials_is_refused(tmp_path: Path, kind: str) -> None:
-    """The error has the reason, and the old connection stays as it was."""
+    """The error contains the reason, and the old connection stays as it was."""
     async with talking(tmp_path) as talk:
         with pytest.raises(ActionError, match="^cannot use the new bus credentials: "):
             await talk.bus.rotate(bad_credentials(talk, kind))
@@ -177,7 +180,7 @@ async def test_rotation_to_unusable_credentials_is_refused(tmp_path: Path, kind:
 
 
 async def test_rotation_without_a_reachable_server_accepts_the_credentials(tmp_path: Path) -> None:
-    """Nothing speaks against the credentials. They are used when the server is back, however long that takes."""
+    """Nothing shows that the credentials are wrong. They are used when the server is back, however long that takes."""
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
         await talk.server.kill()
         rotating = asyncio.create_task(talk.bus.rotate(talk.server.mbus("agent")))
@@ -190,7 +193,7 @@ async def test_rotation_without_a_reachable_server_accepts_the_credentials(tmp_p
 
 
 async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> None:
-    """While the old credentials work, the new ones are wrong. Without any working credentials the error says so."""
+    """If the old credentials work, the new ones must be wrong. If none work, the error says so."""
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.4, step=1.0, longest=1.0)) as talk:
         wrong, before = replace(talk.server.mbus("agent"), urls=("nats://127.0.0.1:1",)), talk.bus.stats.attempts
         with pytest.raises(
@@ -204,7 +207,7 @@ async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> N
 
 @pytest.mark.attack("a neighbour answers neither look-ups nor connections, in the place of the bus or a name server")
 async def test_rotation_to_many_silent_addresses_takes_no_longer_than_to_one(tmp_path: Path) -> None:
-    """Each takes the timeout of an attempt, and other tasks of the agent wait meanwhile."""
+    """Each address takes the timeout of an attempt, while other tasks of the agent wait."""
     async with talking(tmp_path, timing=replace(FAST, connect=2.0, unreachable=0.5)) as talk:
         silent = socket.create_server(("127.0.0.1", 0), backlog=100)
         with silent:

@@ -1,4 +1,4 @@
-"""A server that greets and does not come to an end with the handshake is asked less often, and given more time."""
+"""A server that greets but does not complete the handshake is tried less often, and given more time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 
 class Hasty(Timing, frozen=True):
-    """Notes for each attempt how many slow ones were before."""
+    """Records for each attempt how many slow ones preceded it."""
 
     connect: float = 0.3
     step: float = 0.01
@@ -30,7 +30,7 @@ class Hasty(Timing, frozen=True):
 
 
 def test_bus_pauses_and_timeouts_grow_up_to_threefold() -> None:
-    """They stay well below the 45 s that a Director waits."""
+    """They stay well below the 45 s for which a Director waits."""
     timing = Timing()
 
     assert [timing.handshake_timeout_s(slow) for slow in (0, 1, 2, 9)] == [10, 20, 30, 30]
@@ -42,7 +42,7 @@ def test_bus_pauses_and_timeouts_grow_up_to_threefold() -> None:
 
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
 async def test_silent_bus_server_is_retried_without_longer_timeouts(how: str) -> None:
-    """Retrying a server that is absent or hangs costs nothing, and it may return at any moment."""
+    """Retrying an absent or hanging server costs nothing, and it may return at any moment."""
     taken: list[asyncio.StreamWriter] = []
 
     def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Mutual authentication: only a genuine server with a known client."""
+"""Mutual TLS authentication between the agent and the bus server."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_t1_server_with_a_wrong_certificate_is_rejected(tmp_path: Path, pa
 async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
     tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The error is logged, and the next attempt uses the credentials that the settings have by then."""
+    """The error is logged, and the next attempt uses the credentials that are in the settings by then."""
     async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")
         asked = []
@@ -78,14 +78,14 @@ async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
         async with on_bus(bad, reread=reread) as bus:
             await connected(bus)
 
-    # The connection may be closed before the alert of the server could be read.
+    # The connection may be closed before the server's TLS alert could be read.
     refused = ("the server refuses our certificate", "Broken pipe", "Connection reset")
     assert any(text in caplog.text for text in refused)
     assert asked == [bad] * 3
 
 
 async def test_unreadable_bus_credentials_are_read_again(tmp_path: Path) -> None:
-    """Settings with half a key do not end the agent. They are read again, and that may fail as well."""
+    """Settings with half a key do not end the agent. They are read again, which may fail as well."""
     async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")
         asked = []

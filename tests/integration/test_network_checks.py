@@ -1,4 +1,4 @@
-"""Probes against real listeners: who answers, who does not, who answers wrongly, who never stops."""
+"""Network checks with real listeners that answer, stay silent, answer wrongly, or never stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HTTP = Protocol("http", "/health")
 
 @contextlib.asynccontextmanager
 async def listener(talk: Talk) -> AsyncIterator[int]:
-    """A server on a port of loopback."""
+    """Run a server on a loopback port."""
 
     async def talk_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
@@ -33,7 +33,7 @@ async def listener(talk: Talk) -> AsyncIterator[int]:
 
 
 def saying(*parts: bytes, after: bytes = b"") -> Talk:
-    """Sends its parts once it has received ``after``."""
+    """Return a server that sends its parts once it has received ``after``."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if after:
@@ -82,7 +82,7 @@ async def test_port_check_names_a_closed_port() -> None:
     [("no-such-host.invalid", 1), ("no..such", 1), ("n" * 64, 1), ("127.0.0.1", 0x10001), ("::1", 1 << 40)],
 )
 async def test_port_check_of_an_unknown_host_fails(host: str, port: int) -> None:
-    """Its name is resolved within the time of the check. An exception would end the rules of all jobs."""
+    """Resolving the name is part of the check's time limit. An exception would end the rules of all jobs."""
     assert f"cannot connect to {host} port {port}: " in await network_checks.probe(Connection(host, port))
     assert host in (await network_checks.echo(host, Echo(1)) or host)
 
@@ -165,7 +165,7 @@ async def test_ping_check_passes_for_a_host_that_answers() -> None:
 
 
 async def test_http_check_does_not_wait_for_the_body() -> None:
-    """A page that never ends costs nothing."""
+    """A page that never ends causes no work."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -176,7 +176,7 @@ async def test_http_check_does_not_wait_for_the_body() -> None:
 
 
 async def test_check_of_a_silent_port_ends_at_its_timeout() -> None:
-    """The server accepts and says nothing, so the check with the shorter timeout fails first."""
+    """The server accepts and stays silent, so the check with the shorter timeout fails first."""
     patient = asyncio.create_task(asked(silence, HTTP, timeout=600))
 
     assert "no answer from 127.0.0.1 port" in await asked(silence, HTTP, timeout=1)
@@ -260,7 +260,7 @@ LONG = b"A: b\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
     ],
 )
 async def test_http_check_fails_from_status_400_as_in_monit(answer: bytes, fault: str) -> None:
-    """A working service is not restarted because of its headers."""
+    """A working service is thus not restarted because of its headers."""
     why = await asked(saying(answer, after=b"\r\n\r\n"), HTTP)
 
     assert fault in why if fault else why == ""
@@ -280,7 +280,7 @@ async def test_http_check_reads_a_page_without_a_length() -> None:
 
 
 async def test_http_checksum_check_reads_an_endless_page_with_pauses() -> None:
-    """The checksum costs the server more than the agent."""
+    """Computing the checksum costs the server more than the agent."""
     sent = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Requests of operators to a running agent by command line and by signal."""
+"""Requests of operators to a running agent, by command line and by signal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def _running(instance: World) -> None:
 
 
 def started(instance: World, *words: str) -> tuple[process.Process, Path]:
-    """An ``agent-shim`` command against this agent, and where its output goes."""
+    """Start an ``agent-shim`` command for this agent. Return it and the file with its output."""
     out = instance.scratch / f"{words[0]}.out"
     out.unlink(missing_ok=True)
     argv = [*shlex.split(COMMAND)[:3], *words, "-b", str(instance.base)]
@@ -35,9 +35,9 @@ def started(instance: World, *words: str) -> tuple[process.Process, Path]:
 
 
 async def test_status_and_probes_report_running_and_stopped_processes(instance: World) -> None:
-    """The table is plain in a pipe, and JSON on request.
+    """In a pipe the table is plain text. JSON is available on request.
 
-    A stopped process is called stopped, whatever the Director's state.
+    A stopped process is shown as stopped, whatever state the Director gets.
     """
     code, page = await instance.execute("status")
     assert code == 0
@@ -95,11 +95,11 @@ async def test_status_watch_runs_until_interrupted_and_survives_the_agent(instan
 
 
 async def test_status_watch_keeps_the_terminal_scrollback(instance: World) -> None:
-    """It draws on the alternate screen, within the terminal's size."""
+    """It uses the terminal's alternate screen, and does not exceed the terminal's size."""
     master, slave = os.openpty()
     try:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 8, 40, 0, 0))
-        # A readline in this process may have set both for its children, past os.environ.
+        # A readline in this process may have set both for child processes, bypassing os.environ.
         argv = ["env", "-u", "LINES", "-u", "COLUMNS", *shlex.split(COMMAND)[:3]]
         argv += ["status", "--watch", "--every", "0.05", "-b", str(instance.base)]
         environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}

@@ -25,7 +25,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 def traced(world: World, job: str, drain: str) -> dict[str, str]:
-    """Lifecycle scripts that write down when they ran and whether the process of their job lived then."""
+    """Return lifecycle scripts that record when they ran and whether the process of their job was running then."""
     trace = world.paths.base / "trace"
     alive = f"kill -0 $(cat {world.paths.run}/{job}/{job}.pid) 2>/dev/null && state=up || state=down"
     line = f"#!/bin/sh\n{alive}\necho {job} {{name}} $state >> {trace}\n"
@@ -78,7 +78,7 @@ async def test_orderly_stop_cuts_off_a_drain_beyond_the_grace_period(world: Worl
 
 
 async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world: World) -> None:
-    """A second drain of a Director would wait for its database, which is stopped, until the grace period is over."""
+    """A second drain of a Director would wait for its database, which is stopped, until the end of the grace period."""
     await started(world, web=traced(world, "web", "echo 0\n"))
     await world.value("stop")
 
@@ -90,7 +90,7 @@ async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world:
 
 
 async def test_process_ended_by_its_drain_script_is_not_restarted(world: World) -> None:
-    """Drain scripts of many releases end their process themselves, which counts as no crash."""
+    """Drain scripts of many releases end their process themselves, which does not count as a crash."""
     gate = world.paths.base / "gate"
     drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
     await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})
@@ -121,7 +121,7 @@ async def test_orderly_stop_that_kills_a_process_names_it_and_is_unclean(
 
 
 async def test_orderly_stop_ends_processes_outside_all_groups(world: World) -> None:
-    """The Director does not know them. Its start request started them, as a reload of monit does."""
+    """They are unknown to the Director, but its start request started them, as a reload of monit does."""
     pidfiles = {name: world.paths.run / f"{name}/{name}.pid" for name in ("drained", "stopped")}
     files = {name: jobs.sleeper(world.paths, name) for name in pidfiles}
     for each in files.values():
@@ -165,7 +165,7 @@ async def test_state_changing_actions_are_refused_while_the_container_ends(world
 
 
 def test_termination_log_is_overwritten_but_never_created(tmp_path: Path) -> None:
-    """Kubernetes has mounted it. Elsewhere there is none."""
+    """Kubernetes mounts the file. Elsewhere there is none."""
     log = tmp_path / "termination-log"
     write_termination_log("agent-shim: all jobs stopped in order\n", log)
     assert not log.exists()

@@ -1,6 +1,6 @@
-"""Shell scripts of the overlay, run below a scratch directory with recorders in the place of the programs they call.
+"""Shell scripts of the overlay, run below a scratch directory with recorders in place of the programs that they call.
 
-With the real init, cron and agent they run in the root ring, and as process 1 in the image ring.
+The root ring runs them with the real init, cron and agent, the image ring as process 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
 @pytest.fixture
 def top(tmp_path: Path) -> Path:
-    """The overlay below a directory: its scripts name places there."""
+    """Create the overlay below a directory. Paths in its scripts are changed accordingly."""
     home = tmp_path / "opt/agent_shim"
     shutil.copytree(SOURCE, home)
     places = [*home.glob("init/*"), *home.glob("services/*/run"), *home.glob("stand-ins/*"), home / "launch"]
@@ -39,7 +39,7 @@ def top(tmp_path: Path) -> Path:
 
 
 def recorder(place: Path, body: str = "") -> None:
-    """A program that appends its name and arguments to ``told`` beside ``tools``, then runs ``body``."""
+    """Create a program that appends its name and arguments to ``told`` beside ``tools``, then runs ``body``."""
     place.parent.mkdir(parents=True, exist_ok=True)
     told = next(up for up in place.parents if (up / "tools").is_dir()) / "told"
     place.write_text(f'#!/bin/sh\necho "${{0##*/}} $*" >>{told}\n{body}\n')

@@ -1,4 +1,4 @@
-"""Attacks of jobs that end others' processes or save their own."""
+"""Jobs that try to end processes of others or to keep their own from being ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAITS = "echo begun >>$log; until [ -s {victim} ]; do sleep 0.02; done; cp {vict
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_new_pidfile_naming_a_foreign_process_is_not_believed(world: World) -> None:
-    """The foreign process survives, the service is not called running, and its status says why."""
+    """The other process survives, the service does not count as running, and its status says why."""
     victim, go = world.base / "victim", world.base / "go"
     outside = f"until [ -e {go} ]; do sleep 0.02; done; sleep 600 & echo $! >{victim}; wait"
     parent = foreign("/bin/sh", "-c", outside, TEST_OF=str(world.base), PATH="/bin:/usr/bin")
@@ -47,7 +47,7 @@ async def test_new_pidfile_naming_a_foreign_process_is_not_believed(world: World
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_pidfile_naming_a_process_of_the_agent_is_not_believed(world: World) -> None:
-    """Such processes are its sshd, a script or a worker."""
+    """Such processes are the agent's sshd, scripts and workers."""
     victim = world.base / "victim"
     async with world.supervising(world.job("web", WAITS.format(victim=victim), "exit 0", timeout=1)) as supervisor:
         await until(world.lines)
@@ -62,7 +62,7 @@ async def test_pidfile_naming_a_process_of_the_agent_is_not_believed(world: Worl
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(world: World) -> None:
-    """It has nothing that tells whose it is but its keeper."""
+    """Only its keeper shows to which job it belongs."""
     victim = world.base / "victim"
     start = "echo $$ >$pidfile; exec env -i PATH=/bin:/usr/bin sleep 600"
     liar = world.job("liar", WAITS.format(victim=victim), "exit 0", timeout=3)
@@ -86,9 +86,11 @@ async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(wor
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("name", ["", "\\rUid:\\t0"])
 async def test_stop_ends_daemons_without_traces(world: World, name: str) -> None:
-    """One forked twice and left session and environment, or has a name that forges its user, and has no pidfile.
+    """One has forked twice and left its session and environment.
 
-    Another job runs on.
+    Another has a name that forges its user, and no pidfile.
+
+    Another job keeps running.
     """
     child = world.base / "child"
     start = f"exec {program('escape.py', '$pidfile', child)} '' '{name}'"
@@ -125,7 +127,7 @@ async def test_stop_ends_a_process_that_forks_endlessly(world: World, how: str, 
                 await supervisor.stop(wait=True)
 
         at = count(counter)
-        await asyncio.sleep(0.3)  # hundreds of forks
+        await asyncio.sleep(0.3)  # enough for hundreds of forks
         assert count(counter) == at
     finally:
         counter.unlink(missing_ok=True)
@@ -171,9 +173,9 @@ async def test_job_with_a_terabyte_environment_starts_and_stops(world: World) ->
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("how", ["", "daemon", "wipe"])
 async def test_stop_ends_a_process_whose_main_thread_has_exited(world: World, how: str) -> None:
-    """The kernel calls it a zombie while its other threads run.
+    """The kernel shows it as a zombie while its other threads run.
 
-    It is tested as the service's process and as another one.
+    This is tested for the service's main process and for another one.
     """
     child = world.base / "child"
     start = f"exec {program('leaderless.py', '$pidfile', how)}"

@@ -1,4 +1,4 @@
-"""Pidfiles that name no process while the process lives: monit calls it absent and runs the start program."""
+"""Pidfiles that name no process although the process runs. Like monit, the agent then runs the start program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.waiting import until
 
 @contextlib.asynccontextmanager
 async def cycling(supervisor: Supervisor) -> AsyncIterator[None]:
-    """Look at the pidfiles in each cycle."""
+    """Check the pidfiles in each cycle."""
     running = asyncio.create_task(supervisor.run())
     try:
         yield
@@ -71,7 +71,7 @@ async def test_start_after_an_invalid_pidfile_may_keep_the_running_process(world
 
 
 async def test_second_start_after_an_invalid_pidfile_ends_the_old_process(world: World) -> None:
-    """A port or lock of the old process lets no start program succeed beside it."""
+    """Otherwise a port or lock of the old process would make every start program fail."""
     start = f"echo start >>$log; exec 9>$log.lock; flock -n 9 || exit 1; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -96,7 +96,7 @@ async def test_foreign_pid_in_the_pidfile_of_a_running_process_is_ignored(world:
 
 
 async def test_a_pidfile_written_in_two_steps_causes_no_restart(world: World) -> None:
-    """It has its number again by the next check."""
+    """It contains the pid again by the next check."""
     world.timing = replace(world.timing, cycle=600, look=0.5)
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid

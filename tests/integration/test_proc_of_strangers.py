@@ -1,4 +1,4 @@
-"""Processes that make themselves hard to read: nothing waits for them, nothing fills up with them."""
+"""Processes that make themselves hard to read neither block the agent nor exhaust its memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_process_arguments_are_read_up_to_a_limit(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job hides a process from its stop")
 async def test_process_without_its_main_thread_is_read_through_another_thread(tmp_path: Path) -> None:
-    """The kernel shows none of its memory, files and environment under its own number."""
+    """Under its own pid, the kernel shows none of its memory, files and environment."""
     headless = process.spawn(argv("leaderless.py", tmp_path / "pid"), env={"MARK": "web"}, cwd=tmp_path)
     await until(lambda: number_in(tmp_path / "pid"))
     found = proc.stat(headless.pid)
@@ -55,7 +55,7 @@ async def test_process_without_its_main_thread_is_read_through_another_thread(tm
 
 
 def test_process_that_blocks_proc_reads_is_skipped_until_the_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are read. When the read ends, the process can be read again."""
+    """The other processes are read. When the blocked read ends, the process can be read again."""
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.2)
     let_go = threading.Event()
     looked_at = []
@@ -74,7 +74,7 @@ def test_process_that_blocks_proc_reads_is_skipped_until_the_read_ends(monkeypat
 
 
 def test_number_of_blocked_proc_readers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job with a thousand such processes costs some threads, and unread attributes are unknown."""
+    """A thousand such processes of a job cost a few threads, and their attributes are unknown."""
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.05)
     let_go = threading.Event()
     before = threading.active_count()
@@ -101,7 +101,7 @@ def test_files_in_use_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").stat().st_size, reason="a kernel that counts no descriptors")
 def test_files_in_use_are_found_among_many_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand processes may each have thousands of descriptors at no cost to themselves."""
+    """A thousand processes may each have thousands of descriptors, which costs them nothing."""
     looked_at: list[str] = []
 
     def wanted(path: str) -> bool:

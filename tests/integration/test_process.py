@@ -1,4 +1,4 @@
-"""Processes of the kernel, not of a fake."""
+"""Real processes: spawning, signalling, adopting and reaping them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SH = "/bin/sh"
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment by which what a test left behind is found and killed."""
+    """Return an environment that identifies processes left behind by a test, so that they can be killed."""
     yield {"PATH": "/bin:/usr/bin", "TEST_OF": str(tmp_path)}
     end_marked("TEST_OF", str(tmp_path))
 
@@ -38,7 +38,7 @@ def shell(script: str) -> list[str]:
 
 
 async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str]) -> None:
-    """Those who wait before the exit and those who wait afterwards get it. Without a waiter no zombie is left."""
+    """This includes those who begin to wait after the exit. Without a waiter, no zombie is left."""
     child = process.spawn(shell("exit 7"), env=env)
 
     assert await child.wait() == 7
@@ -48,7 +48,7 @@ async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str])
 
 
 async def test_exited_processes_free_their_descriptors(env: dict[str, str]) -> None:
-    """A process costs a descriptor only while it lives. The kernel gives the lowest free number to the next one."""
+    """A process costs a descriptor only while it runs. The kernel gives the lowest free number to the next one."""
     before = _descriptors()
     children = [process.spawn(shell("exit 0"), env=env) for _ in range(10)]
     released = process.spawn(["/bin/sleep", "600"], env=env)
@@ -97,7 +97,7 @@ async def test_failed_spawn_names_the_program_and_the_reason(
 async def test_spawn_of_a_file_that_is_not_executable_fails_at_once(
     env: dict[str, str], tmp_path: Path, text: str | None, mode: int, why: str, number: int
 ) -> None:
-    """Another program may still be able to execute it."""
+    """Another program may still be able to execute the file."""
     program = tmp_path / "program"
     if text is not None:
         program.write_text(text)
@@ -113,7 +113,7 @@ async def test_spawn_of_a_file_that_is_not_executable_fails_at_once(
 async def test_process_output_is_appended_to_a_regular_file_without_hard_links(
     env: dict[str, str], tmp_path: Path
 ) -> None:
-    """Both streams are appended, and other users may not read them. This also holds with a reader of a pipe."""
+    """Both streams are appended, and other users cannot read them. This also holds for a pipe with a reader."""
     log = tmp_path / "log"
     for _ in range(2):
         await process.spawn(shell("echo out; echo err >&2"), env=env, stdout=log, stderr=log).wait()
@@ -173,7 +173,7 @@ asyncio.run(main())
 
 
 def test_spawned_process_gets_the_original_limit_of_open_files(tmp_path: Path) -> None:
-    """Programs with ``select`` fail above 1024. Under the Go agent and monit they have the limit of the container."""
+    """Programs that use ``select`` fail above 1024. Under the Go agent and monit they have the container's limit."""
     done = subprocess.run(
         [sys.executable, "-c", RAISED, str(tmp_path / "keepers")], capture_output=True, text=True, check=True
     )
@@ -206,7 +206,7 @@ asyncio.run(main())
 
 @pytest.mark.attack("a job joins the process group of another script, a worker or sshd")
 async def test_process_cannot_join_the_group_of_a_spawned_program(env: dict[str, str], tmp_path: Path) -> None:
-    """Otherwise a process that a script has left could receive a signal and forward it to a script of root."""
+    """Otherwise a process left behind by a script could receive a signal and forward it to a script of root."""
     victim = process.spawn(["/bin/sleep", "600"], env=env)
     joining = f"import os; os.setpgid(0, {victim.pid})"
     attacker = process.spawn([sys.executable, "-S", "-c", joining], env=env, stderr=tmp_path / "errors")
@@ -228,12 +228,12 @@ asyncio.run(main())
 
 @pytest.mark.attack("a job reads the agent's terminal or types into it")
 def test_spawned_process_has_no_access_to_the_agents_terminal() -> None:
-    """It could read from it, type into it, and get the agent stopped when it writes there."""
+    """It could read from the terminal, type into it, and get the agent stopped when it writes there."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", SPAWNING])
     said = b""
-    with contextlib.suppress(OSError):  # EIO: its end
+    with contextlib.suppress(OSError):  # EIO at its end
         while chunk := os.read(terminal, 4096):
             said += chunk
     os.close(terminal)
@@ -292,7 +292,7 @@ async def test_process_group_is_signalled_as_one_until_its_leader_is_reaped(
     monkeypatch.setattr(os, "killpg", lambda *each: sent.append(each))
     child = process.spawn(shell("exit 0"), env=env)
     while child.is_alive:
-        time.sleep(0.001)  # noqa: ASYNC251 - the loop shall not reap it
+        time.sleep(0.001)  # noqa: ASYNC251 - the loop must not reap it
 
     child.send_group(signal.SIGTERM)
     await child.wait()
@@ -337,14 +337,14 @@ async def test_terminate_of_an_adopted_process_spares_its_group(env: dict[str, s
 
 
 async def test_adoption_returns_none_unless_the_process_lives(env: dict[str, str]) -> None:
-    """The process has exited, is another one or is a zombie."""
+    """The process may have exited, be another one, or be a zombie."""
     child = process.spawn(shell("exec sleep 600"), env=env)
     again = process.adopt(child.pid, child.start_ticks)
 
     assert again is not None
     assert process.adopt(child.pid, child.start_ticks - 1) is None
     child.send(signal.SIGKILL)
-    # Dead, but this loop has had no turn yet to reap it.
+    # The process is dead, but this loop has had no turn yet to reap it.
     while not (stat := proc.stat(child.pid)) or stat.is_alive:
         pass
     assert stat.state == "Z"
@@ -375,7 +375,7 @@ def _kernel() -> tuple[int, int]:
 
 async def test_reaper_loses_no_exit_status_of_children(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many children exit at once and keep their exit codes, although the SIGCHLD handler reaps too."""
-    monkeypatch.setattr(fcntl, "ioctl", Mock(side_effect=OSError))  # the kernel does not tell afterwards
+    monkeypatch.setattr(fcntl, "ioctl", Mock(side_effect=OSError))  # the kernel does not report the status afterwards
     with reaper.reaping():
         children = [process.spawn(shell(f"exit {number}"), env=env) for number in range(40)]
         codes = await asyncio.gather(*(child.wait() for child in children))
@@ -423,7 +423,10 @@ async def test_processes_are_managed_without_pidfd(
 
 
 def test_spawned_process_does_not_inherit_ignored_signals(tmp_path: Path) -> None:
-    """nohup and ``&`` ignore signals, and some parents block them. A job that inherits that cannot be interrupted."""
+    """nohup and ``&`` make a process ignore signals, and some parents block them.
+
+    A job that inherits this cannot be interrupted.
+    """
     program = """
 import os, signal, subprocess
 from agent_shim.host import process
@@ -445,6 +448,6 @@ os.execv(sys.argv[1], sys.argv[1:])
     )
 
     _, blocked, _, ignored = done.stdout.split()
-    # From 3.13 on subprocess uses posix_spawn, whose child ignores the two internal signals of the C library.
+    # Since 3.13 subprocess uses posix_spawn, whose child ignores the two internal signals of the C library.
     of_libc = 1 << 31 | 1 << 32 if sys.version_info >= (3, 13) else 0
     assert (int(blocked, 16), int(ignored, 16) & ~of_libc) == (0, 0)

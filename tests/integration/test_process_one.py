@@ -1,4 +1,4 @@
-"""Jobs without a process of their own, whose ctl script writes process 1 into its pidfile: monit calls it running."""
+"""Jobs without a process, whose ctl script writes 1 into the pidfile. As under monit, they count as running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START = "echo start >>$log; echo 1 >>$pidfile"
 
 @pytest.fixture(autouse=True)
 def signalled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of processes and groups that a signal was meant for. Process 1 gets none."""
+    """Return the processes and groups that would have been signalled. Process 1 must not be among them."""
     meant: list[int] = []
 
     def note(send: Callable[[int, int], None], pid_of: Callable[[int], int]) -> Callable[[int, int], None]:
@@ -46,7 +46,7 @@ def _pid_of(pidfd: int) -> int:
 async def test_job_whose_pidfile_names_pid_1_runs_and_stops(
     world: World, signalled: list[int], stop: str | None
 ) -> None:
-    """A pidfile that is left behind counts too. The job's figures are not those of PID 1."""
+    """A pidfile that was left behind counts too. The job does not show the figures of PID 1."""
     stops = ["stop"] if stop else []
     async with world.supervising(world.job("rules", START, stop)) as supervisor:
         found = await in_state(supervisor, "rules", "running")
@@ -98,7 +98,7 @@ async def test_restarted_agent_finds_a_job_with_pid_1_running(world: World) -> N
 
 
 async def test_pid_1_in_a_pidfile_older_than_the_start_is_not_believed(world: World) -> None:
-    """An earlier container gave that number to a job."""
+    """In an earlier container, a job had that pid."""
     job = world.job("rules", "echo start >>$log; exit 1", None)
     world.pidfile("rules").parent.mkdir(parents=True, exist_ok=True)
     world.pidfile("rules").write_text("1\n")

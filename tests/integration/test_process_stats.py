@@ -20,7 +20,7 @@ async def test_process_statistics_cover_its_tree(world: World) -> None:
         assert (told.name, told.state) == ("web", "running")
         assert type(told.uptime_secs) is int
         assert told.uptime_secs >= 0
-        # The child is the same program as its parent, once both have been executed.
+        # Once both have been executed, the child is the same program as its parent.
         await until(lambda: supervisor.processes()[0].mem_kb > 1.5 * _stat(found.pid).resident_kb)
         assert 0 < told.mem_percent < 100
         assert 0 <= told.cpu_total <= 100
@@ -61,7 +61,7 @@ def _stat(pid: int) -> proc.Stat:
 
 
 async def test_unmonitored_process_has_no_statistics(world: World) -> None:
-    """monit shows none for it either. Its pid is known all the same while it lives."""
+    """monit shows none for it either. Its pid is still known while it runs."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()

@@ -1,4 +1,4 @@
-"""Agents under a real Prometheus (Debian package ``prometheus``): its tools find nothing wrong, and its rules fire."""
+"""Agents under a real Prometheus (Debian package ``prometheus``): its tools find no fault, and its rules fire."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """With a short name: the path of a socket may have 107 bytes."""
+    """Provide a directory with a short name, because the path of a socket may have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="scraped-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
 
 def tool(name: str) -> str:
-    """A program of the Debian package."""
+    """Run a program of the Debian package."""
     found = shutil.which(name)
     assert found, f"{name} is missing: ./dev ci installs it (Debian package prometheus)"
     return found
@@ -86,7 +86,7 @@ def test_scrape_config_makes_one_target_per_agent_of_bosh_exporter(scratch: Path
     kept = {
         tuple(sorted(one["labels"].items())) for one in json.JSONDecoder().raw_decode(answer[answer.index("[") :])[0]
     }
-    # Prometheus scrapes targets with the same labels once.
+    # Prometheus scrapes targets with the same labels only once.
     (target,) = (dict(labels) for labels in kept - {()})
     assert target.items() >= {"instance": "10.0.0.1:9190", "job": "agent-shim", "bosh_deployment": "mine"}.items()
 
@@ -127,7 +127,7 @@ async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIte
 
 
 def laid(scratch: Path, files: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """A directory with jobs, and the configuration of an agent that deploys it."""
+    """Return a directory with jobs, and the configuration of an agent that deploys it."""
     for job, content in files.items():
         for name, text in content.items():
             path = scratch / "rendered/jobs" / job / name
@@ -138,7 +138,7 @@ def laid(scratch: Path, files: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
-    """A Prometheus with our rules, which wait less than in life, and one scrape a second. Yields its port."""
+    """Run Prometheus with our rules, shorter waiting times and one scrape a second. Yield its port."""
     rules = yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())
     for group in rules["groups"]:
         group["interval"] = "1s"
@@ -173,7 +173,7 @@ async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
 
 
 def asked(port: int, path: str) -> bytes:
-    """Return a server's response. "" while it does not listen."""
+    """Return a server's response, or "" while it does not listen."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
             content: bytes = answer.read()
@@ -183,7 +183,7 @@ def asked(port: int, path: str) -> bytes:
 
 
 async def alerts(port: int) -> set[tuple[str, str]]:
-    """Names of alerts that fire, with the process, disk or certificate they are about."""
+    """Return the names of firing alerts, with the process, disk or certificate that each concerns."""
     answer = json.loads(await asyncio.to_thread(asked, port, "/api/v1/alerts") or "{}")
     return {
         (one["labels"]["alertname"], next((one["labels"][name] for name in ABOUT if name in one["labels"]), ""))
@@ -196,7 +196,7 @@ ABOUT = ("process", "disk", "certificate")
 
 
 def in_own_mounts() -> list[str]:
-    """A prefix that gives a program private mounts."""
+    """Return a command prefix that gives a program private mounts."""
     return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
 
 
@@ -211,7 +211,7 @@ async def until(port: int, wanted: tuple[str, str]) -> None:
 
 
 async def test_alerting_rules_fire_for_crash_loops_full_disks_and_old_certificates(scratch: Path) -> None:
-    """They fire for nothing else. More than six restarts in two hours are a crash loop, too."""
+    """They fire for nothing else. More than six restarts in two hours count as a crash loop, too."""
     crashing, filling, ending = scratch / "crashing", scratch / "filling", scratch / "ending"
     dies = jobs.process(Paths(crashing / "vcap"), "dies", "echo $$ >$pidfile; sleep 0.3; exit 3", "true")
     fills = jobs.sleeper(Paths(filling / "vcap"), "fills")

@@ -1,4 +1,4 @@
-"""Orphans come to us. The rest of what the reaper does is in test_process."""
+"""The reaper adopts orphans. test_process covers everything else that it does."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ async def test_reaper_restores_process_state_when_its_block_ends() -> None:
 
 
 async def test_reaper_reaps_a_limited_number_per_loop_iteration() -> None:
-    """Hundreds that exit together leave turns to others. A living child is no reason to look again."""
+    """If hundreds exit together, others get their turns in between.
+
+    A child that is still running causes no further look.
+    """
     children = [process.spawn(["/bin/true"], env={}) for _ in range(reaper.MAX_REAPED + 3)]
     while any((found := proc.stat(child.pid)) and found.is_alive for child in children):
-        time.sleep(0.01)  # noqa: ASYNC251 - the loop shall not turn
+        time.sleep(0.01)  # noqa: ASYNC251 - the loop must not turn
 
     assert reaper.reap_some()
     assert len([child for child in children if proc.stat(child.pid)]) == 3
@@ -48,7 +51,7 @@ async def test_reaper_reaps_a_limited_number_per_loop_iteration() -> None:
 
 
 async def test_reaper_reaps_all_dead_children_including_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One signal may stand for many exits, and those before the block have sent theirs already."""
+    """One signal may represent many exits, and children that exited before the block have already sent theirs."""
     answers = [True, True, False]
     monkeypatch.setattr(reaper, "reap_some", lambda: answers.pop(0))
     with reaper.reaping():
@@ -59,7 +62,7 @@ async def test_reaper_reaps_all_dead_children_including_earlier_ones(monkeypatch
 
 
 async def test_orphan_remains_in_the_group_of_its_dead_leader(tmp_path: Path) -> None:
-    """It was forked in the leader's last moment and was reparented to the agent."""
+    """It was forked in the last moment of its leader, and was reparented to the agent."""
     with reaper.reaping():
         child = process.spawn(
             ["/bin/sh", "-c", f"trap '' TERM; sleep 600 & echo $! >{tmp_path}/pid"],
@@ -76,7 +79,7 @@ async def test_orphan_remains_in_the_group_of_its_dead_leader(tmp_path: Path) ->
 
 
 async def test_many_exits_do_not_displace_other_signals(capfd: pytest.CaptureFixture[str]) -> None:
-    """No message is written for each exit either."""
+    """No log line is written for each exit either."""
     before, heard = signal.getsignal(signal.SIGTERM), asyncio.Event()
     process.on_signal(signal.SIGTERM, heard.set)
     try:

@@ -1,4 +1,4 @@
-"""The parts of ``./dev release`` that need no container: twice, they are the same bytes."""
+"""The parts of ``./dev release`` that need no container are reproducible."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_release_build_of_wheel_and_source_is_reproducible(tmp_path: Path) -> No
 
 
 def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
-    """The digest of an OCI archive is that of its manifest, which a push keeps."""
+    """The digest of an OCI archive is that of its manifest, which does not change when it is pushed."""
     index = {"manifests": [{"digest": "sha256:" + "a" * 64}]}
     (tmp_path / "index.json").write_text(json.dumps(index))
     with tarfile.open(tmp_path / "image.tar", "w") as archive:
@@ -59,7 +59,7 @@ def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
 
 
 def test_equal_images_give_equal_archives(tmp_path: Path) -> None:
-    """Neither the time of the call nor the order of the members is in them."""
+    """The archives contain neither the current time nor the original order of members."""
     for number, names in enumerate((("a", "b"), ("b", "a"))):
         with tarfile.open(tmp_path / f"{number}.part", "w") as archive:
             for name in names:
@@ -74,7 +74,7 @@ def test_equal_images_give_equal_archives(tmp_path: Path) -> None:
 
 
 def test_release_with_a_tag_of_another_version_is_refused(tmp_path: Path) -> None:
-    """Between releases no tag fits."""
+    """Between releases no tag is accepted."""
     done = release("--tag=v9.9.9", "--only=wheel", f"--out={tmp_path / 'out'}")
 
     assert (done.returncode, done.stderr.partition(":")[0]) == (1, "release")

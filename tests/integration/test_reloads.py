@@ -1,4 +1,4 @@
-"""Processes that replace the one of a service: reloaded by a rule, by another job, by an operator."""
+"""Processes that replace the main process of a service, reloaded by a rule, by another job, or by an operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RELOADS = {
 
 
 def proxy(world: World, reload: str, *, is_of_another_job: bool = False) -> list[JobFile]:
-    """A job ``haproxy``, and a rule that runs ``reload`` when a file changes (cf-release#926)."""
+    """Return a job ``haproxy``, and a rule that runs ``reload`` when a file changes (cf-release#926)."""
     daemon = program("fork_twice.py", world.pidfile("haproxy"))
     job = world.job("haproxy", START.format(daemon=daemon), "exit 0", timeout=2)
     script = world.script("haproxy", "reload", reload.format(daemon=daemon))
@@ -50,8 +50,9 @@ def proxy(world: World, reload: str, *, is_of_another_job: bool = False) -> list
 async def test_a_process_reloaded_by_a_rule_is_followed_and_stopped(
     world: World, how: str, old: str, is_of_another_job: bool
 ) -> None:
-    """No second start program runs beside it, and the stop ends the old process and the new one."""
-    # A daemon empties its pidfile before it writes its number: on a busy machine not for two looks.
+    """No second start program runs meanwhile, and the stop ends both the old and the new process."""
+    # A daemon empties its pidfile before it writes its pid. On a busy machine the file must not be empty for two
+    # checks.
     world.timing = msgspec.structs.replace(world.timing, look=0.5)
     reload = RELOADS[how] + ("; kill $old" if old == "ends" else "")
     async with world.checking(*proxy(world, reload, is_of_another_job=is_of_another_job)) as supervisor:
@@ -64,7 +65,7 @@ async def test_a_process_reloaded_by_a_rule_is_followed_and_stopped(
             found.append(info(supervisor, "haproxy").pid)
         assert found[-1] == number_in(world.pidfile("haproxy"))
         await in_state(supervisor, "haproxy", "running")
-        # The script ends the old process only after it has seen the new number, which the supervisor may see first.
+        # The script ends the old process only after it has seen the new pid, which the supervisor may see first.
         await until(lambda: [is_alive(pid) for pid in found] == [old == "stays", old == "stays", True])
         await supervisor.stop(wait=True)
 
@@ -92,7 +93,7 @@ async def test_stop_names_and_leaves_a_process_that_another_job_started(world: W
 
 
 async def test_process_started_by_an_operator_replaces_the_old_one(world: World) -> None:
-    """No second start program runs. The agent sends it no signal, so a stop fails that leaves it running."""
+    """No second start program runs. The agent sends the process no signal, so a stop that leaves it running fails."""
     web = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
     async with world.checking(web) as supervisor:
         old = (await in_state(supervisor, "web", "running")).pid

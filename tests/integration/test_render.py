@@ -1,4 +1,4 @@
-"""``agent-shim render`` with a real ruby: the templates of a release, as a Director evaluates them."""
+"""``agent-shim render`` with a real ruby evaluates the templates of a release as a Director does."""
 
 from __future__ import annotations
 

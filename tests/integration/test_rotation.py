@@ -1,4 +1,4 @@
-"""Logs of jobs, rotated by the real worker while they are written."""
+"""Logs of jobs are rotated by the real worker while they are written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST = 1 << 30
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    """``sys/log`` of a scratch tree."""
+    """Provide ``sys/log`` of a scratch tree."""
     paths = Paths(tmp_path)
     (paths.log / "web/deep").mkdir(parents=True)
     return paths.log
@@ -36,7 +36,7 @@ def logs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def good(logs: Path) -> Path:
-    """A log of another job, to be rotated."""
+    """Add a log of another job that is due for rotation."""
     path = logs / "zoo/good.log"
     path.parent.mkdir()
     path.write_text("g" * 1000)
@@ -90,7 +90,7 @@ async def test_log_archives_are_renumbered_and_the_oldest_is_removed(logs: Path)
 
 
 async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
-    """The oldest are removed first, among jobs with equal usage."""
+    """The oldest are removed first, and the limit is shared evenly among jobs."""
     for age, name in enumerate(["web/new.log.1.gz", "web/old.log.3.gz", "top.log.1.gz", "web/x.log"]):
         (logs / name).write_bytes(os.urandom(8192))
         os.utime(logs / name, (0, 1_000_000 - age))
@@ -124,8 +124,8 @@ for number in range(4000):
     numbers = sorted(log.parent.glob("web.log.*.gz"), key=lambda path: -int(path.name.split(".")[2]))
     lines = b"".join([*(gzip.decompress(path.read_bytes()) for path in numbers), log.read_bytes()]).splitlines()
 
-    # The moment between the last read and the cut may cost lines, and half of the first one. How many depends on how
-    # long the scheduler makes it, so only the gaps are counted.
+    # Lines written between the last read and the truncation may be lost, with half of the first one. How many depends
+    # on the scheduler, so only the gaps are counted.
     whole = [line for line in lines if len(line) == 6]
     assert whole == sorted(set(whole))
     assert len(lines) - len(whole) <= len(numbers)
@@ -134,7 +134,7 @@ for number in range(4000):
 
 
 def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any amount is kept."""
+    """This holds for any amount."""
     log, burst = logs / "web/web.log", b"more\n" * (8 << 20)
     log.write_bytes(b"first\n")
 
@@ -150,9 +150,9 @@ def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: 
 
 
 async def test_rotation_of_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its archive counts among the existing ones. A loss is logged, and noted in the archive too.
+    """Its new archive counts as one of the archives. A loss is logged, and noted in the archive too.
 
-    The deployment's size takes precedence over the limit of all archives.
+    The size set by the deployment takes precedence over the limit of all archives.
     """
     log, older, large = logs / "web/runaway.log", logs / "web/older.log.1.gz", logs / "web/large.log"
     older.write_bytes(os.urandom(400_000))
@@ -186,7 +186,7 @@ async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pyte
 
 
 def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a log is packed, it may grow by half of what is kept; then it is truncated."""
+    """While a log is compressed, it may grow by half of what is kept. Then it is truncated."""
     log, size = logs / "web/web.log", 4 * files.CHUNK_BYTES
     log.write_bytes(b"x" * size)
     read = os.read
@@ -203,7 +203,9 @@ def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: p
 
 
 async def test_hole_left_by_a_non_appending_writer_is_not_counted(logs: Path) -> None:
-    """The writer continues at its position, so the earlier bytes are a hole, which is neither copied nor counted."""
+    """The writer continues at its old position, so the bytes before it are a hole, which is neither copied nor
+    counted.
+    """
     log = logs / "web/web.log"
     with log.open("wb", buffering=0) as out:
         out.write(b"x" * 2_000_000)
@@ -235,7 +237,9 @@ async def test_deployment_log_size_overrides_the_configured_one(logs: Path) -> N
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
 async def test_rotation_ignores_links_and_hard_links(logs: Path, tmp_path: Path) -> None:
-    """A job may point its log at any file of the machine, which must not be read, truncated or given away."""
+    """A job may make its log a link to any file of the machine, which must not be read, truncated or change its
+    owner.
+    """
     secret = tmp_path / "secret"
     secret.write_text("s" * 1000)
     elsewhere = tmp_path / "elsewhere"
@@ -294,7 +298,7 @@ async def test_agent_does_not_rotate_if_logrotate_cannot_be_disabled(
     rule = Paths(logs.parents[2]).logrotate_rule
     rule.parent.mkdir(parents=True)
     rule.write_text("the Go agent's")
-    (rule.parent / "vcap.disabled").mkdir()  # no file can be given the name of a directory
+    (rule.parent / "vcap.disabled").mkdir()  # so that no file can be given this name
     log = logs / "web/web.log"
     log.write_text("x" * 200)
 
@@ -323,7 +327,7 @@ def test_disabled_rotation_enables_the_logrotate_rule(tmp_path: Path, caplog: py
 
 
 async def test_log_that_cannot_be_rotated_does_not_stop_others(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A directory stands where its archive would be."""
+    """A directory is in the place of its archive."""
     (logs / "web/bad.log").write_text("b" * 1000)
     (logs / "web/bad.log.2.gz").mkdir()
     (logs / "web/bad.log.1.gz").mkdir()
@@ -344,7 +348,7 @@ async def test_log_that_cannot_be_rotated_does_not_stop_others(logs: Path, caplo
     ],
 )
 def test_log_sizes_are_written_as_for_logrotate(text: str, number: int | None) -> None:
-    """They have a unit or not. An invalid one is rejected instead of guessed."""
+    """They may have a unit. An invalid size is rejected."""
     if number is not None:
         assert rotation.size(text) == number
         return
@@ -352,7 +356,8 @@ def test_log_sizes_are_written_as_for_logrotate(text: str, number: int | None) -
         rotation.size(text)
 
 
-# --- what a job may do to it ----------------------------------------------------------------------------------------
+# --- what a job may do to the rotation
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")
@@ -374,7 +379,7 @@ async def test_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: p
 
 
 async def test_rotation_handles_hundreds_of_thousands_of_archives(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty ones take no space and do not count. Of the others, many of the oldest are removed in one round."""
+    """Empty ones use no space and do not count. Of the others, many of the oldest are removed in one round."""
     monkeypatch.setattr(rotation, "MAX_REMOVED", 10)
     for number in range(500):
         path = logs / f"web/x{number}.log.1.gz"
@@ -405,7 +410,7 @@ async def test_job_with_too_many_files_does_not_block_the_rotation_of_others(
 async def test_many_logs_of_one_job_do_not_block_the_rotation_of_others(
     logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
-    """A round has room for a limited number of logs, which those of one job could fill, round after round."""
+    """The number of logs per round is limited, and the logs of one job could use up the limit in every round."""
     monkeypatch.setattr(rotation, "MAX_DUE", 4)
     for number in range(8):
         path = logs / f"web/{number}.log"
@@ -423,7 +428,7 @@ async def test_many_logs_of_one_job_do_not_block_the_rotation_of_others(
 
 @pytest.mark.parametrize("planted", ["second names", "archives of the future"])
 async def test_archives_of_one_job_do_not_displace_those_of_another(logs: Path, planted: str) -> None:
-    """The job with the most loses its own. A file with several names does not count."""
+    """The job with the most archives loses its own. A file with several names does not count."""
     (logs / "zoo").mkdir()
     good = logs / "zoo/good.log.1.gz"
     good.write_bytes(os.urandom(8192))
@@ -445,7 +450,7 @@ async def test_archives_of_one_job_do_not_displace_those_of_another(logs: Path, 
 async def test_hanging_volume_does_not_block_the_rotation_of_other_jobs(
     logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a file server is gone, the thread that looks hangs."""
+    """If a file server is gone, only the thread that looks at it hangs."""
     gate = threading.Event()
     honest = rotation.look_at
 

@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 
 async def test_process_above_a_resource_limit_is_failing_and_keeps_running(world: World) -> None:
-    """There is one alert with monit's text, and the state lasts as long as the condition."""
+    """There is one alert with monit's text. The state lasts as long as the condition."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb for 2 cycles then alert", "if children > 50 then alert")
     async with world.checking(job) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -37,13 +37,13 @@ async def test_process_above_a_resource_limit_is_failing_and_keeps_running(world
 
 
 async def test_first_rule_check_comes_a_cycle_after_the_start(world: World) -> None:
-    """monit sleeps after a start too, so that a young process has time to settle."""
+    """monit also sleeps after a start, so that a new process has time to settle."""
     world.timing = replace(world.timing, cycle=0.5)
     async with world.checking(world.job("web", None, "exit 0", "if memory > 1 kb then alert")) as supervisor:
         await in_state(supervisor, "web", "running")
         await until(lambda: world.told("Resource limit matched"))
 
-        # Each of the two times is known to a tick of the kernel's clock.
+        # Both times have the resolution of the kernel's clock tick.
         web = proc.stat(info(supervisor, "web").pid)
         assert web is not None
         assert clock.boot_ticks() - web.start_ticks >= world.timing.cycle * clock.TICKS - 2
@@ -57,7 +57,7 @@ LATE = (
 
 
 async def states_until(supervisor: Supervisor, last: str) -> list[str]:
-    """The states of the instance that follow each other, from ``starting`` to ``last``."""
+    """Return the successive states of the instance, from ``starting`` to ``last``."""
     states = ["starting"]
     while states[-1] != last:
         await asyncio.sleep(0.01)
@@ -108,7 +108,7 @@ async def test_rules_of_a_changed_monit_file_take_effect(world: World) -> None:
 
 
 async def test_total_resource_rules_count_child_processes(world: World) -> None:
-    """Other rules look at the figures of the process alone."""
+    """Other rules use the figures of the main process alone."""
     start = "echo $$ >$pidfile; sleep 600 & sleep 600 & sleep 600 & wait"
     job = world.job("web", start, "kill $(cat $pidfile)", "if children = 3 then alert", "if totalmem < 1 Gb then alert")
     async with world.checking(job) as supervisor:
@@ -135,7 +135,7 @@ async def test_cpu_rule_measures_cpu_time_between_cycles(world: World) -> None:
 
 
 async def test_restart_by_a_rule_is_counted_as_a_restart(world: World) -> None:
-    """There is a new process, and the service is not called running before a check has passed."""
+    """There is a new process, and the service does not count as running before a check has passed."""
     statements = ("if memory > 1 kb then restart", "if 2 restarts within 9999 cycles then unmonitor")
     job = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $pidfile)", *statements)
     async with world.checking(job) as supervisor:
@@ -186,7 +186,7 @@ async def test_rule_recovery_is_reported_and_runs_its_program(world: World) -> N
 
 
 async def test_rule_exec_runs_in_each_failing_cycle(world: World) -> None:
-    """monit does it too. The program may call the agent, and outlives the service."""
+    """monit does so too. The program may call the agent, and outlives the service."""
     bad = world.script("web", "bad", 'echo "$MONIT_SERVICE $MONIT_EVENT" >>$log')
     job = world.job("web", None, "exit 0", f'if memory > 1 kb then exec "{bad}"')
     async with world.checking(job):
@@ -225,7 +225,10 @@ async def test_stop_and_unmonitor_end_rule_checks(world: World) -> None:
 
 
 async def test_hanging_port_check_does_not_delay_other_checks(world: World) -> None:
-    """One socket accepts no connection, and its rule has a minute. Rules of other services continue meanwhile."""
+    """One socket accepts no connection, and its rule may wait for a minute.
+
+    Rules of other services continue meanwhile.
+    """
     with socket.socket(socket.AF_UNIX) as full, socket.socket() as free:
         full.bind(str(world.base / "full.sock"))
         full.listen(0)
@@ -257,14 +260,17 @@ async def test_hanging_port_check_does_not_delay_other_checks(world: World) -> N
 
 
 async def test_check_result_applies_only_to_the_process_that_was_checked(world: World) -> None:
-    """The process is killed during a check. Its successor is not restarted because of it, and no second one starts."""
+    """The process is killed during a check.
+
+    Its successor is not restarted because of that check, and only one is started.
+    """
     asked: list[asyncio.Event] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = asyncio.Event()
         asked.append(first)
-        if len(asked) <= 2:  # of the start, and of the first cycle
-            await reader.read()  # silent, until the check gives up
+        if len(asked) <= 2:  # the checks of the start and of the first cycle
+            await reader.read()  # stay silent until the check gives up
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         writer.close()
         with contextlib.suppress(ConnectionError):
@@ -292,7 +298,7 @@ async def test_check_result_applies_only_to_the_process_that_was_checked(world: 
 
 
 async def test_opened_port_ends_the_failing_state(world: World) -> None:
-    """The service was failing and is running again, which is reported as an event too."""
+    """The service was failing and is running again, which is also reported as an event."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} for 2 cycles then alert"
@@ -329,7 +335,7 @@ check device lost with path {world.base}/absent
 
 
 async def test_out_of_memory_kill_is_reported_as_such(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is recognized when the container's counter has risen. The next exit is an ordinary one again."""
+    """The container's counter of OOM kills shows it. The next exit counts as an ordinary one."""
     kills = [7]
     monkeypatch.setattr(cgroups, "oom_level", lambda *_: (2, Path("/")))
     monkeypatch.setattr(cgroups, "oom_kills_of", lambda *_: kills[0])
@@ -350,7 +356,7 @@ async def test_out_of_memory_kill_is_reported_as_such(world: World, monkeypatch:
 
 
 async def test_invalid_monit_file_is_reported_once_per_mistake(world: World) -> None:
-    """The alert has the place and the reason, and comes again only for another mistake."""
+    """The alert names the place and the reason, and is repeated only for another mistake."""
     bad = JobFile("bad", "", "check nonsense")
     async with world.checking(bad, world.job("web")) as supervisor:
         found = [(each.service, each.event, each.action) for each in world.events]

@@ -1,4 +1,5 @@
-"""Checks without a process, and rules of public releases, by their effect: state, alerts, programs, restarts.
+"""Checks without a process, and rules of public releases, tested by their effect on state, alerts, programs and
+restarts.
 
 Each test names the release whose monit file it follows.
 """
@@ -22,7 +23,7 @@ from tests.support.waiting import until
 
 
 class Web:
-    """A web server that may be closed and opened again on its port."""
+    """A web server whose port can be closed and opened again."""
 
     def __init__(self) -> None:
         self.status = "200 OK"
@@ -57,7 +58,7 @@ async def web() -> AsyncIterator[Web]:
 
 
 def states(supervisor: Supervisor) -> dict[str, str]:
-    """The states that ``get_state`` reports."""
+    """Return the states that ``get_state`` reports."""
     return {process.name: process.state for process in supervisor.processes()}
 
 
@@ -93,7 +94,7 @@ async def test_check_host_of_a_dead_haproxy_fails_the_instance(world: World, web
 
 
 async def test_a_check_host_is_starting_until_it_has_been_tested(world: World, web: Web) -> None:
-    """The Director trusts the first ``running``."""
+    """The Director believes the first ``running``."""
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then alert\n group vcap\n"
     async with world.supervising(JobFile("far", "", text)) as supervisor:
         await in_state(supervisor, "far", "running")
@@ -105,7 +106,7 @@ async def test_a_check_host_is_starting_until_it_has_been_tested(world: World, w
 
 
 async def test_check_host_restarts_in_each_failing_cycle(world: World, web: Web) -> None:
-    """In app-autoscaler, scheduler has ``check host … if failed url … then restart``, with programs or without."""
+    """The scheduler of app-autoscaler has ``check host … if failed url … then restart``, with programs or without."""
     start, stop = (world.script("health", verb, f"echo {verb} >>$log") for verb in ("start", "stop"))
     text = f"""
     check host scheduler-health with address localhost
@@ -168,7 +169,7 @@ async def test_check_host_skips_port_checks_of_a_host_that_fails_ping(
 
 
 async def test_failed_url_check_restarts_a_process(world: World, web: Web) -> None:
-    """In docker-boshrelease, swarm_manager has ``if (failed url … ) then restart``."""
+    """swarm_manager of docker-boshrelease has ``if (failed url … ) then restart``."""
     await web.open()
     rule = f"if (failed url http://127.0.0.1:{web.port}/info and content != 'x' for 2 cycles) then restart"
     async with world.checking(world.job("manager", None, "kill $(cat $pidfile)", rule)) as supervisor:
@@ -182,7 +183,7 @@ async def test_failed_url_check_restarts_a_process(world: World, web: Web) -> No
 
 
 async def test_closed_udp_port_restarts_a_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In logsearch, ingestor_syslog has ``if failed port … type udp``."""
+    """ingestor_syslog of logsearch has ``if failed port … type udp``."""
     monkeypatch.setattr("agent_shim.supervisor.network_checks.REFUSAL_S", 0.1)
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind(("127.0.0.1", 0))
@@ -201,7 +202,7 @@ async def test_closed_udp_port_restarts_a_process(world: World, monkeypatch: pyt
 
 
 async def test_changed_file_runs_a_program_with_monit_variables(world: World) -> None:
-    """In prometheus-boshrelease, nginx has ``if changed timestamp then exec``, which runs once for each change here."""
+    """nginx of prometheus-boshrelease has ``if changed timestamp then exec``, which runs once for each change here."""
     hosts = world.base / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
     body = 'echo "$MONIT_SERVICE: $MONIT_EVENT: $MONIT_DESCRIPTION" >>$log'
@@ -226,7 +227,7 @@ async def test_changed_file_runs_a_program_with_monit_variables(world: World) ->
 
 
 async def test_file_above_its_size_limit_is_failing(world: World) -> None:
-    """In logsearch, queue has ``if size > …``."""
+    """queue of logsearch has ``if size > …``."""
     dump = world.base / "dump.rdb"
     dump.write_bytes(bytes(100))
     text = f"check file dump with path {dump}\n if size > 1 kb for 2 cycles then alert\n group vcap\n"
@@ -244,7 +245,7 @@ async def test_file_above_its_size_limit_is_failing(world: World) -> None:
 
 
 async def test_file_check_of_another_file_type_restarts(world: World) -> None:
-    """monit has this rule for each file, directory and fifo."""
+    """monit applies this rule to each file, directory and FIFO."""
     pid = world.base / "run"
     stop, start = (
         world.script("run", verb, body) for verb, body in (("stop", f"rmdir {pid}"), ("start", f"touch {pid}"))
@@ -307,7 +308,7 @@ async def test_match_rule_runs_its_program_for_each_new_line(world: World) -> No
         await until(lambda: len(world.lines()) == 2)
 
         assert sorted(world.lines()) == ["content matches [error: one]", "content matches [error: two]"]
-        assert supervisor.job_state() == "failing"  # as in monit, until a line comes that does not match
+        assert supervisor.job_state() == "failing"  # as in monit, until there is a line that does not match
         with log.open("a") as writer:
             writer.write(" a line\nfine\n")
         await until(lambda: supervisor.job_state() == "running")

@@ -1,4 +1,4 @@
-"""Logs of jobs as programs show them: safe on a terminal, unchanged through a pipe."""
+"""Logs of jobs are shown safely on a terminal, and unchanged in a pipe."""
 
 from __future__ import annotations
 

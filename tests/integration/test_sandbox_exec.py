@@ -1,4 +1,4 @@
-"""The last steps before a program of a job runs, as the program finds them. Only the child itself is changed."""
+"""The last steps before a program of a job runs, as the program itself sees them. Only the child process is changed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ UNPRIVILEGED_UID = 65534
 
 
 def order(**members: Any) -> sandbox_exec.ExecSpec:
-    """A program that prints what the kernel knows of it."""
+    """Return a program that prints what the kernel reports about it."""
     return sandbox.exec_spec(**{"argv": ["/bin/cat", "/proc/self/status", "/proc/self/limits"], **members})
 
 
 def in_memory(wanted: sandbox_exec.ExecSpec) -> int:
-    """A descriptor from which the spec is read."""
+    """Return a descriptor from which the spec can be read."""
     descriptor = os.memfd_create("spec")
     os.write(descriptor, json.dumps(wanted).encode() + b"\n")
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -33,7 +33,7 @@ def in_memory(wanted: sandbox_exec.ExecSpec) -> int:
 
 
 async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None, dict[str, str]]:
-    """Its exit code, and the lines it has printed by their names."""
+    """Run a program. Return its exit code, and the lines that it has printed by name."""
     descriptor = in_memory(wanted)
     out = tmp_path / "out"
     status = await process.spawn([*sandbox.launcher(), "0"], env={}, stdin=descriptor, stdout=out, stderr=out).wait()
@@ -47,10 +47,10 @@ async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None
 
 @pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
 async def test_sandboxed_program_has_no_capabilities_and_default_signals(tmp_path: Path) -> None:
-    """It has none in any set and can gain none. Signals that Python ignores reach the program."""
+    """It has no capabilities in any set and cannot gain any. Signals that Python ignores reach the program."""
     status, found = await run(tmp_path, order())
 
-    # The C library has two signals of its own, and leaves them ignored in a child.
+    # The C library reserves two signals for itself, and leaves them ignored in a child.
     ignored = {each for each in signal.valid_signals() if int(found["SigIgn"], 16) >> (each - 1) & 1}
     assert (status, found["NoNewPrivs"], ignored) == (0, "1", set())
     assert {found[f"Cap{name}"].strip("0") for name in ("Inh", "Prm", "Eff", "Amb")} == {""}
@@ -104,7 +104,7 @@ async def test_sandbox_limits_are_capped_at_the_hard_limit(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", [0, 3])
 async def test_sandboxed_program_does_not_inherit_its_spec(tmp_path: Path, number: int) -> None:
-    """The spec names everything that the program may see, and its user."""
+    """The spec contains everything that the program may see, and its user."""
     out = tmp_path / "out"
     descriptor = in_memory(order(argv=["/bin/sh", "-c", "readlink /proc/$$/fd/*"], env={"PATH": "/bin"}))
     redirected = "0</dev/null" if number else ""
@@ -129,7 +129,7 @@ async def plainly(argv: Sequence[str], stdin: int) -> process.Process:
 
 
 async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path) -> None:
-    """After a failure nothing runs."""
+    """After a failure nothing is executed."""
     marker = tmp_path / "marker"
     wanted = order(argv=["/bin/sh", "-c", f"echo >{marker}"])
     with pytest.raises(ValueError, match="full"):
@@ -141,7 +141,7 @@ async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path)
 
 
 async def test_sandbox_setup_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A volume of a dead file server can block the mounts of its namespace, and the process itself."""
+    """A volume on an unresponsive file server can block the mounts of its namespace, and the process itself."""
     started = []
 
     async def held(_: Sequence[str], stdin: int) -> process.Process:
@@ -159,12 +159,12 @@ async def test_sandbox_setup_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("inherited", "own"), [("-500", 0), ("0", 0), ("300", 300)])
 def test_sandboxed_job_does_not_inherit_the_agents_oom_protection(tmp_path: Path, inherited: str, own: int) -> None:
-    """A job that is to be killed first remains so."""
+    """A job that is to be killed first keeps that setting."""
     score = tmp_path / "oom_score_adj"
     score.write_text(inherited)
     sandbox_exec.reset_oom_score(str(score))
 
-    # Each write to a kernel file is one value. The second starts where the first was read.
+    # Each write to a kernel file is one value. The second one starts where the first was read.
     assert int(score.read_text().removeprefix(inherited) or inherited) == own
 
 
@@ -249,7 +249,7 @@ async def test_sandboxed_program_can_move_and_truncate_files_in_its_volume(tmp_p
 
 
 def directory(path: Path, mode: int, owner: int = 0) -> Path:
-    """A directory that a job may have been given."""
+    """Provide a directory that a job may have been given."""
     path.mkdir()
     path.chmod(mode)
     os.chown(path, owner, owner)

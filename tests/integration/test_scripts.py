@@ -1,4 +1,4 @@
-"""Scripts of jobs as real processes in a scratch world."""
+"""Scripts of jobs as real processes in a scratch tree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def paths(tmp_path: Path) -> Paths:
 
 @pytest.fixture
 def runner(paths: Paths) -> Iterator[Scripts]:
-    """Scripts with an environment by which what a test left behind is found and killed."""
+    """Provide a runner. Its environment identifies processes left behind, so that they can be killed."""
     yield patient(paths, 5)
     end_kept(paths)
     end_marked("TEST_OF", str(paths.base))
@@ -47,7 +47,7 @@ def runner(paths: Paths) -> Iterator[Scripts]:
 
 @pytest.fixture
 def impatient(runner: Scripts, paths: Paths) -> Scripts:
-    """For scripts that do not care for TERM."""
+    """Use a short grace period, for scripts that ignore SIGTERM."""
     return patient(paths, 0.1)
 
 
@@ -89,7 +89,7 @@ async def test_script_output_is_appended_to_the_job_logs(paths: Paths, runner: S
 async def test_script_runs_with_its_environment_directory_and_niceness(paths: Paths, runner: Scripts) -> None:
     """It has the agent's environment with another PATH, the root directory, niceness 5, no arguments and no input.
 
-    Variables of the request come before both.
+    Variables of the request take precedence over both.
     """
     script(paths, "web", "pre-start", 'echo "$PATH $KEPT $EXTRA $# $(pwd) $(nice)"; cat')
 
@@ -102,7 +102,7 @@ async def test_script_runs_with_its_environment_directory_and_niceness(paths: Pa
 
 
 async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, runner: Scripts) -> None:
-    """Each waits for the one before it. The lists have the order in which the scripts ended."""
+    """Each script here waits for another one. The lists are in the order in which the scripts ended."""
     wait = 'while [ ! -e "{}" ]; do sleep 0.01; done; sleep 0.2; touch {}; exit {}'
     done = [paths.tmp / name for name in "abcd"]
     script(paths, "a", "post-start", wait.format(done[1], done[0], 1))
@@ -206,7 +206,7 @@ async def test_static_drain_waits_for_the_returned_seconds(paths: Paths, runner:
 
 @pytest.mark.parametrize("printed", ["", "soon", "1 2", "1.5", "1_0", "٣", "9" * 30, "0x1", "$(seq 5000)"])
 async def test_drain_script_that_prints_no_number_fails(paths: Paths, runner: Scripts, printed: str) -> None:
-    """The others run to their end (agent/script/drain/concrete_script.go)."""
+    """The other scripts run to their end (agent/script/drain/concrete_script.go)."""
     script(paths, "a", "drain", f'printf %s "{printed}"')
     script(paths, "b", "drain", "sleep 0.1; echo 0")
 
@@ -225,7 +225,7 @@ async def errand(runner: Scripts, job: str = "smoke", cancelled: asyncio.Event |
 
 
 async def test_errand_returns_its_output_and_exit_code(paths: Paths, runner: Scripts) -> None:
-    """A failure is a result, too; a signal counts as 128 plus its number. Nothing is left on disk."""
+    """A failure is a result as well, and a signal counts as 128 plus its number. Nothing is left on disk."""
     script(paths, "smoke", "run", 'echo "out $# $PATH $KEPT $(pwd) $(nice)"; echo err >&2; exit 3')
 
     assert await errand(runner) == Errand(f"out 0 {scripts.PATH} yes / {os.nice(0)}\n", "err\n", 3)
@@ -235,7 +235,7 @@ async def test_errand_returns_its_output_and_exit_code(paths: Paths, runner: Scr
 
 
 async def test_cancelled_errand_that_ignores_sigterm_is_killed(paths: Paths, impatient: Scripts) -> None:
-    """SIGKILL follows after the grace period, which is a result too."""
+    """SIGKILL follows after the grace period. The outcome is a result as well."""
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"trap '' TERM; echo $$ >{started}; sleep 600")
     cancelled = asyncio.Event()

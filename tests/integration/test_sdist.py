@@ -1,4 +1,4 @@
-"""The source distribution has what packagers need: all files, and tests that pass without a checkout."""
+"""The source distribution contains all files that packagers need, and its tests pass without a checkout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.source import ROOT
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the top of the source distribution of this checkout."""
+    """Return the top directory of this checkout's source distribution."""
     out = tmp_path_factory.mktemp("sdist")
     argv = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(out)]
     subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
@@ -25,7 +25,9 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_source_distribution_passes_its_unit_tests(unpacked: Path) -> None:
-    """``PYTHONSAFEPATH`` and the wheel of ``./dev test`` would bring the modules of this checkout."""
+    """``PYTHONSAFEPATH`` and the wheel of ``./dev test`` are removed, because they would import modules of this
+    checkout.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
     subprocess.run([sys.executable, "hatch_build.py"], cwd=unpacked, env=clean, check=True)
 

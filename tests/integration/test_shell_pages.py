@@ -1,4 +1,6 @@
-"""Completion in a real bash and zsh (Debian package ``zsh``) with a running agent. The manual page in a real groff."""
+"""Completion in real shells (bash, and zsh from Debian's package) with a running agent, and the manual page in
+groff.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ END = "\x01printf '<%s>' \x05 ; echo end\r"
 
 @pytest.fixture
 async def running(instance: World) -> World:
-    """An agent with two jobs, and a program of the name to type."""
+    """Run an agent with two jobs. Return it and the command name to type."""
     await instance.deploy(2)
     program = instance.scratch / "bin/agent-shim"
     program.parent.mkdir()
@@ -50,7 +52,7 @@ async def running(instance: World) -> World:
 
 
 def typed(shell: str, scratch: Path, keys: str) -> list[str]:
-    """The words of the line after these keys."""
+    """Return the words on the line after these keys were typed."""
     argv, begin = SHELLS[shell]
     assert shutil.which(argv[0]), f"{shell} is missing: ./dev ci installs it"
     environment = os.environ | {"PATH": f"{scratch}/bin:{os.environ['PATH']}", "TERM": "dumb", "HOME": str(scratch)}
@@ -108,7 +110,7 @@ async def test_bash_completes_service_names(shell: str, key: str, running: World
         line = f"agent-shim {command} -b {running.base} {names[0][:2]}{key}"
         found = await asyncio.to_thread(typed, shell, running.scratch, line)
 
-        # The key inserts all words in bash, the first in zsh.
+        # In bash the key inserts all words, in zsh the first one.
         assert found[4:] == (names if shell == "bash" else names[:1])
 
 

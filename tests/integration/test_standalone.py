@@ -1,4 +1,4 @@
-"""The agent without a Director: a directory with rendered jobs is all it gets."""
+"""The agent without a Director, which only gets a directory with rendered jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Place:
-    """A scratch directory with the agent's tree, what it is to deploy, and what it says."""
+    """A scratch directory with the agent's tree, the jobs to deploy, and the agent's output."""
 
     scratch: Path
     agent: Process | None = None
@@ -51,14 +51,14 @@ class Place:
         return path.read_text().splitlines() if path.exists() else []
 
     def lay(self, name: str, files: Mapping[str, str]) -> None:
-        """A job or package below the directory: ``jobs/NAME``."""
+        """Write a job or package below the directory: ``jobs/NAME``."""
         for path, text in files.items():
             place = self.rendered / name / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text.lstrip("\n"))
 
     def job(self, name: str) -> None:
-        """A job that sleeps, with scripts that leave a trace."""
+        """Return a job that sleeps, with scripts that record their calls."""
         scripts = {
             f"bin/{script}": f"#!/bin/sh\necho {name} {script} >>{self.scratch}/trace\n"
             for script in ("pre-start", "post-start", "pre-stop", "post-stop")
@@ -80,7 +80,7 @@ class Place:
             self.agent = None
 
     async def ask(self, *words: str) -> tuple[int | None, str]:
-        """An ``agent-shim`` command: exit code and output."""
+        """Run an ``agent-shim`` command. Return its exit code and output."""
         out = self.scratch / "command.out"
         out.unlink(missing_ok=True)
         argv = [sys.executable, "-m", "agent_shim.cli", *words, "-b", str(self.paths.base)]
@@ -111,12 +111,9 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
 
 
 async def test_standalone_agent_deploys_jobs_like_a_director(place: Place) -> None:
-    """It covers pre-start, start, post-start, package links and instance names.
+    """This covers pre-start, start, post-start, package links and instance names.
 
-    The agent is ready only when all is done.
-
-    Our bpm is where scripts call it, though a package has its name. The directory, which may be read-only, is not
-    written to.
+    The agent is ready only when everything is done.
     """
     place.job("web")
     place.lay("packages/tool", {"bin/tool": "x"})
@@ -140,9 +137,11 @@ async def test_standalone_agent_deploys_jobs_like_a_director(place: Place) -> No
 
 
 async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: Place) -> None:
-    """An unchanged directory causes no deployment. Former jobs are stopped, removed ones deleted and new ones started.
+    """An unchanged directory causes no deployment.
 
-    The program of a preStop hook drains and stops. The jobs come back with the next agent.
+    Otherwise former jobs are stopped, removed ones deleted and new ones started.
+
+    The program of a preStop hook drains and stops. The next agent starts the jobs again.
     """
     place.job("web")
     place.start()
@@ -175,7 +174,7 @@ async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: Place
 
 
 async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: Place) -> None:
-    """A volume may be filled late. The agent is alive meanwhile."""
+    """A volume may be filled late. Meanwhile the agent is alive."""
     place.start()
     await place.until_ready((1, f"cannot deploy {place.rendered}: no job lies in {place.rendered / 'jobs'}"))
     place.job("web")

@@ -1,4 +1,4 @@
-"""Services whose processes a script of their job started, as the pre-start of bosh-dns-release does.
+"""Services whose processes were started by a script of their job, as by the pre-start of bosh-dns-release.
 
 That script runs the ctl scripts of three services, as root and as vcap. A later start finds their processes and exits.
 """
@@ -44,7 +44,7 @@ def world(world: World) -> World:
 
 @contextlib.asynccontextmanager
 async def adopted(world: World) -> AsyncIterator[tuple[Supervisor, list[int]]]:
-    """A supervisor of the three services, which pre-start started, and their processes with their children."""
+    """Run a supervisor of the three services that pre-start has started. Return their processes and children."""
     job = dns(world)
     async with world.supervising() as supervisor:
         await run_script(world, supervisor, "pre-start")
@@ -57,12 +57,12 @@ async def adopted(world: World) -> AsyncIterator[tuple[Supervisor, list[int]]]:
 
 
 def dns(world: World, pre_start: str = "") -> JobFile:
-    """A job of three services. Its pre-start runs their ctl scripts."""
+    """Return a job with three services. Its pre-start runs their ctl scripts."""
     is_root = os.geteuid() == 0
     lines, ctls = [], []
     for name in NAMES:
         as_user = "setpriv --reuid=1000 --regid=1000 --clear-groups --" if is_root and name == "dns" else ""
-        # Each run gives the directory to vcap, with the pidfiles of root in it.
+        # Each run gives the directory to vcap, including the pidfiles of root in it.
         give = f"chown -R 1000 {world.pidfile(name)}" if is_root else ":"
         child = world.base / f"{name}.child"
         ctl = world.script(name, "ctl", CTL.format(as_user=as_user, give=give, child=child))
@@ -80,7 +80,7 @@ async def run_script(world: World, supervisor: Supervisor, name: str) -> None:
 
 
 def pids(world: World) -> list[int]:
-    """The processes of the three services and their children."""
+    """Return the processes of the three services and their children."""
     files = [path for name in NAMES for path in (world.pidfile(name), world.base / f"{name}.child")]
     return [pid for path in files if (pid := number_in(path))]
 
@@ -91,7 +91,7 @@ async def started(world: World) -> list[int]:
 
 
 async def test_processes_started_by_pre_start_belong_to_the_services(world: World) -> None:
-    """They run since then, as whatever user, and a stop ends them with their children."""
+    """They keep running, whatever their user, and a stop ends them with their children."""
     async with adopted(world) as (supervisor, found):
         for name in NAMES:
             shown = info(supervisor, name)
@@ -113,7 +113,7 @@ async def test_processes_started_by_pre_start_belong_to_the_services(world: Worl
 
 
 async def test_killed_process_of_pre_start_is_restarted(world: World) -> None:
-    """Its siblings below pre-start keep running. What it left ends when all jobs stop."""
+    """The other processes below pre-start keep running. What the killed one leaves ends when all jobs stop."""
     async with adopted(world) as (supervisor, found):
         os.kill(found[0], 9)
         await until(lambda: info(supervisor, "dns").pid not in (0, found[0]))
@@ -139,7 +139,7 @@ async def test_next_agent_recognizes_processes_started_by_pre_start(world: World
 
 
 async def test_stop_ends_processes_left_by_a_failed_pre_start(world: World) -> None:
-    """The Director stops all jobs before it runs pre-start again, which would otherwise find a port or lock taken."""
+    """The Director stops all jobs before it runs pre-start again, because a port or lock would otherwise be taken."""
     other = world.base / "other.number"
     job = dns(world, f"setsid sleep 600 & echo $! >{other}; exit 1")
     async with world.supervising() as supervisor:

@@ -1,4 +1,6 @@
-"""Anything in the place of a file that the agent reads back at its start: it starts, or says in one line why not."""
+"""Whatever is in the place of a file that the agent reads at its start, the agent starts or says in one line why it
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ KINDS: Mapping[str, Callable[[Path], None]] = {
     "names",
     [
         *(pytest.param((gate,), id=gate) for gate in GATES),
-        pytest.param(("data/bosh/lease.json",), id="lease", marks=pytest.mark.slow),  # each start waits for its end
+        # each start waits until the lease has expired
+        pytest.param(("data/bosh/lease.json",), id="lease", marks=pytest.mark.slow),
         pytest.param(OTHERS, id="others"),
         pytest.param(COPIES, id="copies"),
     ],

@@ -1,4 +1,4 @@
-"""The stemcell tarball: what Directors and CPIs read of it. The heavy one is tried on a real image in tests/image."""
+"""The stemcell tarball, as Directors and CPIs read it. tests/image tests the full one with a real image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def stemcell(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_light_stemcell_names_its_image_and_has_valid_digests(tmp_path: Path) -> None:
-    """The CPIs look for the image in different ways. The stemcell's own image is empty."""
+    """CPIs look for the image in different ways. The image in the stemcell itself is empty."""
     result = stemcell("--light", "--image", f"ghcr.io/x/shim:1@{DIGEST}", "--version", "1.2", "--out", str(tmp_path))
     assert (result.returncode, result.stderr) == (0, "")
     path = Path(result.stdout.strip())
@@ -47,7 +47,7 @@ def test_light_stemcell_names_its_image_and_has_valid_digests(tmp_path: Path) ->
 
 
 def test_light_stemcell_needs_a_digest(tmp_path: Path) -> None:
-    """A tag alone may be another image tomorrow."""
+    """A tag alone may refer to another image tomorrow."""
     result = stemcell("--light", "--image", "ghcr.io/x/shim:1", "--out", str(tmp_path))
 
     assert result.returncode == 1

@@ -1,4 +1,4 @@
-"""The overlay put into scratch root file systems: an empty one, one like a stemcell's, hostile ones."""
+"""The overlay applied to scratch root file systems: an empty one, one like a stemcell's, and hostile ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MANIFEST: dict[str, Any] = tomllib.loads((OVERLAY / "manifest.toml").read_text()
 
 
 def apply(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> subprocess.CompletedProcess[str]:
-    """Run the program on ``root``."""
+    """Apply the overlay to ``root``."""
     return subprocess.run([sys.executable, program, root, *arguments], capture_output=True, text=True)
 
 
@@ -35,7 +35,7 @@ def applied(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> l
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, float]]:
-    """Inode, mode and time of the last change, also of the owner, of everything below ``root``."""
+    """Return inode, mode and change time, which includes changes of the owner, of everything below ``root``."""
     found = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()
@@ -44,7 +44,7 @@ def snapshot(root: Path) -> dict[str, tuple[int, int, float]]:
 
 
 def put(root: Path, path: str, text: str, mode: int = 0o644) -> Path:
-    """A file below ``root``."""
+    """Write a file below ``root``."""
     place = root / path
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(text)
@@ -54,7 +54,7 @@ def put(root: Path, path: str, text: str, mode: int = 0o644) -> Path:
 
 @pytest.fixture
 def debian(tmp_path: Path) -> Path:
-    """As much of Debian as the overlay looks at."""
+    """Create as much of a Debian as the overlay looks at."""
     put(tmp_path, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\n")
     put(tmp_path, "etc/shadow", "root:*:1:0:99999:7:::\n", 0o640)
     put(tmp_path, "etc/group", "root:x:0:\nadm:x:4:\naudio:x:29:pulse\n")
@@ -69,7 +69,7 @@ def debian(tmp_path: Path) -> Path:
 def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
     """Directories, files and links are where the manifest says, with their modes, contents and owners.
 
-    A second run says nothing and touches nothing. An older file of the overlay is brought up to date.
+    A second run prints nothing and changes nothing. An older file of the overlay is updated.
     """
     put(debian, "var/lib/dpkg/status", "Package: sysv\nVersion: 300\n\nPackage: systemd\nVersion: 254.1-3\n\n")
     applied(debian)
@@ -82,10 +82,10 @@ def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
         assert stat.S_IMODE(place.stat().st_mode) == int(row["mode"], 8), row["path"]
     for row in MANIFEST["link"]:
         assert str((debian / row["path"][1:]).readlink()) == row["target"]
-    if os.geteuid() == 0:  # only root gives files away
+    if os.geteuid() == 0:  # only root can change owners
         assert ((debian / "home/vcap").stat().st_uid, (debian / "home/vcap").stat().st_gid) == (1000, 1000)
         assert (debian / "opt/agent_shim/launch").stat().st_uid == 0
-    # Programs of pxc and others go on to older ways, which are not there, when this one is missing or fails.
+    # If this program is missing or fails, scripts of pxc and others use older ways, which do not exist here.
     done = subprocess.run([debian / "var/vcap/bosh/etc/bosh-enable-monit-access", "1000"], capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
@@ -99,7 +99,7 @@ def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
 def test_overlay_adds_users_and_groups(debian: Path) -> None:
     """The user vcap has its number, its groups and no password. Existing entries and members stay.
 
-    The user that Ubuntu's images bring under our number goes, from everywhere.
+    The user that Ubuntu's images have under vcap's number is removed everywhere.
     """
     put(debian, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\nubuntu:x:1000:1000::/nowhere:/bin/bash\n")
     put(debian, "etc/group", "root:x:0:\nadm:x:4:syslog,ubuntu\naudio:x:29:pulse\nubuntu:x:1000:\n")
@@ -119,7 +119,7 @@ def test_overlay_adds_users_and_groups(debian: Path) -> None:
 
 @pytest.mark.parametrize(("version", "knows"), [("252.39-1~deb12u1", False), ("1:257.9-1", True), (None, False)])
 def test_overlay_omits_unit_keys_unknown_to_older_systemd(debian: Path, version: str | None, knows: bool) -> None:
-    """dpkg tells the version. Without systemd there is none to ask."""
+    """dpkg reports the version. Without systemd there is none to query."""
     package = f"systemd\nVersion: {version}" if version else "dpkg\nVersion: 300"
     put(debian, "var/lib/dpkg/status", f"Package: {package}\n\n")
     applied(debian)
@@ -130,9 +130,10 @@ def test_overlay_omits_unit_keys_unknown_to_older_systemd(debian: Path, version:
 
 
 def test_overlay_removes_replaced_programs_cron_lists_and_build_traces(debian: Path) -> None:
-    """Entries of runit, links as stemcells have them or directories, for the replaced programs; lists that would open
-    cron to all users but some; and traces of the machine that built it: mmdebstrap takes along resolver and host name,
-    apt and dpkg write logs. A link is the distribution's.
+    """runit entries for replaced programs are links, as on stemcells, or directories.
+
+    Cron lists that would allow all users but a few are removed, too. mmdebstrap copies resolver configuration and host
+    name from the build machine, and apt and dpkg write logs. A link is the distribution's and stays.
     """
     put(debian, "etc/service/agent/run", "#!/bin/sh")
     (debian / "etc/service/monit").symlink_to("/etc/sv/monit")
@@ -154,7 +155,7 @@ def test_overlay_removes_replaced_programs_cron_lists_and_build_traces(debian: P
 
 
 def test_overlay_manifest_matches_its_rootfs() -> None:
-    """No file in rootfs is unused, none is listed twice."""
+    """No file in rootfs is unused, and none is listed twice."""
     listed = [row["path"] for row in MANIFEST["file"] if "source" not in row]
     present = [f"/{path.relative_to(OVERLAY / 'rootfs')}" for path in (OVERLAY / "rootfs").rglob("*") if path.is_file()]
 
@@ -210,7 +211,7 @@ def test_overlay_applies_to_an_empty_root(tmp_path: Path, built: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [(), ("--dry-run",)])
 def test_overlay_without_the_agent_program_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """An image with all the names and nothing behind them would start nothing."""
+    """An image with all names but without the programs would start nothing."""
     result = apply(tmp_path, *arguments)
 
     assert result.returncode == 1
@@ -232,7 +233,7 @@ STEMCELL_PATH = 'PATH="/usr/bin:/usr/games:/var/vcap/bosh/bin"'
     ],
 )
 def test_agent_commands_are_in_the_path_of_every_base_image(debian: Path, before: str, after: list[str]) -> None:
-    """Ubuntu's image has its own path, Debian's an empty file, and a stemcell the wanted one."""
+    """Ubuntu's image sets a path of its own, Debian's has an empty file, and a stemcell has the required one."""
     put(debian, "etc/environment", before)
     applied(debian)
 
@@ -273,8 +274,9 @@ def test_overlay_lists_development_tools_and_static_libraries(debian: Path) -> N
 
 
 def test_overlay_on_a_stemcell_keeps_its_settings(debian: Path) -> None:
-    """On a stemcell its own agent.json, version, lists and programs stay, without a stand-in of the same name. The
-    programs that are replaced are kept for the way back.
+    """On a stemcell its own agent.json, version, lists and programs stay, without a stand-in of the same name.
+
+    The programs that are replaced are kept, so that they can be restored.
     """
     kept = {
         "var/vcap/bosh/agent.json": '{"Platform": {}}',
@@ -314,7 +316,7 @@ def test_overlay_on_a_stemcell_keeps_its_settings(debian: Path) -> None:
 
 @pytest.fixture
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An overlay that has been built: with the program in it, as ``docker build --target overlay`` makes it."""
+    """Provide an overlay that contains the program, as ``docker build --target overlay`` builds it."""
     made = tmp_path_factory.mktemp("built")
     shutil.copytree(OVERLAY, made / "stemcell_overlay")
     shutil.copytree(ROOT / "systemd", made / "systemd")
@@ -326,7 +328,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_built_overlay_installs_the_agent_program(debian: Path, built: Path) -> None:
-    """All of /opt/agent_shim comes with it, nothing of an older program is left, and a second run changes nothing."""
+    """All of /opt/agent_shim is installed, nothing of an older program is left, and a second run changes nothing."""
     put(debian, "opt/agent_shim/lib/module.py", "old")
     put(debian, "opt/agent_shim/lib/gone.py", "old")
     for arguments in (("--dry-run",), ()):
@@ -354,7 +356,7 @@ def test_overlay_does_not_change_a_program_in_a_volume(debian: Path) -> None:
 
 
 def test_overlay_names_an_unusable_root_with_the_reason(debian: Path) -> None:
-    """Another user under vcap's number is for a person to decide. Dangling links do not end in a loop."""
+    """If another user has vcap's number, a person has to decide. Dangling links do not cause a loop."""
     missing = apply(debian / "none")
     put(debian, "etc/passwd", "jane:x:1000:1000::/nowhere:/bin/bash\n")
     taken = apply(debian)
@@ -370,9 +372,10 @@ def test_overlay_names_an_unusable_root_with_the_reason(debian: Path) -> None:
 
 
 def test_overlay_resolves_links_inside_the_image(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Absolute links and ``..`` lead where they would inside the image. Nothing outside is written.
+    """Absolute links and ``..`` are resolved as they would be inside the image. Nothing outside is written.
 
-    Its descriptor names the directory outside, as its path may begin with ``/var`` or ``/opt``, which are links here.
+    The directory is addressed through its descriptor, because its path may begin with ``/var`` or ``/opt``, which are
+    links here.
     """
     outside = tmp_path_factory.mktemp("outside")
     descriptor = os.open(outside, os.O_RDONLY | os.O_DIRECTORY)
@@ -391,7 +394,7 @@ def test_overlay_resolves_links_inside_the_image(debian: Path, tmp_path_factory:
 
 
 def test_systemd_unit_starts_the_program_of_the_overlay() -> None:
-    """The unit file and the overlay agree on the program."""
+    """The unit file and the overlay name the same program."""
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.read(ROOT / "systemd/agent-shim.service")
     program = unit["Service"]["ExecStart"].split()[0]
@@ -405,7 +408,7 @@ def test_systemd_unit_starts_the_program_of_the_overlay() -> None:
     ids=lambda row: row["path"],
 )
 def test_overlay_scripts_have_valid_syntax(row: dict[str, Any]) -> None:
-    """Every program of the overlay is one that sh, or Python, can read."""
+    """Every program of the overlay can be parsed by sh or Python."""
     script = OVERLAY / f"rootfs{row['path']}"
     is_python = script.read_text().partition("\n")[0].endswith("python3 -IS")
     parse = "import sys; compile(open(sys.argv[1]).read(), sys.argv[1], 'exec')"

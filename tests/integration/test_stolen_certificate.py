@@ -25,7 +25,7 @@ LONG_S = 20.0
 @pytest.mark.attack("another agent uses a stolen certificate")
 @pytest.mark.parametrize("subject", ["agent.agent", "agent.agent thieves"], ids=["subscription", "queue group"])
 async def test_stolen_certificate_can_read_requests_but_not_intercept_them(tmp_path: Path, subject: str) -> None:
-    """A member of a queue group would take requests only from other members, and the agent is in none."""
+    """Members of a queue group only take requests from each other, and the agent is in no queue group."""
     async with talking(tmp_path) as talk:
         heard: list[str] = []
         async with joined(talk.server.mbus("agent"), (subject,), lambda _, data: heard.append(data.decode())):
@@ -44,7 +44,7 @@ async def test_stolen_certificate_can_read_requests_but_not_intercept_them(tmp_p
     " $SYS.REQ.USER.INFO $JS.API.INFO".split(),
 )
 async def test_stolen_certificate_cannot_send_requests_or_publish_for_others(tmp_path: Path, subject: str) -> None:
-    """Nor can it pose as the Director to its victim."""
+    """It cannot pose as the Director towards its victim either."""
     async with talking(tmp_path) as talk:
         await talk.server.add_agent("other")
         async with (
@@ -88,7 +88,7 @@ async def test_stolen_certificate_cannot_read_messages_of_other_agents(tmp_path:
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 async def test_stolen_certificate_can_answer_before_the_agent(tmp_path: Path) -> None:
-    """Nothing in the protocol or in the agent prevents that, because whoever holds the key is the agent."""
+    """Neither the protocol nor the agent can prevent that, because whoever holds the key is the agent."""
     async with talking(tmp_path) as talk:
         sent: list[asyncio.Task[None]] = []
 
@@ -102,7 +102,7 @@ async def test_stolen_certificate_can_answer_before_the_agent(tmp_path: Path) ->
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 async def test_stolen_certificate_client_that_never_reads_delays_no_request(tmp_path: Path) -> None:
-    """The server closes only its connection. Each request and reply between Director and agent arrives."""
+    """The server closes only that client's connection. Each request and reply between Director and agent arrives."""
     async with talking(tmp_path) as talk:
         async with joined(talk.server.mbus("agent"), ("agent.agent",), lambda *_: None) as thief:
             assert thief.writer is not None
@@ -118,9 +118,9 @@ async def test_stolen_certificate_client_that_never_reads_delays_no_request(tmp_
 
 @pytest.mark.attack("another agent uses the CPI's certificate after the credentials were changed")
 async def test_stolen_first_certificate_is_useless_after_the_rotation(tmp_path: Path) -> None:
-    """The certificate in the CPI's settings becomes invalid with the Director's ``update_settings``.
+    """The Director's ``update_settings`` makes the certificate in the CPI's settings invalid.
 
-    Another certificate of the same name ends nothing: names are compared, so that the authority must change.
+    Another certificate with the same name ends nothing, because names are compared, so the authority has to change.
     """
     async with talking(tmp_path) as talk:
         heard: list[object] = []

@@ -1,4 +1,4 @@
-"""A supervisor of real processes: starts, reports, stops."""
+"""A supervisor with real processes: starting, reporting, stopping."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_start_program_environment_equals_that_of_monit(world: World) -> N
         assert variables["MONIT_SERVICE"] == "web"
         date = variables["MONIT_DATE"]
         assert re.fullmatch(r"[A-Z][a-z]{2}, \d\d [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d [+-]\d{4}", date)
-        # PWD and its like are the shell's own.
+        # The shell sets PWD and similar variables itself.
         others = {name for name in variables if not name.startswith("MONIT_")}
         assert others - {"PWD", "SHLVL", "_", "OLDPWD"} == {"PATH"}
         assert (umask, directory, size.strip(), session.strip()) == ("0022", "/", "0", pid)
@@ -123,7 +123,7 @@ async def test_repeated_start_failure_is_reported_again_only_after_a_change(worl
 
 
 async def test_a_refused_limit_is_reported_with_the_running_process(world: World) -> None:
-    """Within the container's limits a script's own ``ulimit`` may fail. The process runs all the same, with less."""
+    """Within the container's limits, a script's own ``ulimit`` may fail. The process then runs with the lower limit."""
     drop = "setpriv --bounding-set=-sys_resource" if os.geteuid() == 0 else ""
     start = f"{drop} sh -c 'ulimit -n 64; ulimit -n 100000'; sleep 600 & echo $! >$pidfile"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -136,7 +136,7 @@ async def test_a_refused_limit_is_reported_with_the_running_process(world: World
 
 
 async def test_slow_start_program_continues_and_its_process_is_adopted(world: World) -> None:
-    """monit 5.2.5 reports the failed start and finds the process later. No second start program runs beside it."""
+    """monit 5.2.5 reports the failed start and finds the process later. No second start program runs meanwhile."""
     world.timing = msgspec.structs.replace(FAST, cycle=0.5)
     start = "echo began >>$log; sleep 2; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
@@ -191,7 +191,7 @@ async def test_late_pidfile_is_adopted_without_a_second_start(world: World) -> N
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_stale_pidfile_is_not_believed(world: World) -> None:
-    """Its number belongs to another process, which is not the service and gets no signal."""
+    """Its pid belongs to another process, which is not the service and gets no signal."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("web").write_text(f"{stranger.pid}\n")
     job = world.job("web", "sleep 0.2; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
@@ -209,7 +209,7 @@ async def test_stale_pidfile_is_not_believed(world: World) -> None:
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_new_pidfile_with_a_foreign_pid_is_not_believed(world: World) -> None:
-    """A script that writes the number of a process that it has not started makes no running service."""
+    """A script that writes the pid of a process which it has not started does not make the service running."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     await until(lambda: clock.boot_ticks() > stranger.start_ticks)
     job = world.job("web", f"echo {stranger.pid} >$pidfile", "exit 0", timeout=1)
@@ -223,9 +223,9 @@ async def test_new_pidfile_with_a_foreign_pid_is_not_believed(world: World) -> N
 
 @pytest.mark.parametrize("stop", ["exit 0", "kill $(cat $pidfile)"])
 async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: World, stop: str) -> None:
-    """An operator ran the script.
+    """An operator has run the script.
 
-    It is not started twice, and a process that its stop program leaves is left and reported.
+    It is not started twice. If its stop program leaves a process, that process is not ended but reported.
     """
     job = world.job("web", "echo once >>$log", stop)
     away = world.base / "packages" / "web"
@@ -244,7 +244,7 @@ async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: 
 
 
 async def test_process_started_by_monit_is_adopted(world: World) -> None:
-    """The Go agent and monit ran on this machine until now. As under monit, its stop program ends it."""
+    """It was started under the Go agent and monit. As under monit, its stop program ends it."""
     command = "/bin/sh", "-c", "while :; do sleep 600; done", world.base / "web"
     monits = foreign(*command, TEST_OF=str(world.base), PATH="/bin")
     world.pidfile("web").write_text(f"{monits}\n")
@@ -290,7 +290,7 @@ async def test_dependencies_start_first_and_stop_last(world: World) -> None:
 
 
 async def test_independent_processes_start_in_parallel(world: World) -> None:
-    """Each waits here for the other to have begun."""
+    """Each start program waits here until the other has begun."""
     start = "touch $log.$name; while [ ! -e $log.{} ]; do sleep 0.01; done; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("a", start.format("b")), world.job("b", start.format("a"))) as supervisor:
         await in_state(supervisor, "a", "running")
@@ -298,7 +298,7 @@ async def test_independent_processes_start_in_parallel(world: World) -> None:
 
 
 async def test_dependant_of_a_failed_service_is_still_started(world: World) -> None:
-    """As with monit, a dependency is an order and no condition."""
+    """As with monit, a dependency determines the order and is not a condition."""
     files = [world.job("b", None, "exit 0", "depends on a"), world.job("a", "exit 1")]
     async with world.supervising(*files) as supervisor:
         await in_state(supervisor, "b", "running")
@@ -382,7 +382,7 @@ async def test_instance_is_starting_from_its_start_request_on(world: World) -> N
 
 
 async def test_stop_is_answered_after_the_pending_save(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a crash right afterwards all jobs are stopped.
+    """If the agent crashes right afterwards, all jobs are stopped.
 
     The save may have begun between the last exit and the answer.
     """
@@ -412,7 +412,7 @@ async def test_stop_is_answered_after_the_pending_save(world: World, monkeypatch
 async def test_job_starts_even_if_its_monit_file_cannot_be_written(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file is only for operators to read."""
+    """The file is only meant for operators."""
     world.paths.monit_job.parent.mkdir(parents=True, exist_ok=True)
     world.paths.monit_job.write_text("")
     async with world.supervising(world.job("web")) as supervisor:
@@ -450,9 +450,9 @@ async def test_stop_kills_what_remains_after_the_stop_timeout(world: World, star
 async def test_stop_needs_neither_a_stop_program_nor_a_running_process(
     world: World, stop: str | None, said: list[str]
 ) -> None:
-    """monit would leave a process without a stop program.
+    """monit would leave a process without a stop program running.
 
-    A drain may have ended the process, but the program does more.
+    A drain may have ended the process, but the stop program does more.
     """
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -467,7 +467,7 @@ async def test_stop_needs_neither_a_stop_program_nor_a_running_process(
 
 
 async def test_process_of_a_check_without_start_program_is_not_signalled(world: World) -> None:
-    """The check is for a process of the system, so its stop program is run and ended, and the process is left."""
+    """Such a check is for a system process, so its stop program is run and ended, but the process is left alone."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("sys").write_text(f"{stranger.pid}\n")
     stop = world.script("sys", "stop", "echo $$ >>$log; exec sleep 600")
@@ -499,7 +499,7 @@ async def test_no_process_of_a_job_survives_its_stop(world: World, how: str) -> 
 
 
 async def test_children_of_a_killed_process_are_ended_before_its_successor_starts(world: World) -> None:
-    """A child without the session and environment of the service keeps no port from the next process."""
+    """A child that has left the session and environment of the service does not keep a port from the next process."""
     child = world.base / "child"
     start = f"[ -e {child} ] && kill -0 $(cat {child}) && echo beside >>$log; rm -f {child}; exec " + program(
         "new_session.py", "$pidfile", child, "wipe"
@@ -516,7 +516,7 @@ async def test_children_of_a_killed_process_are_ended_before_its_successor_start
 
 
 async def test_a_child_forked_in_the_last_moment_is_ended_before_the_successor_starts(world: World) -> None:
-    """It has no environment, and is as young as the clock tick in which its parent is reaped."""
+    """It has no environment, and is only as old as the clock tick in which its parent is reaped."""
     child = world.base / "child"
     forks = f"env -i sleep 600 & echo $! >{child}; kill -9 $$"
     start = f"trap '{forks}' USR1; echo $$ >$pidfile; [ -e {child} ] && {LASTING}; while :; do sleep 0.01; done"
@@ -543,9 +543,9 @@ async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
 
 
 async def test_stop_ends_before_the_director_gives_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files may allow more time than the Director waits, so SIGKILL comes before that."""
+    """The files may allow more time than the Director waits, so SIGKILL is sent before that."""
     assert 0 < supervisors.KILL_SHARE < 1
-    monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # of a budget that a busy machine keeps
+    monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # a share of a time limit that even a busy machine meets
     start = f"exec {program('ignore_term.sh', '$pidfile')}"
     async with world.supervising(world.job("web", start, "sleep 600", timeout=600)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -574,7 +574,7 @@ async def test_a12_stop_timeout_error_has_the_text_that_the_director_expects(
 
 
 def _lose(_: tuple[int, int], sig: int) -> bool:
-    """Signals that have no effect, as for a process that hangs in the kernel."""
+    """Make signals ineffective, as for a process that hangs in the kernel."""
     return True
 
 
@@ -590,7 +590,8 @@ async def test_a12_stop_of_an_unkillable_process_fails(world: World, monkeypatch
             await supervisor.stop(wait=True)
 
         reason = info(supervisor, "web").reason
-        assert re.fullmatch(rf"cannot end {found.pid} \((sh|sleep)\)", reason)  # by when it was looked at
+        # either name, depending on when it was read
+        assert re.fullmatch(rf"cannot end {found.pid} \((sh|sleep)\)", reason)
         assert str(caught.value) == f"Stopping services '[web]' errored: web: {reason}"
         monkeypatch.undo()
 
@@ -612,7 +613,8 @@ async def test_start_requested_during_a_stop_runs_after_it(world: World) -> None
         assert info(supervisor, "web").pid != first.pid
 
 
-# --- leaving alone --------------------------------------------------------------------------------------------------
+# --- unmonitoring
+# -----------------------------------------------------------------------------------------------------------
 
 
 async def test_unmonitored_process_keeps_running(world: World) -> None:
@@ -629,7 +631,7 @@ async def test_unmonitored_process_keeps_running(world: World) -> None:
 
 
 async def test_apply_between_starts_does_not_affect_processes(world: World) -> None:
-    """The plan and the monit files are deleted and written again, as apply and start do. Only the next stop differs."""
+    """As by apply and start, the plan and the monit files are deleted and written again. Only the next stop differs."""
     job, more = world.job("web"), world.job("more", file="x")
     async with world.supervising(job) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -669,7 +671,7 @@ async def test_exception_in_a_service_task_ends_the_supervisor(world: World, mon
 
 
 async def test_stop_spares_a_process_from_a_script_that_a_service_of_another_group_watches(world: World) -> None:
-    """The Director's stop does not concern that service."""
+    """The Director's stop does not apply to that service."""
     jobs = [world.job("web"), world.job("other", "exit 1", group="group other")]
     script = world.script("other", "pre-start", "setsid sleep 600 & echo $! >$pidfile")
     async with world.supervising() as supervisor:

@@ -1,4 +1,4 @@
-"""After any end of the agent the next one continues: no job is restarted for it."""
+"""However an agent ends, the next one continues without restarting a job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 
 async def kill_all(*pids: int) -> None:
-    """Kill processes without a supervisor, and wait for their end."""
+    """Kill processes without a supervisor, and wait until they have ended."""
     for pid in pids:
         kill(pid)
     await until(lambda: not any(is_alive(pid) for pid in pids))
@@ -61,7 +61,10 @@ async def test_next_agent_adopts_processes_of_any_origin(world: World) -> None:
 
 
 async def killed_agent(world: World, *files: JobFile) -> dict[str, int]:
-    """Let an agent in another process start the jobs, and kill it. No handler has run. Return their processes."""
+    """Let an agent in another process start the jobs, and kill it before any handler can run.
+
+    Return the jobs' processes.
+    """
     (world.base / "files.json").write_bytes(msgspec.json.encode(files))
     agent = process.spawn(
         [sys.executable, "-m", "tests.support.programs.agent", str(world.base)],
@@ -138,7 +141,7 @@ async def test_running_start_program_is_not_started_again_by_the_next_agent(
 
 @pytest.mark.parametrize(("request_", "state"), [("stop", "stopped"), ("restart", "running")])
 async def test_interrupted_stop_is_completed_by_the_next_agent(world: World, request_: str, state: str) -> None:
-    """The agent ended in the middle of it. If it was a restart, the start still follows."""
+    """The agent ended in the middle of the stop. If it was part of a restart, the start still follows."""
     async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await (supervisor.stop(wait=False) if request_ == "stop" else supervisor.restart_one("web"))
@@ -203,9 +206,9 @@ async def test_a_new_container_starts_the_jobs_again(world: World, monkeypatch: 
 
 @pytest.mark.parametrize("then", ["resume", "stop"])
 async def test_held_supervisor_starts_no_process(world: World, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
-    """Jobs are starting until there is an obstacle, which makes them failing; then all start.
+    """The jobs are starting until an obstacle is reported, which makes them failing. Afterwards all start.
 
-    The Director may stop them.
+    The Director may stop them meanwhile.
     """
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -255,7 +258,7 @@ async def test_held_supervisor_adopts_running_processes(world: World) -> None:
 
 
 async def test_new_container_with_the_same_pids_is_recognized(world: World) -> None:
-    """In a pod whose containers share pids, only the root file system tells them apart.
+    """In a pod whose containers share pids, only the root file system distinguishes them.
 
     Files for operators are restored.
     """
@@ -287,7 +290,7 @@ async def test_jobs_start_with_an_unreadable_supervisor_state(world: World) -> N
 
 
 async def test_process_that_no_record_names_is_ended_before_the_next_start(world: World) -> None:
-    """The agent was killed before it could save the first start, and the process has not written its pidfile."""
+    """The agent was killed before it could save the first start, and the process has not written its pidfile yet."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("web"))
         world.paths.supervisor_state.unlink()
@@ -304,7 +307,7 @@ async def test_process_that_no_record_names_is_ended_before_the_next_start(world
 
 @contextlib.contextmanager
 def unwritable(directory: Path) -> Iterator[None]:
-    """Let no file be written in a directory for the length of the block. For root too, as a full disk."""
+    """Make writes to a directory fail, even for root, as on a full disk."""
     aside = directory.rename(directory.with_name(f"{directory.name}.aside"))
     directory.touch()
     try:
@@ -315,7 +318,7 @@ def unwritable(directory: Path) -> Iterator[None]:
 
 
 async def test_stop_that_could_not_be_saved_survives_a_restart(world: World) -> None:
-    """The marker tells the next agent that the saved state, in which the job runs, is older."""
+    """The marker shows the next agent that the saved state, in which the job runs, is out of date."""
     async with world.supervising(world.job("web"), world.job("other", None, "exit 1", group="group x")) as supervisor:
         before = {name: (await in_state(supervisor, name, "running")).pid for name in ("web", "other")}
         with unwritable(world.paths.mirror):
@@ -336,7 +339,7 @@ async def test_stop_that_could_not_be_saved_survives_a_restart(world: World) -> 
 
 
 async def test_job_left_running_by_a_stop_is_ended_by_the_next_agent(world: World) -> None:
-    """The stop could save nothing but the marker, and the agent was killed after it."""
+    """The stop could save nothing but the marker, and then the agent was killed."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
     world.paths.stopped_marker.touch()
@@ -348,7 +351,7 @@ async def test_job_left_running_by_a_stop_is_ended_by_the_next_agent(world: Worl
 
 
 async def test_a_stop_fails_if_the_next_agent_would_start_a_job_again(world: World) -> None:
-    """An operator started the job after the last stop, so the marker does not tell that it was stopped once more."""
+    """An operator started the job after the last stop, so the marker does not show that it was stopped again."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -399,7 +402,7 @@ async def test_supervisor_state_that_could_not_be_saved_is_saved_later(
 
 
 async def test_stop_program_runs_only_after_the_stop_is_saved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that is killed in between would leave a job that has died by itself, for the next agent."""
+    """If the agent were killed in between, the next one would find a job that seems to have died by itself."""
     at_save: list[str] = []
     real = files.write_atomic
 

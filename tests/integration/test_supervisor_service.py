@@ -1,4 +1,4 @@
-"""The life of a service: deaths, restarts, what depends on it, what rules say of it."""
+"""The lifecycle of a service: exits, restarts, dependants, and rules."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ STOP = "echo stop $name >>$log; kill $(cat $pidfile)"
 
 
 async def killed(supervisor: Supervisor, name: str) -> int:
-    """Kill the process of a service. The pid of the next."""
+    """Kill the process of a service. Return the pid of its successor."""
     before = (await in_state(supervisor, name, "running")).pid
     kill(before)
     await until(lambda: info(supervisor, name).pid not in (0, before))
     return info(supervisor, name).pid
 
 
-# --- death and restart ----------------------------------------------------------------------------------------------
+# --- exit and restart
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", [None, program("fork_twice.py", "$pidfile")], ids=["a child", "forked twice"])
 async def test_killed_process_is_restarted_at_once_with_its_exit_status(world: World, start: str | None) -> None:
-    """A poll or a wait would take minutes here. A daemon that forked twice is a child of the agent by then."""
+    """With polling or waiting, this would take minutes.
+
+    By then, a daemon that has forked twice is a child of the agent.
+    """
     world.timing = replace(world.timing, backoff_first=600, look=600, settle=600)
     async with world.supervising(world.job("web", start)) as supervisor:
         pid = await killed(supervisor, "web")
@@ -112,7 +116,7 @@ async def test_process_exit_is_logged_with_its_reason_and_fields(
 
 
 async def test_restarted_process_is_not_called_running_before_it_has_settled(world: World) -> None:
-    """The Director believes the first "running", so a restart in milliseconds must not hide a crash loop."""
+    """The Director believes the first "running", so restarts within milliseconds must not hide a crash loop."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         died_at = time.monotonic()
@@ -130,7 +134,7 @@ async def test_restarted_process_is_not_called_running_before_it_has_settled(wor
 
 
 async def test_zombie_process_of_a_service_counts_as_dead(world: World) -> None:
-    """A parent that does not reap its child cannot hide the exit."""
+    """A parent that does not reap its child thus cannot hide the exit."""
     start = f"{sys.executable} -c '"
     start += 'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'
     start += 'open(sys.argv[1],"w").write(f"{pid}\\n")\ntime.sleep(600)\' $pidfile'
@@ -221,7 +225,7 @@ async def test_rule_for_a_missing_process_may_run_a_program(world: World) -> Non
 
 
 async def test_rule_for_a_missing_process_may_need_several_cycles(world: World) -> None:
-    """With ``for 5 cycles`` the process gets that long to come back by itself."""
+    """With ``for 5 cycles`` the process has that long to come back by itself."""
     job = world.job("web", COUNTED, STOP, "if does not exist for 5 cycles then restart")
     async with world.supervising(job) as supervisor:
         kill((await in_state(supervisor, "web", "running")).pid)
@@ -232,7 +236,7 @@ async def test_rule_for_a_missing_process_may_need_several_cycles(world: World) 
 
 
 async def test_process_in_manual_mode_waits_for_its_start(world: World) -> None:
-    """A process outside the group vcap stays down. The Director starts the others."""
+    """A process outside the group vcap stays stopped. The Director starts the others."""
     files = [
         world.job("web", None, None, "mode manual"),
         world.job("own", None, None, "mode manual", group="group own"),
@@ -244,11 +248,12 @@ async def test_process_in_manual_mode_waits_for_its_start(world: World) -> None:
         await in_state(supervisor, "own", "running")
 
 
-# --- one at a time --------------------------------------------------------------------------------------------------
+# --- single services
+# ----------------------------------------------------------------------------------------------------
 
 
 async def chain(world: World) -> list[JobFile]:
-    """c depends on b, b on a. D depends on none."""
+    """Return jobs of which c depends on b, and b on a. d depends on none."""
     return [
         world.job("a", COUNTED, STOP),
         world.job("b", COUNTED, STOP, "depends on a"),
@@ -263,7 +268,7 @@ async def all_in(supervisor: Supervisor, state: str, *names: str) -> None:
 
 
 async def test_single_service_stops_and_starts_with_its_dependants(world: World) -> None:
-    """Scripts stop one and start it again around a backup. Prerequisites start first, and others keep running."""
+    """Scripts stop and start one around a backup. Prerequisites start first, and others keep running."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         world.log.unlink()
@@ -290,7 +295,7 @@ async def test_single_service_stops_and_starts_with_its_dependants(world: World)
 
 
 async def test_crash_restarts_the_dependants(world: World) -> None:
-    """monit does it too, transitively, because they may hold on to the dead process."""
+    """monit does this too, transitively, because they may still be connected to the dead process."""
     files = [*await chain(world), world.job("e", COUNTED, STOP, "depends on a, c")]
     async with world.supervising(*files) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d", "e")
@@ -306,7 +311,7 @@ async def test_crash_restarts_the_dependants(world: World) -> None:
 
 
 async def test_stop_by_a_rule_stops_the_dependants(world: World) -> None:
-    """No service waits for one that was not requested."""
+    """No service waits for a start that was not requested."""
     job = world.job("a", COUNTED, STOP, "if does not exist then stop")
     async with world.supervising(job, *(await chain(world))[1:]) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c")
@@ -332,14 +337,14 @@ async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world:
 
 
 async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(world: World) -> None:
-    """monit finds it dead in the next cycle, and stops and starts its dependants with it, monitored or not."""
+    """In the next cycle monit finds it dead, and stops and starts its dependants with it, monitored or not."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         before = info(supervisor, "c").pid
         await supervisor.unmonitor_one("b")
         await supervisor.monitor_one("b")
         await in_state(supervisor, "b", "running")
-        assert info(supervisor, "c").state == "unmonitored"  # b lives
+        assert info(supervisor, "c").state == "unmonitored"  # b is running
 
         await supervisor.unmonitor_one("b")
         kill(info(supervisor, "b").pid)
@@ -366,7 +371,7 @@ async def test_crash_restarts_unmonitored_dependants(world: World) -> None:
 
 
 async def test_file_check_restarts_while_its_file_is_missing(world: World) -> None:
-    """A file check has programs and a state like a process. monit restarts it with both."""
+    """A file check has programs and a state like a process, and monit restarts it with both."""
     flag = world.base / "flag"
     text = f"""
     check file rules with path {flag}
@@ -376,7 +381,7 @@ async def test_file_check_restarts_while_its_file_is_missing(world: World) -> No
     """
     async with world.supervising(JobFile("rules", "", text)) as supervisor:
         await in_state(supervisor, "rules", "running")
-        # Nothing looks at the type of the path here: monit's first check is outstanding.
+        # Nothing checks the type of the path here, because monit's first check is outstanding.
         assert [(told.name, told.state, told.mem_kb) for told in supervisor.processes()] == [("rules", "starting", 0)]
         flag.unlink()
         await until(lambda: world.lines() == ["start", "stop", "start"])
@@ -388,7 +393,7 @@ async def test_file_check_restarts_while_its_file_is_missing(world: World) -> No
 
 
 async def test_host_and_system_checks_always_exist(world: World) -> None:
-    """Nothing of theirs can be missing."""
+    """There is nothing that could be missing."""
     text = "check host there with address localhost\n if failed port 1 then alert\n group vcap\n"
     async with world.supervising(JobFile("there", "", text)) as supervisor:
         await in_state(supervisor, "there", "running")

@@ -1,4 +1,4 @@
-"""HTTP transfers against real sockets: requests, refusals, and texts of errors with their omissions."""
+"""HTTP transfers over real sockets: requests, refusals, and error messages with secrets removed."""
 
 from __future__ import annotations
 
@@ -91,8 +91,9 @@ async def test_url_is_requested_unchanged(server: Server, transfer: Transfer) ->
 async def test_response_body_is_read_to_its_end_without_decoding(
     server: Server, tmp_path: Path, how: str, blob: bytes
 ) -> None:
-    """An archive that a server calls encoded is still the archive whose digest is known. Only the recent rate counts,
-    not the whole duration.
+    """If a server declares an encoding, the archive must still match its known digest.
+
+    Only the recent rate counts, not the whole duration.
     """
     server.blobs["/b"] = blob
     server.plan = [how]
@@ -165,7 +166,7 @@ async def test_unreachable_host_or_proxy_is_named(
 
 @pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
 async def test_endless_redirects_are_abandoned(server: Server, transfer: Transfer) -> None:
-    """Ten are followed at most."""
+    """At most ten are followed."""
     server.plan = [f"redirect:{server.url}/b?{SECRET}"] * 20
 
     assert await failure(transfer, f"{server.url}/b") == (
@@ -186,7 +187,7 @@ async def put(transfer: Transfer, url: str, data: bytes, where: Path, **headers:
 async def test_put_sends_the_length_of_the_file(
     server: Server, transfer: Transfer, tmp_path: Path, continues: bool
 ) -> None:
-    """It does so whether the server asks for it or not, for an empty file too."""
+    """This holds whether or not the server asks for it, and for an empty file too."""
     server.continues = continues
     await put(transfer, f"{server.url}/new?{SECRET}", BLOB, tmp_path, extra="header", ACCEPT="text/plain")
     await put(transfer, f"{server.url}/empty", b"", tmp_path)
@@ -216,7 +217,7 @@ async def test_rejected_put_is_reported_by_its_status(
 
 
 async def test_put_waits_for_a_slow_answer(server: Server, transfer: Transfer, tmp_path: Path) -> None:
-    """The server may take longer for its answer than a transfer may stall."""
+    """The server may take longer to answer than a transfer may stall."""
     server.plan = [http.THINK]
     await put(transfer, f"{server.url}/new", BLOB, tmp_path)
 
@@ -225,7 +226,7 @@ async def test_put_waits_for_a_slow_answer(server: Server, transfer: Transfer, t
 
 @pytest.mark.parametrize(("how", "size"), [(http.DEAF, 50_000_000), (http.SILENT, 200_000)])
 async def test_put_that_is_not_read_or_answered_ends(server: Server, tmp_path: Path, how: str, size: int) -> None:
-    """When the buffers in between are full, nothing moves any more. The answer has its own timeout."""
+    """Once the buffers in between are full, no more data moves. The answer has a timeout of its own."""
     server.plan = [how]
     async with Transfer("", msgspec.structs.replace(FAST, answer=0.2), tmp_path) as transfer:
         with pytest.raises(BlobError, match=f"^Executing PUT request: {server.host}: it stalled$"):
@@ -339,7 +340,7 @@ async def test_proxy_variables_are_used_with_their_password(
 
 
 async def test_transfer_client_closes_all_connections(server: Server, transfer: Transfer) -> None:
-    """This holds after failures as after successes."""
+    """This holds after failures and after successes."""
     before = open_files()
     server.plan = ["404", http.HALF, http.STALL, ""]
     for _ in range(3):

@@ -1,6 +1,6 @@
-"""``./dev try-kubernetes`` with programs that record how they are called. The node is kind's.
+"""``./dev try-kubernetes`` with programs that record how they are called, and a node of kind.
 
-``bosh int`` is the one command of the CLI whose output the trial reads.
+``bosh int`` is the only command of the CLI whose output the trial reads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if sys.argv[1:3] == ["create", "cluster"]:
 
 
 class Played:
-    """Runs of the command, and the calls that they made."""
+    """Runs of the command, and the calls that it made."""
 
     def __init__(self, where: Path) -> None:
         self.state = where / "state"
@@ -93,7 +93,7 @@ def played(tmp_path: Path) -> Played:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, str]:
-    """Return a trial that was run to its end, and what it printed."""
+    """Return a trial that was run to its end, and its output."""
     made = Played(tmp_path_factory.mktemp("trial"))
     done = made.run()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -131,7 +131,7 @@ def test_trial_creates_node_director_and_deployment_in_order(whole: tuple[Played
 def test_trial_director_gets_release_stemcell_and_node_address(
     whole: tuple[Played, str],
 ) -> None:
-    """The manifest has the bpm of bosh-deployment, and the runtime config is what a pod needs.
+    """The manifest has the bpm of bosh-deployment, and the runtime config is suitable for pods.
 
     The password is not printed.
     """

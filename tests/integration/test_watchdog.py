@@ -1,4 +1,4 @@
-"""An agent whose event loop is blocked: reported, ended, followed by one that adopts the jobs."""
+"""An agent whose event loop is blocked is reported and ended, and the next one adopts the jobs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def logged(instance: World, text: str) -> list[dict[str, Any]]:
 
 
 def poison(instance: World, pids: dict[str, int]) -> Path:
-    """A pipe in the place of the first job's pidfile, and a death after which the pidfile is read."""
+    """Put a pipe in the place of the first job's pidfile, and kill the job so that the pidfile is read."""
     pidfile = instance.base / PIDFILE
     pidfile.unlink()
     os.mkfifo(pidfile)

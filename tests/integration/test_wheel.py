@@ -1,4 +1,4 @@
-"""The wheel that is built, in an environment of its own: nothing of this checkout is on its path."""
+"""The wheel, installed into an environment of its own without any path to this checkout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.source import ROOT
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as the image builds it."""
+    """Build the wheel as for the image."""
     out = tmp_path_factory.mktemp("dist")
     argv = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
     subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
@@ -30,7 +30,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requirements(wheel: Path, extra: str = "") -> set[str]:
-    """Distributions that pip would install with it, by the metadata of each. Raises if one is not there to link."""
+    """Return the distributions that pip would install with it, from their metadata.
+
+    Raises an error if one is not installed here.
+    """
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         wanted = HeaderParser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
@@ -49,9 +52,9 @@ def requirements(wheel: Path, extra: str = "") -> set[str]:
 
 
 def installed(wheel: Path, place: Path, extra: str = "") -> Path:
-    """An environment with the wheel and what it requires. Returns its directory of programs.
+    """Provide an environment with the wheel and its requirements. Return its directory of programs.
 
-    The wheel is installed by pip, its requirements are links to those of this environment: that needs no registry.
+    pip installs the wheel. Its requirements are links to those of this environment, so no registry is needed.
     """
     venv.create(place, with_pip=False, symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "install", "--quiet", "--no-index"]
@@ -69,12 +72,12 @@ def installed(wheel: Path, place: Path, extra: str = "") -> Path:
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those of the wheel without an extra."""
+    """Return the programs of the wheel without an extra."""
     return installed(wheel, tmp_path_factory.mktemp("plain") / "env")
 
 
 def run(program: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
-    """Run a program that finds neither another program of ours nor a module of this checkout. Return its output."""
+    """Run a program that can find neither our other programs nor modules of this checkout. Return its output."""
     surroundings = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/", "LANG": "C.UTF-8"}
     done = subprocess.run([program, *words], capture_output=True, text=True, env=surroundings, cwd="/", timeout=120)
     assert done.returncode in codes, done.stdout + done.stderr
@@ -82,7 +85,7 @@ def run(program: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
 
 
 def test_wheel_contains_all_modules_and_no_tests(wheel: Path) -> None:
-    """It has both programs, their licence, completion and manual, and nothing else."""
+    """It contains both programs, their licence, completion and manual, and nothing else."""
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     version = wheel.name.split("-")[1]
 
@@ -94,7 +97,7 @@ def test_wheel_contains_all_modules_and_no_tests(wheel: Path) -> None:
 
 
 def test_every_module_of_the_wheel_can_be_imported(programs: Path) -> None:
-    """No library is missing in the wheel's metadata. The demo needs its extra."""
+    """No required library is missing in the wheel's metadata. The demo needs its extra."""
     code = (
         "import importlib, pkgutil, agent_shim, kubernetes_cpi\n"
         "for package in (agent_shim, kubernetes_cpi):\n"
@@ -125,9 +128,9 @@ def test_wheel_installs_completion_and_manual(programs: Path) -> None:
 
 
 def test_commands_of_the_wheel_run(programs: Path, tmp_path: Path) -> None:
-    """Each runs under its name. `doctor` exits with 1 where the machine lacks something, the demo names its extra.
+    """Each runs under its name. `doctor` exits with 1 on machines that lack something, and the demo names its extra.
 
-    A build says its commit in its version between releases, and beside it.
+    Between releases, the version of a build includes its commit.
     """
     monit = tmp_path / "web.monit"
     monit.write_text('check process web with pidfile /var/vcap/sys/run/web.pid\n  start program "/bin/true"\n')
@@ -148,7 +151,10 @@ def test_commands_of_the_wheel_run(programs: Path, tmp_path: Path) -> None:
 
 
 def test_wheel_installs_one_command(programs: Path) -> None:
-    """On a workstation, `monit`, `bpm` and `bosh-agent` would hide others. The image links these names to it."""
+    """On a workstation, `monit`, `bpm` and `bosh-agent` would hide other programs.
+
+    The image links these names to the command.
+    """
     assert {path.name for path in programs.glob("*")} & {"agent-shim", "bosh-agent", "bpm", "monit"} == {"agent-shim"}
     for name in ("bosh-agent", "bpm", "monit"):
         (programs / name).symlink_to("agent-shim")
@@ -173,7 +179,7 @@ def test_demo_of_the_wheel_runs_with_its_extra(wheel: Path, tmp_path: Path) -> N
 
 
 def test_daily_tests_run_the_code_of_the_wheel() -> None:
-    """Its unpacked files precede the checkout, here and in the processes that tests start."""
+    """Its unpacked files come before the checkout in the path, here and in processes that tests start."""
     unpacked = os.environ.get("AGENT_SHIM_UNPACKED_WHEEL")
     if unpacked is None:
         pytest.skip("only ./dev test unpacks the wheel")

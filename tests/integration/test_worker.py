@@ -1,4 +1,4 @@
-"""The worker as a process: what it does, what it leaves when it fails or is killed, and what it keeps to itself."""
+"""The worker as a process: its work, what it leaves if it fails or is killed, and that it reveals no secrets."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def sha1(data: bytes) -> str:
 
 
 def kept(paths: Paths, data: bytes) -> BlobRef:
-    """A blob that lies on this machine already."""
+    """Return a blob that is already on this machine."""
     blob_id = str(uuid.uuid4())
     (paths.blobs / blob_id).write_bytes(data)
     return BlobRef(blob_id, digest=sha1(data))
@@ -80,7 +80,7 @@ def package(paths: Paths, name: str, source: BlobRef) -> Target:
 
 
 def tree(path: Path) -> dict[str, tuple[int, bytes]]:
-    """Files below with mode and content."""
+    """Return the files below a directory with mode and content."""
     found = sorted(path.rglob("*"))
     return {str(p.relative_to(path)): (stat.S_IMODE(p.stat().st_mode), p.read_bytes()) for p in found if p.is_file()}
 
@@ -97,7 +97,9 @@ async def install(paths: Paths, *targets: Target, parallel: int = 5, store: Blob
 
 
 async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
-    """A job gets the modes of jobs, a package keeps its own, and a source is unpacked where compiling looks for it."""
+    """Jobs get the modes of jobs, packages keep their own, and sources are unpacked where the compiler looks for
+    them.
+    """
     templates = kept(
         paths,
         tgz({"./web/monit": b"m", "./web/bin/run": b"r", "./web/bin/sub/x": b"x", "./db/bin/drain": b"d"}, mode=0o604),
@@ -126,7 +128,7 @@ async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
 
 
 async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, server: Server) -> None:
-    """All jobs of an instance come in one archive."""
+    """All jobs of an instance are in one archive."""
     data = tgz({f"job{number}/monit": b"m" for number in range(8)})
     server.blobs["/templates"] = data
     source = BlobRef(signed_url=f"{server.url}/templates?sig=x", digest=sha1(data))
@@ -191,7 +193,7 @@ async def test_failed_bundle_of_a_worker_does_not_affect_the_others(paths: Paths
 async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two minutes for each of hundreds of packages would block all other tasks."""
+    """Waiting two minutes for each of hundreds of packages would block all other tasks."""
     monkeypatch.setattr(installs, "PATIENCE_S", 0.0)
     good = kept(paths, tgz({"a": b"a"}))
     targets = [package(paths, "first", good), package(paths, "missing", BlobRef("missing", digest="00"))]
@@ -208,7 +210,7 @@ async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
 async def test_worker_keeps_a_bundle_installed_meanwhile_and_replaces_sources(
     paths: Paths,
 ) -> None:
-    """The faster worker has the same content. Remains of an interrupted compilation are removed."""
+    """The faster worker has installed the same content. Remains of an interrupted compilation are removed."""
     for place in (paths.data_packages / "p" / "digest", paths.compile / "src"):
         place.mkdir(parents=True)
         (place / "theirs").touch()
@@ -226,13 +228,13 @@ async def test_worker_keeps_a_bundle_installed_meanwhile_and_replaces_sources(
 @pytest.mark.attack("a job replaces a blob of its local blobstore with a link")
 @pytest.mark.parametrize("planted", ["lease", "link"])
 async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_path: Path, planted: str) -> None:
-    """Opening a file under a lease of its owner waits for 45 s."""
+    """Opening a file on which its owner has a lease blocks for 45 s."""
     source, store = kept(paths, tgz({"file": b"content"})), tmp_path / "store"
     store.mkdir()
     (paths.blobs / source.blob_id).rename(store / (source.blob_id if planted == "lease" else "other"))
     if planted == "link":
         (store / source.blob_id).symlink_to("other")
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what the owner of a lease gets
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the signal that the holder of the lease gets
     with (store / source.blob_id).open("rb+") as owner:
         if planted == "lease":
             fcntl.fcntl(owner.fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -332,11 +334,12 @@ async def test_worker_names_a_full_disk_with_its_free_space(paths: Paths, tmp_pa
     assert list(paths.tmp.iterdir()) == []
 
 
-# --- how it ends ----------------------------------------------------------------------------------------------------
+# --- how it ends
+# ----------------------------------------------------------------------------------------------------------
 
 
 async def begun(paths: Paths, server: Server, started: list[process.Process]) -> asyncio.Task[list[Outcome]]:
-    """An install of two packages that hangs: one is being unpacked for good, the other's server has stalled."""
+    """Start an install of two packages that hangs: one is unpacked forever, and the other's server has stalled."""
     data = tgz({"a": os.urandom(100_000)})
     server.blobs = {"/one": data, "/two": data}
     server.plan = [http.STALL, http.STALL]
@@ -353,7 +356,7 @@ async def begun(paths: Paths, server: Server, started: list[process.Process]) ->
 async def test_worker_terminated_while_unpacking_removes_its_files(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """Threads cannot be ended from outside. They notice that their file is closed."""
+    """Threads cannot be ended from outside. They notice that their file was closed."""
     source = kept(paths, tgz({f"f{number}": os.urandom(2000) for number in range(5000)}, compress=bytes))
     task = asyncio.create_task(install(paths, package(paths, "p", source)))
     await until(lambda: left_half_made(paths))
@@ -369,7 +372,7 @@ async def test_worker_terminated_while_unpacking_removes_its_files(
 async def test_worker_killed_at_any_moment_leaves_no_partial_bundle(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """A directory that looks installed is complete."""
+    """Every directory that looks installed is complete."""
     sources = [kept(paths, tgz({f"f{n}": os.urandom(3000) for n in range(150)}, compress=bytes)) for _ in range(3)]
     chance = random.Random(7)
     for _ in range(12):
@@ -473,14 +476,15 @@ async def test_invalid_worker_request_is_reported_without_its_text() -> None:
     assert CANARY not in str(caught.value)
 
 
-# --- what it keeps to itself ----------------------------------------------------------------------------------------
+# --- secrets
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
 async def test_worker_has_no_secrets_in_arguments_environment_or_files(
     paths: Paths, server: Server, started: list[process.Process]
 ) -> None:
-    """``ps`` and the disk show none. Cancelling ends the worker at once, and its files are removed."""
+    """Neither ``ps`` nor the disk shows any. Cancelling ends the worker at once, and its files are removed."""
     task = await begun(paths, server, started)
     seen = Path(f"/proc/{started[0].pid}")
     told = [(seen / name).read_bytes() for name in ("cmdline", "environ")]
@@ -499,7 +503,7 @@ async def test_worker_has_no_secrets_in_arguments_environment_or_files(
 
 
 def test_worker_keeps_an_oom_score_above_its_own() -> None:
-    """The agent of a Burstable pod can have 990, and the kernel would otherwise kill it before the worker."""
+    """The agent of a Burstable pod can have 990, and the kernel would otherwise kill the agent before the worker."""
     code = (
         "import os; from pathlib import Path; from agent_shim.bulk import worker; "
         "score = Path('/proc/self/oom_score_adj'); score.write_text('990'); worker.become_worker(os.getppid()); "
@@ -512,7 +516,7 @@ def test_worker_keeps_an_oom_score_above_its_own() -> None:
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_failed_worker_transfer_is_reported_without_secrets(paths: Paths, server: Server) -> None:
-    """This holds all the way from the worker to the caller."""
+    """This covers the whole way from the worker to the caller."""
     server.plan = ["403"]
     (paths.tmp / "file").write_bytes(b"data")
     url = f"http://me:{CANARY}@{server.host}/b?sig={CANARY}"

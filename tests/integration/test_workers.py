@@ -1,4 +1,4 @@
-"""Worker processes as the agent uses them: how long they stay, and what happens when one cannot run."""
+"""Worker processes as the agent uses them: how long they stay, and what happens if one cannot run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def packing(tmp_path: Path, name: str = "archive") -> Pack:
 
 
 async def test_worker_executes_requests_one_after_the_other(tmp_path: Path, started: list[process.Process]) -> None:
-    """A failed request does not end it."""
+    """A failed request does not end the worker."""
     async with Workers() as pool:
         await pool.work(packing(tmp_path))
         with pytest.raises(ActionError):
@@ -47,11 +47,9 @@ async def test_worker_executes_requests_one_after_the_other(tmp_path: Path, star
 
 
 async def test_concurrent_requests_use_separate_workers(tmp_path: Path, started: list[process.Process]) -> None:
-    """One of the workers stays.
+    """Afterwards one of the workers stays.
 
-    One that died while idle is replaced, because the kernel may kill it when memory is short.
-
-    A request with another niceness has another worker.
+    A worker that died while idle is replaced, because the kernel may kill it when memory is short.
     """
     async with Workers() as pool:
         await asyncio.gather(pool.work(packing(tmp_path)), pool.work(packing(tmp_path, "second")))
@@ -146,7 +144,7 @@ async def test_cancelled_worker_is_killed_and_its_files_are_removed(
 
 
 def test_worker_whose_parent_is_gone_exits() -> None:
-    """The parent was killed before the worker could watch it."""
+    """The parent was killed before the worker could start watching it."""
     with pytest.raises(SystemExit) as caught:
         worker.become_worker(1)
 
