@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,6 +17,7 @@ from agent_shim.core.errors import ActionError
 from agent_shim.host import clock, proc
 from agent_shim.services.scripts import Scripts
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
+from tests.support.ports import free_port
 from tests.support.programs import is_alive, number_in, number_of_program
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
@@ -73,10 +76,10 @@ def dns(world: World, pre_start: str = "") -> JobFile:
     return JobFile("bosh-dns", "", "\n".join([*lines, ""]))
 
 
-async def run_script(world: World, supervisor: Supervisor, name: str) -> None:
+async def run_script(world: World, supervisor: Supervisor, name: str, job: str = "bosh-dns") -> None:
     scripts = Scripts(world.paths, {"TEST_OF": str(world.base)}, supervisor.run_script)
     world.paths.log.mkdir(parents=True, exist_ok=True)
-    await scripts.run_all(name, ["bosh-dns"], {})
+    await scripts.run_all(name, [job], {})
 
 
 def pids(world: World) -> list[int]:
@@ -150,6 +153,62 @@ async def test_stop_ends_processes_left_by_a_failed_pre_start(world: World) -> N
         await supervisor.stop(wait=True)
 
         assert not is_alive(pid)
+
+
+SERVER = "import socket, sys, time; held = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(600)"
+SERVER_CTL = """
+case $1 in
+start)
+  if [ -e $pidfile ] && kill -0 $(cat $pidfile); then exit 0; fi
+  echo start >>$log
+  {server} {port} 2>/dev/null &
+  echo $! >$pidfile ;;
+stop)
+  kill $(cat $pidfile)
+  rm -f $pidfile ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named by the pidfile", "without a pidfile"])
+async def test_deployment_after_a_failed_pre_start_runs_one_server_that_never_restarts(
+    world: World, is_named: bool
+) -> None:
+    """The health check of bosh-dns, which its pre-start had started, restarted 36 times after such a deployment,
+    because the first one held its port.
+    """
+    port, failed = free_port(), world.base / "failed"
+    ctl = world.script("health", "ctl", SERVER_CTL.format(server=f"{sys.executable} -c \"{SERVER}\"", port=port))
+    forget = "" if is_named else f"rm {world.pidfile('health')}; "
+    world.script("dns", "pre-start", f"{ctl} start; [ -e {failed} ] || {{ touch {failed}; {forget}exit 1; }}")
+    programs = f'start program "{ctl} start"\n stop program "{ctl} stop"'
+    text = f"check process health with pidfile {world.pidfile('health')}\n {programs}\n group vcap\n"
+    async with world.supervising() as supervisor:
+        with pytest.raises(ActionError):
+            await run_script(world, supervisor, "pre-start", "dns")
+        await until(lambda: is_open(port))
+        await supervisor.configure([JobFile("dns", "", text)])
+        await supervisor.stop(wait=True)
+        assert not is_open(port)
+
+        await run_script(world, supervisor, "pre-start", "dns")
+        await supervisor.start()
+        await in_state(supervisor, "health", "running")
+        await until(lambda: is_open(port))
+        shown = info(supervisor, "health")
+        assert (shown.pid, shown.restarts) == (number_in(world.pidfile("health")), 0)
+        assert supervisor.job_state() == "running"
+        assert world.lines() == ["start", "start"]
+        assert world.events == []
+        await supervisor.stop(wait=True)
+
+        assert not is_open(port)
+
+
+def is_open(port: int) -> bool:
+    """True if a server listens."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
