@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -178,7 +179,7 @@ async def test_deployment_after_a_failed_pre_start_runs_one_server_that_never_re
     because the first one held its port.
     """
     port, failed = free_port(), world.base / "failed"
-    ctl = world.script("health", "ctl", SERVER_CTL.format(server=f"{sys.executable} -c \"{SERVER}\"", port=port))
+    ctl = world.script("health", "ctl", SERVER_CTL.format(server=shlex.join([sys.executable, "-c", SERVER]), port=port))
     forget = "" if is_named else f"rm {world.pidfile('health')}; "
     world.script("dns", "pre-start", f"{ctl} start; [ -e {failed} ] || {{ touch {failed}; {forget}exit 1; }}")
     programs = f'start program "{ctl} start"\n stop program "{ctl} stop"'
