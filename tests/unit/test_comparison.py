@@ -413,6 +413,24 @@ def test_comparison_does_not_call_a_job_equal_that_stays_up_nowhere(tmp_path: Pa
     assert "stays up in neither world" in verdict.not_played
 
 
+def test_comparison_does_not_call_a_job_equal_whose_processes_run_nowhere(tmp_path: Path) -> None:
+    """ossec_client of cg-ossec-boshrelease has no service in the group vcap, so that the job counts as running."""
+    dead = phase("rest", services={"web": False})
+
+    assert "stays up in neither world" in judged(tmp_path, dead, dead).not_played
+    assert judged(tmp_path / "one", phase("rest"), dead).kind == "difference"
+
+
+def test_comparison_lists_a_request_that_monit_refuses_during_a_stop(tmp_path: Path) -> None:
+    """An example is mongodb of mongodb-service-release."""
+    words = "1\nmonit: action failed -- {}"
+    refused = phase("unmonitor", value=words.format("Other action already in progress -- please try again later"))
+
+    assert judged(tmp_path, refused, phase("unmonitor", value="0", services={"web": False})).kind == "listed"
+    other = phase("unmonitor", value=words.format("There is no service by that name"))
+    assert judged(tmp_path / "other", other, phase("unmonitor", value="0")).kind == "difference"
+
+
 def test_comparison_ignores_figures_in_monit_texts(tmp_path: Path) -> None:
     text = "0\nThe Monit daemon 5.2.5 uptime: {}m \n\nProcess 'web'\n  status          {}\n  children        {}\n"
     go = phase("rest", texts={"monit status": text.format(1, "running", 2), "monit stop none": "1\nno such service\n"})

@@ -48,6 +48,8 @@ class Difference:
     """The service, or one of the job, whose process lives, had too slow a start program in the Go agent's world."""
     runs_beside_stop_program: bool = False
     """The phase follows a stop that only this agent ended after the stop program."""
+    is_refused: bool = False
+    """The Go agent's monit refused to end the monitoring of the service, because a stop went on."""
     is_pending: bool = False
     """The restart of the phase before had not ended in either world."""
 
@@ -190,7 +192,10 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
             or (
                 one.act == "usage ended"
                 and one.is_restarted_by_usage
-                and one.what.endswith((" lives", " is the former one"))
+                and (
+                    one.what.endswith((" lives", " is the former one"))
+                    or (one.what.endswith((" SIGTERM", "Resource limit matched - restart")) and not one.go)
+                )
             )
         ),
     ),
@@ -208,6 +213,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         lambda one: (
             (one.act in ("death", "empty pidfile") and one.what.startswith("alert") and one.is_dependent and not one.go)
             or (one.act in ("agent restarted", "stop") and one.is_pending)
+            or (one.act in ("unmonitor", "monitor again") and one.is_refused)
         ),
     ),
     (
@@ -296,6 +302,7 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.is_restarted_by_port = any("Connection failed - restart" in alert for alert in closed)
         used = lives[0].get("usage", {}).get("alerts", [])
         one.is_restarted_by_usage = any("Resource limit matched - restart" in alert for alert in used)
+        one.is_refused = "Other action already in progress" in lives[0].get("unmonitor", {}).get("value", "")
         one.runs_beside_stop_program = one.act in STARTS and _is_shorter_stop(lives[0], lives[1], one.phase)
         one.has_failed_start = _has_failed_start(lives[0], one)
         one.go_alerts, one.go_answer = " ".join(seen.get("alerts", [])), seen.get("value", "")
@@ -366,10 +373,15 @@ def _obstacle(go: Phases, shim: Phases) -> str:
         return f"runs in neither world: {states}: {go.get('rest', {}).get('texts', {}).get('logs', '')[-200:]}".replace(
             "\n", " / "
         )
-    if all("rest" in life and life["rest"]["job_states"][-1:] != ["running"] for life in (go, shim)):
+    # The state of the job is not enough, because it leaves out services that are not in the group vcap.
+    if all("rest" in life and not _is_up(life["rest"]) for life in (go, shim)):
         logs = go["rest"]["texts"].get("logs", "")[-200:]
         return f"stays up in neither world: {logs}".replace("\n", " / ")
     return ""
+
+
+def _is_up(rest: dict[str, Any]) -> bool:
+    return rest["job_states"][-1:] == ["running"] and (not rest["services"] or any(rest["services"].values()))
 
 
 def tools(life: dict[str, Any]) -> list[str]:
