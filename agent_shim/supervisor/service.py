@@ -568,11 +568,13 @@ class Service:
         """True if the pidfile names another process. monit looks at its next cycle only.
 
         A start program that writes its own number and becomes a daemon (``echo $$``, ``exec nginx``) ends with 0 before
-        the daemon has written its number. Another one starts a daemon to configure it, ends it, and starts the final
-        one. So one that still runs has a cycle to bring up the next process.
+        the daemon has written its number, for which it has the first cycle. Another one starts a daemon to configure
+        it, ends it, and starts the final one. So one that still runs has a cycle to bring up the next process.
         """
         is_daemon = how == "exit 0" and self.spec.start_call is None
-        give_up_at = self._finder.up_at + self._timing.linger if is_daemon else 0.0
+        is_left = bool(self._keepers.of(self.spec.labels))
+        patience = max(self._timing.linger, self._timing.cycle * is_left)
+        give_up_at = self._finder.up_at + patience if is_daemon else 0.0
         next_check_at = time.monotonic() + self._timing.cycle
         pause, traces = MIN_POLL_S, self.record.traces
         try:

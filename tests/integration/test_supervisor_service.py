@@ -80,6 +80,30 @@ async def test_start_program_that_replaces_its_first_daemon_is_not_interrupted(w
         assert info(supervisor, "web").restarts == 0
 
 
+SLOW_DAEMON = f"""
+echo start >>$log
+echo $$ >$pidfile
+sh -c 'until [ -e $0.next ]; do sleep 0.02; done; echo $$ >$0; {LASTING}' $pidfile &
+until [ -e $pidfile.ready ]; do sleep 0.02; done
+"""
+"""Writes its own number and ends, as nginx does that becomes a daemon: broker-nginx of shared-redis-release."""
+
+
+async def test_daemon_may_write_its_number_long_after_its_parent_has_ended(world: World) -> None:
+    """On a busy machine, it takes seconds. The service's keeper knows that the daemon lives."""
+    world.timing = replace(world.timing, cycle=600)
+    async with world.supervising(world.job("web", SLOW_DAEMON)) as supervisor:
+        first = (await in_state(supervisor, "web", "running")).pid
+        Path(f"{world.pidfile('web')}.ready").touch()
+        await until(lambda: not is_alive(first))
+        await asyncio.sleep(2 * world.timing.linger)
+        Path(f"{world.pidfile('web')}.next").touch()
+        await until(lambda: info(supervisor, "web").pid not in (0, first))
+
+        assert world.lines() == ["start"]
+        assert (info(supervisor, "web").restarts, world.events) == (0, [])
+
+
 async def test_start_program_that_starts_no_further_process_is_replaced_after_a_cycle(world: World) -> None:
     """Until then it may have started another one. monit looks once in a cycle."""
     lingering = "echo start >>$log; sleep 600 & echo $! >$pidfile; exec sleep 700"

@@ -242,6 +242,9 @@ class PlayedKeepers:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
+    def of(self, _: Sequence[str]) -> list[object]:
+        return []
+
     async def orphans(self, _: Sequence[str]) -> list[Left]:
         return self.machine.orphans
 
