@@ -10,7 +10,7 @@ import sys
 from typing import Final, NoReturn
 
 ALLOCATIONS_BEFORE_COLLECTION: Final = 100_000
-"""Imports allocate fewer objects, which all stay: collecting them would take longer than the CPI itself."""
+"""Imports allocate fewer objects than this, and all of them stay, so collecting them would only take time."""
 
 
 def take_stdout() -> int:

@@ -47,19 +47,21 @@ OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
 STATX, KCMP = (332, 312) if os.uname().machine == "x86_64" else (291, 272)
 """Numbers of system calls. Newer machines share one table (asm-generic/unistd.h)."""
 LINE_BYTES = 1 << 16
-"""Longest part of a line of a mount table that is kept: longer paths belong to no disk of the CPI."""
+"""Longest part of a mount table's line that is kept. Longer paths do not belong to disks of the CPI."""
 DISK = "/disk"
 DONE = "/tmp/done"  # noqa: S108 - in a container with a single process
 TERMINATION_LOG = "/dev/termination-log"
 RETRY_S = 0.05
 REPORT_S = 5.0
 STALE_S = 24 * 3600.0
-"""Age of an empty directory of a VM that is gone."""
+"""Age in seconds at which an empty directory of a deleted VM is removed."""
 SWEEP_S = 10.0
-"""Time for finding out which of these directories are mounted in some process."""
+"""Time limit in seconds for finding out which of these directories are mounted in some process."""
 IN_USE = "the VM uses it"
 UNMAPPED = 2**32 - 2
-"""A group that no user namespace of a pod maps: its root may change nothing in such a directory (inode_permission)."""
+"""A group that no user namespace of a pod maps, so its root cannot change anything in such a directory
+(inode_permission).
+"""
 
 libc = ctypes.CDLL(None, use_errno=True)
 

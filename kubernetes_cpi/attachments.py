@@ -25,17 +25,19 @@ DISK: Final = "/disk"
 TARGET: Final = "/target"
 TARGET_MOUNT: Final = {"name": "target", "mountPath": TARGET, "mountPropagation": "Bidirectional"}
 WAIT_UNTIL_DONE: Final = {"exec": {"command": ["/bin/sh", "-c", "until [ -e /tmp/done ]; do sleep 0.02; done"]}}
-"""The kubelet reports a pod as ready when this hook returns, a second before it would report an end."""
+"""The kubelet reports a pod as ready when this hook returns, which is a second earlier than it would report an exit."""
 GRACE_S: Final = 365 * 24 * 3600
-"""Grace of an attachment, which waits until the VM no longer uses the disk and must not be killed before."""
+"""Grace period of an attachment, which waits until the VM no longer uses the disk and must not be killed before
+that.
+"""
 KINDS: Final = (names.KIND_ATTACHMENT, names.KIND_DETACHMENT, names.KIND_REBOOT, names.KIND_BOUND)
 TRIES: Final = 3
 CPU: Final = "50m"
-"""Request of a helper. On a busy node an unmount takes 0.8 s with it, 4 s with 10m, and 49 s with 1m."""
+"""CPU request of a helper. On a busy node, an unmount takes 0.8 s with it, 4 s with 10m, and 49 s with 1m."""
 CPU_OF_ATTACHMENT: Final = "10m"
-"""The same for an attachment, which sleeps as long as the disk is attached. The mount takes 3.5 s with it."""
+"""CPU request of an attachment, which only sleeps while the disk is attached. The mount takes 3.5 s with it."""
 POLICY: Final = "PodSecurity|denied the request"
-"""Words of a refusal by Pod Security or a webhook. Quotas and Roles refuse with 403 too."""
+"""Text in refusals by Pod Security or a webhook. Quotas and Roles also refuse with 403."""
 
 
 def manifest(session: Session, vm: Object, disk: str) -> Object:

@@ -19,7 +19,7 @@ from kubernetes_cpi.errors import ApiError, CpiError, DiskNotFoundError, InputEr
 from kubernetes_cpi.session import Session
 
 ATTEMPTS: Final = 10
-"""Attempts of a change that is overtaken by other changes."""
+"""How often a change is attempted if other changes come first."""
 
 
 class InUseError(CpiError):
@@ -31,7 +31,7 @@ class Held(msgspec.Struct, frozen=True):
 
     lingering: list[str]
     detached_from: str
-    """The VM that began to detach it last."""
+    """The VM that last began to detach it."""
 
 
 def annotation(claim: Object, key: str) -> str:

@@ -30,7 +30,7 @@ RETRIED: Final = frozenset({429, 500, 502, 503, 504})
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
 WATCH_S: Final = 5
-"""Duration after which a watch is restarted, because its connection may be dead without notice."""
+"""Seconds after which a watch is restarted, because its connection may be dead without any sign."""
 DRY_RUN: Final = "dryRun=All"
 LIST_CHUNK: Final = 250
 ALREADY_EXISTS: Final = "AlreadyExists"

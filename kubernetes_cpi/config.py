@@ -19,7 +19,7 @@ CONTEXT_OF_DIRECTOR: Final = frozenset({"director_uuid", "request_id", "vm"})
 """Keys of a request's context that the Director sets itself (clouds/external_cpi.rb). All others are properties."""
 
 MAX_NAMESPACE_CHARS: Final = 40
-"""A cid holds the namespace and must fit a label's value of 63 characters."""
+"""A cid contains the namespace, and must fit into a label value of 63 characters."""
 
 AttachWay = Literal["auto", "live", "recreate", "never"]
 

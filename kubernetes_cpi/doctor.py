@@ -34,7 +34,7 @@ PERMISSIONS: Final = {
     "pods/log": "get",
     "volumesnapshots.snapshot.storage.k8s.io": "create delete get list watch",
 }
-"""Verbs by resource: those of deploy/cpi/base/role.yaml."""
+"""Verbs by resource, as in deploy/cpi/base/role.yaml."""
 IMAGE: Final = "registry.invalid/doctor@sha256:" + "0" * 64
 TIERS: Final = ("restricted", "base", "userns", "privileged")
 APPLY: Final = "kubectl apply -k deploy/cpi/LEVEL"

@@ -17,7 +17,9 @@ from kubernetes_cpi import log
 from kubernetes_cpi.errors import CpiError, InputError
 
 INFO: Final = {"api_version": 3, "stemcell_formats": ["kubernetes-light", "docker-light", "warden-light"]}
-"""The method `info`, which precedes every call (cloud_factory.rb) and needs neither a cluster nor a configuration."""
+"""Response of the method `info`, which precedes every call (cloud_factory.rb) and needs neither cluster nor
+configuration.
+"""
 USAGE: Final = "usage: python -m kubernetes_cpi [--config FILE] <REQUEST >RESPONSE"
 
 

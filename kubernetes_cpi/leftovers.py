@@ -14,7 +14,7 @@ from kubernetes_cpi.records import Records
 from kubernetes_cpi.session import Session
 
 KINDS: Final[tuple[Resource, ...]] = (PODS, CLAIMS, SERVICES, SNAPSHOTS)
-"""Kinds that the account may list. A Secret has the name of its VM's pod. Delete_vm removes it."""
+"""Kinds that the account may list. A Secret has the name of its VM's pod, and delete_vm removes it."""
 
 
 class Leftover(msgspec.Struct):
@@ -23,7 +23,7 @@ class Leftover(msgspec.Struct):
     cid: str
     objects: list[str]
     advice: str
-    """What the operator does about a disk or snapshot. "" for a VM, which ``remove`` deletes."""
+    """How the operator deletes a disk or snapshot. "" for a VM, which ``remove`` deletes."""
 
 
 def unknown(session: Session, *, is_deleting: bool) -> list[Leftover]:

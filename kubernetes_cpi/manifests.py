@@ -27,12 +27,16 @@ from kubernetes_cpi.properties import (
 CONTAINER: Final = "bosh"
 AGENT_PORT: Final = 9190
 LIVE_DISKS: Final = "/var/vcap/disks"
-"""Directory below which disks reach a running VM. Mounts arrive there from the node. Every user may pass it: without
-the right to mount, `/var/vcap/store` is a link to it, and `/var/vcap/bosh` is closed to jobs.
+"""Directory in which mounts of the node reach a running VM.
+
+Every user can enter it: if the VM may not mount, `/var/vcap/store` is a link into it, and `/var/vcap/bosh` is closed to
+jobs.
 """
 DISKS_AT_CREATION: Final = "/var/vcap/disks-at-creation"
 _FORMER_DISKS_AT_CREATION: Final = "/var/vcap/bosh/disks-at-creation"
-"""Directory for VMs without the annotation `names.DISKS_AT`: the hints of their agents name it."""
+"""Directory for VMs without the annotation `names.DISKS_AT`, because the hints that their agents have stored name
+it.
+"""
 _LIVE_VOLUME: Final = "live-disks"
 AGENT_VOLUME: Final = "agent"
 _UNITS: Final = {
@@ -40,14 +44,14 @@ _UNITS: Final = {
     "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60,
 }  # fmt: skip
 PROGRAM: Final = "/opt/agent_shim"
-"""Directory of the agent: part of the image, or a volume over an unmodified stemcell."""
+"""Directory of the agent, which is part of the image or, over an unmodified stemcell, a volume."""
 SETTINGS_DIRECTORY: Final = "/var/vcap/bosh/settings-source-file"
 SETTINGS: Final = "config.json"
 POD: Final = "pod.json"
-"""Key of a VM's Secret: its pod without disks, the source of a recreation; not in the settings' volume."""
+"""Key in a VM's Secret that contains the pod without disks, for recreations. It is not part of the settings' volume."""
 DATA: Final = "/var/vcap/data"
 MARGIN_S: Final = 10
-"""Seconds between the grace of the jobs and that of the pod: the kubelet's clock starts before the hook."""
+"""Seconds by which the pod's grace period exceeds that of the jobs, because the kubelet counts from before the hook."""
 
 BASE_CAPABILITIES: Final = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE", "SYS_CHROOT", "AUDIT_WRITE"),
@@ -64,13 +68,13 @@ class Vm(msgspec.Struct, frozen=True):
     director: str
     image: str
     architecture: str
-    """That of the nodes that can run the image. "" if the stemcell names none."""
+    """Architecture of the nodes that can run the image, or "" if the stemcell names none."""
     properties: VmProperties
     networks: Plan
     groups: Sequence[str]
     """`env.bosh.groups`: director, deployment, instance group, and combinations of them."""
     attach: str
-    """live, recreate, never, or auto: no disk reaches the running VM without a change of its address."""
+    """live, recreate, never, or auto, in which case a disk must not reach the running VM by changing its address."""
     pull_policy: str
     host_path: str
     storage_class: str

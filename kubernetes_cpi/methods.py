@@ -35,9 +35,9 @@ METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "snapshot_disk": snapshots.create,
     "delete_snapshot": snapshots.delete,
 }
-"""A method takes the arguments of its function after the session."""
+"""Each function takes a session, followed by the arguments of the method."""
 LOCAL: Final = frozenset({"create_stemcell", "delete_stemcell", "calculate_vm_cloud_properties"})
-"""Methods without a cluster: their functions get the configuration instead of a session."""
+"""Methods that need no cluster. Their functions get the configuration instead of a session."""
 ENV: Final = slice(5, 6)
 """Place of `env` in the arguments of create_vm."""
 

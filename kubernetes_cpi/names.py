@@ -26,16 +26,16 @@ DIRECTOR: Final = "cpi.bosh.io/director"
 VM: Final = "cpi.bosh.io/vm"
 DISK: Final = "cpi.bosh.io/disk"
 GROUP: Final = "cpi.bosh.io/group"
-"""Label: digest of deployment and instance group, whose names might not fit: for anti-affinity and Services."""
+"""Label for anti-affinity and Services: a digest of deployment and instance group, whose names might be too long."""
 METADATA: Final = "bosh.io/"
 """Prefix of the labels and annotations from set_vm_metadata and set_disk_metadata."""
 
 HOLDER: Final = "cpi.bosh.io/holder"
-"""Annotation of a claim: the VM that it is attached to, or is being attached to."""
+"""Annotation of a claim: the VM to which it is attached or is being attached."""
 DETACHED_FROM: Final = "cpi.bosh.io/detached-from"
-"""Annotation of a claim: the VM that detached it last. Its pod may still mount it."""
+"""Annotation of a claim: the VM that last detached it and whose pod may still mount it."""
 RESERVED_FOR: Final = "cpi.bosh.io/reserved-for"
-"""Annotation of a claim: the VM that it was created with, until create_disk returns it."""
+"""Annotation of a claim: the VM with which it was created, until create_disk returns it."""
 REQUEST: Final = "cpi.bosh.io/request"
 """Annotation: digest of the request that created or adopted the object."""
 DISKS: Final = "cpi.bosh.io/disks"
@@ -52,7 +52,10 @@ INGRESS: Final = "cpi.bosh.io/ingress"
 """Annotation of a Service with an Ingress of the same name."""
 
 OWN_RULES: Final = {"ingress": "cpi.bosh.io/own-ingress", "egress": "cpi.bosh.io/own-egress"}
-"""Labels of pods whose group has rules for the direction. Policies add up, so the namespace's policy skips them."""
+"""Labels of pods whose group has rules of its own for a direction.
+
+Policies are additive, so the namespace's policy excludes these pods.
+"""
 KEEP: Final = "cpi.bosh.io/keep"
 """Label of a Service that outlives the VMs behind it."""
 

@@ -18,7 +18,9 @@ MAX_NAMESERVERS: Final = 3
 MULTUS: Final = "k8s.v1.cni.cncf.io/networks"
 DELEGATED: Final = "((delegated_prefix))"
 ADDRESS_OF_FORMER_VM: Final = ("ip", "netmask", "gateway")
-"""Members that may be stale: in a dynamic network they are those of the instance's last VM (network_settings.rb)."""
+"""Members that may be out of date: in a dynamic network they are those of the instance's last VM
+(network_settings.rb).
+"""
 
 
 class Network(msgspec.Struct, frozen=True):
@@ -28,7 +30,7 @@ class Network(msgspec.Struct, frozen=True):
     ip: str = ""
     netmask: str = ""
     prefix: str = ""
-    """Length of the prefix that is delegated to the VM; that of one address if none is. ``netmask`` has another."""
+    """Length of the prefix that is delegated to the VM, or of a single address. ``netmask`` has a different one."""
     nic_group: str = ""
     """Networks with the same text share an interface."""
     gateway: str = ""
@@ -57,7 +59,7 @@ class Plan(msgspec.Struct, frozen=True):
     annotations: dict[str, str] = {}
     nameservers: list[str] = []
     address: str = ""
-    """Required address of the pod. "" for any."""
+    """Address that the pod must get, or "" for any."""
     vips: list[Vip] = []
 
 

@@ -19,29 +19,29 @@ HOPELESS: Final = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
     | {"RegistryUnavailable", "CreateContainerConfigError"}
 )
-"""Reasons of a waiting container that waiting does not fix."""
+"""Reasons for which a container waits and that do not go away by waiting."""
 PASSING: Final = r"time-?out|timed out|connection (refused|reset)|eof|too ?many ?requests|429|50[0234]"
-"""Words of a failed pull that another attempt may fix."""
+"""Text of a failed pull that another attempt may fix."""
 NEW_CLAIM: Final = r'persistentvolumeclaim "[^"]*" not found|unbound immediate PersistentVolumeClaims'
-"""Words of the scheduler for a claim that it has not seen yet or whose volume is being made."""
+"""Text of the scheduler for a claim that it has not seen yet or whose volume is being created."""
 HOPELESS_CLAIM: Final = r'storageclass\S* "[^"]*" not found|no storage class is set'
-"""Words of an event of a claim that never gets a volume."""
+"""Text of an event for a claim that will never get a volume."""
 ROOM: Final = "Insufficient|Too many pods|free ports|max volume count|anti-affinity"
-"""Words of the scheduler for nodes that are full: VMs that end give room."""
+"""Text of the scheduler when nodes are full, which may change when other VMs end."""
 NEVER_ADMITTED: Final = frozenset({"SysctlForbidden", "AppArmor", "PodOSNotSupported", "UnexpectedAdmissionError"})
-"""Reasons of a kubelet that refuses a pod for good."""
+"""Reasons for which a kubelet will never admit the pod."""
 NEW_CLAIM_TIMEOUT_S: Final = 60
-"""A scheduler behind 32 new pods needed more than ten seconds to see their claims."""
+"""A scheduler with 32 new pods needed more than ten seconds to see their claims."""
 WRONG_CONFIGURATION: Final = 78
-"""Exit code of an agent that waits for another configuration."""
+"""Exit code of an agent whose configuration has to be changed."""
 TELL_S: Final = 3
-"""Duration of a state after which its reason is looked for in events and in the log of the agent."""
+"""Seconds after which the reason of an unchanged state is looked up in events and in the agent's log."""
 LOG_LINES: Final = 50
 FORCED_END_S: Final = 30
 CLOCK_MARGIN_S: Final = 0.5
 EVENTS_SHOWN: Final = 3
 QUIET: Final = frozenset({"Scheduled", "Pulling", "Pulled", "Created", "Started", "WaitForFirstConsumer"})
-"""Reasons of events that explain no delay."""
+"""Reasons of events that do not explain a delay."""
 
 
 def is_ready(pod: Object) -> bool:

@@ -31,10 +31,10 @@ class Records(msgspec.Struct, frozen=True):
     vms: frozenset[str]
     disks: frozenset[str]
     orphaned_disks: frozenset[str]
-    """Part of ``disks``. The Director does not list their snapshots."""
+    """The orphaned ones among ``disks``. The Director does not list their snapshots."""
     snapshots: frozenset[str]
     lists_dynamic_disks: bool
-    """False for a Director without `GET /dynamic_disks`: any other disk may be a dynamic one."""
+    """False for a Director without `GET /dynamic_disks`, where any unknown disk may be a dynamic one."""
 
 
 class _Table(msgspec.Struct):

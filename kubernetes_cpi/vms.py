@@ -45,16 +45,16 @@ from kubernetes_cpi.properties import VmProperties
 from kubernetes_cpi.session import Session
 
 GRACE_OF_FAILED_S: Final = 1
-"""Grace for a VM that never ran a job."""
+"""Grace period for a VM that has never run a job."""
 
 
 BUS: Final = "to the bus|bus credentials"
-"""Words of the agent about its connection."""
+"""Text of the agent about its bus connection."""
 REACHED: Final = "connected to the bus|does not know us|refuses our certificate|bus credentials"
-"""Words of an agent that has reached a server."""
+"""Text of an agent that has reached a server."""
 BUS_PAUSE_S: Final = 0.2
 BOOT_S: Final = 2.0
-"""Seconds in which an agent reaches the bus after the start of its container. Most need less than one."""
+"""Seconds that an agent may need to reach the bus after its container has started. Most need less than one."""
 
 
 class Mbus(msgspec.Struct, frozen=True):

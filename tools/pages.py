@@ -137,7 +137,7 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("metrics.md", "metrics"): metrics_page.table,
     ("reliability.md", "state files"): state_files.table,
 }
-"""Page and name of each generated part, which is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+"""Page and name of each generated part, which is enclosed in ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 
 
 def prometheus_rule() -> str:

@@ -21,11 +21,11 @@ class Case:
     fault: str
     scale: str = ""
     has_full: bool = False
-    """Reduced, unless played with ``--full``."""
+    """Whether the case is reduced unless it is run with ``--full``."""
     is_long: bool = False
-    """Longer than ten seconds: not in the daily tests."""
+    """Whether the case takes more than ten seconds, which excludes it from the daily tests."""
     guest: bool = False
-    """Played in the virtual machine of ``tests.support.guest``: clocks, cgroup v2, device mapper, netem."""
+    """Whether it runs in the virtual machine of ``tests.support.guest``: clocks, cgroup v2, device mapper, netem."""
 
 
 CASES: Final[dict[str, Case]] = {}

@@ -19,7 +19,7 @@ LIMIT: Final = 900.0
 """Maximum duration of a case in seconds."""
 FULL_LIMIT: Final = 3 * 3600.0
 LAST_CHARS: Final = 3000
-"""Of the agent's log, shown after a failure."""
+"""Number of characters of the agent's log that are shown after a failure."""
 REPORTS: Final = pytest.StashKey[list[pytest.TestReport]]()
 
 

@@ -23,11 +23,11 @@ from tests.support import namespaces
 ROOT: Final = Path(__file__).parents[2]
 CAUGHT: Final = "caught"
 INVARIANTS: Final = tuple(f"I{number}" for number in range(1, 11))
-"""Those with a saboteur of their own."""
+"""Invariants with a saboteur of their own."""
 WITNESSED: Final = tuple(f"I{number}" for number in range(11, 19))
-"""Those that general saboteurs break."""
+"""Invariants that general saboteurs break."""
 RAN: Final = 'open(__file__ + ".ran", "w").close()'
-"""Statement of a general saboteur: its wrong code has run."""
+"""Statement in general saboteurs that records that the wrong code has run."""
 NOT_RUN: Final = "did not run"
 HELD: Final = "held"
 
@@ -50,11 +50,15 @@ class Saboteur:
     """Text that occurs in the file exactly once."""
     after: str
     shows: str
-    """Regular expression that the figures of the failed row must match, so that it fails for the right reason."""
+    """Regular expression that the figures of the failed row must match, which shows that it failed for the right
+    reason.
+    """
     case: str = ""
     """For an invariant: the case after which it is checked."""
     mark: str = ""
-    """Regular expression of what the witness says of no other general saboteur: it is caught beside others too."""
+    """Regular expression for what the witness reports only for this general saboteur, so that it is recognized among
+    others.
+    """
 
     @property
     def played(self) -> str:

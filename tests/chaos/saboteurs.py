@@ -775,4 +775,7 @@ GENERAL: Final = (
         "I18|alert",
     ),
 )
-"""Saboteurs of no row, each played with every case: the case or its witness notices each where its code runs."""
+"""Saboteurs that belong to no row and are run with every case.
+
+The case or its witness must notice each whose code runs.
+"""

@@ -382,7 +382,7 @@ async def test_second_agent_on_the_same_tree_is_refused(stand: Stand) -> None:
 
 
 VICTIMS: Final = ("caller", "all", "root")
-"""In turn: the worker alone, which makes the calls, the agent and its worker, the agent alone."""
+"""These are killed in turn: only the worker, which makes the calls; the agent and its worker; only the agent."""
 
 
 @case(

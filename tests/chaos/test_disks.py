@@ -346,7 +346,7 @@ while time.time() < ends_at:
     os.close(out)
     time.sleep(0.01)
 """
-"""Write numbered lines with their times, a megabyte a second. Ends by itself."""
+"""Writes numbered lines with their times, a megabyte per second, and exits by itself."""
 
 
 @case(

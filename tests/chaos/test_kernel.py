@@ -50,7 +50,7 @@ stop) kill $(cat $run/{name}.pid); rm -f $run/{name}.pid ;;
 esac
 """,
 }
-"""A program that allocates memory without end on request."""
+"""A program that allocates memory without limit when it is requested to."""
 _LIMITED = {
     "monit": """
 check process {name}

@@ -398,7 +398,7 @@ async def _in_pieces(wire: Wire) -> int:
 CROWD = 1000
 OUTAGE = 20
 SETTLED = 12
-"""Seconds of an outage after which agents that lost their server at the same moment retry at different moments."""
+"""Seconds after which agents that lost their server at the same moment retry at different moments."""
 
 
 class _Member(NatsBus):

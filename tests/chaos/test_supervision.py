@@ -317,7 +317,7 @@ async def test_endless_logs_and_a_full_disk_end_no_job(stand: Stand) -> None:
 
 COMMANDS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 OUTCOMES: Final = {"start": 1, "stop": 0, "restart": 1}
-"""Number of instances after two concurrent commands of this kind. Other pairs have no certain outcome."""
+"""Number of processes after two concurrent commands of this kind. The outcome of other pairs is not determined."""
 
 
 @case("S-11", "each two commands at once, from running and from stopped", is_long=True)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 INSTALL = "mkdir -p $BOSH_INSTALL_TARGET/bin; "
 LINKS = "$(dirname $BOSH_INSTALL_TARGET)"
-"""Where the packages in use are: ``/var/vcap/packages`` on a machine."""
+"""Directory of the packages in use, which is ``/var/vcap/packages`` on a machine."""
 
 
 def source(world: World, packaging: str, **files: str) -> tuple[str, str]:

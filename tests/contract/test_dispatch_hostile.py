@@ -46,7 +46,7 @@ HOSTILE: Final[dict[str, Any]] = {
     "not ASCII": "ä" * 200,
 }
 FEW: Final = ("negative", "nested", "NUL", "path", "not ASCII")
-"""Those for an action that starts a program for each."""
+"""The values for actions that start a program for each of them."""
 URLS: Final = ("URL of a wrong port", "URL of a file")
 SIGNED: Final = {"signed_url": "", "blobstore_headers": {"a": "b"}}
 DIGEST: Final = hashlib.sha1(b"").hexdigest()
@@ -150,7 +150,7 @@ WORKING: Final = {"apply", "prepare", "compile_package", "compile_package_with_s
     "sync_dns_with_signed_url",
 }
 UNTRIED: Final = {"add_dynamic_disk": [1]}
-"""Arguments for which an action waits until they are right: a path that may appear."""
+"""Arguments for which an action waits until they become valid, such as a path that may appear."""
 
 
 def test_hostile_arguments_cover_each_action(world: World) -> None:

@@ -13,7 +13,7 @@ from agent_shim.core.errors import BadArgumentsError, SettingsError
 from tests.support import verdicts
 
 NEEDED = "cannot use the settings in the file: $.agent_id is "
-"""Empty or no word of a subject: the Go agent would subscribe to what no Director ever sends to."""
+"""Empty, or not a valid part of a subject: the Go agent would subscribe to a subject on which no Director sends."""
 
 
 @pytest.mark.parametrize("name", verdicts.TABLE["settings"])

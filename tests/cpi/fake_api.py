@@ -26,7 +26,7 @@ Key = tuple[str, str, str]
 NODE = "node-1"
 TOKEN = "token-of-the-cpi"
 STEP_S = 0.005
-"""A scheduler or kubelet takes this long for anything."""
+"""Seconds that every action of the scheduler or kubelet takes."""
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 LABEL_KEY = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -62,7 +62,7 @@ class Fault:
     status: int = 0
     message: str = "played"
     raw: str = ""
-    """Instead of a Status."""
+    """Sent instead of a Status object."""
     retry_after: str = ""
     cut: str = ""
     delay_s: float = 0.0
@@ -79,18 +79,18 @@ class Cluster:
     """Resource version, type, key and state of all changes."""
     version: int = 100
     memory: int = 10000
-    """Watches from a version that lies further back get 410, whatever they are about."""
+    """Number of versions that are remembered. A watch from an older version gets 410."""
     admission: list[Callable[[str, Object], None]] = field(default_factory=list)
     pod_status: Callable[[Object], Object | None] = lambda _: None
-    """The status that the kubelet gives a pod. None for a good one."""
+    """The status that the kubelet gives a pod, or None for a good one."""
     start_after_s: float = STEP_S
-    """A pod takes this long to start."""
+    """Seconds until a pod starts."""
     is_node_alive: bool = True
     objects_linger_s: float = 0.0
-    """Between the end of a pod's containers, which its status tells, and that of its object (seconds on 1.20)."""
+    """Seconds from the reported end of a pod's containers until its object is removed (several on 1.20)."""
     exit_code: int = 0
     busy_disks: set[str] = field(default_factory=set)
-    """Disks that a VM does not let go of: their attachments do not end."""
+    """Disks that a VM keeps busy, so that their attachments do not end."""
     has_snapshots: bool = True
     snapshot_status: Object = field(
         default_factory=lambda: {"creationTime": "2001-01-01T00:00:02Z", "readyToUse": True}

@@ -132,7 +132,7 @@ SHAPES = [
     '"{}\\q"',
     "{" * 9 + "{}",
 ]
-"""Ways to get a credential wrong in files, shells, URLs and YAML."""
+"""Ways to write a credential wrongly in files, shells, URLs and YAML."""
 PLACES: list[tuple[str, str]] = [
     ("cluster.token", "{}"),
     ("cluster.client_key", "{}"),

@@ -21,7 +21,10 @@ SETTINGS: Final = "/var/vcap/bosh/warden-cpi-agent-env.json"
 AGENT_JSON: Final = "/var/vcap/bosh/agent.json"
 
 FULL: Final = ("--cap-add=all",)
-"""As near to ``--privileged`` as matters: CPIs give all capabilities. The devices of the machine stay out."""
+"""As close to ``--privileged`` as matters, because CPIs grant all capabilities.
+
+Devices of the machine are not passed.
+"""
 
 
 @dataclass(frozen=True)

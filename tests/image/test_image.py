@@ -69,7 +69,7 @@ def test_image_has_no_entrypoint_volumes_or_ports(podman: Podman, image: str) ->
 
 
 MOST = 350_000_000
-"""Bytes of an image without compilers, with a base as small as Debian's."""
+"""Maximum size in bytes of an image without compilers on a base as small as Debian's."""
 
 
 @pytest.mark.skipif("TEST_BASE_IMAGE" in os.environ, reason="the base that was asked for has a size of its own")

@@ -41,7 +41,7 @@ class Tier:
     user: str
     called: str
     limited: frozenset[str]
-    """Topics in which less is possible than in others."""
+    """Topics in which this tier is more limited than others."""
 
     @property
     def judged(self) -> tuple[str, dict[str, str]]:
@@ -61,7 +61,7 @@ TIERS: Final = {
 TOPICS: Final = frozenset(
     {"user", "users", "confinement", "mounts", "bpm isolation", "process 1", "/etc", "/tmp", "/run", "ports below 1024"}
 )
-"""Those that depend on the tier, and not on the machine that the test runs on."""
+"""Topics that depend on the tier and not on the machine that runs the test."""
 
 
 def judged(report: str) -> tuple[str, dict[str, str]]:

@@ -22,7 +22,7 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.image
 
 MOST = 80_000_000
-"""Bytes that the overlay may add to a base, /opt/agent_shim with all in it."""
+"""Maximum number of bytes that the overlay may add to a base, including all of /opt/agent_shim."""
 
 
 @pytest.fixture(scope="module")

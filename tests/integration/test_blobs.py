@@ -22,7 +22,7 @@ from tests.support.http import Server, http_proxy
 
 FAST = Timing(stall=1.0, least=1024, pause=0.01)
 SURE = Timing(pause=0.01)
-"""Where a busy machine is not to be taken for a peer that stalls."""
+"""Time limits long enough that a busy machine is not mistaken for a stalled server."""
 ID = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
 SHARD = "d7"
 BLOB = os.urandom(200_000)

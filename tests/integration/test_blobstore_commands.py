@@ -43,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "environment": "AzureCloud",
     },
 }
-"""As the Director knows them."""
+"""The options as the Director sends them."""
 
 
 def install(world: World, provider: str, *argv: str) -> None:

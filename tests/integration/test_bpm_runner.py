@@ -627,7 +627,7 @@ def test_dns_files_of_all_jobs_are_visible_without_namespaces(
 PYTHON = os.path.realpath(sys.executable)
 # The interpreter of the tests may be anywhere, even where bpm shows nothing.
 WITH_PYTHON = f"  unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, allow_executions: true}}]}}\n"
-"""Where rules about paths look for it."""
+"""Makes the interpreter available under rules that restrict paths."""
 
 HUNGRY = f"{PYTHON} -c 'import time; x = bytearray(80 << 20); time.sleep(600)' & wait"
 

@@ -35,7 +35,7 @@ setsid sleep 600 & echo $! >> {pids}
 setsid -f sh -c 'echo $$ >> {pids}; trap "" TERM; sleep 600; sleep 600'
 sleep 600
 """
-"""A packaging script with one process in its group, one in another session, and one that has nothing to do with it."""
+"""A packaging script with one process in its group, one in another session, and one that has cut all ties to it."""
 
 
 @pytest.fixture

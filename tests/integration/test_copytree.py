@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 ROOT = os.geteuid() == 0
 RECORD_BYTES = 10240
-"""The end of an archive is in its last record: a tar that has read it may be done before the report about it."""
+"""The end of an archive is in its last record. If tar has read this record, it may be done before it can report."""
 LEVELS = sys.getrecursionlimit() + 100
 
 

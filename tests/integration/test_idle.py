@@ -22,7 +22,7 @@ from tools.bench.idle import scrape
 
 JOBS: Final = 5
 LIBRARIES: Final = {"httptools", "msgspec", "nats", "prometheus_client", "psutil"}
-"""From outside the standard library."""
+"""Modules that do not belong to the standard library."""
 ABSENT: Final = {
     *(
         "agent_shim.demo",
@@ -44,14 +44,19 @@ ABSENT: Final = {
     "_strptime",
     *("tarfile", "unittest", "urllib.request", "xml", "zipfile"),
 }
-"""Modules of this package and of the standard library for other processes, or for single requests."""
+"""Modules of this package and of the standard library that only other processes or single requests need."""
 MEMORY: Final = 2.5
-"""Times a bare interpreter. 2.2 when written. A library that nothing at rest needs takes more than the difference."""
+"""Limit as a multiple of a bare interpreter; it was 2.2 when written.
+
+A library that an idle agent does not need adds more.
+"""
 WAKES: Final = 10
-"""In a window. 6 when written, 9 with a clock for the pings of the bus, 20 with beats of two seconds."""
+"""Limit for one window; it was 6 when written, 9 with a clock for bus pings, and 20 with beats of two seconds."""
 WINDOW_S: Final = 10.0
 WINDOWS: Final = 4
-"""The best one counts: a heartbeat, a renewal or a slow machine is in some of them, a poll is in all."""
+"""The best window counts, because some contain a heartbeat, a renewal or a delay of the machine, whereas polling is
+in all.
+"""
 
 _WATCHED = """
 import json, os, selectors, sys, threading

@@ -33,7 +33,10 @@ OPTIONS = """
 const char *__asan_default_options(void) { return "detect_leaks=0:log_path=%s"; }
 const char *__ubsan_default_options(void) { return "log_path=%s"; }
 """
-"""A keeper has no environment for these, and its standard error is the program's. The search for leaks needs ptrace."""
+"""A keeper has no environment that could contain these, and its stderr is the program's.
+
+Leak detection needs ptrace.
+"""
 
 
 @pytest.fixture(scope="session")

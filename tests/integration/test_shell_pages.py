@@ -37,7 +37,9 @@ FISH = {
     "agent-shim check --as sett": ["settings"],
 }
 END = "\x01printf '<%s>' \x05 ; echo end\r"
-"""To the begin of the line, a command that prints its words, to the end, and run."""
+"""Keys that go to the beginning of the line, insert a command that prints its words, go to the end, and press
+return.
+"""
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from agent_shim.services.state_backup import StateBackup, backup_files
 from tests.support.instance import AGENT, World
 
 MAX_MB = 130
-"""Memory of an agent at its highest: an idle one takes a third of it."""
+"""Limit for the peak memory of an agent in MB. An idle agent needs a third of it."""
 
 GATES = ("bosh/agent_shim.json", "data/bosh/agent_shim.json", "bosh/agent_shim.lock")
-"""Each decides about the files read after it."""
+"""Files that decide whether the files after them are read."""
 OTHERS = (
     *("bosh/settings.json", "bosh/update_settings.json", "bosh/former_mbus.json", "bosh/spec.json", "bosh/tasks.json"),
     *("bosh/persistent_disk_hints.json", "bosh/managed_disk_settings.json", "bosh/shut_down"),
@@ -31,7 +31,7 @@ OTHERS = (
     *("data/bosh/supervisor.json", "etc/hosts"),
 )
 COPIES = tuple(f"data/bosh/{file.path.name}" for file in backup_files(Paths(Path("/"))))
-"""They are read on a new root file system, and the first one that is no file ends the start."""
+"""These are read on a new root file system, and the first one that is not a file ends the start."""
 
 
 def _fifo(path: Path) -> None:

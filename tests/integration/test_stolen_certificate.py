@@ -19,7 +19,7 @@ from tests.support.bus import connected, on_bus, talking
 from tests.support.waiting import until
 
 LONG_S = 20.0
-"""Length of the request that the thief answers first."""
+"""Duration in seconds of the request that the thief answers first."""
 
 
 @pytest.mark.attack("another agent uses a stolen certificate")

@@ -26,7 +26,7 @@ from tests.support.serving import serving
 
 FAST = Timing(stall=0.4, least=1024, hesitate=0.05, pause=0.01)
 SURE = msgspec.structs.replace(FAST, stall=30)
-"""Where a busy machine is not to be taken for a peer that stalls."""
+"""Time limits long enough that a busy machine is not mistaken for a stalled server."""
 BLOB = os.urandom(200_000)
 SECRET = "sig=s3cr3t"
 

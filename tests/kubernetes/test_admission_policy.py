@@ -24,7 +24,7 @@ Document = dict[str, Any]
 
 NAMESPACE = "bosh"
 REFUSED = (403, 422)
-"""Statuses of a refusal: the policy's is 422 unless it names a reason."""
+"""Status codes of a refusal. The policy's is 422 unless it names a reason."""
 ACCOUNT = f"system:serviceaccount:{NAMESPACE}:bosh-cpi"
 PROGRAM = (ROOT / "kubernetes_cpi/attachment_program.py").read_text()
 PARAMETERS = {"program": PROGRAM, "images": "registry.example/ other.example/agents/", "privileged_vms": "false"}

@@ -24,7 +24,7 @@ from tests.support.kubernetes.objects import Document
 pytestmark = [pytest.mark.kubernetes, pytest.mark.asyncio(loop_scope="module")]
 
 ATTACHING = pytest.mark.parametrize("site", [way for way in WAYS if way.attach != "never"], ids=str, indirect=True)
-"""The ways in which a disk comes to a VM that runs."""
+"""The ways in which a disk reaches a running VM."""
 
 LIVE = pytest.mark.parametrize("site", [way for way in WAYS if way.attach in ("live", "auto")], ids=str, indirect=True)
 

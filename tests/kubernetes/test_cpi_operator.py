@@ -35,7 +35,7 @@ BY_RECREATION = next(way for way in WAYS if way.attach == "recreate")
 USERNS = Way("userns", "live", "userns", "privileged")
 RESTRICTED = Way("restricted", "never", "restricted", "restricted", reserved=True)
 UNDER_POLICY = Way("under a policy", "recreate", "base", "privileged")
-"""A level that refuses nothing by itself."""
+"""At a level that does not refuse anything by itself."""
 POLICY = ROOT / "deploy/cpi/admission/policy.yaml"
 
 

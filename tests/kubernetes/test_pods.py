@@ -21,7 +21,7 @@ DISKS: Final = {"system": "", "persistent": {DISK: f"/warden-cpi-dev/{DISK}"}}
 IN_ORDER: Final = (0, "agent-shim: all jobs stopped in order\n")
 AGENT_PID: Final = ("pgrep", "--full", "bin/bosh-agent")
 HUNG_S: Final = 90
-"""Longer than the former liveness probe waited."""
+"""Longer than the liveness probe used to wait."""
 JOB_PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid")
 HELLO_PID: Final = ("pgrep", "--full", "http.server")
 

@@ -62,14 +62,14 @@ for entry in Path("/proc").glob("[0-9]*"):
 print(sorted(touched))
 """
 ALL_FOR_VCAP: Final = struct.pack("<I" + 5 * "HHI", 2, 1, 7, 0, 2, 7, VCAP, 4, 7, 0, 16, 7, 0, 32, 7, 0)
-"""A default access list: all rights for the user vcap, within those of a file's group."""
+"""A default ACL that grants vcap all rights, as far as the mode for the group allows them."""
 NAMES_ANOTHER = "cat /var/vcap/data/victim >$pidfile"
 MANY: Final = jobs.process(
     Paths(),
     "many",
     f"setsid {AS_VCAP} perl -e 'for (1 .. 6000) {{ fork or last }} sleep 1000' >/dev/null 2>&1 & echo $! >$pidfile",
 )
-"""Six thousand processes. Those that a stop program overlooks are left."""
+"""Six thousand processes. Those that a stop program overlooks keep running."""
 EXCHANGE: Final = """
 mv jobs others && cp -rL others jobs
 for ctl in jobs/web/bin/ctl jobs/web/*/bin/ctl; do

@@ -369,7 +369,7 @@ SHOWN: dict[str, Callable[[Any, str], tuple[Any, Any]]] = {
     ),
     "shutdown_signal": lambda found, _: (found["last"], ["got SIGINT", "got SIGTERM"]),
 }
-"""For each key of bpm.yml: the observed value, and the value that the cell of docs/bpm.md promises for the level."""
+"""For each key of bpm.yml, the observed value and the value that docs/bpm.md promises for the level."""
 
 
 def test_every_bpm_key_of_the_table_is_checked() -> None:

@@ -60,7 +60,7 @@ def subpath(point: Path) -> None:
 
 
 KINDS = pytest.mark.parametrize("make", [mount_tmpfs, ext4, overlay, subpath])
-"""All below a directory with blanks in its name."""
+"""All of them are below a directory with blanks in its name."""
 
 
 def by_mounts(scratch: Path) -> Instance:
@@ -429,7 +429,7 @@ def test_migration_to_a_full_disk_fails_with_its_message(tmp_path: Path) -> None
 POINTS = int(os.environ.get("SHIM_TEST_KILLS", "6"))
 FILES = int(os.environ.get("SHIM_TEST_FILES", "300"))
 SIZE = int(os.environ.get("SHIM_TEST_BYTES", str(8 << 20)))
-"""How often, and how much there is to copy: outside the daily tests 50, 10000 and 2147483648."""
+"""How often the test runs and how much there is to copy. Outside of the daily tests: 50, 10000 and 2147483648."""
 
 
 def in_a_process(instance: Instance, *cids: str) -> int:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.root
 
 VCAP = "setpriv --reuid=vcap --regid=vcap --clear-groups"
 DAEMON = 1
-"""The number of a user who is neither root nor vcap."""
+"""The uid of a user who is neither root nor vcap."""
 
 PASSING_ON = """
 import asyncio, sys

@@ -29,7 +29,7 @@ START = "/usr/bin/monit -c /var/vcap/monit/monitrc"
 KILL = "pid=$(cat /var/vcap/monit/monit.pid); kill -9 $pid; while [ -e /proc/$pid ]; do sleep 0.05; done"
 RELOADS = "Waiting for monit to reload"
 COMPARED = ("deployment", "job", "packages", "configuration_hash", "networks", "id", "name", "index", "az")
-"""Keys of a state, from the Director."""
+"""Members of a state that come from the Director."""
 
 
 @pytest.fixture

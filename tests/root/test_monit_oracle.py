@@ -37,7 +37,7 @@ OPTIONS = (
     "if 3 restarts within 5 cycles then timeout",
     "if 1 restart within 2 cycles then exec '/bin/true'",
 )
-"""Keys of almost every check."""
+"""Statements that are valid in almost every check."""
 
 TESTS = {
     "process": (
@@ -143,7 +143,7 @@ MISTAKES = (
     "check nothing",
     "{",
 )
-"""Both refuse each of them. The check around it is called ``itself``."""
+"""Both parsers reject each of these. The check around it is called ``itself``."""
 
 BLANKS = ("\n", "\n  ", " ", "\n\n", "\t", " ; ", " # a comment\n", "\r\n")
 

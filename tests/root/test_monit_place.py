@@ -50,7 +50,7 @@ done
 RELOADS: Final = "Waiting for monit to reload"
 ACTION: Final = re.compile(r"Running a?sync action (?:apply|start)\b")
 REST_S: Final = float(os.environ.get("MONIT_PLACE_REST", "10"))
-"""Seconds over which the daemon's processor time at rest is measured."""
+"""Seconds over which the idle daemon's processor time is measured."""
 
 
 class Place:

@@ -58,7 +58,7 @@ KILLED: Final = """#!/bin/bash
 set -T
 trap '[ $((++steps)) -lt {step} ] || kill -9 $$' DEBUG
 """
-"""Before the commands of a script: it is killed ahead of one of them."""
+"""Prepended to a script to kill it before one of its commands."""
 NEVER: Final = 1 << 30
 
 

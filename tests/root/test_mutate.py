@@ -40,7 +40,7 @@ def test_harm():
     assert [name for name, change in harm.items() if tried(change)] == []
     assert clock.boot_ticks() is not None
 """
-"""A test whose subject harms the machine. It passes if nothing worked, and if ``boot_ticks`` is unchanged."""
+"""A test that tries to harm the machine. It passes if nothing worked and ``boot_ticks`` is unchanged."""
 
 
 class Bystanders:

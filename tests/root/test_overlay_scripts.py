@@ -137,7 +137,7 @@ while [ "$pid" -gt 1 ]; do
     pid=$(ps -o ppid:1= -p "$pid")
 done
 """
-"""As the job limits of os-conf: monit and its ancestors."""
+"""Sets limits as the job "limits" of os-conf does, for monit and its ancestors."""
 
 
 async def test_limits_that_a_release_sets_for_monit_apply_to_jobs(pod: Pod) -> None:

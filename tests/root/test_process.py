@@ -48,7 +48,10 @@ umask >$to.umask
 readlink /proc/$$/cwd >$to.directory
 mv $to.status $to
 """
-"""Runs no program for its signals: dash blocks them while it starts one. The last file has the name of the program."""
+"""Starts no program until it has read its signals, because dash blocks them while it starts one.
+
+The last file has its name.
+"""
 PROGRAMS: Final = {
     "bin/pre-start": "",
     "bin/post-start": "",
@@ -77,7 +80,7 @@ processes:
 """
 OWN: Final = ("LISTEN_", "NOTIFY_", "WATCHDOG_", "CREDENTIALS_", "MALLOC_", "AGENT_SHIM_")
 PYTHONS_OWN: Final = 3 << 31
-"""Signals 32 and 33, which newer Pythons leave blocked in children: the C library sends them to its own threads."""
+"""Signals 32 and 33, which the C library sends to its own threads and which newer Pythons leave blocked in children."""
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 DIES = ["setpriv", "--pdeathsig", "KILL"]
-"""Before a command that must end when the process that the test knows is killed."""
+"""Command prefix for a program that must end when the process known to the test is killed."""
 
 _AGENT = """
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ class Alone:
     inside: Inside
     prefix: list[str]
     key: Path
-    """The operator's private key, in the scratch directory that both sides see."""
+    """The operator's private key, in the scratch directory that is visible on both sides."""
 
     def agent(self, body: str, *, port: int = 22) -> Any:
         return self.inside(_AGENT.format(port=port) + body, *self.prefix)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.root
 
 UNIT = ROOT / "systemd" / "agent-shim.service"
 PROGRAMS = ("/opt/agent_shim/launch", "/opt/agent_shim/bin/agent-shim")
-"""They are in the image, not here. Everything else is judged as it stands."""
+"""These exist only in the image. Everything else is checked as it is."""
 
 
 def verify(directory: Path, text: str, name: str = UNIT.name) -> str:

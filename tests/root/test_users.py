@@ -18,7 +18,7 @@ import ctypes
 while True:
     ctypes.CDLL(None).kill(-1, 9)
 """
-"""All other processes of its user, again and again."""
+"""Kills all other processes of its user, again and again."""
 AS_VCAP = ("setpriv", "--reuid=vcap", "--regid=vcap", "--clear-groups")
 FILLING = """
 import os, sys
@@ -131,8 +131,10 @@ STAYING = {
     "killing": [["setsid", sys.executable, "-S", "-c", KILLING]],
     "filling": [["setsid", sys.executable, "-S", "-c", FILLING, "/var/vcap/bosh_ssh/bosh_stays"]] * 2,
 }
-"""Processes that work against their removal. In other sessions with endless forks, with a kill of whatever becomes
-their user, and with new files in the home that is removed.
+"""Processes that resist their removal.
+
+They are in other sessions and fork endlessly, kill every process that switches to their user, or create new files in
+the home directory that is being removed.
 """
 
 

@@ -24,13 +24,13 @@ METHODS = frozenset(
     {"read_text", "read_bytes", "open", "iterdir", "glob", "rglob", "walk", "stat", "lstat", "exists", "is_file"}
     | {"is_dir", "is_symlink", "is_fifo", "readlink", "write_text", "write_bytes", "touch", "samefile"}
 )
-"""Methods of ``Path`` that do."""
+"""Methods of ``Path`` that follow a path."""
 
 MODULES = frozenset({"os", "io", "proc", "guarded", "files", "glob", "entry"})
-"""Names whose attributes are no methods of a path: modules (see CALLS for them), directory entries."""
+"""Names whose attributes are not methods of a path: modules (see CALLS for them) and directory entries."""
 
 OUTSIDE = frozenset({"cli.check", "cli.deployment", "cli.kubernetes", "cli.render", "cli.try_release"})
-"""Commands that read what the user who calls them has named, with that user's rights."""
+"""Commands that read files named by their user, with that user's rights."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ RAW: Mapping[str, Raw] = {
     "bulk.worker": Raw(SCRATCH, frozenset({"_rotate", "become_worker"})),
     "bulk.workers": Raw(SCRATCH, frozenset({"_count"})),
 }
-"""Functions that open what no job can influence, or what the door has opened for them."""
+"""Functions that open files which no job can influence, or which ``host.guarded`` has opened for them."""
 
 
 def openings(module: Module) -> Iterator[tuple[str, int, str]]:

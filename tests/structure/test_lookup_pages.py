@@ -21,7 +21,7 @@ SPELLED = {
     ("monit.password", ""): "random",
     ("spec", ""): "none",
 }
-"""Key and default in the code, and the default as people read it."""
+"""Key and default in the code, and the default as the page writes it."""
 
 
 def table(page: str, header: str) -> list[list[str]]:

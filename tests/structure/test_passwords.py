@@ -9,7 +9,7 @@ import pytest
 from tests.support.source import PACKAGE, ROOT
 
 DOORS = ("edges/bus/https.py", "edges/monit_http.py")
-"""Where a caller shows one."""
+"""Modules in which a caller presents a password."""
 
 
 @pytest.mark.attack("a neighbour calls the create-env endpoint without the password")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from tests.support.source import Module, modules
 
 OF_A_PROCESS = re.compile(r"(^|/)proc/?$|/proc/(\d|\{|%)")
-"""A text that leads to a process by its number: ``/proc``, ``/proc/1/stat``, ``/proc/{pid}/environ``."""
+"""A text that leads to a process by its pid: ``/proc``, ``/proc/1/stat``, ``/proc/{pid}/environ``."""
 
 PLACES: Mapping[str, str] = {
     "host.proc": "it is the one",
@@ -20,7 +20,7 @@ PLACES: Mapping[str, str] = {
     "services.disks.mounting": "refuses it as the place of a disk",
     "supervisor.bpm.runner": "names it as a place of a jail",
 }
-"""Modules that may hold such a text, and why."""
+"""Modules that may contain such a text, and the reason."""
 
 
 def texts(module: Module) -> Iterator[tuple[str, int]]:

@@ -27,7 +27,7 @@ ONCE_SUCCESSFUL = (
     "a request names no disk",
     "a request brings certificates or keys that the agent cannot use",
 )
-"""Attacks that an earlier version did not withstand: each keeps a test."""
+"""Attacks that succeeded against an earlier version. Each must keep a test."""
 
 
 def test_each_attack_mark_begins_with_a_known_attacker() -> None:

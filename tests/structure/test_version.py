@@ -12,7 +12,7 @@ from agent_shim import __version__
 from tests.support.source import ROOT, texts
 
 READERS = {"agent_shim/__init__.py"}
-"""The place of the version."""
+"""The file that contains the version."""
 
 WRITTEN = re.findall(r'__version__ = "(.*)"', (ROOT / "agent_shim/__init__.py").read_text())[0]
 """The version of the checkout. Tests may run a build of it, which adds the commit."""
@@ -27,7 +27,7 @@ BY_HAND = {
 """Files that repeat the version, and where."""
 
 MEASURED = {"docs/performance.md", "docs/pictures/status.json", "docs/pictures/status.svg"}
-"""Files that say which version they show: the next one does not change that."""
+"""Files that name the version which they show. The next release does not change it."""
 
 
 def test_packaging_reads_the_version_from_its_module() -> None:

@@ -33,7 +33,7 @@ FAST = Timing(
     unreachable=20.0,
     goodbye=0.2,
 )
-"""The times of the bus in tests: everything that is waited for is short, what only bounds is long."""
+"""The timing of the bus in tests: short for everything that is waited for, long for everything that is only a limit."""
 
 
 async def echo(data: bytes) -> tuple[str, bytes] | None:

@@ -92,16 +92,16 @@ class Cpi:
     place: str = f"{BOSH}/disks/{{cid}}"
     is_hint_an_object: bool = False
     tells_the_agent: bool = True
-    """Its API has version 2: the Director sends hints by ``add_persistent_disk``."""
+    """Whether its API has version 2, in which case the Director sends hints with ``add_persistent_disk``."""
     names_disks_to_migrate: bool = True
     attaches: Literal["live", "by restart", "by recreation"] = "by recreation"
     loses_data_unasked: bool = True
-    """Event of a container without a request of a CPI: it is created again, or restarted in place."""
+    """Whether an unrequested event recreates the container, instead of restarting it in place."""
     members: Document = field(default_factory=dict)
     start: str = ""
     saves: tuple[str, ...] = ()
     finish: str = ""
-    """Its last step, which it does not wait for: the agent is up by then."""
+    """Its last step, for which it does not wait, so the agent is already up."""
 
     def disk(self, cid: str) -> str:
         """Return where a disk is in the container."""
@@ -149,7 +149,9 @@ WARDEN_WITH_SYSTEMD: Final = Cpi(
     ),
     finish="umount /etc/hosts || true",
 )
-"""bosh-lite's way: process 1 is the image's, settings are streamed in after it, Garden's hosts file goes late."""
+"""bosh-lite's way: the image's own process 1, settings streamed in afterwards, and Garden's hosts file unmounted
+late.
+"""
 LXD: Final = Cpi(
     name="LXD",
     deliver=put_for_all,
@@ -184,7 +186,7 @@ SAP: Final = Cpi(
     deliver=mount_secret,
     tells_the_agent=False,
 )
-"""It attaches one disk at most: all its volumes have the same name."""
+"""It can attach only one disk, because all its volumes have the same name."""
 OURS: Final = Cpi(
     name="our Kubernetes CPI",
     settings=f"{BOSH}/settings-source-file/config.json",
@@ -193,7 +195,7 @@ OURS: Final = Cpi(
     place=f"{manifests.DISKS_AT_CREATION}/{{cid}}",
     is_hint_an_object=True,
 )
-"""Disks at creation and reserved ones have the same place."""
+"""Disks present at creation and reserved disks have the same path."""
 OURS_LIVE: Final = Cpi(
     name="our Kubernetes CPI, live",
     settings=OURS.settings,
@@ -205,4 +207,4 @@ OURS_LIVE: Final = Cpi(
     loses_data_unasked=False,
 )
 STATEFUL_SET: Final = Cpi(name="a StatefulSet", deliver=mount_file, place="/var/vcap/store", tells_the_agent=False)
-"""No CPI: the manifest mounts the volume where jobs expect it, and says so in the settings."""
+"""There is no CPI. The manifest mounts the volume where jobs expect it, and names that path in the settings."""

@@ -20,7 +20,7 @@ from tests.support.proxy import Proxy
 
 AGENT: Final = "agent-of-the-image"
 BLOBS: Final = "/blobs"
-"""Where the containers see the directory of the blobstore."""
+"""Directory of the blobstore as containers see it."""
 
 
 @dataclass(frozen=True)

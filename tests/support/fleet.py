@@ -20,7 +20,7 @@ from tests.support.machine import Machine, machine
 from tests.support.ports import free_port
 
 BLOBS = Machine.SCRATCH / "blobs"
-"""The local blobstore as a machine sees it."""
+"""Directory of the local blobstore as a machine sees it."""
 
 CONFIG: dict[str, Any] = {
     "Platform": {"Linux": {"UseDefaultTmpDir": True, "SkipDiskSetup": True}},

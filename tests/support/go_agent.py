@@ -106,7 +106,7 @@ def alive(machine: Machine, numbers: dict[str, list[str]]) -> bool:
 
 
 TASK: Final = "task-of-before"
-"""A task that the agent before had taken and not finished."""
+"""A task that the previous agent had accepted and not finished."""
 
 
 def write_all_state_files(machine: Machine, disk: str) -> None:

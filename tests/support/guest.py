@@ -30,7 +30,7 @@ CACHE: Final = ROOT / ".guest"
 KEEPER: Final = "agent_shim/host/keeper"
 SUITE: Final = "trixie"
 PYTHON: Final = "3.13"
-"""The one of the suite."""
+"""The Python version of the guest's distribution."""
 PACKAGES: Final = (
     "dmsetup e2fsprogs initramfs-tools iproute2 iptables kmod linux-image-cloud-amd64 mount nftables openssl procps "
     "python3 python3-venv strace sudo systemd tini udev util-linux"
@@ -42,7 +42,7 @@ PLACE: Final = "/opt/agent_shim"
 LIMIT: Final = 1800.0
 """Seconds from power on to power off."""
 OUT: Final = 1 << 30
-"""Bytes that may come out."""
+"""Maximum number of bytes that may come out."""
 
 _SERVICE: Final = """
 [Unit]

@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 LIMIT_S: Final = 0.05
 LOOK_S: Final = 0.01
-"""Interval of the witness; it looks at callbacks that have lasted for two of them."""
+"""Interval at which the second thread looks for callbacks that have lasted for two intervals."""
 READ, FUTEX = ("63", "98") if os.uname().machine == "aarch64" else ("0", "202")
 """Numbers of the system calls that read a file and wait for a lock."""
 RUNTIME_BYTES: Final = 1 << 20
-"""Bound for the size of the interpreter's state, which contains its lock."""
+"""Maximum size of the interpreter's state, which contains its lock."""
 
 _per_thread: Final = threading.local()
 _installed: list[Any] = []

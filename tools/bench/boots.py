@@ -21,9 +21,9 @@ OWN_MACHINE: Final = (
     "&& mount --bind /mnt/etc /etc && mount -t tmpfs tmpfs /usr/local/share "
     "&& (getent group vcap >/dev/null || useradd -U -M vcap) && "
 )
-"""Mounts that confine the writes of an agent that is root: the tree, /etc, and authorities."""
+"""Mounts that confine the writes of an agent that runs as root: the tree, /etc, and CA directories."""
 MADE: Final = ".made"
-"""Suffix of the file whose time marks the end of the preparation, which the figure excludes."""
+"""Suffix of the file whose mtime marks the end of the preparation, which the figure excludes."""
 STEP: Final = re.compile(r"boot step (.+?): .*\(([0-9.]+) ms\)")
 JOBS: Final = 5
 

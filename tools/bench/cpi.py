@@ -45,7 +45,7 @@ POD_TIMEOUT_S: Final = 60.0
 STEPS: Final = ("to the pod", "to its volume and node", "to its container", "to its agent")
 """Sections of a create_vm, between the times of ``Bare.steps_of_next``."""
 STEPS_OF_ATTACHMENT: Final = ("to the pod", "to its mount")
-"""Sections of a live attach_disk. The kubelet tells a container and the end of its hook at once."""
+"""Sections of a live attach_disk. The kubelet reports a container and the end of its hook together."""
 START: Final = "import json, msgspec"
 START_OF_A_CLIENT: Final = "import http.client, json, msgspec, ssl"
 

@@ -20,11 +20,11 @@ SIZES: Final = (10, 50, 200, 500)
 ROUNDS: Final = 3
 KILLED: Final = 200
 IDLE_S: Final = 30.0
-"""Seconds between two heartbeats. A measurement lasts one interval, or two where the figure has a budget."""
+"""Seconds between two heartbeats. A measurement lasts one interval, or two if the figure has a budget."""
 PINGED_S: Final = 15.0
 CALM_S: Final = 6.0
 FIRST_FAILURE_S: Final = 32.0
-"""Time after which the next death of a process counts as a first one, with an immediate restart."""
+"""Seconds after which the next exit of a process counts as a first failure, with an immediate restart."""
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:

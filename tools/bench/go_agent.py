@@ -38,7 +38,7 @@ listening.bind("/run/log")
 while True:
     listening.recv(65536)
 """
-"""The Go agent looks for a missing one ten times a second."""
+"""Without a syslog, the Go agent looks for one ten times a second."""
 
 
 def main() -> int:

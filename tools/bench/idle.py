@@ -20,7 +20,7 @@ from tools.bench.measuring import ECHO, MB, Figures, Stopwatch, figure
 JOBS: Final = 5
 CALM_S: Final = 3.0
 SAMPLE_S: Final = 2.0
-"""The cost of a heartbeat lies before its arrival, so it is in the last window before."""
+"""The cost of a heartbeat arises before it arrives, so it is in the last window before its arrival."""
 WATCHED_S: Final = 95.0
 LOGS: Final = 100 * MB
 

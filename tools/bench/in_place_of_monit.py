@@ -31,7 +31,7 @@ KILLED: Final = 3
 LIMIT_S: Final = 900.0
 ASKED: Final = 20
 SERVICES_A_FILE: Final = 10
-"""monit 5.2.5 reads no more than 127 files."""
+"""monit 5.2.5 reads at most 127 files."""
 USER: Final = "vcap:random"
 
 CTL: Final = """#!/bin/sh

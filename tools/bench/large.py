@@ -36,7 +36,7 @@ COMPILED: Final = 2_000_000_000
 PACKAGES: Final = 10
 PACKAGE: Final = 500_000_000
 ROOM_FACTOR: Final = 2.0
-"""Maximum disk space of a part, as a multiple of its data."""
+"""Disk space that a part needs, as a multiple of its data."""
 
 
 def line(chance: random.Random) -> str:

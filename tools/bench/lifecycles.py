@@ -18,7 +18,7 @@ ROUNDS: Final = 5
 JOBS: Final = 5
 LOOKS: Final = 50
 PAUSES: Final = (1.3, 7.9, 4.1, 9.6, 2.2)
-"""Seconds before a kill. They vary, so that it meets a polling supervisor at any point of its period."""
+"""Seconds before a kill. They vary, so that the kill comes at different points of a polling supervisor's period."""
 SCRIPT: Final = "its script run from here, until the pidfile is there"
 
 

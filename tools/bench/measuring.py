@@ -17,10 +17,10 @@ from tests.support.instance import INTERPRETER, ROOT
 
 MB: Final = 1024 * 1024
 ECHO: Final = f"env PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(INTERPRETER)} -m tools.bench.echo {{config}}"
-"""A bare client of the bus in place of an agent: the floor of many figures."""
+"""A minimal client of the bus instead of an agent, which is the floor of many figures."""
 Figure = dict[str, Any]
 Figures = dict[str, Figure]
-"""Figures by name. A part adds each as soon as it has it: a later failure removes none."""
+"""Figures by name. A part adds each as soon as it is measured, so that a later failure loses none."""
 
 
 def figure(samples: Sequence[float], unit: str, *, floor: Sequence[float] = (), floor_is: str = "") -> Figure:

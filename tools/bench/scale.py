@@ -37,7 +37,7 @@ from tools.bench.measuring import Stopwatch
 COUNTS: Final = (10, 50, 200, 500, 1000)
 AGENTS_PER_PROCESS: Final = 50
 STEADY_S: Final = 62.0
-"""Seconds at rest: two heartbeats of each agent."""
+"""Seconds without requests, in which each agent sends two heartbeats."""
 AWAY_S: Final = 15.0
 """Length of the outage in seconds."""
 TICK_S: Final = 0.25
@@ -196,19 +196,19 @@ class Point:
     asked_all_after: float = 0.0
     """Seconds from one request of the Director to all agents until the last answer."""
     handshake_cpu: float = 0.0
-    """Processor time of the server for each reconnected agent, in seconds."""
+    """The server's processor time in seconds for each agent that reconnects."""
     agent_cpu: float = 0.0
-    """Processor time of each agent from the end of the server to its reconnection, in seconds."""
+    """Processor time of each agent in seconds, from the kill of the server until it is reconnected."""
     back_first: float = 0.0
     back_median: float = 0.0
     back_last: float = 0.0
-    """Seconds from the server's return until the first, the middle and the last agent is connected."""
+    """Seconds from the server's return until the first, the median and the last agent is connected."""
     attempts: float = 0.0
     """Connection attempts of each agent."""
     most_attempts_away: float = 0.0
-    """In any second between the kill and the next start."""
+    """Most attempts within one second between the kill and the next start."""
     most_attempts_per_second: float = 0.0
-    """In any second after it."""
+    """Most attempts within one second after the next start."""
     deaf: int = 0
     curve: list[tuple[float, float, float]] | None = None
     """Seconds since the server's return, number of connected agents, attempts so far."""

@@ -72,8 +72,9 @@ TABLES: Final = {
         "slowest ping meanwhile": r"(\d+)_processes_slowest_ping",
     },
 }
-"""Figures in tables of their own, by the first column, then by row. The pattern gives the column. Those with a budget
-have a row of the large table too.
+"""Figures that are shown in separate tables, by first column and row. The pattern yields the column.
+
+Those with a budget also have a row in the large table.
 """
 
 IN_SHORT: Final = {
@@ -90,7 +91,9 @@ IN_SHORT: Final = {
 
 
 NOT_ALIKE: Final = frozenset({"exec_to_first_pong", "exec_to_first_pong_with_5_jobs", "exec_until_5_jobs_are_adopted"})
-"""Figures without a comparison: the Go agent runs on its platform ``dummy`` here, which skips the steps of its boot."""
+"""Figures that are not compared, because the Go agent runs on its platform ``dummy`` here, which skips these boot
+steps.
+"""
 
 
 def merged(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:

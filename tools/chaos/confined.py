@@ -29,7 +29,7 @@ ROOT: Final = Path(__file__).parents[2]
 MAX_PROCESSES: Final = 2000
 MAX_MEMORY: Final = 8 << 30
 _INSIDE: Final = "SHIM_CONFINED_CGROUPS"
-"""Environment variable of the second half, inside the namespaces: mounts of cgroups, each ``FROM:TO``."""
+"""Environment variable for the second stage, inside the namespaces: mounts of cgroups, each ``FROM:TO``."""
 _FRESH: Final = ("/tmp", "/var/tmp", "/run")
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
 _CLOSED: Final = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")

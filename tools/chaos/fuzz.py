@@ -54,7 +54,7 @@ from agent_shim.supervisor.monit import parser as monitrc
 from agent_shim.supervisor.ownership import process_record
 
 SLOW: Final = 1.0
-"""Maximum CPU seconds of one reading."""
+"""CPU seconds after which one call counts as too slow."""
 
 del _core  # importing it registers the actions
 
@@ -70,7 +70,7 @@ class Target:
     known: tuple[type[Exception], ...]
     seeds: tuple[bytes, ...]
     words: tuple[bytes, ...] = ()
-    """Meaningful pieces to insert."""
+    """Tokens that mutations may insert."""
 
 
 def _request(data: bytes) -> object:
@@ -377,15 +377,15 @@ _PAIR: Final = {
 _DEEP: Final = b'{"env":' + b"[" * 3000
 """A finding: nested deeper than the decoder's limit."""
 _HUGE: Final = b"processes: [{name: a, executable: b, limits: {memory: " + b"8" * 400 + b"}}]"
-"""A finding: beyond the range of a float."""
+"""A finding: a number beyond the range of a float."""
 _MANY: Final = b";".join(b"%x:b" % number for number in range(10_000))
 """A finding: each name was compared with all others."""
 _DAMAGED: Final = _tar("w:gz")[:-8], _tar("w:gz")[:-8] + bytes(8), _tar("w:gz")[:3] + b"\xa1" + _tar("w:gz")[4:]
-"""Findings: isal read past a wrong check and reserved flags, and zlib past an end before the check."""
+"""Findings: isal read past a wrong checksum and reserved flags, and zlib past an end before the checksum."""
 _WIDE: Final = _tar("w")[:100] + b"\x80" + _tar("w")[101:]
 """A mode in base 256."""
 _FOLLOWED: Final = b"POST /a HTTP/1.1\r\nContent-Length: 4\r\n\r\nbodyGET /b HTTP/1.0\r\n\r\n"
-"""A finding: the first request was taken for one of the second's method."""
+"""A finding: the first request was parsed as one with the second's method."""
 _METHODS: Final = tuple(
     _json({"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.a.b.c"})
     for method, arguments in (

@@ -42,9 +42,9 @@ ROOT: Final = Path(__file__).parents[2]
 STORE: Final = Path(os.environ.get("SHIM_MUTATE_STORE") or ROOT / ".mutate")
 DEFAULT_PATHS: Final = ("supervisor", "host", "bulk", "services", "edges", "actions", "daemon", "kubernetes_cpi")
 MAX_TESTS: Final = 150
-"""Tests that run against one mutant, of those that reach its line."""
+"""At most this many of the tests that reach a mutant's line run against it."""
 TIMEOUT_S: Final = 120.0
-"""A longer run of pytest counts as noticed: a test waits for ever."""
+"""A run of pytest that takes longer counts as noticed, because a test waits forever."""
 Result: TypeAlias = dict[str, object]
 """Members ``outcome`` (noticed, survived, unreached, not tried), ``tests``, ``by``."""
 Results: TypeAlias = dict[str, dict[str, Result]]
@@ -79,7 +79,7 @@ data_file = {data}
 sigterm = true
 """
 _CHILDREN: Final = "context = ${PYTEST_CURRENT_TEST}\n"
-"""The context of a process that a test starts: it reads the file itself, with the variable that it inherits."""
+"""The coverage configuration of a process that a test starts. It contains the variable that the process inherits."""
 
 
 @dataclass(frozen=True)

@@ -28,19 +28,19 @@ from tools.chaos.mutate import ROOT, Mutant
 TASKS: Final = "SHIM_MUTATE_TASKS"
 """Names a file with a list of ``[mutant, {node id of a test: its seconds under coverage, …}]``."""
 RESULTS: Final = "SHIM_MUTATE_RESULTS"
-"""Names the file that takes a line of JSON for each mutant: key, outcome, number of tests, the test that failed."""
+"""Names the file to which a line of JSON is written for each mutant: key, outcome, number of tests, the failed test."""
 TIMEOUT_S: Final = 5.0
-"""One test may take so long, and four times its seconds under coverage: then a mutant lets it wait for ever."""
+"""Time limit of one test, in addition to four times its duration under coverage. A mutant may make it wait forever."""
 PROCESSOR_S: Final = 5
 MAX_MEMORY: Final = 3 << 30
-"""Bounds of one test and of a fork. The same tests must pass without the mutant."""
+"""Memory limits of one test and of a fork. The same tests must pass without the mutant."""
 TMP: Final = Path("/tmp/mutant")
 """A fresh tmpfs for each fork. The base of pytest's temporary directories is in it."""
 
 _Functions: TypeAlias = dict[tuple[str, str], list[FunctionType]]
 
 _SOUND_AFTER: Final = 2
-"""A test that failed with a mutant and passed without one so often is no longer asked without one."""
+"""How often a test must fail with a mutant and pass without one before it is no longer run without one."""
 _NOTICED: Final = 1
 _NOT_TRIED: Final = 3
 
@@ -87,7 +87,7 @@ class _FirstFailure:
 
 
 _broken: Final[set[str]] = set()
-"""Tests that fail in a fork without a mutant. They say nothing and are left out."""
+"""Tests that fail in a fork even without a mutant. They prove nothing and are left out."""
 _sound: Final[Counter[str]] = Counter()
 """How often a test failed with a mutant and passed without one."""
 _noticing: Final[dict[str, Counter[str]]] = defaultdict(Counter)

@@ -63,7 +63,7 @@ class Profile:
 
     jobs: int
     tasks_asked: int
-    """``get_task`` a second."""
+    """Number of ``get_task`` requests per second."""
     sampled: int
     scraped: int
     is_load: bool = False
@@ -72,7 +72,9 @@ class Profile:
 FAULTS: Final = Profile(JOBS, 5, 5, 15)
 """All kinds of faults and work."""
 LOAD: Final = Profile(202, 18, 5, 1, is_load=True)
-"""202 services, a death and a flood of logs each second, twenty requests a second, a bus restart each minute."""
+"""202 services, one kill and one flood of logs per second, twenty requests per second, a restart of the bus every
+minute.
+"""
 FLOOD_LIMIT: Final = 200 << 20
 
 
@@ -90,9 +92,9 @@ class Record:
     """Delays of the sleeping process above 20 ms."""
     beats: list[float] = field(default_factory=list)
     outages: list[tuple[float, float]] = field(default_factory=list)
-    """Periods in which the case had stopped the bus or the agent, until the next answer."""
+    """Periods from a deliberate stop of the bus or the agent until the next answer."""
     connected: list[float] = field(default_factory=list)
-    """Seconds from the end of each fault until the agent said that it is connected."""
+    """Seconds from the end of each fault until the agent reported that it was connected."""
     done: dict[str, int] = field(default_factory=dict)
     """Number of each kind of event."""
     broken: list[str] = field(default_factory=list)

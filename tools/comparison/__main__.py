@@ -40,9 +40,9 @@ LOOK_S: Final = 0.5
 INTERRUPTED: Final = threading.Event()
 KINDS: Final = "equal, listed, difference, busy, unplayed"
 TRIES: Final = 4
-"""Lives of a job that does not run. Each has more of what its scripts look for."""
+"""How often a job that does not run is tried. Each time, more of what its scripts look for is provided."""
 WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-syslog,-mac_admin,-mac_override,-audit_control"
-"""Capabilities that no script of a release gets, in either world."""
+"""Capabilities that no script of a release gets in either environment."""
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ import yaml
 
 VCAP: Final = Path("/var/vcap")
 RUNNING: Final = Path("/run/bpm")
-"""Processes by container, as runc keeps them: independent of the pidfiles."""
+"""Processes by container, which runc also stores independently of the pidfiles."""
 TERM_TIMEOUT_S: Final = 15
 QUIT_TIMEOUT_S: Final = 2
 

@@ -33,25 +33,27 @@ class Difference:
     is_dependent: bool = False
     """The service of the difference depends on another one."""
     has_no_localhost: bool = False
-    """The job took ``localhost`` out of the names of the machine."""
+    """The job has removed ``localhost`` from the host names of the machine."""
     is_process_1: bool = False
-    """A script of the job writes process 1 into a pidfile."""
+    """A script of the job writes 1 into a pidfile."""
     is_survivor: bool = False
-    """A process outlived its stop, or the stop of a restart, in the Go agent's world alone."""
+    """A process outlived its stop, or the stop of a restart, only under the Go agent."""
     is_started_twice: bool = False
-    """A slow start program has begun a process in both worlds, and in the Go agent's a second one or none yet."""
+    """A slow start program has started one process in each environment, and under the Go agent a second one or none
+    yet.
+    """
     is_restarted_by_port: bool = False
-    """A rule about a port has restarted a process in the Go agent's world."""
+    """A rule about a port has restarted a process under the Go agent."""
     is_restarted_by_usage: bool = False
-    """A rule about memory or processor time has restarted a process in the Go agent's world."""
+    """A rule about memory or processor time has restarted a process under the Go agent."""
     has_failed_start: bool = False
-    """The service, or one of the job, whose process lives, had too slow a start program in the Go agent's world."""
+    """Under the Go agent, a start program of the service, or of the job's service whose process runs, was too slow."""
     runs_beside_stop_program: bool = False
-    """The phase follows a stop that only this agent ended after the stop program."""
+    """The phase follows a stop that only this agent completed before the stop program ended."""
     is_refused: bool = False
-    """The Go agent's monit refused to end the monitoring of the service, because a stop went on."""
+    """The Go agent's monit refused to unmonitor the service, because a stop was still in progress."""
     is_pending: bool = False
-    """The restart of the phase before had not ended in either world."""
+    """The restart of the previous phase had not ended in either environment."""
 
     @property
     def act(self) -> str:
@@ -75,7 +77,7 @@ class Verdict:
     listed: list[Difference] = field(default_factory=list)
     has_process: bool = True
     helped: list[str] = field(default_factory=list)
-    """Programs made to live, and ``lenient`` if scripts went on after errors."""
+    """Programs that were kept running, and ``lenient`` if scripts continued after errors."""
 
     @property
     def kind(self) -> str:
@@ -112,13 +114,13 @@ OF_BPMS_WORDS: Final = re.compile(r"\nUsage:.*(\nError:)|(?<=parse job configura
 FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid", "size", "timestamp")
 """Lines of monit's texts that docs/monit-deviations.md lists for every job."""
 UNSTEADY_STATES: Final = 4
-"""Changes of the state of a process at rest."""
+"""Number of state changes of a process, while nothing is requested, from which on it counts as unsteady."""
 
 DEATHS: Final = ("death", "port closed", "unmonitor")
-"""Phases in which processes end."""
+"""Phases in which processes are killed."""
 HOOKS: Final = re.compile(r"/bin/(pre-start|post-start|post-deploy|pre-stop|drain|post-stop|run)((?: .*)?)$")
 BUSY_WAIT: Final = 2.0
-"""A life that waits for a processor this many times longer than it works is played on a busy machine."""
+"""If a run waits for a processor this many times longer than it works, the machine counts as too busy."""
 VOLATILE: Final = re.compile(
     r"_|PWD|OLDPWD|SHLVL|AGENT_SHIM_\w+|BPM_STAND_IN|MONIT_DATE|MONIT_DESCRIPTION|MONIT_PROCESS_\w+"
 )
@@ -129,7 +131,7 @@ ROUGHLY: Final[list[tuple[re.Pattern[str], float, float]]] = [
     (re.compile(r"percent"), 15, 0),
     (re.compile(r"mem\.kb$"), 8192, 0.5),
 ]
-"""Figures by path, with the absolute and the relative difference that two worlds side by side may have."""
+"""Figures by path, with the absolute and relative difference that is allowed between two simultaneous runs."""
 
 Phases = dict[str, dict[str, Any]]
 
@@ -137,7 +139,7 @@ AFTER_STOPS: Final = (
     *("monit restart", "unmonitor", "monitor again", "agent restarted", "drain", "stop", "post-stop", "apply"),
     *("pre-start", "start", "start after stop", "slow start", "pre-stop"),
 )
-"""Phases in which a process can be that outlived a stop or a restart."""
+"""Phases in which a process may be running that outlived a stop or a restart."""
 LAST: Final = ("pre-stop", "drain", "stop", "post-stop")
 """Phases after a slow start."""
 STARTS: Final = ("start", "post-start", "post-deploy", "rest", "start after stop", "slow start")
@@ -265,7 +267,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     ),
     ("a stop while a start is pending", lambda one: one.act == "stop" and "errored" in one.go_answer),
 ]
-"""Rows of docs/monit-deviations.md by how they begin, and the differences that are theirs."""
+"""The beginning of each row of docs/monit-deviations.md, and a test for the differences that it covers."""
 
 
 def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:

@@ -37,14 +37,14 @@ AGENT: Final = "instance"
 VCAP: Final = Path("/var/vcap")
 SCRATCH: Final = Path("/mnt")
 BPM: Final = SCRATCH / "bpm"
-"""Programs of bpm's package. Comparison/bpm.py takes their place where there are none."""
+"""Programs of bpm's package. tools/comparison/bpm.py replaces them if they are missing."""
 BROKEN: Final = SCRATCH / "broken"
-"""Where an agent is that is broken on purpose."""
+"""Directory of an agent that is broken on purpose."""
 BLOBS: Final = VCAP / "blobs"
 OBSERVER: Final = 59999
 LOOK_S: Final = 0.7
 LAST_LOOK_S: Final = 20
-"""Patience of the look at the end of a phase, which is compared."""
+"""Time limit in seconds for the query at the end of a phase, whose result is compared."""
 SCRIPT_LIMIT_S: Final = 60.0
 START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
@@ -71,14 +71,14 @@ TREE: Final = (
     *("blobs", "bosh", "data/sys/run", "data/sys/log", "data/packages", "data/jobs", "data/tmp", "store", "instance"),
     *("jobs", "packages", "monit"),
 )
-"""Directories that a stemcell or its agent makes below ``/etc`` and ``/var/vcap``."""
+"""Directories that a stemcell or its agent creates below ``/etc`` and ``/var/vcap``."""
 COMMANDS: Final = ("monit summary", "monit status", "monit stop none", "monit unmonitor", "monit nonsense", "monit -V")
-"""Commands of an operator, of which the code and the text are compared."""
+"""Commands of an operator whose exit codes and texts are compared."""
 BPM_COMMANDS: Final = (
     *("bpm list", "bpm pid {job} -p {process}", "bpm pid {job} -p none", "bpm pid none", "bpm start none"),
     *("bpm stop none", "bpm run none -p {process}", "bpm logs none", "bpm pid", "bpm nonsense"),
 )
-"""The same of a job under the real bpm. Two of them also after its stop."""
+"""The same for a job under the real bpm. Two of them are also run after its stop."""
 RELOADS: Final = "Waiting for monit to reload"
 ENVIRONMENT: Final = {"PATH": f"{VCAP}/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 """Environment of an agent, as its service manager gives it."""
@@ -92,7 +92,7 @@ class Phase:
 
     name: str
     value: str = ""
-    """The answer to the act, or its error."""
+    """The answer to the action, or its error."""
     seconds: float = 0.0
     job_states: list[str] = field(default_factory=list)
     """Each change, in order."""
@@ -104,9 +104,9 @@ class Phase:
     alerts: list[str] = field(default_factory=list)
     heartbeats: list[str] = field(default_factory=list)
     services: dict[str, bool] = field(default_factory=dict)
-    """Whether the process of each pidfile lives at the end."""
+    """Whether the process of each pidfile is running at the end."""
     same: dict[str, bool] = field(default_factory=dict)
-    """Whether it is the process of the phase before."""
+    """Whether it is the same process as in the previous phase."""
     texts: dict[str, str] = field(default_factory=dict)
     """Exit codes and outputs of commands."""
     files: list[str] = field(default_factory=list)
@@ -226,7 +226,7 @@ class Life:
         self.last: dict[str, int] = {}
         self.state: dict[str, Any] = {}
         self.has_acted = False
-        """The act of the phase is over: states before it do not count."""
+        """True once the action of the phase is complete. States before that do not count."""
         self.seen = ""
 
     @property

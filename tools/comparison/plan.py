@@ -18,7 +18,7 @@ import yaml
 from tools.comparison.releases import Checkout, Job
 
 TOOLS: Final = ("curl", "jq", "openssl", "python3", "iptables", "ip6tables", "ipset", "nc", "rsync", "setpriv")
-"""Programs beside those of a minimal Debian that are themselves in both worlds if this machine has them."""
+"""Programs that both environments use from this machine if it has them, in addition to those of a minimal Debian."""
 NEVER_LIVE: Final = ("yq", "keytool", "lsb_release")
 CAP_SYS_RESOURCE: Final = 24
 TRIALS: Final = (
@@ -26,11 +26,11 @@ TRIALS: Final = (
     *("agent restarted", "errand", "update", "start after stop", "slow start"),
 )
 HOOKS: Final = ("pre-start", "post-start", "post-deploy", "pre-stop", "drain", "post-stop", "run")
-"""Scripts of a job that the Director runs. A job that lacks one gets one that only reports itself."""
+"""Scripts of a job that the Director runs. If a job lacks one, a script is added that only reports itself."""
 TOLD: Final = "/var/vcap/packages/stand_in/told"
 SLOW_TIMEOUT_S: Final = 10
 SLOW_S: Final = 16
-"""A start program that is slower than its timeout."""
+"""A delay in seconds that exceeds the timeout of a start program."""
 STAND_IN: Final = "STAND_IN"
 STAND_IN_TEXT: Final = Path(__file__).with_name("stand_in.py").read_text()
 _PATH: Final = re.compile(r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)((?:/[\w.@+-]+)*)")
@@ -75,15 +75,15 @@ class Plan:
     files: dict[str, dict[str, str]] = field(default_factory=dict)
     """Contents of packages: their files by package."""
     system: set[str] = field(default_factory=set)
-    """Programs that scripts call by name and that neither the machine nor a package has."""
+    """Programs that scripts call by name but that neither the machine nor a package contains."""
 
     lives: list[str] = field(default_factory=list)
-    """Programs that live although nothing in how they are started says so."""
+    """Programs that must keep running although nothing in their invocation shows it."""
     is_lenient: bool = False
-    """Scripts go on after errors, in both worlds."""
+    """Whether scripts continue after errors, in both environments."""
 
     acts: tuple[tuple[str, str], ...] = ()
-    """Further phases after the rest: their names and shell commands."""
+    """Further phases after the state at rest: their names and shell commands."""
     trials: tuple[str, ...] = TRIALS
 
     @property

@@ -46,7 +46,7 @@ OF_DEPLOYMENTS: Final[Mapping[str, dict[str, Any]]] = {
     },
     "blobstore.path": {"description": "Directory of that blobstore, in the VM."},
 }
-"""Properties that deployment manifests set for every CPI alike."""
+"""Properties that deployment manifests set in the same way for every CPI."""
 
 
 def main() -> int:

@@ -40,7 +40,7 @@ class Release:
     out: Path
     bases: dict[str, str]
     name: str
-    """Name of the image in a registry, for the light stemcell. "" makes none."""
+    """Name of the image in a registry for the light stemcell. Without a name, no light stemcell is built."""
     build: list[str]
     epoch: str
 

@@ -30,7 +30,7 @@ ROOT: Final = Path(__file__).parents[2]
 HERE: Final = Path(__file__).parent
 DEPLOYMENTS: Final = "https://github.com/cloudfoundry/bosh-deployment"
 COMPILED: Final = r"ubuntu-(?P<line>\w+)-(?P<version>\d[\d.]*)\.tgz$"
-"""End of the address of a compiled release: it fits only the stemcell that it names."""
+"""End of the URL of a compiled release, which only fits the stemcell that it names."""
 NAMESPACE: Final = "bosh"
 DEPLOYMENT: Final = "hello"
 PAGE: Final = """

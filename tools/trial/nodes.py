@@ -19,7 +19,7 @@ CONTAINER: Final = f"{NAME}-control-plane"
 IMAGE: Final = "localhost/agent-shim/trial:latest"
 BASE: Final = "ghcr.io/cloudfoundry/ubuntu-{line}-stemcell:latest"
 START_S: Final = 3600.0
-"""Seconds for the own node: its first start builds Kubernetes."""
+"""Time limit in seconds for starting the tests' own node. Its first start builds Kubernetes."""
 STOP_S: Final = 60.0
 
 

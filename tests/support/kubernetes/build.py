@@ -26,7 +26,7 @@ SUITE: Final = "bookworm"
 PROGRAMS: Final = ("kubelet", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 KEYS: Final = "/usr/share/keyrings/debian-archive-keyring.gpg"
 TAGS: Final = "providerless,dockerless"
-"""Left out: what asks clouds for volumes and addresses, and Docker as a runtime. Half of the work."""
+"""Build tags that leave out volumes and addresses of clouds, and Docker as a runtime, which saves half of the work."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 START: Final = "from kubernetes_cpi.__main__ import run; run()"
 """The argument of ``-c`` in tools/cpi_release/jobs/kubernetes_cpi/templates/cpi.erb."""
 LIMIT_S: Final = 180.0
-"""Bound of a call. The Director has none."""
+"""Time limit of a call in seconds. The Director has none."""
 
 
 class CpiError(Exception):

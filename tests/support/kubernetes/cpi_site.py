@@ -26,7 +26,7 @@ from tests.support.source import ROOT
 ACCOUNT: Final = "bosh-cpi"
 LABEL: Final = "cpi.bosh.io"
 CLASS: Final = "on-the-node"
-"""A StorageClass that binds on first use, as classes of clouds do."""
+"""A StorageClass that binds on first use, like those of clouds."""
 KINDS: Final = "pods,secrets,persistentvolumeclaims,services,configmaps"
 GRACE_S: Final = 10
 
@@ -71,9 +71,9 @@ class Site:
     deployments: Deployments
     way: Way
     hosted: Path
-    """The directory of the node below which live disks are."""
+    """The directory of the node that contains live disks."""
     spare: Instance | None = None
-    """Instance of a successful flow."""
+    """Instance left by a successful flow."""
 
     @property
     def cpi(self) -> calls.Cpi:

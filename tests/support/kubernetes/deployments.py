@@ -31,11 +31,11 @@ from tests.support.proxy import Proxy
 NETWORKS: Final = {
     "default": {"type": "dynamic", "cloud_properties": {}, "prefix": "32", "default": ["dns", "gateway"]}
 }
-"""As the Director sends a dynamic network (deployment_plan/network_settings.rb)."""
+"""A dynamic network as the Director sends it (deployment_plan/network_settings.rb)."""
 READY_S: Final = 90.0
-"""Bound for an agent to answer. The Director waits 600 s."""
+"""Time limit in seconds for an agent to answer. The Director waits 600 s."""
 KEPT: Final = "written-at-the-beginning"
-"""The file that no flow may lose."""
+"""Name of the file that no flow may lose."""
 
 
 @dataclass
@@ -98,7 +98,10 @@ class Instance:
     disk: str = ""
     kept: str = ""
     networks: dict[str, Any] = field(default_factory=lambda: NETWORKS)
-    """As the agent of its last VM has reported them. The Director sends them to the next (network_settings.rb)."""
+    """The networks as the agent of the last VM reported them.
+
+    The Director sends them to the next one (network_settings.rb).
+    """
 
 
 @dataclass
@@ -122,7 +125,7 @@ class Deployments:
         self.disk_type: dict[str, Any] = {}
         self.disk_size_mib = 64
         self.files: dict[str, str] = {}
-        """Files of its jobs beside the usual ones, or in their place."""
+        """Files of its jobs, in addition to the usual ones or replacing them."""
         self.dynamic_disks: dict[str, DynamicDisk] = {}
         self.vms: set[str] = set()
         self.disks: set[str] = set()

@@ -23,7 +23,7 @@ import pytest
 from tests.support import pods
 
 NODE: Final = "SHIM_TEST_NODE"
-"""The variable with the directory of the node. In it are, from the beginning:"""
+"""The variable with the directory of the node. From the start this directory contains:"""
 PROGRAMS: Final = "programs"
 IMAGES: Final = "images.tar"
 
@@ -33,7 +33,7 @@ ADDRESS: Final = "192.0.2.2"
 """Address of the node. Pods can reach servers on it."""
 PODS: Final = "192.0.2.128/25"
 DNS: Final = "192.0.2.53"
-"""Address of the cluster's DNS, where CoreDNS is among the programs."""
+"""Address of the cluster's DNS, if CoreDNS is among the programs."""
 NAME: Final = "node"
 SECOND: Final = "second"
 SECOND_ADDRESS: Final = "192.0.2.3"
@@ -45,7 +45,7 @@ API_SERVICE: Final = "198.51.100.1:443"
 ETCD: Final = "http://127.0.0.1:2379"
 CONTAINERD: Final = "/run/containerd/containerd.sock"
 TIMEOUT_S: Final = 120.0
-"""Seconds that a part may take to be ready on a busy machine."""
+"""Seconds that a part may need on a busy machine until it is ready."""
 
 CONTAINERD_CONFIG: Final = """
 version = 2
@@ -96,7 +96,7 @@ class Worker:
         self.name = name
         self.address = address
         self.inside: Sequence[str] = ()
-        """Command with which a program gets into the namespaces of the node."""
+        """Command prefix that enters the namespaces of the node."""
         self.root = Path("/")
         """Its file system as this process sees it."""
         self.mounts = Path("/proc/self/mountinfo")

@@ -22,7 +22,7 @@ from tests.support.kubernetes.node import Node
 from tests.support.web import page
 
 LIMIT: Final = 120.0
-"""Seconds that anything may take that a test waits for."""
+"""Time limit in seconds for everything that a test waits for."""
 END: Final = "/tmp/end"
 
 Document = dict[str, Any]
