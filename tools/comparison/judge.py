@@ -136,7 +136,8 @@ ROUGHLY: Final[list[tuple[re.Pattern[str], float, float]]] = [
 Phases = dict[str, dict[str, Any]]
 
 AFTER_STOPS: Final = (
-    *("monit restart", "unmonitor", "monitor again", "agent restarted", "drain", "stop", "post-stop", "apply"),
+    *("monit restart", "port closed", "port open again", "unmonitor", "monitor again", "agent restarted"),
+    *("drain", "stop", "post-stop", "apply"),
     *("pre-start", "start", "start after stop", "slow start", "pre-stop"),
 )
 """Phases in which a process may be running that outlived a stop or a restart."""
