@@ -26,7 +26,7 @@ from agent_shim.edges import http_server
 from agent_shim.edges.http_server import Request, Response
 from agent_shim.host import clock, proc
 from agent_shim.services.vitals import Figures
-from agent_shim.supervisor.ownership.process_finder import KINDS
+from agent_shim.supervisor.ownership.ending import KINDS
 from agent_shim.supervisor.process_stats import ServiceInfo
 
 # 4 MB: for its own HTTP server and client.

@@ -93,7 +93,7 @@ class ServiceInfo(msgspec.Struct, frozen=True):
     """Processor time of the tree, including exited descendants that were waited for."""
     threads: int = 0
     exits: Mapping[str, int] = {}
-    """Unexpected exits by kind (``process_finder.KINDS``)."""
+    """Unexpected exits by kind (``ending.KINDS``)."""
     oom_kills: int = 0
     responses: tuple[ResponseInfo, ...] = ()
     """In the order of monit, the last rule first."""

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -24,23 +24,18 @@ from agent_shim.host import proc, watchdog
 from agent_shim.host.process import Process
 from agent_shim.supervisor import event_kinds
 from agent_shim.supervisor.bpm.runner import Bpm
-from agent_shim.supervisor.ctl_programs import Programs, TokenBucket, last_word
+from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.event_kinds import Complaint
 from agent_shim.supervisor.history import History
-from agent_shim.supervisor.monit.ast import Action, Connection, Program
+from agent_shim.supervisor.launcher import BpmLauncher, CtlLauncher, Launcher
+from agent_shim.supervisor.monit.ast import Action, Connection
 from agent_shim.supervisor.ownership import process_record
+from agent_shim.supervisor.ownership.ending import Code, Ending, NoPid, Signal
 from agent_shim.supervisor.ownership.keepers import Left, rule_label
 from agent_shim.supervisor.ownership.keepers import left as named
-from agent_shim.supervisor.ownership.process_finder import (
-    MIN_POLL_S,
-    VOID,
-    LateError,
-    ProcessFinder,
-    Timing,
-    kind_of,
-)
+from agent_shim.supervisor.ownership.process_finder import MIN_POLL_S, LateError, ProcessFinder, Timing
 from agent_shim.supervisor.ownership.process_record import Identity, ProcessRecord
-from agent_shim.supervisor.plan import BpmCall, ProcessSpec, RestartLimit
+from agent_shim.supervisor.plan import ProcessSpec, RestartLimit
 from agent_shim.supervisor.state import (
     ENDING,
     FOLLOWING,
@@ -86,7 +81,7 @@ class Record(msgspec.Struct):
     reason: str = ""
     """Why the service is not running although it should be."""
     exits: dict[str, int] = msgspec.field(default_factory=dict)
-    """Unexpected exits by kind (``process_finder.KINDS``)."""
+    """Unexpected exits by kind (``ending.KINDS``)."""
     oom_kills: int = 0
     """Unexpected exits caused by an out-of-memory kill."""
     was_taken_along: bool = False
@@ -124,6 +119,29 @@ class ServiceContext(msgspec.Struct, frozen=True):
 USUAL_STOP: Final = StopRequest()
 
 
+class Scope:
+    """Work that can be ended early, in favour of other work of the same task."""
+
+    def __init__(self) -> None:
+        self._block: asyncio.Timeout | None = None
+
+    async def run(self, work: Coroutine[None, None, object]) -> None:
+        """Await ``work``. Returns early, with the work cancelled, once ``end`` is called."""
+        try:
+            async with asyncio.timeout(None) as self._block:  # no deadline: ``end`` makes it now
+                await work
+        except TimeoutError:
+            if not (self._block and self._block.expired()):
+                raise
+        finally:
+            self._block = None
+
+    def end(self) -> None:
+        """End the work in progress, if any, at its next turn."""
+        if self._block is not None and not self._block.expired():
+            self._block.reschedule(0)
+
+
 class Service:
     """Keeps one process of a job in the requested state."""
 
@@ -142,14 +160,11 @@ class Service:
         self._timing = shared.timing
         self._keepers = shared.programs.keepers
         self._finder = ProcessFinder(self._keepers, shared.timing, shared.changed)
-        self._work: asyncio.Timeout | None = None
-        """The block of the work in progress."""
+        self._by_ctl = CtlLauncher(shared.programs, shared.timing)
+        self._by_bpm = BpmLauncher(shared.bpm)
+        self._work = Scope()
         self._moved = asyncio.Event()
         """Set for a moment at each transition."""
-        self._stopper: Process | None = None
-        """The last stop program; it outlives its step if the file breaks meanwhile."""
-        self._bpm_start: asyncio.Task[Process] | None = None
-        """The start of a bpm process, perhaps beyond its timeout."""
         self._is_following = False
         """It examines a changed pidfile, which may take longer than a cycle."""
         self._has_lived = False
@@ -205,7 +220,11 @@ class Service:
     @property
     def _is_start_under_way(self) -> bool:
         """True while a start goes on, perhaps beyond its timeout."""
-        return self._finder.is_starting or (self._bpm_start is not None and not self._bpm_start.done())
+        return self._finder.is_starting or self._by_bpm.is_starting
+
+    @property
+    def _starter(self) -> Launcher:
+        return self._by_bpm if self.spec.start_call else self._by_ctl
 
     @property
     def reported(self) -> str:
@@ -306,7 +325,7 @@ class Service:
             self._moved.set()
             self._moved.clear()
         if WORK[move.to] is not WORK[before] and trigger not in WORK[before].value:
-            self._end_work()
+            self._work.end()
         self._shared.changed()
 
     def _take_effect(self, effect: Effect) -> None:
@@ -330,36 +349,31 @@ class Service:
             self._is_counted = False
         if Effect.RELEASE_PROGRAM in effect:
             self._finder.release_program()
-            self._bpm_start = None
+            self._by_bpm.forget_start()
         if Effect.FORGET_PROCESSES in effect:
             self.release()
-            self._stopper = None
+            self._by_ctl.forget_stop()
             self._has_lived = False
             record.traces = ProcessRecord()
 
-    def _end_work(self) -> None:
-        """End the work in progress at its next turn. The work of the present state follows."""
-        if self._work is not None and not self._work.expired():
-            self._work.reschedule(0)
-
     def is_void(self) -> bool:
         """True if the service is running and its pidfile, unless the agent wrote it, names no process."""
-        return self.state is State.RUNNING and not self.spec.start_call and self._finder.is_void(self.spec)
+        return self.state is State.RUNNING and not self._starter.writes_pidfile and self._finder.is_void(self.spec)
 
     def is_renamed(self) -> bool:
         """True if the service is running and its pidfile, unless the agent wrote it, names another process."""
-        if self.state is not State.RUNNING or self.spec.start_call or self._is_following:
+        if self.state is not State.RUNNING or self._starter.writes_pidfile or self._is_following:
             return False
         return self._finder.is_renamed(self.spec)
 
     def look_again(self) -> None:
         """Look at the pidfile: it may name the process that replaces the watched one."""
-        self._end_work()
+        self._work.end()
 
     def doubt(self) -> None:
         """Take the process for absent, as monit does without a number in its pidfile."""
         self._finder.doubt(self.record.traces)
-        self._end_work()
+        self._work.end()
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -378,28 +392,23 @@ class Service:
         self.on(Trigger.REBOOTED)
 
     async def run(self) -> None:
-        """Do the work of each state until cancelled, which leaves the process running."""
+        """Do the work of each state until cancelled, which leaves the process running.
+
+        ``on`` ends the work of a state that the service has left.
+        """
+        works = {
+            Work.LAUNCH: self._launch,
+            Work.WATCH: self._watch,
+            Work.SETTLE: self._watch,
+            Work.WAIT: self._wait,
+            Work.END: self._end,
+            Work.REST: asyncio.Event().wait,
+        }
         try:
             while True:
-                try:
-                    async with asyncio.timeout(None) as self._work:  # no deadline: ``_end_work`` sets it to now
-                        match WORK[self.record.state]:
-                            case Work.LAUNCH:
-                                await self._launch()
-                            case Work.WATCH | Work.SETTLE:
-                                await self._watch()
-                            case Work.WAIT:
-                                await self._wait()
-                            case Work.END:
-                                await self._end()
-                            case Work.REST:
-                                await asyncio.Event().wait()
-                except TimeoutError:
-                    if not (self._work and self._work.expired()):
-                        raise
+                await self._work.run(works[WORK[self.record.state]]())
         finally:
-            self._work = None
-            await self._end_start_of_bpm()
+            await self._by_bpm.end_start()
 
     def release(self) -> None:
         """Drop the process handles. The processes stay alive."""
@@ -436,7 +445,7 @@ class Service:
         else:
             self.on(Trigger.APPEARED)
             self._complain_of_lost_keepers(await self._keepers.orphans(self.spec.labels))
-            is_ctl = self.spec.start is not None and self.spec.start_call is None
+            is_ctl = self.spec.start is not None and self._starter is self._by_ctl
             if is_ctl and (said := await self._shared.programs.refused_limit(self.spec.name)):
                 # The container refused the limit, and the shell continued without it.
                 self.record.reason = f"running with a lower limit than its start program requested: {said}"
@@ -458,13 +467,7 @@ class Service:
         """Find the process, or run the start program and wait for it. Raises ``HostError`` or ``ConfigError``."""
         spec, finder, record = self.spec, self._finder, self.record
         doubted, is_only_named = finder.doubted, record.traces.is_only_named
-        if (stopper := self._stopper) is not None:  # no start program runs beside it
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(spec.stop.timeout if spec.stop else self._timing.stop):
-                    await stopper.wait()
-            if stopper.is_alive:
-                await stopper.terminate(self._timing.grace)
-            self._stopper = None
+        await self._by_ctl.finish_stop(spec)  # no start program runs beside a stop program
         if finder.program is None or not finder.program.is_alive:
             if not spec.is_process:
                 await finder.look_at_path(spec)
@@ -479,9 +482,9 @@ class Service:
             if not spec.is_process and record.state is State.RESTARTING:
                 await self._run_stop()
             # Run it once beside a process that the pidfile no longer names, as monit does: it may write its number.
-            if spec.is_process and spec.start_call is None and doubted is None:
+            if spec.is_process and self._starter is self._by_ctl and doubted is None:
                 await self._keepers.clear(spec.labels, self._others(), self._timing.grace)
-            await self._run_start(spec.start)
+            await self._run_start()
         finder.doubted = None
         await finder.arrival(spec, record.traces)
         if doubted is not None and not is_only_named and finder.process is not None:
@@ -498,34 +501,13 @@ class Service:
             for dependant in self.dependants:
                 await dependant.has_left(UP | ENDING)
 
-    async def _run_start(self, start: Program) -> None:
+    async def _run_start(self) -> None:
         """Run the start program, and record it."""
-        spec, programs, traces = self.spec, self._shared.programs, self.record.traces
-        with watchdog.reading(spec.name, "its pidfile"):
-            before = process_record.read(spec.pidfile)
-        if spec.start_call is None:
-            program = await programs.run(spec.name, start, "Started", pid=self._finder.pid)
-        else:
-            program = await self._start_of_bpm(spec.start_call, start.timeout)
-        self._finder.program = program
-        traces.begin(program.identity, before)
+        with watchdog.reading(self.spec.name, "its pidfile"):
+            before = process_record.read(self.spec.pidfile)
+        self._finder.program = program = await self._starter.start(self.spec, self._finder.pid)
+        self.record.traces.begin(program.identity, before)
         self._shared.changed()
-
-    async def _start_of_bpm(self, call: BpmCall, timeout: float) -> Process:
-        """Wait for the start of a bpm process. Its ``pre_start`` hook may be slower than the timeout: it runs on."""
-        self._bpm_start = self._bpm_start or asyncio.create_task(self._shared.bpm.start(call), name=f"start {call.job}")
-        done, _ = await asyncio.wait({self._bpm_start}, timeout=timeout)
-        if not done:
-            raise LateError(f"no process after {timeout:g} seconds, and its start still runs")
-        task, self._bpm_start = self._bpm_start, None
-        return task.result()
-
-    async def _end_start_of_bpm(self) -> None:
-        """Cancel the start of a bpm process that is under way, which ends its hook."""
-        task, self._bpm_start = self._bpm_start, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
 
     # --- watch ------------------------------------------------------------------------------------------------------
 
@@ -564,14 +546,14 @@ class Service:
         self.notify("PID changed", self.spec.change.kind, said)
         await self.react(self.spec.change, "PID changed", said)
 
-    async def _has_successor(self, how: str) -> bool:
+    async def _has_successor(self, how: Ending) -> bool:
         """True if the pidfile names another process. monit looks at its next cycle only.
 
         A start program that writes its own number and becomes a daemon (``echo $$``, ``exec nginx``) ends with 0 before
         the daemon has written its number, for which it has the first cycle. Another one starts a daemon to configure
         it, ends it, and starts the final one. So one that still runs has a cycle to bring up the next process.
         """
-        is_daemon = how == "exit 0" and self.spec.start_call is None
+        is_daemon = how == Code(0) and not self._starter.writes_pidfile
         is_left = bool(self._keepers.of(self.spec.labels))
         patience = max(self._timing.linger, self._timing.cycle * is_left)
         give_up_at = self._finder.up_at + patience if is_daemon else 0.0
@@ -580,7 +562,9 @@ class Service:
         try:
             while not await self._finder.look(self.spec, traces):
                 now = time.monotonic()
-                self._awaits_successor = how != VOID and traces.program is not None and proc.is_there(traces.program)
+                self._awaits_successor = (
+                    not isinstance(how, NoPid) and traces.program is not None and proc.is_there(traces.program)
+                )
                 if now >= (next_check_at if self._awaits_successor else give_up_at):
                     return False
                 await asyncio.sleep(pause)
@@ -589,11 +573,11 @@ class Service:
             self._awaits_successor = False
         return True
 
-    async def _lost(self, how: str) -> None:
+    async def _lost(self, how: Ending) -> None:
         """Record an unexpected exit, and restart at once unless a delay is due."""
         record = self.record
-        is_exit = how != VOID
-        reason = await self._with_last_words(f"the process ended by itself: {how}") if is_exit else how
+        is_exit = not isinstance(how, NoPid)
+        reason = await self._with_last_words(f"the process ended by itself: {how}") if is_exit else str(how)
         if Trigger.DIED not in NEXT[record.state]:  # a stop has been asked for in this turn
             return
         if time.monotonic() - self._finder.up_at > self._timing.backoff_limit:
@@ -601,14 +585,13 @@ class Service:
         record.failures += 1
         record.reason = reason
         if is_exit:
-            kind = kind_of(how)
-            record.exits[kind] = record.exits.get(kind, 0) + 1
-            record.last_exit = how
+            record.exits[how.kind] = record.exits.get(how.kind, 0) + 1
+            record.last_exit = str(how)
         text = self.spec.absence_words
         call = self.spec.start_call
         by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
         # Claim in any case: a nested cgroup counts here too.
-        by_kernel = how == signal.SIGKILL.name and self._shared.was_oom()
+        by_kernel = how == Signal(signal.SIGKILL) and self._shared.was_oom()
         if by_limit or by_kernel:
             killer = "its limit of memory" if by_limit else "the kernel"
             record.oom_kills += 1
@@ -703,12 +686,12 @@ class Service:
                     await self._stop.recorded.wait()
         for dependant in self.dependants:
             await dependant.has_left(UP | ENDING)
-        await self._end_start_of_bpm()
+        await self._by_bpm.end_start()
         traces = self.record.traces
         left: list[Left] = []
         others: list[Identity] = []
         if await self._finder.look(self.spec, traces) or self._has_lived:
-            if self._finder.is_renamed(self.spec) and not self.spec.start_call:
+            if self._finder.is_renamed(self.spec) and not self._starter.writes_pidfile:
                 await self._finder.follow(self.spec, traces)
             # Before the stop program ends the process that they descend from.
             others = await self._keepers.trees(self.spec.labels, self._others())
@@ -746,38 +729,17 @@ class Service:
 
     async def _run_stop(self) -> None:
         """Run the stop program, or send TERM without one, and wait for both it and the process to exit."""
-        stop, stopper = self.spec.stop, None
         running, program = self.process, self._finder.program
         if program is not None and running is None:
             await program.terminate(self._within(self._timing.grace))
-        if stop is not None and self.spec.stop_call is not None:
-            try:
-                await self._shared.bpm.stop(self.spec.stop_call, min(self._stop.by, time.monotonic() + stop.timeout))
-            except OSError as exc:
-                self.notify("Execution failed", "alert", str(exc))
-            return
-        if stop is not None:
-            try:
-                run = self._shared.programs.run
-                stopper = await run(self.spec.name, stop, "Stopped", pid=self._finder.pid)
-                self._stopper = stopper
-            except HostError as exc:
-                self.notify("Execution failed", "alert", str(exc))
-                return
-        elif running is not None and self.spec.start is not None and not self.record.traces.is_only_named:
-            running.send(signal.SIGTERM)
-        else:
-            return
+        stopper: Launcher = self._by_bpm if self.spec.stop_call else self._by_ctl
+        is_ours = self.spec.start is not None and not self.record.traces.is_only_named
         try:
-            async with asyncio.timeout(self._within(stop.timeout if stop else self._timing.stop)):
-                if stopper is not None:
-                    await stopper.wait()
-                if running is not None:
-                    await running.wait()
+            await stopper.stop(self.spec, running, pid=self._finder.pid, is_ours=is_ours, by=self._stop.by)
         except TimeoutError:
             self.notify("Execution failed", "alert", "failed to stop")
-            if stopper is not None:
-                await stopper.terminate(self._within(self._timing.grace))
+        except OSError as exc:
+            self.notify("Execution failed", "alert", str(exc))
 
     def _within(self, wanted: float) -> float:
         return max(0.0, min(wanted, self._stop.by - time.monotonic()))
@@ -790,8 +752,7 @@ class Service:
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     async def _with_last_words(self, why: str) -> str:
-        call, programs, bpm = self.spec.start_call, self._shared.programs, self._shared.bpm
-        words = await bpm.last_words(call) if call else last_word(await programs.printed(self.spec.name))
+        words = await self._starter.last_words(self.spec)
         return f"{why} ({words})" if words else why
 
     def notify(self, event: str, action: str, description: str) -> None:

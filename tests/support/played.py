@@ -14,9 +14,11 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.supervisor import ctl_programs as programs_module
+from agent_shim.supervisor import launcher as launcher_module
 from agent_shim.supervisor import service as service_module
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.monit.ast import Program
+from agent_shim.supervisor.ownership.ending import Code, Ending
 from agent_shim.supervisor.ownership.keepers import Left
 from agent_shim.supervisor.ownership.process_finder import LateError, Timing
 from agent_shim.supervisor.ownership.process_record import ProcessRecord
@@ -96,7 +98,7 @@ class Machine:
     stopper: Played | None = None
     how_starts: str = "well"
     how_stops: str = "well"
-    how_ends: str = "exit 1"
+    how_ends: Ending = field(default_factory=lambda: Code(1))
     refuses: str = ""
     """The event whose program cannot run."""
     orphans: list[Left] = field(default_factory=list)
@@ -209,7 +211,7 @@ class PlayedFinder:
     def is_void(self, _: ProcessSpec) -> bool:
         return self.process is not None
 
-    async def gone(self, _: ProcessSpec) -> str:
+    async def gone(self, _: ProcessSpec) -> Ending:
         if self.process is not None:
             await self.process.wait()
         return self.machine.how_ends
@@ -307,6 +309,7 @@ def played(test: Callable[Taken, Coroutine[Any, Any, None]]) -> Callable[Taken, 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(service_module, "ProcessFinder", PlayedFinder)
             patch.setattr(service_module, "time", clock)
+            patch.setattr(launcher_module, "time", clock)
             patch.setattr(programs_module, "time", clock)
             with asyncio.Runner(loop_factory=Loop) as runner:
                 runner.run(test(*arguments, **named))

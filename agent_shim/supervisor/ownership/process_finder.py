@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -17,7 +16,8 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import clock, proc, process, watchdog
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 from agent_shim.host.process import Process
-from agent_shim.supervisor.ownership import process_record
+from agent_shim.supervisor.ownership import ending, process_record
+from agent_shim.supervisor.ownership.ending import Ending
 from agent_shim.supervisor.ownership.keepers import Keepers
 from agent_shim.supervisor.ownership.process_record import Identity, Pidfile, ProcessRecord
 from agent_shim.supervisor.ownership.tie import Tie, match, tie
@@ -52,10 +52,6 @@ class Timing(msgspec.Struct, frozen=True):
     """Poll interval for changes without a descriptor: a late process, a path."""
     cycle: float = 10.0
     """Length of a monit cycle, the unit of its rates."""
-
-
-VOID: Final = "its pidfile names no process"
-"""Described as an exit, of a process that may live on."""
 
 
 class LateError(HostError):
@@ -187,15 +183,15 @@ class ProcessFinder:
         self.doubted, self.process = self.process, None
         traces.named_by = None
 
-    async def gone(self, spec: ProcessSpec) -> str:
-        """Wait for the exit of the process or the loss of the path, then describe it."""
+    async def gone(self, spec: ProcessSpec) -> Ending:
+        """Wait for the exit of the process or the loss of the path, and return how it ended."""
         if self.doubted is not None and self.process is None:
-            return VOID
+            return ending.NoPid()
         if spec.is_process:
-            return describe(await self.process.wait() if self.process is not None else None)
+            return ending.of_status(await self.process.wait() if self.process is not None else None)
         while await self.look_at_path(spec):  # noqa: ASYNC110 - removal sends no event
             await asyncio.sleep(self._timing.look)
-        return f"{spec.path} is missing"
+        return ending.PathMissing(spec.path)
 
     async def look_at_path(self, spec: ProcessSpec) -> bool:
         """Return True if the path of a check without a process exists. An unreadable path does not.
@@ -251,8 +247,8 @@ class ProcessFinder:
             self.program = self._keepers.adopt(record.program)
         if record.known is None or self._take_up(record.known):
             return
-        if ending := self._keepers.ending_of(record.known):  # a keeper has seen what no agent has
-            self.process = process.ended(record.known, ending.status)
+        if seen := self._keepers.ending_of(record.known):  # a keeper has seen what no agent has
+            self.process = process.ended(record.known, seen.status)
 
     def release_program(self) -> None:
         """Release the start program. Any remaining processes of it keep running."""
@@ -299,28 +295,8 @@ class ProcessFinder:
             found = process_record.read(spec.pidfile)
         named = found.pid if found and traces.is_fresh(found) else 0
         if named == program.pid:
-            raise HostError(f"the process exited immediately: {describe(status)}")
+            raise HostError(f"the process exited immediately: {ending.of_status(status)}")
         if is_late and status:
-            raise HostError(f"the start program exited: {describe(status)}")
+            raise HostError(f"the start program exited: {ending.of_status(status)}")
         if is_late and named and not ((stat := proc.stat(named)) and stat.is_alive):
             raise HostError(f"process {named} of the pidfile exited immediately")
-
-
-KINDS: Final = ("success", "error", "signal", "unknown")
-"""Kinds of exits: exit code 0, another code, a signal, not observed."""
-
-
-def kind_of(how: str) -> str:
-    """Return the kind of an exit that ``describe`` described. A missing path is an error."""
-    if how == "unknown":
-        return how
-    return "success" if how == "exit 0" else "signal" if how.startswith("SIG") else "error"
-
-
-def describe(status: int | None) -> str:
-    """Describe an exit: ``exit 1``, ``SIGKILL``, ``unknown``."""
-    if status is None:
-        return "unknown"
-    if status > 128 and status - 128 in set(signal.Signals):
-        return signal.Signals(status - 128).name
-    return f"exit {status}"

@@ -20,6 +20,7 @@ from agent_shim.core.errors import HostError
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
 from agent_shim.supervisor.monit.ast import ALERT, Action, Connection, Limit, Program, Rule
+from agent_shim.supervisor.ownership.ending import Code, Ending, Signal
 from agent_shim.supervisor.ownership.keepers import Left
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, RestartLimit
 from agent_shim.supervisor.service import Event, Record, Service, StopRequest
@@ -213,15 +214,15 @@ def test_settling_times_are_shorter_than_a_monit_cycle() -> None:
 @pytest.mark.parametrize(
     ("how", "was_oom", "by_limit", "killer"),
     [
-        ("exit 1", True, False, ""),
-        ("SIGKILL", False, False, ""),
-        ("SIGKILL", True, False, "the kernel"),
-        ("SIGKILL", False, True, "its limit of memory"),
+        (Code(1), True, False, ""),
+        (Signal(signal.SIGKILL), False, False, ""),
+        (Signal(signal.SIGKILL), True, False, "the kernel"),
+        (Signal(signal.SIGKILL), False, True, "its limit of memory"),
     ],
 )
 @played
 async def test_memory_kill_is_counted_and_reported_as_the_reason(
-    how: str, was_oom: bool, by_limit: bool, killer: str
+    how: Ending, was_oom: bool, by_limit: bool, killer: str
 ) -> None:
     events: list[Event] = []
     bpm: Any = SimpleNamespace(was_killed_for_memory=lambda _: by_limit, start=None, last_words=no_words)
@@ -236,7 +237,7 @@ async def test_memory_kill_is_counted_and_reported_as_the_reason(
 
     record = service.record
     assert (record.oom_kills, sum(record.exits.values())) == (bool(killer), 1)
-    assert record.last_exit == (f"{how}, out of memory" if killer else how)
+    assert record.last_exit == (f"{how}, out of memory" if killer else str(how))
     assert record.reason.startswith(f"{killer} killed the process" if killer else f"the process ended by itself: {how}")
     assert [event.description.endswith("out of memory") for event in events] == [bool(killer)]
 

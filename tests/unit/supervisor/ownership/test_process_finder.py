@@ -1,4 +1,4 @@
-"""How the exit of a process is described and recorded. test_supervisor covers the rest."""
+"""The process of a service is looked for and recorded. Whole lives are in integration/test_supervisor.py."""
 
 from __future__ import annotations
 
@@ -14,35 +14,10 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import proc
 from agent_shim.supervisor.monit.ast import Program
 from agent_shim.supervisor.ownership import process_finder
-from agent_shim.supervisor.ownership.process_finder import KINDS, ProcessFinder, Timing, describe, kind_of
+from agent_shim.supervisor.ownership.process_finder import ProcessFinder, Timing
 from agent_shim.supervisor.ownership.process_record import ProcessRecord, read
 from agent_shim.supervisor.ownership.tie import Tie
 from agent_shim.supervisor.plan import ProcessSpec
-
-
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [(0, "exit 0"), (1, "exit 1"), (128, "exit 128"), (137, "SIGKILL"), (255, "exit 255"), (None, "unknown")],
-)
-def test_process_exit_is_described(status: int | None, text: str) -> None:
-    """The description is shown to operators."""
-    assert describe(status) == text
-
-
-@pytest.mark.parametrize(
-    ("how", "kind"),
-    [
-        ("exit 0", "success"),
-        ("exit 1", "error"),
-        ("SIGKILL", "signal"),
-        ("unknown", "unknown"),
-        ("/a is missing", "error"),
-    ],
-)
-def test_number_of_exit_kinds_is_small(how: str, kind: str) -> None:
-    """They are used as metric labels."""
-    assert kind_of(how) == kind
-    assert kind in KINDS
 
 
 @pytest.mark.parametrize(("is_alive", "ended"), [(True, set()), (False, {77})])

@@ -1,0 +1,158 @@
+"""How the process of a service is started and stopped: by the programs of its monit file, or by bpm in this agent.
+
+A monit file may start a process by bpm and stop it by a script, so a service chooses a launcher for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from typing import Protocol
+
+from agent_shim.host.process import Process
+from agent_shim.supervisor.bpm.runner import Bpm
+from agent_shim.supervisor.ctl_programs import Programs, last_word
+from agent_shim.supervisor.ownership.process_finder import LateError, Timing
+from agent_shim.supervisor.plan import ProcessSpec
+
+
+class Launcher(Protocol):
+    """Starts and stops the process of one service."""
+
+    writes_pidfile: bool
+    """The agent writes the pidfile, so it names no other process while the first one runs."""
+
+    @property
+    def is_starting(self) -> bool:
+        """True while a start goes on, perhaps beyond its timeout."""
+
+    async def start(self, spec: ProcessSpec, pid: int) -> Process:
+        """Return the process, or the program that brings it up. ``pid`` is the former process, or 0.
+
+        Raises ``HostError`` or ``ConfigError``, and ``LateError`` if the process may still appear.
+        """
+
+    async def stop(self, spec: ProcessSpec, running: Process | None, *, pid: int, is_ours: bool, by: float) -> None:
+        """Stop the process, and wait for it. ``running`` is None where it is not known.
+
+        ``pid`` is its number for a stop program, ``is_ours`` says whether it may get a signal, and ``by`` is the
+        monotonic time of the last resort. Raises ``HostError``, and ``TimeoutError`` if it takes too long.
+        """
+
+    async def last_words(self, spec: ProcessSpec) -> str:
+        """Return the last line that the process has printed. "" without one."""
+
+
+class CtlLauncher:
+    """Runs the start and stop programs of a monit file."""
+
+    writes_pidfile = False
+    is_starting = False
+
+    def __init__(self, programs: Programs, timing: Timing) -> None:
+        self._programs = programs
+        self._timing = timing
+        self._stopper: Process | None = None
+        """The last stop program. It outlives the stop if the monit file breaks meanwhile."""
+
+    async def start(self, spec: ProcessSpec, pid: int) -> Process:
+        assert spec.start is not None
+        return await self._programs.run(spec.name, spec.start, "Started", pid=pid)
+
+    async def stop(self, spec: ProcessSpec, running: Process | None, *, pid: int, is_ours: bool, by: float) -> None:
+        """Run the stop program, or send TERM without one, and wait for both it and the process."""
+        stopper = None
+        if spec.stop is not None:
+            stopper = self._stopper = await self._programs.run(spec.name, spec.stop, "Stopped", pid=pid)
+        elif running is not None and is_ours:
+            running.send(signal.SIGTERM)
+        else:
+            return
+        patience = spec.stop.timeout if spec.stop else self._timing.stop
+        try:
+            async with asyncio.timeout(_left(patience, by)):
+                for each in filter(None, (stopper, running)):
+                    await each.wait()
+        except TimeoutError:
+            if stopper is not None:
+                await stopper.terminate(_left(self._timing.grace, by))
+            raise
+
+    async def finish_stop(self, spec: ProcessSpec) -> None:
+        """Wait for a stop program that still runs. It is ended after its timeout."""
+        if (stopper := self._stopper) is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(spec.stop.timeout if spec.stop else self._timing.stop):
+                await stopper.wait()
+        if stopper.is_alive:
+            await stopper.terminate(self._timing.grace)
+        self._stopper = None
+
+    def forget_stop(self) -> None:
+        """Do not wait for a stop program that still runs."""
+        self._stopper = None
+
+    async def last_words(self, spec: ProcessSpec) -> str:
+        return last_word(await self._programs.printed(spec.name))
+
+
+class BpmLauncher:
+    """Starts and stops a process of bpm.yml."""
+
+    writes_pidfile = True
+
+    def __init__(self, bpm: Bpm) -> None:
+        self._bpm = bpm
+        self._start: asyncio.Task[Process] | None = None
+
+    @property
+    def is_starting(self) -> bool:
+        return self._start is not None and not self._start.done()
+
+    async def start(self, spec: ProcessSpec, pid: int) -> Process:  # noqa: ARG002
+        """Start the process, or wait for the start in progress: a slow ``pre_start`` hook runs on after the timeout."""
+        assert spec.start is not None
+        assert spec.start_call is not None
+        name = f"start {spec.start_call.job}"
+        self._start = self._start or asyncio.create_task(self._bpm.start(spec.start_call), name=name)
+        done, _ = await asyncio.wait({self._start}, timeout=spec.start.timeout)
+        if not done:
+            raise LateError(f"no process after {spec.start.timeout:g} seconds, and its start still runs")
+        task, self._start = self._start, None
+        return task.result()
+
+    async def end_start(self) -> None:
+        """Cancel a start in progress, which ends its hook."""
+        task, self._start = self._start, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    def forget_start(self) -> None:
+        """Do not wait for a start in progress."""
+        self._start = None
+
+    async def stop(
+        self,
+        spec: ProcessSpec,
+        running: Process | None,  # noqa: ARG002
+        *,
+        pid: int,  # noqa: ARG002
+        is_ours: bool,  # noqa: ARG002
+        by: float,
+    ) -> None:
+        assert spec.stop is not None
+        assert spec.stop_call is not None
+        await self._bpm.stop(spec.stop_call, min(by, time.monotonic() + spec.stop.timeout))
+
+    async def last_words(self, spec: ProcessSpec) -> str:
+        assert spec.start_call is not None
+        return await self._bpm.last_words(spec.start_call)
+
+
+def _left(wanted: float, by: float) -> float:
+    """Return the seconds until ``by``, at most ``wanted``."""
+    return max(0.0, min(wanted, by - time.monotonic()))

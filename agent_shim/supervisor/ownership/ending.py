@@ -1,0 +1,75 @@
+"""How the process of a service ended, and how else it, or the path of a check, can be lost."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import msgspec
+
+KINDS: Final = ("success", "error", "signal", "unknown")
+"""Kinds of endings: exit code 0, another code, a signal, not observed."""
+
+
+class Code(msgspec.Struct, frozen=True):
+    """It exited with this code."""
+
+    code: int
+
+    def __str__(self) -> str:
+        return f"exit {self.code}"
+
+    @property
+    def kind(self) -> str:
+        return "error" if self.code else "success"
+
+
+class Signal(msgspec.Struct, frozen=True):
+    """A signal ended it."""
+
+    number: signal.Signals
+    kind = "signal"
+
+    def __str__(self) -> str:
+        return self.number.name
+
+
+class Unknown(msgspec.Struct, frozen=True):
+    """Nobody saw how it ended."""
+
+    kind = "unknown"
+
+    def __str__(self) -> str:
+        return "unknown"
+
+
+class NoPid(msgspec.Struct, frozen=True):
+    """Its pidfile names no process. It may live on."""
+
+    kind = "unknown"
+
+    def __str__(self) -> str:
+        return "its pidfile names no process"
+
+
+class PathMissing(msgspec.Struct, frozen=True):
+    """The path of a check without a process is missing."""
+
+    path: Path | None
+    kind = "error"
+
+    def __str__(self) -> str:
+        return f"{self.path} is missing"
+
+
+Ending: TypeAlias = Code | Signal | Unknown | NoPid | PathMissing
+
+
+def of_status(status: int | None) -> Ending:
+    """Return the ending with a status: an exit code, or 128+N after signal N. None is unknown."""
+    if status is None:
+        return Unknown()
+    if status > 128 and status - 128 in set(signal.Signals):
+        return Signal(signal.Signals(status - 128))
+    return Code(status)

@@ -1,0 +1,29 @@
+"""How an ending is described and counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_shim.supervisor.ownership import ending
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "kind"),
+    [
+        (ending.of_status(0), "exit 0", "success"),
+        (ending.of_status(1), "exit 1", "error"),
+        (ending.of_status(128), "exit 128", "error"),
+        (ending.of_status(137), "SIGKILL", "signal"),
+        (ending.of_status(255), "exit 255", "error"),
+        (ending.of_status(None), "unknown", "unknown"),
+        (ending.PathMissing(Path("/a")), "/a is missing", "error"),
+        (ending.NoPid(), "its pidfile names no process", "unknown"),
+    ],
+)
+def test_ending_has_a_text_for_operators_and_one_of_few_kinds(how: ending.Ending, text: str, kind: str) -> None:
+    """The kind is the label of a metric."""
+    assert str(how) == text
+    assert how.kind == kind
+    assert kind in ending.KINDS
