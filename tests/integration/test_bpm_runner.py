@@ -374,7 +374,7 @@ async def test_bpm_errand_with_processes_that_cannot_be_ended_fails(
             await running
         while orphans := await supervisor.keepers.orphans([bpm_label("web", "web")]):
             for orphan in orphans:
-                os.kill(orphan.pid, signal.SIGKILL)
+                process.send((orphan.pid, orphan.start), signal.SIGKILL)
         assert not is_alive(left)
 
 
@@ -399,7 +399,7 @@ async def test_bpm_starts_no_second_process_beside_those_of_a_killed_keeper(
             await bpm.stop(BpmCall("stop", "web", "web"))
         while orphans := await supervisor.keepers.orphans([bpm_label("web", "web")]):
             for orphan in orphans:
-                os.kill(orphan.pid, signal.SIGKILL)
+                process.send((orphan.pid, orphan.start), signal.SIGKILL)
         assert not is_alive(left)
         await bpm.stop(BpmCall("stop", "web", "web"))
 

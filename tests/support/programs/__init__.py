@@ -55,7 +55,7 @@ def is_alive(pid: int) -> bool:
 
 
 def kill(pid: int) -> None:
-    """Kill a process if it is running."""
+    """Kill a process, which must exist."""
     found = proc.stat(pid)
     assert found is not None
     assert process.send(found.identity, signal.SIGKILL)
