@@ -75,6 +75,14 @@ def test_comparison_creates_missing_files_of_scripts_for_the_next_run(tmp_path: 
     assert made.system == {"confd"}
 
 
+def test_comparison_takes_no_directory_for_a_missing_program(tmp_path: Path) -> None:
+    """An example is system-metrics-server of bosh-system-metrics-server-release."""
+    made = planned(tmp_path, job())
+    plan.learn(made, "ctl: 3: .: render: not found\nctl: 4: ..: not found\nctl: 5: .: not found\n", [])
+
+    assert {"render"} == made.system & {"render", ".", ".."}
+
+
 def test_comparison_keeps_the_last_tool_of_a_start_program_running(tmp_path: Path) -> None:
     made = planned(tmp_path, job())
 

@@ -318,7 +318,7 @@ def _learn_paths(made: Plan, said: str) -> bool:
     for word in re.findall(r"([\w.-]+): (?:command )?not found", said) + re.findall(
         r"failed to execute ([\w.-]+)", said
     ):
-        if not word.isdigit() and word not in made.system:
+        if not word.isdigit() and word.strip(".") and word not in made.system:
             made.system.add(word)
             found = True
     for package, place in news:
