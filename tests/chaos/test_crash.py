@@ -41,7 +41,7 @@ MB = 1 << 20
     has_full=True,
     is_long=True,
 )
-async def test_killed_agent_comes_back_and_restarts_no_job(stand: Stand) -> None:
+async def test_killed_agent_is_restarted_without_restarting_jobs(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(200)
     stand.remember()
@@ -62,7 +62,7 @@ async def test_killed_agent_comes_back_and_restarts_no_job(stand: Stand) -> None
     has_full=True,
     is_long=True,
 )
-async def test_apply_killed_at_any_call_can_be_repeated(stand: Stand) -> None:
+async def test_apply_killed_at_any_system_call_can_be_repeated(stand: Stand) -> None:
     world = stand.world
     await stand.boot()
     spec = world.spec(2, 2, MB // 4)
@@ -327,7 +327,7 @@ PARTS: Final = (
     f"an unforeseen error in each of {len(PARTS)} parts of the agent, then repeatedly",
     is_long=True,
 )
-async def test_part_that_fails_disturbs_no_other(stand: Stand) -> None:
+async def test_failing_part_of_the_agent_does_not_affect_the_others(stand: Stand) -> None:
     if "-m agent_shim.cli" not in stand.world.command:
         raise CannotInjectError("needs an agent written in Python")
     part = stand.world.scratch / "part"

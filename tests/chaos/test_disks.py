@@ -42,7 +42,7 @@ from tests.support.volumes import fill, fingerprint, holding, mount_ext4
 
 
 @case("D-03", "errors of reading, writing and syncing; then the kernel makes the data read-only", is_long=True)
-async def test_apply_on_a_broken_disk_is_refused_until_it_is_well(stand: Stand) -> None:
+async def test_apply_on_a_failing_disk_is_refused_until_the_disk_recovers(stand: Stand) -> None:
     device = loop_device(stand, 200)
     await stand.boot()
     await stand.deploy(2)
@@ -212,7 +212,7 @@ async def test_hostile_archives_are_refused(stand: Stand) -> None:
     has_full=True,
     is_long=True,
 )
-async def test_moving_logs_can_be_fetched(stand: Stand) -> None:
+async def test_logs_that_rotate_and_vanish_can_be_fetched(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
     logs, count = stand.world.base / "data/sys/log/job0", stand.of(400, 20_000)
@@ -422,7 +422,7 @@ def _lost(log: Path) -> tuple[int, float]:
 
 
 @case("D-09", "disks that are busy, mounted twice, missing, half migrated", is_long=True)
-async def test_awkward_disks_lose_no_file(stand: Stand) -> None:
+async def test_busy_missing_and_half_migrated_disks_lose_no_file(stand: Stand) -> None:
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for disks")
     scratch, base = stand.world.scratch, stand.world.base

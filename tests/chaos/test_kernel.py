@@ -164,7 +164,7 @@ async def test_job_beyond_its_memory_is_reported(stand: Stand) -> None:
 
 
 @case("N-07", "the certificate ends while connected; clocks 2 h ahead", guest=True)
-async def test_agent_outlasts_the_end_of_its_certificate(stand: Stand) -> None:
+async def test_agent_survives_the_expiry_of_its_certificate(stand: Stand) -> None:
     def settings(pair: Pair) -> None:
         document = json.loads(stand.world.source.read_text())
         document["env"]["bosh"]["mbus"]["cert"] |= {"certificate": pair.certificate, "private_key": pair.private_key}
@@ -294,7 +294,7 @@ def _suspended(name: str) -> Iterator[None]:
 
 
 @case("N-15", "0.5 s of delay, ± 0.3 s, packets lost, doubled, reordered", scale="2 % lost of 20 %", guest=True)
-async def test_requests_are_answered_over_a_bad_link(stand: Stand) -> None:
+async def test_requests_are_answered_over_a_lossy_connection(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()

@@ -58,7 +58,7 @@ async def test_dead_link_is_noticed_and_replaced(stand: Stand) -> None:
 
 
 @case("N-03", "the server is stopped by a signal", scale="30 s of 45", has_full=True, is_long=True)
-async def test_agent_outlasts_a_stopped_server(stand: Stand) -> None:
+async def test_agent_survives_a_stopped_server(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -71,7 +71,7 @@ async def test_agent_outlasts_a_stopped_server(stand: Stand) -> None:
 
 
 @case("N-04", "the link is cut again and again", scale="every 3 s for 1 of 30 min", has_full=True, is_long=True)
-async def test_agent_outlasts_a_link_that_is_cut_again_and_again(stand: Stand) -> None:
+async def test_agent_survives_repeated_disconnections(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -86,7 +86,7 @@ async def test_agent_outlasts_a_link_that_is_cut_again_and_again(stand: Stand) -
 
 
 @case("N-05", "600 MB are applied and packed beside pings", is_long=True)
-async def test_pings_are_answered_beside_heavy_work(stand: Stand) -> None:
+async def test_pings_are_answered_during_heavy_work(stand: Stand) -> None:
     await stand.boot()
     # Run this in threads. A blocked event loop would stop the proxy here, and agent and bus would drop a silent
     # connection.
@@ -165,7 +165,7 @@ async def test_repeated_requests_have_one_effect(stand: Stand) -> None:
 
 
 @case("N-14", "reply subjects that are dead, forbidden, empty or long", attack="another agent forges a reply_to")
-async def test_bad_reply_subjects_do_not_cut_the_link(stand: Stand) -> None:
+async def test_invalid_reply_subjects_do_not_end_the_connection(stand: Stand) -> None:
     await stand.boot()
     stand.remember()
     peer = stand.world.director.peer
@@ -181,7 +181,7 @@ async def test_bad_reply_subjects_do_not_cut_the_link(stand: Stand) -> None:
 
 
 @case("N-11", "the server stops reading during a flood of requests, twice", is_long=True)
-async def test_agent_outlasts_a_server_that_stops_reading(stand: Stand) -> None:
+async def test_agent_survives_a_server_that_stops_reading(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(50)
     stand.remember()
@@ -242,7 +242,7 @@ async def names(stand: Stand) -> AsyncIterator[NameServer]:
 
 
 @case("N-12", "the name of the bus: unknown, an error, silence of 30 s, another address", is_long=True)
-async def test_agent_outlasts_wrong_name_servers(stand: Stand) -> None:
+async def test_agent_survives_faulty_name_servers(stand: Stand) -> None:
     async with names(stand) as server, Proxy(stand.proxy.target, "127.0.0.2", stand.proxy.port) as other:
         stand.world.urls = (f"nats://{SERVER}:{stand.proxy.port}",)
         await stand.boot()
@@ -333,7 +333,7 @@ def _nonsense() -> dict[str, bytes]:
     attack="a neighbour sends the agent nonsense from a server that it accepts as the bus",
     is_long=True,
 )
-async def test_agent_outlasts_a_server_that_talks_nonsense(stand: Stand) -> None:
+async def test_agent_survives_invalid_server_messages(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()

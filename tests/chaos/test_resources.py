@@ -20,7 +20,7 @@ from tests.support.stand import CONNECTED, CannotInjectError, Stand, at_most, ex
 
 
 @case("R-01", "the agent has no descriptors left", is_long=True)
-async def test_agent_outlasts_a_lack_of_descriptors(stand: Stand) -> None:
+async def test_agent_survives_a_lack_of_descriptors(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -84,7 +84,7 @@ def cgroup(controller: str) -> Iterator[Path]:
 
 
 @case("R-02", "no further process can start", is_long=True)
-async def test_agent_outlasts_a_lack_of_processes(stand: Stand) -> None:
+async def test_agent_survives_a_lack_of_processes(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -131,7 +131,7 @@ async def test_agent_works_in_64_mib(stand: Stand) -> None:
 
 
 @case("R-06", "no further threads, no ports to connect from, no random bytes", is_long=True)
-async def test_agent_outlasts_a_lack_of_threads_ports_and_random_bytes(stand: Stand) -> None:
+async def test_agent_survives_a_lack_of_threads_ports_and_random_bytes(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()

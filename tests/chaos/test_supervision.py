@@ -53,7 +53,7 @@ async def test_all_killed_jobs_are_restarted_and_alerted(stand: Stand) -> None:
 
 
 @case("S-02", "10 jobs that exit at once", scale="1 min of an hour", has_full=True, is_long=True)
-async def test_jobs_that_exit_at_once_are_restarted_ever_later(stand: Stand) -> None:
+async def test_jobs_that_exit_at_once_are_restarted_with_growing_delays(stand: Stand) -> None:
     await stand.boot()
     bad = {f"bad{n}": checked(f"bad{n}", f"echo x >> {{base}}/data/bad{n}.starts; exit 1") for n in range(10)}
     await deployed(stand, bad | {"good": simple("good")})
@@ -96,7 +96,7 @@ async def test_daemon_with_a_late_pidfile_is_started_once(stand: Stand) -> None:
     "pidfiles that lie: a foreign process, 1, the agent, garbage, empty, sparse, a link, a FIFO",
     attack="a job names a process of root or of another job in its pidfile",
 )
-async def test_lying_pidfiles_are_not_believed(stand: Stand) -> None:
+async def test_wrong_pidfiles_are_ignored(stand: Stand) -> None:
     if namespaces.INSIDE not in os.environ:
         raise CannotInjectError("needs a process 1 of its own, which takes root")
     await stand.boot()
@@ -223,7 +223,7 @@ while :; do sleep 0.2; done"""
 
 
 @case("S-08", "the stop program hangs, fails, or is missing", is_long=True)
-async def test_bad_stop_programs_leave_no_process(stand: Stand) -> None:
+async def test_faulty_stop_programs_leave_no_process(stand: Stand) -> None:
     await stand.boot()
     ctl = "echo $$ > {run}/{name}.pid; " + SLEEPER
     monit, programs = checked("missing", ctl)
@@ -247,7 +247,7 @@ async def test_bad_stop_programs_leave_no_process(stand: Stand) -> None:
 
 
 @case("S-09", "the start program hangs, prints without end, leaves its output open", is_long=True)
-async def test_bad_start_programs_delay_no_other_job(stand: Stand) -> None:
+async def test_faulty_start_programs_do_not_delay_other_jobs(stand: Stand) -> None:
     await stand.boot()
     talk = "echo $$ > {run}/talks.pid; (yes | head -c 200000000); " + SLEEPER
     leave = "sleep 100005 & echo $$ > {run}/leaves.pid; " + SLEEPER
@@ -279,7 +279,7 @@ def unread(stand: Stand) -> None:
 
 
 @case("S-10", "jobs that write without end, no reader of the agent's log, a full disk", is_long=True)
-async def test_endless_logs_and_a_full_disk_end_no_job(stand: Stand) -> None:
+async def test_endless_logs_and_a_full_disk_do_not_end_jobs(stand: Stand) -> None:
     small(stand, "size=48m")
     unread(stand)
     await stand.boot()
@@ -321,7 +321,7 @@ OUTCOMES: Final = {"start": 1, "stop": 0, "restart": 1}
 
 
 @case("S-11", "each two commands at once, from running and from stopped", is_long=True)
-async def test_racing_commands_leave_one_instance(stand: Stand) -> None:
+async def test_concurrent_commands_leave_one_process(stand: Stand) -> None:
     await stand.boot()
     ctl = "echo $$ > {run}/{name}.pid; exec sleep 100011"
     await deployed(stand, {"racer": checked("racer", ctl)})

@@ -114,7 +114,7 @@ async def test_audit_contains_no_arguments_results_or_exception_texts(
 ) -> None:
     """Any value may be a secret, even the hint of a disk. Neither the audit line nor the rest of the log contains one.
 
-    The log contains the place of a bug (``test_traceback_shows_the_code_location_but_no_foreign_text``).
+    The log contains the place of a bug (``test_traceback_shows_the_code_location_but_no_untrusted_text``).
     """
     caplog.set_level(logging.DEBUG)
 

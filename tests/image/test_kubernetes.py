@@ -251,7 +251,7 @@ def taken_down(podman: Podman, manifest: Path, pod: str) -> None:
     pytest.fail(f"podman does not take down {pod}")
 
 
-async def test_example_is_played_again_with_the_disk_of_the_first_time(
+async def test_example_pod_keeps_its_disk_when_it_is_started_again(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path
 ) -> None:
     """The commands are those of docs/kubernetes.md, with the names of this test."""

@@ -48,7 +48,7 @@ def test_passes():
 """
 
 
-async def test_hung_test_fails_alone_and_its_programs_end(tmp_path: Path) -> None:
+async def test_hanging_test_fails_alone_and_its_programs_end(tmp_path: Path) -> None:
     file = tmp_path / "test_them.py"
     file.write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "tests.conftest"]

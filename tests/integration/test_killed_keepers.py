@@ -52,7 +52,7 @@ async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: Worl
 
 
 @pytest.mark.parametrize("set_back_s", [0, 3600])
-async def test_next_agent_knows_of_a_killed_keeper(
+async def test_next_agent_detects_a_killed_keeper(
     world: World, monkeypatch: pytest.MonkeyPatch, set_back_s: int
 ) -> None:
     """This also holds after the machine's clock was set back."""

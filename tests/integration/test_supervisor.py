@@ -670,7 +670,7 @@ async def test_exception_in_a_service_task_ends_the_supervisor(world: World, mon
                 await supervisor.run()
 
 
-async def test_stop_spares_a_process_from_a_script_that_a_service_of_another_group_watches(world: World) -> None:
+async def test_stop_spares_a_process_that_a_service_of_another_group_watches(world: World) -> None:
     """The Director's stop does not apply to that service."""
     jobs = [world.job("web"), world.job("other", "exit 1", group="group other")]
     script = world.script("other", "pre-start", "setsid sleep 600 & echo $! >$pidfile")

@@ -379,7 +379,7 @@ def test_every_bpm_key_of_the_table_is_checked() -> None:
 @pytest.mark.attack("a bpm process reads another job's files or the agent's settings")
 @pytest.mark.attack("root in a container leaves a bpm jail by a mount")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_bpm_job_finds_its_keys_honoured_as_the_table_says(look: Callable[[int], Any], level: int) -> None:
+def test_bpm_keys_have_the_documented_effect(look: Callable[[int], Any], level: int) -> None:
     """Files, ids, limits, signals and environment are checked for processes, a hook, limits and volumes."""
     found = look(level)
 

@@ -52,7 +52,7 @@ def test_chaos_kill_after_the_work_is_reported(tmp_path: Path) -> None:
     assert stand.expected_ends == 1
 
 
-def test_calls_fail_from_a_number_on(tmp_path: Path) -> None:
+def test_tracer_fails_all_calls_from_a_given_number_on(tmp_path: Path) -> None:
     """A full disk refuses what needs room, and can be tidied."""
     program = """import os, sys
 sys.stdin.readline()

@@ -116,7 +116,7 @@ async def test_reboot_with_the_same_root_file_system_starts_jobs_without_pre_sta
     assert await pod.run("list_disk") == ["disk-1"]
 
 
-async def test_recreated_vm_knows_nothing_but_its_disk(pod: Pod) -> None:
+async def test_recreated_vm_keeps_only_its_disk(pod: Pod) -> None:
     """As under the Docker and Kubernetes CPIs, the disk is on the store before any request."""
     await with_a_disk(pod)
     spec = await deploy(pod, "web")
@@ -223,7 +223,7 @@ def in_memory(pod: Pod) -> list[str]:
 SECRET = "not-to-be-found-on-a-disk"
 
 
-async def test_settings_in_memory_are_on_no_disk(pod: Pod) -> None:
+async def test_settings_kept_in_memory_are_not_written_to_disk(pod: Pod) -> None:
     """With ``env.bosh.agent.settings.tmpfs``, neither the tree nor its copy on the volume contains credentials."""
     pod.env = {"agent": {"settings": {"tmpfs": True}}}
     await with_a_disk(pod)

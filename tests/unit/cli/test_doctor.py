@@ -186,7 +186,7 @@ def test_doctor_table_fits_the_terminal_and_wraps() -> None:
     assert text.endswith("1 ok, 1 limited, 0 wrong")
 
 
-def test_the_table_fits_a_narrow_terminal() -> None:
+def test_doctor_table_fits_a_narrow_terminal() -> None:
     long = Finding("certificate of the HTTPS door", WRONG, "found " * 30, "so " * 60, "change " * 40)
 
     text = table(Report("privileged", [long]), columns=80)

@@ -116,7 +116,7 @@ def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_traceback_shows_the_code_location_but_no_foreign_text(form: str, setup: Callable[..., Path]) -> None:
+def test_traceback_shows_the_code_location_but_no_untrusted_text(form: str, setup: Callable[..., Path]) -> None:
     """Unreadable input may contain a secret, and Python and libraries quote it in their errors."""
     stderr = setup(form=form)
 

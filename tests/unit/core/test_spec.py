@@ -24,7 +24,7 @@ def test_spec_error_names_the_wrong_type() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b'{"name": \xff}', b"[]", b'{"index": "x"}'])
-def test_file_that_is_no_spec_raises_one_kind_of_error(raw: bytes) -> None:
+def test_invalid_spec_file_raises_an_action_error(raw: bytes) -> None:
     with pytest.raises(ActionError, match=r"^cannot read the apply spec: "):
         spec.decode(raw)
 

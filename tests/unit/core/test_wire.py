@@ -67,7 +67,7 @@ def test_long_exception_is_cut_in_the_middle_to_fit(text: str, limit: int) -> No
         assert text.endswith(tail)
 
 
-def test_cutting_counts_json_escapes() -> None:
+def test_truncation_counts_json_escapes() -> None:
     reply = wire.encode_exception('"\n' * wire.MAX_REPLY_BYTES, limit=wire.MAX_REPLY_BYTES)
 
     assert wire.MAX_REPLY_BYTES * 0.9 < len(reply) <= wire.MAX_REPLY_BYTES

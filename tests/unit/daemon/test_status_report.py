@@ -120,7 +120,7 @@ async def test_status_values_come_from_their_sources(tmp_path: Path, monkeypatch
     ("problem", "is_mounted", "disk"),
     [("", True, "mounted"), ("", False, "none"), ("disk a is busy", True, "disk a is busy")],
 )
-async def test_status_of_an_idle_agent(
+async def test_status_of_an_idle_agent_has_no_task_and_no_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str, is_mounted: bool, disk: str
 ) -> None:
     made = asked(tmp_path, monkeypatch)

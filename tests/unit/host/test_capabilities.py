@@ -44,7 +44,7 @@ def test_invalid_capability_mask_raises_an_error() -> None:
         capabilities.names("all of them")
 
 
-def test_the_real_kernel_can_be_read() -> None:
+def test_capabilities_of_the_real_kernel_can_be_read() -> None:
     """Each capability has a name or a number."""
     found = capabilities.privileges()
 

@@ -47,6 +47,6 @@ def test_start_times_share_the_origin_of_boot_time() -> None:
     assert clock.boot_time() - 86400 < own.start_ticks / clock.TICKS
 
 
-def test_wall_time_of_now_is_now() -> None:
+def test_wall_time_of_the_current_tick_is_the_current_time() -> None:
     """Ticks are converted to wall clock time with an error of little more than one tick."""
     assert abs(clock.wall_time_of(clock.boot_ticks()) - time.time()) < 0.1

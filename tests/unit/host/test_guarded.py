@@ -321,7 +321,7 @@ def test_append_follows_no_link(tmp_path: Path, what: str) -> None:
 # --- directories ----------------------------------------------------------------------------------------------------
 
 
-def test_walk_finds_regular_files_through_no_link(tree: Path) -> None:
+def test_walk_finds_regular_files_without_following_links(tree: Path) -> None:
     (tree / "c.log").touch()
     os.mkfifo(tree / "a" / "fifo")
     top = os.open(tree, os.O_PATH)

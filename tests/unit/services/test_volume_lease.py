@@ -252,7 +252,7 @@ async def test_unreadable_lease_is_watched_until_it_expires(
     assert lease(tmp_path).host == "pod-0"
 
 
-def test_empty_lease_file_belongs_to_nobody(tmp_path: Path) -> None:
+def test_empty_lease_file_can_be_taken(tmp_path: Path) -> None:
     """Its creator has not written to it yet."""
     (tmp_path / volume_lease.NAME).touch()
 

@@ -170,7 +170,7 @@ SIGNS = tuple("abc-][^$()|*+?{}1,\\.=:")
 
 
 @pytest.mark.parametrize("pattern", ["\\\\1", "[\\1]", "[[:alpha:]\\1]"])
-def test_posix_regex_digit_after_an_escaped_backslash_is_no_back_reference(pattern: str) -> None:
+def test_posix_regex_digit_after_an_escaped_backslash_is_not_a_back_reference(pattern: str) -> None:
     assert posix_regex.compiled(pattern).search("\\1")
 
 

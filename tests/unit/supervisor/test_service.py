@@ -452,7 +452,7 @@ async def test_path_whose_start_program_cannot_run_is_reported_as_missing() -> N
 
 @pytest.mark.parametrize(("changes", "is_void"), [({}, True), ({"start_call": CALL}, False)])
 @played
-async def test_running_process_with_an_invalid_pidfile_is_void(changes: dict[str, Any], is_void: bool) -> None:
+async def test_running_process_with_an_invalid_pidfile_counts_as_absent(changes: dict[str, Any], is_void: bool) -> None:
     service = service_on(machine := Machine(), replace(SPEC, **changes))
     machine.appear()
     async with running(service):

@@ -53,7 +53,7 @@ def keepers(owner: str = "", keeper: int = 0) -> Any:
         ("bpm/job/other", Tie.NONE),
     ],
 )
-def test_keeper_says_whose_a_process_is(owner: str, expected: Tie) -> None:
+def test_process_belongs_to_the_job_of_its_keeper(owner: str, expected: Tie) -> None:
     found, why = tie(keepers(owner), ONE, SPEC, ProcessRecord(), NEWER)
 
     assert found is expected
@@ -124,7 +124,7 @@ def test_start_program_is_the_process_only_if_the_pidfile_was_written_since() ->
     assert tie(keepers("web"), ONE, SPEC, record, NEWER)[0] is Tie.OWNED
 
 
-def test_known_process_stays_what_it_is() -> None:
+def test_known_process_keeps_its_relation_to_the_service() -> None:
     """Its keeper may have been killed, or may never have existed."""
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity), OLDER)[0] is Tie.OWNED
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity, is_only_named=True), OLDER)[0] is Tie.NAMED
