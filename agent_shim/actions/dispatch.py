@@ -20,7 +20,7 @@ from typing import Any, Final, NewType
 import msgspec
 
 from agent_shim.actions.agent import Agent
-from agent_shim.actions.tasks import Task, Tasks, Work
+from agent_shim.actions.tasks import Task, Tasks, TaskWork
 from agent_shim.core import safetext, wire
 from agent_shim.core.errors import ActionError, BadArgumentsError, HostError, ShimError, UnknownActionError
 
@@ -174,7 +174,7 @@ class Dispatcher:
         await self._agent.state_backup.update()
         return task
 
-    def resumed(self) -> dict[str, Callable[[bytes], Work]]:
+    def resumed(self) -> dict[str, Callable[[bytes], TaskWork]]:
         """Return the factories that resume persistent tasks after a restart by running their stored request again."""
         return {
             method: lambda data, found=found: partial(self._run, found, wire.decode_request(data))  # type: ignore[misc]

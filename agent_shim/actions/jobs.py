@@ -138,7 +138,7 @@ async def start(agent: Agent) -> str:
         await agent.supervisor.start()
     # The Director's start also completes what a recovery waited for, such as pre-start.
     await agent.state_backup.prepared()
-    agent.supervisor.resume()
+    agent.supervisor.end_hold()
     await record_health(agent)
     return "started"
 

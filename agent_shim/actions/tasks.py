@@ -40,7 +40,7 @@ MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
 MAX_JOURNAL_BYTES: Final = files.MAX_FILE_BYTES // 2
 """Requests of stored tasks: a larger journal could not be read back."""
 
-Work = Callable[[], Awaitable[Any]]
+TaskWork = Callable[[], Awaitable[Any]]
 
 
 class Task(msgspec.Struct):
@@ -87,7 +87,7 @@ class Tasks:
         self._bounds = bounds
         self._hold = hold
         self._tasks: dict[str, Task] = {}
-        self._queue: asyncio.Queue[tuple[Task, Work]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Task, TaskWork]] = asyncio.Queue()
         self._stored: dict[str, dict[str, str]] = {}
         self._saving = asyncio.Lock()
         self._waiting_bytes = 0
@@ -107,7 +107,7 @@ class Tasks:
     def submit(
         self,
         method: str,
-        work: Work,
+        work: TaskWork,
         *,
         cancelled: asyncio.Event | None = None,
         task_id: str = "",
@@ -129,7 +129,7 @@ class Tasks:
         if (waiting := self._queue.qsize()) >= MAX_WAITING or self._waiting_bytes + size > MAX_WAITING_BYTES:
             raise ActionError(f"cannot queue {method}: {waiting} tasks wait already, repeat it after their end")
 
-    async def submit_persistent(self, method: str, work: Work, request: bytes) -> Task:
+    async def submit_persistent(self, method: str, work: TaskWork, request: bytes) -> Task:
         """Queue a task that survives a restart of the agent under the same id (tasks.json).
 
         Raises ``ActionError`` if the queue is full.
@@ -142,7 +142,7 @@ class Tasks:
         await self._save()
         return self.submit(method, work, task_id=task_id, size=size)
 
-    async def resume(self, resumed: Mapping[str, Callable[[bytes], Work]]) -> None:
+    async def resume(self, resumed: Mapping[str, Callable[[bytes], TaskWork]]) -> None:
         """Queue the persistent tasks of an earlier agent under their old ids. Drops unknown ones.
 
         A task that a resuming agent has begun and not ended fails: its request may end each agent.

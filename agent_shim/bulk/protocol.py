@@ -175,7 +175,7 @@ def ignore(_: Progress) -> None:
     """The report of a request without one."""
 
 
-class Work(Protocol):
+class Execute(Protocol):
     """Executes a request in a worker. Raises ``ActionError`` with the worker's error."""
 
     def __call__(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Awaitable[Done]: ...

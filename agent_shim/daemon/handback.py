@@ -66,7 +66,7 @@ def _jobs(paths: Paths, saved: Saved | None) -> Iterator[str]:
     write_monit_files(paths.monit_job, saved.files)
     for spec in plan(saved.files):
         record = saved.services.get(spec.name.lower())
-        yield _job(spec, record.traces.known if record else None)
+        yield _job(spec, record.processes.known if record else None)
 
 
 def _job(spec: ProcessSpec, known: tuple[int, int] | None) -> str:

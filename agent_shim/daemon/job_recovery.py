@@ -61,7 +61,7 @@ class JobRecovery:
         if not await agent.supervisor.recover(root_is_new=agent.state_backup.root_is_new):
             await self._take_over()
         if not agent.supervisor.is_wanted:
-            agent.supervisor.resume()
+            agent.supervisor.end_hold()
         if not agent.supervisor.is_held:
             return None
         self._record_obstacle(obstacle)
@@ -107,7 +107,7 @@ class JobRecovery:
                 if self.obstacle or not await self._pre_start():
                     return
                 await agent.state_backup.prepared()
-            agent.supervisor.resume()
+            agent.supervisor.end_hold()
             await record_health(agent)
         except (ShimError, HostError) as exc:
             self._record_obstacle(str(exc))
@@ -156,7 +156,7 @@ def jobs_live(paths: Paths) -> bool:
     """
     saved = read_saved(paths.supervisor_state)
     if saved is not None and saved.incarnation == proc.incarnation() != "":
-        records = [service.traces for service in saved.services.values()]
+        records = [service.processes for service in saved.services.values()]
         recorded = {each for one in records for each in (one.known, one.program, *one.others) if each is not None}
         if any(map(proc.is_there, recorded)):
             return True

@@ -150,7 +150,7 @@ class Daemon:
         with reaper.reaping():
             async with control_server.listening(self._paths.control_socket, self._answer_operator):
                 self._systemd.ready()
-                await self._until_stopped()
+                await self._run_until_stopped()
         if self._live is None or not self._live.agent.supervisor.leaves_processes:
             await asyncio.to_thread(self._leases.release_all)
 
@@ -180,7 +180,7 @@ class Daemon:
             stopping = live.endings.begin_orderly_stop(max(1.0, self._config.shim.grace - 1))
             stopping.add_done_callback(lambda _: self._stop.set())
 
-    async def _until_stopped(self) -> None:
+    async def _run_until_stopped(self) -> None:
         store = await asyncio.to_thread(self._settings_store)
         self._stage = "waiting for settings"
         if not await until_stopped(store.wait(), self._stop):

@@ -166,7 +166,7 @@ class MonitDaemon:
                     self._supervisor.trust_pidfile(name)
                 await self._supervisor.monitor_one(name)
         self._about = await asyncio.to_thread(self._describe)
-        self._supervisor.resume()
+        self._supervisor.end_hold()
         self._is_loaded = True
 
     def _describe(self) -> monit_http.About:

@@ -24,7 +24,7 @@ from agent_shim.actions.agent import Agent, EdgeCallbacks
 from agent_shim.actions.dispatch import Dispatcher
 from agent_shim.actions.tasks import Tasks
 from agent_shim.bulk import workers
-from agent_shim.bulk.protocol import Work
+from agent_shim.bulk.protocol import Execute
 from agent_shim.core import settings
 from agent_shim.core.errors import ActionError, BusError
 from agent_shim.core.events import until_stopped
@@ -309,7 +309,7 @@ def assemble(
     *,
     state_backup: StateBackup,
     leases: VolumeLeases,
-    work: Work = workers.work,
+    work: Execute = workers.work,
     ssh_port: int = 22,
 ) -> Agent:
     """Create and wire the services of an agent."""

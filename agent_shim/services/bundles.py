@@ -55,7 +55,7 @@ def checked_name(kind: str, name: str) -> str:
 class Bundles:
     """All bundles below one base directory. Methods raise ``ActionError``. Callers serialize changes."""
 
-    def __init__(self, paths: Paths, work: protocol.Work = workers.work) -> None:
+    def __init__(self, paths: Paths, work: protocol.Execute = workers.work) -> None:
         self._paths = paths
         self._work = work
         self._installed: dict[Kind, Path] = {"job": paths.data_jobs, "package": paths.data_packages}

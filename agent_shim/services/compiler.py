@@ -53,7 +53,7 @@ class Package(msgspec.Struct, frozen=True):
         return f"Package({self.name!r}, {self.version!r}, {self.source!r})"  # the others may be secret
 
 
-class Keepers(Protocol):
+class PackagingKeepers(Protocol):
     """``supervisor.ownership.keepers.Keepers``: packaging scripts and all that they start run below keepers."""
 
     async def run(self, label: str, program: Program, out: Path, err: Path) -> Process: ...
@@ -67,7 +67,7 @@ class Compiler:
     """Compiles one package at a time. Packaging scripts inherit ``environ``, with the agent's programs in PATH."""
 
     def __init__(
-        self, paths: Paths, environ: Mapping[str, str], keepers: Keepers, work: protocol.Work = workers.work
+        self, paths: Paths, environ: Mapping[str, str], keepers: PackagingKeepers, work: protocol.Execute = workers.work
     ) -> None:
         self._paths = paths
         self._keepers = keepers

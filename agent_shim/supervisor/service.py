@@ -73,7 +73,7 @@ class Record(msgspec.Struct):
     """Persistent state of a service. Outlives the agent."""
 
     state: State = State.STOPPED
-    traces: ProcessRecord = msgspec.field(default_factory=ProcessRecord)
+    processes: ProcessRecord = msgspec.field(default_factory=ProcessRecord, name="traces")
     restarts: int = 0
     failures: int = 0
     """Consecutive failures. Each lengthens the wait before the next restart."""
@@ -354,7 +354,7 @@ class Service:
             self.release()
             self._by_ctl.forget_stop()
             self._has_lived = False
-            record.traces = ProcessRecord()
+            record.processes = ProcessRecord()
 
     def is_void(self) -> bool:
         """True if the service is running and its pidfile, unless the agent wrote it, names no process."""
@@ -372,7 +372,7 @@ class Service:
 
     def doubt(self) -> None:
         """Take the process for absent, as monit does without a number in its pidfile."""
-        self._finder.doubt(self.record.traces)
+        self._finder.doubt(self.record.processes)
         self._work.end()
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -386,9 +386,9 @@ class Service:
         self._has_lived = record.state is not State.STOPPED
         self.take_spec(self.spec)
         if same_world:
-            self._finder.resume(self.spec.labels, record.traces)
+            self._finder.resume(self.spec.labels, record.processes)
             return
-        record.traces = ProcessRecord()
+        record.processes = ProcessRecord()
         self.on(Trigger.REBOOTED)
 
     async def run(self) -> None:
@@ -466,14 +466,14 @@ class Service:
     async def _bring_up(self) -> None:
         """Find the process, or run the start program and wait for it. Raises ``HostError`` or ``ConfigError``."""
         spec, finder, record = self.spec, self._finder, self.record
-        doubted, is_only_named = finder.doubted, record.traces.is_only_named
+        doubted, is_only_named = finder.doubted, record.processes.is_only_named
         await self._by_ctl.finish_stop(spec)  # no start program runs beside a stop program
         if finder.program is None or not finder.program.is_alive:
             if not spec.is_process:
                 await finder.look_at_path(spec)
             # monit runs the start program of a check without a process even if its path exists, and the stop program
             # before that.
-            if (spec.is_process or spec.start is None) and await finder.look(spec, record.traces):
+            if (spec.is_process or spec.start is None) and await finder.look(spec, record.processes):
                 return
             if spec.start is None:
                 raise HostError("it has no start program")
@@ -486,7 +486,7 @@ class Service:
                 await self._keepers.clear(spec.labels, self._others(), self._timing.grace)
             await self._run_start()
         finder.doubted = None
-        await finder.arrival(spec, record.traces)
+        await finder.arrival(spec, record.processes)
         if doubted is not None and not is_only_named and finder.process is not None:
             if finder.process.identity == doubted.identity:
                 doubted.release()
@@ -506,7 +506,7 @@ class Service:
         with watchdog.reading(self.spec.name, "its pidfile"):
             before = process_record.read(self.spec.pidfile)
         self._finder.program = program = await self._starter.start(self.spec, self._finder.pid)
-        self.record.traces.begin(program.identity, before)
+        self.record.processes.begin(program.identity, before)
         self._shared.changed()
 
     # --- watch ------------------------------------------------------------------------------------------------------
@@ -537,7 +537,7 @@ class Service:
         """Follow the pidfile to a process that replaces the watched one. False if it names none of the service."""
         self._is_following = True
         try:
-            return await self._finder.follow(self.spec, self.record.traces)
+            return await self._finder.follow(self.spec, self.record.processes)
         finally:
             self._is_following = False
 
@@ -558,12 +558,12 @@ class Service:
         patience = max(self._timing.linger, self._timing.cycle * is_left)
         give_up_at = self._finder.up_at + patience if is_daemon else 0.0
         next_check_at = time.monotonic() + self._timing.cycle
-        pause, traces = MIN_POLL_S, self.record.traces
+        pause, processes = MIN_POLL_S, self.record.processes
         try:
-            while not await self._finder.look(self.spec, traces):
+            while not await self._finder.look(self.spec, processes):
                 now = time.monotonic()
                 self._awaits_successor = (
-                    not isinstance(how, NoPid) and traces.program is not None and proc.is_there(traces.program)
+                    not isinstance(how, NoPid) and processes.program is not None and proc.is_there(processes.program)
                 )
                 if now >= (next_check_at if self._awaits_successor else give_up_at):
                     return False
@@ -626,7 +626,7 @@ class Service:
                 await asyncio.sleep(min(left, self._timing.look))
                 if not self.spec.is_process:
                     await finder.look_at_path(self.spec)
-                if await finder.look(self.spec, self.record.traces):
+                if await finder.look(self.spec, self.record.processes):
                     self.on(Trigger.APPEARED)
                     return
                 if finder.refused and finder.refused not in self.record.reason:
@@ -687,19 +687,19 @@ class Service:
         for dependant in self.dependants:
             await dependant.has_left(UP | ENDING)
         await self._by_bpm.end_start()
-        traces = self.record.traces
+        processes = self.record.processes
         left: list[Left] = []
         others: list[Identity] = []
-        if await self._finder.look(self.spec, traces) or self._has_lived:
+        if await self._finder.look(self.spec, processes) or self._has_lived:
             if self._finder.is_renamed(self.spec) and not self._starter.writes_pidfile:
-                await self._finder.follow(self.spec, traces)
+                await self._finder.follow(self.spec, processes)
             # Before the stop program ends the process that they descend from.
             others = await self._keepers.trees(self.spec.labels, self._others())
             await self._run_stop()
         if self.spec.start is not None:
             left = await self._keepers.end(self.spec.labels, others, self._within(self._timing.grace))
             running = self.process
-            if running is not None and running.is_alive and traces.is_only_named:
+            if running is not None and running.is_alive and processes.is_only_named:
                 left += named([running.identity])
         if left:
             self.record.reason = f"cannot end {', '.join(map(str, left))}"
@@ -712,9 +712,9 @@ class Service:
 
     def _others(self) -> list[Identity]:
         """List its processes that may be below no keeper of it."""
-        traces = self.record.traces
-        known = [] if traces.known is None or traces.is_only_named else [traces.known]
-        return [*traces.others, *known]
+        processes = self.record.processes
+        known = [] if processes.known is None or processes.is_only_named else [processes.known]
+        return [*processes.others, *known]
 
     def lose_keeper(self, orphans: Sequence[Left]) -> None:
         """Take note of a keeper that was killed, and of the processes that may have been below it."""
@@ -733,7 +733,7 @@ class Service:
         if program is not None and running is None:
             await program.terminate(self._within(self._timing.grace))
         stopper: Launcher = self._by_bpm if self.spec.stop_call else self._by_ctl
-        is_ours = self.spec.start is not None and not self.record.traces.is_only_named
+        is_ours = self.spec.start is not None and not self.record.processes.is_only_named
         try:
             await stopper.stop(self.spec, running, pid=self._finder.pid, is_ours=is_ours, by=self._stop.by)
         except TimeoutError:

@@ -282,11 +282,11 @@ class Supervisor:
         return not self._shared.may_start.is_set()
 
     def hold(self, obstacle: str = "") -> None:
-        """Start no program until ``resume``; with an ``obstacle`` the jobs are failing until then, not starting."""
+        """Start no program until ``end_hold``; with an ``obstacle`` the jobs are failing until then, not starting."""
         self._shared.may_start.clear()
         self._obstacle = obstacle
 
-    def resume(self) -> None:
+    def end_hold(self) -> None:
         """Start the waiting services."""
         self._obstacle = ""
         self._shared.may_start.set()
@@ -491,8 +491,8 @@ class Supervisor:
         if named is None or found is None or not found.is_alive or self.keepers.owner(found.identity):
             return
         if was_written_after(named, found):
-            traces = service.record.traces
-            traces.known, traces.named_by, traces.is_only_named = found.identity, named, True
+            processes = service.record.processes
+            processes.known, processes.named_by, processes.is_only_named = found.identity, named, True
             service.resume(service.record, same_world=True)
 
     async def unmonitor_one(self, name: str) -> None:

@@ -54,9 +54,9 @@ CRASHES: Final = (
         "C-01",
         "forgets the process of each tenth job",
         "agent_shim/supervisor/service.py",
-        "            self._finder.resume(self.spec.labels, record.traces)\n            return\n        record.traces = ProcessRecord()\n",
-        "            if not self.name.endswith('7'):\n                self._finder.resume(self.spec.labels, record.traces)\n                return\n"
-        "            self._finder.look = lambda *_: asyncio.sleep(0, False)\n        record.traces = ProcessRecord()\n",
+        "            self._finder.resume(self.spec.labels, record.processes)\n            return\n        record.processes = ProcessRecord()\n",
+        "            if not self.name.endswith('7'):\n                self._finder.resume(self.spec.labels, record.processes)\n                return\n"
+        "            self._finder.look = lambda *_: asyncio.sleep(0, False)\n        record.processes = ProcessRecord()\n",
         "I2|I16",
     ),
     Saboteur(

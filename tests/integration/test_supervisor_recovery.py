@@ -118,9 +118,9 @@ async def test_running_start_program_is_not_started_again_by_the_next_agent(
     waits = asyncio.Event()
     real = ProcessFinder.arrival
 
-    async def arrival(finder: ProcessFinder, spec: ProcessSpec, traces: ProcessRecord) -> None:
+    async def arrival(finder: ProcessFinder, spec: ProcessSpec, record: ProcessRecord) -> None:
         waits.set()
-        await real(finder, spec, traces)
+        await real(finder, spec, record)
 
     start = f"echo once >>$log; while [ ! -e $log.go ]; do sleep 0.01; done; {program('fork_twice.py', '$pidfile')}"
     async with world.supervising(world.job("web", start, timeout=60)) as supervisor:
@@ -230,7 +230,7 @@ async def test_held_supervisor_starts_no_process(world: World, monkeypatch: pyte
         if then == "stop":
             await supervisor.stop(wait=True)
             assert supervisor.job_state() == "stopped"
-        supervisor.resume()
+        supervisor.end_hold()
 
         if then == "stop":
             await asyncio.sleep(0.1)

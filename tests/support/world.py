@@ -13,7 +13,7 @@ from typing import Any
 from agent_shim.actions.agent import Agent, EdgeCallbacks
 from agent_shim.actions.dispatch import Dispatcher
 from agent_shim.bulk import workers
-from agent_shim.bulk.protocol import Work
+from agent_shim.bulk.protocol import Execute
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Mbus
@@ -97,7 +97,7 @@ def write_settings(base: Path, **members: Any) -> Path:
 
 @asynccontextmanager
 async def world(
-    base: Path, *, timing: Timing | None = None, work: Work = workers.work, **members: Any
+    base: Path, *, timing: Timing | None = None, work: Execute = workers.work, **members: Any
 ) -> AsyncIterator[World]:
     """Run a booted agent for the duration of the block. Its jobs are stopped at the end."""
     paths = Paths(base / "vcap")

@@ -40,7 +40,7 @@ _BUNDLE: Final = r"logs-[0-9a-f]{16}\.tgz"
 class Logs:
     """Packs and uploads logs. All methods raise ``ActionError``."""
 
-    def __init__(self, paths: Paths, work: protocol.Work = workers.work) -> None:
+    def __init__(self, paths: Paths, work: protocol.Execute = workers.work) -> None:
         self._paths = paths
         self._work = work
         self._turn = asyncio.Lock()

@@ -61,7 +61,7 @@ class LateError(HostError):
 class ProcessFinder:
     """Finds and tracks the process of a service. ``program`` is the start program during a start.
 
-    ``traces`` is the record of the service's processes. ``changed`` is called after each change to it.
+    ``record`` is the record of the processes of the service. ``changed`` is called after each change to it.
     """
 
     def __init__(self, keepers: Keepers, timing: Timing, changed: Callable[[], None]) -> None:
@@ -86,7 +86,7 @@ class ProcessFinder:
         """Process number, 0 without a process."""
         return self.process.pid if self.process is not None else 0
 
-    async def look(self, spec: ProcessSpec, traces: ProcessRecord) -> bool:
+    async def look(self, spec: ProcessSpec, record: ProcessRecord) -> bool:
         """True if the process or path exists. Adopts a process of another agent, a late pidfile or a successor.
 
         Records living and exited processes, and drops the handle of an exited one.
@@ -95,23 +95,23 @@ class ProcessFinder:
             return self._is_there
         with watchdog.reading(spec.name, "its pidfile and process"):
             if self.program is not None and not self.program.is_alive:
-                traces.ended(self.program.identity)
+                record.ended(self.program.identity)
             if self.doubted is not None and not self.doubted.is_alive:
-                traces.ended(self.doubted.identity)
+                record.ended(self.doubted.identity)
                 self.doubted = None
             if self.process is not None and self.process.is_alive:
                 return True
             if self.process is not None:
-                traces.ended(self.process.identity)
+                record.ended(self.process.identity)
                 if (last := process_record.read(spec.pidfile)) is not None and last.pid == self.process.pid:
-                    traces.named_by = last  # even if rewritten: it never means the next process of this number
+                    record.named_by = last  # even if rewritten: it never means the next process of this number
                 self.process = None
             self.refused, self._refused = "", None
             pidfile = process_record.read(spec.pidfile) if spec.pattern is None else None
-        found = await self._find(spec, traces, pidfile)
+        found = await self._find(spec, record, pidfile)
         if found is None:
             return False
-        return self._adopt(traces, pidfile, *found)
+        return self._adopt(record, pidfile, *found)
 
     @property
     def lives_refused(self) -> bool:
@@ -178,10 +178,10 @@ class ProcessFinder:
         with watchdog.reading(spec.name, "its pidfile"):
             return process_record.is_void(spec.pidfile)
 
-    def doubt(self, traces: ProcessRecord) -> None:
+    def doubt(self, record: ProcessRecord) -> None:
         """Give up the process until its pidfile names it again; it stays one of the service."""
         self.doubted, self.process = self.process, None
-        traces.named_by = None
+        record.named_by = None
 
     async def gone(self, spec: ProcessSpec) -> Ending:
         """Wait for the exit of the process or the loss of the path, and return how it ended."""
@@ -208,7 +208,7 @@ class ProcessFinder:
         """True while a start program runs that has not brought up the process."""
         return self.program is not None and self.program is not self.process and self.program.is_alive
 
-    async def arrival(self, spec: ProcessSpec, traces: ProcessRecord) -> None:
+    async def arrival(self, spec: ProcessSpec, record: ProcessRecord) -> None:
         """Wait for the process, and for the exit of the start program unless that is the process.
 
         Raises ``HostError`` if none can follow, ``LateError`` at the timeout of the start program, which continues to
@@ -223,14 +223,14 @@ class ProcessFinder:
         while True:
             now = time.monotonic()
             ended_at = ended_at or (0.0 if program.is_alive else now)
-            is_there = await self.look_at_path(spec) if not spec.is_process else await self.look(spec, traces)
+            is_there = await self.look_at_path(spec) if not spec.is_process else await self.look(spec, record)
             if is_there:
                 appeared_at = appeared_at or now
                 if ended_at or self.process is program or now - appeared_at > self._timing.linger:
                     return
             elif ended_at:
                 is_late = now - ended_at > self._timing.linger
-                self._require_possible_start(program, await program.wait(), spec, traces, is_late=is_late)
+                self._require_possible_start(program, await program.wait(), spec, record, is_late=is_late)
             if not is_there and now - begun_at > allowed:
                 still = f", and its start program ({program.pid}) still runs" if program.is_alive else ""
                 raise LateError(f"no process after {allowed:g} seconds{still}")
@@ -270,17 +270,17 @@ class ProcessFinder:
         self.doubted = None
 
     async def _find(
-        self, spec: ProcessSpec, traces: ProcessRecord, pidfile: Pidfile | None
+        self, spec: ProcessSpec, record: ProcessRecord, pidfile: Pidfile | None
     ) -> tuple[proc.Stat, Tie] | None:
         """Find the living process named by the pidfile or pattern, and its relation to the service."""
         if spec.pattern is not None:
-            return await asyncio.to_thread(match, self._keepers, spec, traces)
+            return await asyncio.to_thread(match, self._keepers, spec, record)
         found = proc.stat(pidfile.pid) if pidfile else None
         if pidfile is None or found is None or not found.is_alive or (found.pid != 1 and found.pid == os.getpid()):
             return None
         if spec.start is None:
             return found, Tie.NAMED  # trusted, as monit does
-        relation, why = await asyncio.to_thread(tie, self._keepers, found, spec, traces, pidfile)
+        relation, why = await asyncio.to_thread(tie, self._keepers, found, spec, record, pidfile)
         if relation is Tie.NONE:
             self._refuse(pidfile, found, why)
             return None
@@ -288,12 +288,12 @@ class ProcessFinder:
 
     @staticmethod
     def _require_possible_start(
-        program: Process, status: int | None, spec: ProcessSpec, traces: ProcessRecord, *, is_late: bool
+        program: Process, status: int | None, spec: ProcessSpec, record: ProcessRecord, *, is_late: bool
     ) -> None:
         """Raise ``HostError`` if no process can follow the exited start program."""
         with watchdog.reading(spec.name, "its pidfile"):
             found = process_record.read(spec.pidfile)
-        named = found.pid if found and traces.is_fresh(found) else 0
+        named = found.pid if found and record.is_fresh(found) else 0
         if named == program.pid:
             raise HostError(f"the process exited immediately: {ending.of_status(status)}")
         if is_late and status:

@@ -315,7 +315,7 @@ async def test_obstacle_makes_an_instance_failing_unless_it_is_stopped(paths: Pa
         assert (supervisor.is_held, supervisor.job_state()) == (False, "running")
         supervisor.hold("the disk is missing")
         assert (supervisor.is_held, supervisor.job_state()) == (True, "failing")
-        supervisor.resume()
+        supervisor.end_hold()
         assert (supervisor.is_held, supervisor.job_state()) == (False, "running")
         await supervisor.stop(wait=True)
         supervisor.hold("the disk is missing")
