@@ -20,7 +20,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from agent_shim.core.errors import ConfigError, HostError
-from agent_shim.host import proc, watchdog
+from agent_shim.host import guarded, proc, watchdog
+from agent_shim.host.descriptors import closing
 from agent_shim.host.process import Process
 from agent_shim.supervisor import event_kinds
 from agent_shim.supervisor.bpm.runner import Bpm
@@ -431,7 +432,8 @@ class Service:
                 # The process may still appear: an early retry would start a second one.
                 self._least_delay = self._timing.cycle
             self.record.failures = max(self.record.failures + 1, 2)
-            why = f"{exc}; {self._finder.refused}" if self._finder.refused else str(exc)
+            why_not = self._finder.refused or self._why_unreadable()
+            why = f"{exc}; {why_not}" if why_not else str(exc)
             if self.spec.is_process:
                 self.record.reason = await self._with_last_words(f"cannot start: {why}")
                 alert = "Execution failed", "alert", self.record.reason
@@ -453,6 +455,18 @@ class Service:
             self._is_counted = False
             for limit in self.spec.limits:
                 await self._apply(limit)
+
+    def _why_unreadable(self) -> str:
+        """Say why the pidfile cannot be read if it exists, for example because a job may have made a link to it."""
+        if self.spec.pidfile is None:
+            return ""
+        try:
+            with watchdog.reading(self.spec.name, "its pidfile"), closing(guarded.open_file(self.spec.pidfile)):
+                return ""
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        except OSError as exc:
+            return f"its pidfile cannot be read: {exc.strerror}"
 
     async def _apply(self, limit: RestartLimit) -> None:
         """Carry out the action for too many restarts."""

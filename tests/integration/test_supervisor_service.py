@@ -422,3 +422,11 @@ async def test_host_and_system_checks_always_exist(world: World) -> None:
     async with world.supervising(JobFile("there", "", text)) as supervisor:
         await in_state(supervisor, "there", "running")
         await supervisor.stop(wait=True)
+
+
+async def test_reason_of_a_failed_start_names_an_unreadable_pidfile(world: World) -> None:
+    """An example is cubrid of PAAS-TA-CUBRID-RELEASE, which gives the link of its package to vcap."""
+    async with world.supervising(world.job("web", "mkdir $pidfile", timeout=1)) as supervisor:
+        await in_state(supervisor, "web", "down")
+
+        assert "its pidfile cannot be read: it is not a regular file" in info(supervisor, "web").reason
