@@ -88,7 +88,7 @@ async def test_port_check_of_an_unknown_host_fails(host: str, port: int) -> None
 
 
 async def test_http_check_sends_the_request_of_monit() -> None:
-    """Path, Host header and User-Agent are those that access lists know."""
+    """Access rules of servers rely on its path, Host header and User-Agent."""
     heard: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -140,7 +140,7 @@ class Site:
     async def unheld(self) -> list[Document]:
         """Return all objects except deleted claims that a pod still has mounted.
 
-        Those will go together with their files.
+        The cluster will remove those, including their files.
         """
         found = await self.objects()
         pods = [one for one in found if one["kind"] == "Pod" and not _is_ending(one)]

@@ -245,7 +245,7 @@ def test_chown_changes_only_what_differs(tmp_path: Path, owner: str, ids: tuple[
 
 @pytest.mark.root
 def test_chown_without_the_capability_keeps_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container without CAP_CHOWN the file is written all the same."""
+    """In a container without CAP_CHOWN the file is still written."""
     monkeypatch.setattr(capabilities, "privileges", lambda: SimpleNamespace(effective=frozenset()))
     files.can_chown.cache_clear()
     try:

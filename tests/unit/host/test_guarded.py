@@ -207,7 +207,7 @@ def test_guarded_read_rejects_hard_linked_files_of_root(mode: int, owner: int, l
 @pytest.mark.attack("a job has root open a FIFO or a device")
 @pytest.mark.parametrize("what", ["fifo", "socket", "device", "directory", "proc"])
 def test_guarded_read_rejects_irregular_files(tmp_path: Path, what: str) -> None:
-    """It fails at once: a FIFO without a writer would block its reader for ever."""
+    """It fails at once, because a FIFO without a writer would block its reader forever."""
     path = tmp_path / "thing"
     if what == "fifo":
         os.mkfifo(path)

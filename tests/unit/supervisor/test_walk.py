@@ -230,7 +230,7 @@ class Walk:
         assert service.reported != "running" or (self.machine.is_there and self.model.is_trusted)
 
     async def never_gives_up(self) -> None:
-        """A wanted service that cannot run is retried without end."""
+        """A wanted service that cannot run is retried forever."""
         starts = len(self.machine.starts)
         await self.pass_by(PAUSES["age"] + START_TAKES["late"])
         if self.model.wanted == "up":
