@@ -323,7 +323,13 @@ def assemble(
     environ = {**process.script_environment(os.environ), "TMPDIR": str(paths.tmp)}
     users = Users(paths)
     persistent = Disks(
-        paths, lambda: store.current, lambda: spec.current.id, of_jobs, hold=leases.hold, release=leases.release
+        paths,
+        lambda: store.current,
+        lambda: spec.current.id,
+        of_jobs,
+        hold=leases.hold,
+        release=leases.release,
+        is_held=lambda directory: directory in leases.held,
     )
     return Agent(
         paths=paths,

@@ -93,7 +93,8 @@ def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
     depth of a mount point decides, since a later mount higher up hides those below it.
     """
     real = path.resolve()
-    above = [mount for mount in (mounts() if table is None else table) if real.is_relative_to(mount.point)]
+    places = {real, *real.parents}
+    above = [mount for mount in (mounts() if table is None else table) if mount.point in places]
     known = {mount.number for mount in above}
     found: Mount | None = None
     children = [mount for mount in above if mount.parent not in known or mount.parent == mount.number]

@@ -41,6 +41,11 @@ def is_directory(path: Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112 - that of Path raises for it
 
 
+def is_there(path: Path) -> bool:
+    """Return True if something reachable is at ``path``, or where a link at it leads."""
+    return os.path.exists(path)  # noqa: PTH110 - that of Path raises for what is unreachable
+
+
 def shows(place: Path, volume: Path) -> bool:
     """Return True if both paths are the same directory."""
     try:
@@ -103,20 +108,26 @@ def take_away(place: Path) -> None:
 
 
 def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
-    """Copy the options of ``like``'s mount to ``place``'s, and add the options of ``more`` valid for a bind mount.
+    """Copy the options of ``like``'s mount to ``place``'s, and add the options of ``more`` valid for a bind mount."""
+    flags = flags_to_set(place, like, more, mounts.mounts())
+    if flags is not None:
+        mounts.set_flags(place, flags)
 
-    A remount replaces all options, and in a user namespace it may drop none. No-op unless ``place`` is a second mount.
+
+def flags_to_set(place: Path, like: Path, more: Collection[str], table: Sequence[mounts.Mount]) -> int | None:
+    """Return the mount flags that :func:`set_options` sets. None if they are right, or if this is no second mount.
+
+    A remount replaces all options, and in a user namespace it may drop none.
     """
-    if place.is_symlink() or place == like or not mounts.is_mount_point(place):
-        return
-    here, there = mounts.mount_of(place), mounts.mount_of(like)
+    if place.is_symlink() or place == like or not mounts.is_mount_point(place, table):
+        return None
+    here, there = mounts.mount_of(place, table), mounts.mount_of(like, table)
     if here is None or there is None:
-        return
+        return None
     wanted = FLAGS.keys() & (there.options | frozenset(more))
     if "noatime" in more:
         wanted -= {"relatime"}
-    if wanted != FLAGS.keys() & here.options:
-        mounts.set_flags(place, sum(FLAGS[name] for name in wanted))
+    return sum(FLAGS[name] for name in wanted) if wanted != FLAGS.keys() & here.options else None
 
 
 # --- who is there ---------------------------------------------------------------------------------------------------

@@ -631,6 +631,10 @@ _NEXT: Final = "        task, work = await self._queue.get()\n"
 _ALERT: Final = "    if event.lower() in IGNORED:\n"
 _ERRAND: Final = '"exit_code": errand.exit_code}'
 
+_FOUND_MOUNTED: Final = (
+    '                raise ActionError(f"cannot mount disk {cid}: a look afterwards does not find it mounted")\n'
+)
+
 GENERAL: Final = (
     Saboteur(
         "G-01",
@@ -671,18 +675,17 @@ GENERAL: Final = (
         "G-05",
         "mounts a disk twice",
         "agent_shim/services/disks/mounting.py",
-        "        volumes.show(disk.there, place, bind=self.binds())\n",
-        f"        volumes.show(disk.there, place, bind=self.binds())\n        {RAN}\n"
-        "        mounts.bind(disk.there, place)\n",
+        "                volumes.show(volume, place, bind=self._may_bind())\n",
+        f"                volumes.show(volume, place, bind=self._may_bind())\n                {RAN}\n"
+        "                mounts.bind(volume, place)\n",
         "I14|disk|mount",
     ),
     Saboteur(
         "G-06",
         "says that a disk is mounted, and unmounts it",
-        "agent_shim/services/disks/mounting.py",
-        '        self._settle(disk, self._paths.store, "store")\n\n    def _mount_older',
-        '        self._settle(disk, self._paths.store, "store")\n        volumes.take_away(self._paths.store)\n'
-        f"        {RAN}\n\n    def _mount_older",
+        "agent_shim/services/disks/service.py",
+        _FOUND_MOUNTED,
+        f"{_FOUND_MOUNTED}            volumes.take_away(self._paths.store)\n            {RAN}\n",
         "I14|disk|mount",
     ),
     Saboteur(

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,17 @@ from agent_shim.host import files, mounts, volumes
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
 from agent_shim.services.disks.service import in_worker
-from tests.support.volumes import MORE_THAN_ALL, PATIENT, Instance, by, fingerprint, holding, migrate_until, mount_tmpfs
+from tests.support.volumes import (
+    MORE_THAN_ALL,
+    PATIENT,
+    Instance,
+    by,
+    fingerprint,
+    holding,
+    killed_before,
+    migrate_until,
+    mount_tmpfs,
+)
 
 each_way = by("links", "mounts")
 
@@ -39,10 +49,10 @@ async def test_a_restored_mount_clears_its_former_error(instance: Instance, monk
     def refused(*_: object, **__: object) -> None:
         raise HostError("no loop device")
 
+    volumes.take_away(instance.paths.store)
     with monkeypatch.context() as broken:
         broken.setattr(volumes, "show", refused)
         await instance.disks.recover()
-    volumes.take_away(instance.paths.store)
     assert (await instance.disks.problem()).endswith(": no loop device")
     await instance.disks.recover()
     volumes.take_away(instance.paths.store)
@@ -70,7 +80,7 @@ async def test_foreign_volume_on_the_store_counts_as_a_disk(
     """A volume with the marker of an unmounted disk does not count, nor does the volume of a known disk."""
     store = instance.paths.store
     instance.attach("z")
-    monkeypatch.setattr(mounts, "is_mount_point", lambda path: path == store)
+    monkeypatch.setattr(mounts, "is_mount_point", lambda path, *_: path == store)
 
     assert (await instance.disks.list(), instance.disks.is_mounted) == ([], True)
 
@@ -361,6 +371,61 @@ async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_both(
 
     await instance.disks.mount("a")
     instance.start_agent()
+    assert await instance.disks.list() == ["a"]
+
+
+@by("links")
+async def test_mount_without_effect_is_reported(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    instance.attach("a")
+    monkeypatch.setattr(volumes, "show", lambda *_, **__: None)
+
+    with pytest.raises(ActionError, match="^cannot mount disk a: a look afterwards does not find it mounted$"):
+        await instance.disks.mount("a")
+
+
+@each_way
+async def test_unmount_without_effect_is_reported(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mount may not be removed, and neither the volume nor the root file system takes a record."""
+    instance.attach("a")
+    real = files.write_atomic
+
+    def refused(*_: object, **__: object) -> None:
+        raise HostError(errno.EPERM, "not permitted")
+
+    def full(path: Path, data: bytes, **options: Any) -> None:
+        if path == instance.paths.taken_down:
+            raise HostError("cannot write: No space left on device")
+        real(path, data, **options)
+
+    monkeypatch.setattr(markers, "write", refused)
+    await instance.disks.mount("a")
+    with monkeypatch.context() as broken:
+        broken.setattr(volumes, "take_away", refused)
+        broken.setattr(files, "write_atomic", full)
+        with pytest.raises(ActionError, match=f"^disk a is still mounted on {instance.paths.store}$"):
+            await instance.disks.unmount("a")
+
+    assert "Unmounted" in await instance.disks.unmount("a")
+
+
+@each_way
+async def test_mount_that_must_stay_counts_as_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The volume has no marker that could say so, but the root file system has a record, also for the next agent."""
+    instance.attach("a")
+
+    def refused(*_: object, **__: object) -> None:
+        raise HostError(errno.EPERM, "not permitted")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(markers, "write", refused)
+        await instance.disks.mount("a")
+        broken.setattr(volumes, "take_away", refused)
+        assert "Unmounted" in await instance.disks.unmount("a")
+    for _ in range(2):
+        assert await instance.disks.list() == []
+        instance.start_agent()
+
+    await instance.disks.mount("a")
     assert await instance.disks.list() == ["a"]
 
 
@@ -1010,6 +1075,40 @@ async def test_reverse_migration_killed_at_any_step_is_completed(instance: Insta
     await instance.disks.migrate("b", "a")
     assert await instance.disks.list() == ["a"]
     assert fingerprint(instance.paths.store) == wanted
+
+
+@pytest.mark.parametrize("restart", [Instance.start_agent, Instance.remake_container])
+@each_way
+async def test_mount_and_unmount_killed_at_any_step_can_be_repeated(
+    instance: Instance, restart: Callable[[Instance], None]
+) -> None:
+    """Mounts on the store and on the migration target, a third disk in place of the second, and both unmounts."""
+    for cid in "abc":
+        instance.attach(cid)
+    stories: list[tuple[Callable[[], Awaitable[object]], list[str]]] = [
+        (lambda: instance.disks.mount("a"), ["a"]),
+        (lambda: instance.disks.mount("b"), ["a", "b"]),
+        (lambda: instance.disks.mount("c"), ["a", "c"]),
+        (lambda: instance.disks.unmount("c"), ["a"]),
+        (lambda: instance.disks.unmount("a"), []),
+    ]
+    before: list[str] = []
+    kills = 0
+    for request, listed in stories:
+        step = 0
+        while not await killed_before(step, request):
+            restart(instance)
+            await instance.disks.recover()
+            assert await instance.disks.problem() == ""
+            found = await instance.disks.list()
+            assert found in (before, listed, [cid for cid in before if cid in listed]), step
+            assert instance.mounts_on_store() == (instance.bind and "a" in found)
+            step += 1
+        kills += step
+        assert await instance.disks.list() == listed
+        before = listed
+    assert kills >= 10
+    assert [instance.marker(cid) for cid in "abc"] == [Marker(cid, "") for cid in "abc"]
 
 
 # --- links ----------------------------------------------------------------------------------------------------------

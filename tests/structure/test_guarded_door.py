@@ -99,20 +99,18 @@ RAW: Mapping[str, Raw] = {
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
     "services.compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_quote"})),
     "services.disks.mounting": Raw(
-        "places that root mounts and links; disks.identity reads volumes through the door",
+        "places that root mounts and links; disks.markers reads volumes through the door",
         frozenset(
             {
-                "DiskMounts._find",
-                "DiskMounts._mounted_on",
-                "DiskMounts._refuse_strangers",
-                "DiskMounts.link",
-                "DiskMounts.linked",
-                "DiskMounts.prepare",
-                "DiskMounts.swap",
+                "DiskMounts._disk",
+                "DiskMounts._mount_point",
+                "DiskMounts.absence",
+                "DiskMounts.carry_out",
+                "DiskMounts.look",
             }
         ),
     ),
-    "services.disks.service": Raw(PROBE, frozenset({"Disks._is_there", "Disks.dynamic_places", "_missing"})),
+    "services.disks.service": Raw(PROBE, frozenset({"Disks.dynamic_places"})),
     "services.dns": Raw(KERNEL, frozenset({"lines_naming"})),
     "cli.doctor": Raw(
         KERNEL,
@@ -221,7 +219,9 @@ RAW: Mapping[str, Raw] = {
     "host.privilege_probes": Raw(SCRATCH, frozenset({"change_owner", "open_for_writing", "user_namespace", "write"})),
     "host.volumes": Raw(
         "places that root mounts and links, and what the kernel says of who uses them",
-        frozenset({"_loop_devices", "holders", "is_directory", "set_options", "show", "shows", "take_away"}),
+        frozenset(
+            {"_loop_devices", "flags_to_set", "holders", "is_directory", "is_there", "show", "shows", "take_away"}
+        ),
     ),
     "services.logs.tail": Raw(
         "our own standard output; a log that goes through the door", frozenset({"Follower._open", "stream"})

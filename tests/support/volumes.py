@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -330,12 +330,17 @@ STEPS = [
     (files, "swap_link"),
     (files, "remove_tree"),
 ]
-"""Everything through which a migration changes a disk or a place."""
+"""Everything through which a request changes a disk or a place."""
 MORE_THAN_ALL = 22
 
 
 async def migrate_until(step: int, instance: Instance, old: str = "a", new: str = "b") -> bool:
     """Migrate, and get killed before change number ``step``. Return True if the migration finished before."""
+    return await killed_before(step, lambda: instance.disks.migrate(old, new))
+
+
+async def killed_before(step: int, request: Callable[[], Awaitable[object]]) -> bool:
+    """Make a request, and get killed before its change number ``step``. Return True if the request finished before."""
     left = step
 
     def until_then(real: Callable[..., object]) -> Callable[..., object]:
@@ -352,7 +357,7 @@ async def migrate_until(step: int, instance: Instance, old: str = "a", new: str 
         for module, name in STEPS:
             patched.setattr(module, name, until_then(getattr(module, name)))
         with suppress(Killed):
-            await instance.disks.migrate(old, new)
+            await request()
     return left >= 0
 
 

@@ -1,19 +1,7 @@
-"""Identity of volumes and the decision where each disk belongs: by a marker on the volume, never by the mount table.
+"""Marker of a volume: the identity of the disk, in ``.agent_shim/disk.json`` at its top.
 
-The marker, ``.agent_shim/disk.json`` at the top of the volume, is written when the Director has a disk mounted, and
-outlives containers. The decision (:func:`plan`) is pure and loses no data: if two disks claim the store and nothing
-tells them apart, neither is mounted and the reason is reported.
-
-| volume | decision |
-|---|---|
-| one marked for the store | belongs on the store |
-| one marked as migration target | belongs on the migration target |
-| two marked for the store, one a finished copy of the other | the copy; the other is released |
-| two marked for the store | the one named by managed_disk_settings.json; else neither |
-| marked with another cid, or for another instance | not used without a ``mount_disk`` of the Director |
-| mounted last, and marked otherwise meanwhile | not used, and no job starts |
-| not marked by an agent, named by managed_disk_settings.json | belongs on the store |
-| not marked, or taken down by ``unmount_disk`` | not used |
+It is written when the Director has a disk mounted, and outlives containers. ``decisions`` derives from the markers
+where each disk belongs.
 """
 
 from __future__ import annotations
@@ -21,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
@@ -124,83 +111,3 @@ def remove(volume: Path) -> None:
     """Remove the marker where no other can be written. Raises ``OSError``."""
     with guarded.held(volume / DIRECTORY, volume) as directory:
         os.unlink(NAME, dir_fd=directory)
-
-
-# --- the decision ---------------------------------------------------------------------------------------------------
-
-
-class Disk(msgspec.Struct, frozen=True):
-    """A disk named by the settings or a hint. ``volume`` is None while no volume is at ``place``."""
-
-    cid: str
-    place: Path | None
-    volume: Path | None = None
-    marker: Marker | None = None
-
-    @property
-    def there(self) -> Path:
-        """Volume of a disk that is known to be present."""
-        assert self.volume is not None, f"the volume of disk {self.cid} is there"
-        return self.volume
-
-    @property
-    def is_another(self) -> bool:
-        """True if the marker at its place belongs to another disk."""
-        return self.marker is not None and self.marker.cid != self.cid
-
-    @property
-    def role(self) -> Role | None:
-        """Role in its own marker. None without one."""
-        return None if self.marker is None or self.is_another else self.marker.role
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """Disks (cids, or "") that belong on the store and on the migration target.
-
-    ``replaced`` are disks that claim the store although a finished copy of them does too. ``problem`` forbids a start.
-    """
-
-    store: str = ""
-    target: str = ""
-    replaced: frozenset[str] = frozenset()
-    problem: str = ""
-
-
-def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str) -> Plan:
-    """Decide by markers, then by the disk mounted last (``managed``), then by the one mounted now (``on_store``)."""
-    strangers = {disk.cid for disk in disks if _is_strange(disk, instance)}
-    ours = [disk for disk in disks if disk.cid not in strangers]
-    claims = {disk.cid: disk.marker for disk in ours if disk.role == "store" and disk.marker}
-    copies = [marker for marker in claims.values() if marker.source]
-    replaced = frozenset(
-        copy.source for copy in copies if copy.source in claims and copy.generation > claims[copy.source].generation
-    )
-    rivals = claims.keys() - replaced
-    target = next((disk.cid for disk in ours if disk.role == "target"), "")
-    last = next((disk for disk in disks if disk.cid == managed and disk.volume), None)
-    absent = next((disk for disk in disks if disk.cid == managed and disk.volume is None), None)
-    store = problem = ""
-    if any(managed == copy.source for copy in copies):  # the swap was interrupted before it was recorded
-        absent = None
-    if absent is not None:
-        problem = f"disk {managed} was mounted and is not there: no volume at {absent.place}"
-    elif last and last.marker and last.is_another:
-        problem = f"disk {managed} was mounted and its volume at {last.volume} is marked as disk {last.marker.cid}"
-    elif len(rivals) > 1:
-        store = next((cid for cid in (managed, on_store) if cid in rivals), "")
-        problem = "" if store else f"the disks {' and '.join(sorted(rivals))} both claim the store"
-    elif rivals:
-        store = next(iter(rivals))
-    elif last and last.marker is None:
-        store = on_store or managed
-    elif strangers:
-        problem = f"disk {min(strangers)} belongs to another instance and the Director has not had it mounted here"
-    elif last:
-        said = last.role or "unmounted"
-        problem = f"disk {managed} was mounted last, but its marker says {said} (mount_disk {managed} mounts it again)"
-    return Plan(store, target, replaced, problem)
-
-
-def _is_strange(disk: Disk, instance: str) -> bool:
-    owner = disk.marker.instance if disk.marker else ""
-    return disk.role in ("store", "target") and "" not in (owner, instance) and owner != instance

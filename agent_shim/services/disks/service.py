@@ -1,7 +1,9 @@
 """Disk requests of the Director: the asynchronous part of the disk service.
 
-Every request reads settings, hints, markers and mounts again, so that no cached state can be wrong. Changes come
-through the task lane, one request at a time. Failures are ``ActionError`` or ``HostError``.
+A request looks at the disks, a function of ``decisions`` names the steps that it needs, and ``mounting`` carries them
+out. A last look verifies the outcome. Nothing found by an earlier request is used. Changes come through the task lane,
+one request at a time.
+Failures are ``ActionError`` or ``HostError``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -25,15 +27,13 @@ from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import DiskAssociation, Effective
 from agent_shim.host import files, mounts, process, volumes
-from agent_shim.services.disks import hints
+from agent_shim.services.disks import decisions, hints
+from agent_shim.services.disks.decisions import View
 from agent_shim.services.disks.hints import DiskSettings
-from agent_shim.services.disks.markers import OURS, Disk
-from agent_shim.services.disks.mounting import DiskMounts, InUseError, View, plain
+from agent_shim.services.disks.markers import OURS
+from agent_shim.services.disks.mounting import Decision, DiskMounts, InUseError, plain
 
 logger = logging.getLogger(__name__)
-
-DEVICES: Final = Path("/dev")
-SHARED_MEMORY: Final = DEVICES / "shm"
 
 Copy = Callable[[Path, Path, Report], Awaitable[list[str]]]
 """Copies the first directory to the second, reports its progress and returns the losses (``bulk.copytree``)."""
@@ -65,8 +65,8 @@ class Disks:
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called each time. ``of_jobs`` returns the pids
     that may be terminated to release a disk. ``hold`` gets a private directory on a volume, locks the volume against
-    other agents, and returns the agent that holds it, or "". ``release`` unlocks it. ``binds`` None tries whether this
-    container may mount.
+    other agents, and returns the agent that holds it, or "". ``release`` unlocks it, and ``is_held`` says whether this
+    agent has locked it. ``binds`` None tries whether this container may mount.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Disks:
         *,
         hold: Callable[[Path], str] = lambda _: "",
         release: Callable[[Path], None] = lambda _: None,
+        is_held: Callable[[Path], bool] = lambda _: False,
         copy: Copy = in_worker,
         timeouts: Timeouts = Timeouts(),
         binds: bool | None = None,
@@ -87,10 +88,10 @@ class Disks:
         self._of_jobs = of_jobs
         self._copy = copy
         self.timeouts = timeouts
-        self.mounts = DiskMounts(paths, settings, instance, hold, release, binds)
-        """The blocking part."""
+        self._mounts = DiskMounts(paths, settings, instance, hold, release, is_held, binds)
         self._running = ""
         self._error = ""
+        """Why the mounts could not be restored. It explains what a look finds, and decides nothing."""
         self.progress: Progress | None = None
         """Progress of a running migration."""
         self.is_mounted = False
@@ -100,10 +101,10 @@ class Disks:
 
     async def recover(self) -> None:
         """Mount every disk where it was before a restart. ``problem`` reports failures."""
-        await self._restored()
+        view = await self._restored()
         for wanted in self._settings().update.disk_associations:
             try:
-                await asyncio.to_thread(self.mounts.link, wanted)
+                await asyncio.to_thread(self._mounts.link, view, wanted)
             except (ActionError, OSError) as exc:
                 logger.warning("cannot link %s to disk %s: %s", wanted.name, wanted.cid, exc)
 
@@ -112,24 +113,31 @@ class Disks:
         if self._running:
             return f"{self._running} is in progress"
         view = await self._look()
-        decided = self.mounts.plan(view)
-        if decided.problem or decided.store in ("", view.store):
+        decided = decisions.plan_of(view)
+        if decided.problem or decided.store in ("", view.on_store):
             return decided.problem
         return f"disk {decided.store} is not on {self._paths.store}: {self._error or 'it has not been mounted'}"
 
     async def _restored(self) -> View:
-        """Restore the mounts as far as possible, then look."""
+        """Restore the mounts as far as possible."""
         try:
-            await asyncio.to_thread(self.mounts.restore)
+            view = await self._fulfil(decisions.restore)
             self._error = ""
         except (ActionError, OSError) as exc:
             self._error = str(exc)
             logger.warning("cannot restore the mounts of disks: %s", exc)
-        return await self._look()
+            return await self._look()
+        return view
 
     async def _look(self) -> View:
-        view = await asyncio.to_thread(self.mounts.look)
-        self.is_mounted = bool(view.store) or view.has_stranger
+        return self._seen(await asyncio.to_thread(self._mounts.look))
+
+    async def _fulfil(self, decide: Decision, *cids: str, view: View | None = None) -> View:
+        """Carry out what a request needs beyond ``view``, or beyond what a look finds. Return what is there then."""
+        return self._seen(await asyncio.to_thread(self._mounts.fulfil, decide, *cids, view=view))
+
+    def _seen(self, view: View) -> View:
+        self.is_mounted = bool(view.on_store) or view.has_unknown_volume
         return view
 
     # --- hints ------------------------------------------------------------------------------------------------------
@@ -156,52 +164,54 @@ class Disks:
             hints.save(self._paths.disk_hints, after)
 
     async def find(self, cid: str) -> DiskSettings:
-        """Return the settings of a disk. Raises ``ActionError`` in the Go agent's words (settings/service.go)."""
-        known = await asyncio.to_thread(self.mounts.known)
+        """Return the settings of a disk. Raises ``ActionError`` in the Go agent's words."""
+        known = await asyncio.to_thread(self._mounts.known)
         if cid in known:
             return known[cid]
-        view = await self._look()
-        if self.mounts.place_of(view, cid) is not None:  # mounted, though its hint was removed
+        if (await self._look()).point_of(cid) is not None:  # mounted, though its hint was removed
             return DiskSettings(cid=cid)
-        raise ActionError(f"Persistent disk with volume id '{cid}' could not be found")
+        raise ActionError(decisions.NOT_FOUND.format(cid))
 
     # --- list, mount, unmount ---------------------------------------------------------------------------------------
 
     async def list(self) -> list[str]:
         """Return the mounted disks, the one on the store first. Missing mounts are restored before."""
         view = await (self._look() if self._running else self._restored())
-        linked = await asyncio.to_thread(self.mounts.linked, view)
-        return list(dict.fromkeys(cid for cid in (view.store, view.target, *linked) if cid))
+        return list(dict.fromkeys(cid for cid in (view.on_store, view.on_target, *view.links) if cid))
 
     async def mount(self, cid: str) -> None:
         """Mount a disk on the store, or on the migration target while the store has a disk. Idempotent."""
         with self._exclusively(f"mount_disk {cid}"):
-            await self._wait_for_volume(cid)
+            view: View | None = await self._wait_for_volume(cid)
             deadline = time.monotonic() + self.timeouts.rival
             while True:
                 try:
-                    await asyncio.to_thread(self.mounts.mount, cid)
+                    view = await self._fulfil(decisions.restore, view=view)
+                    view = await self._fulfil(decisions.mount, cid, view=view)
                     break
                 except InUseError:
                     if time.monotonic() > deadline:
                         raise
-                    await asyncio.sleep(self.timeouts.look)
-            await self._look()
+                await asyncio.sleep(self.timeouts.look)
+                view = None
+            if view.point_of(cid) is None:
+                raise ActionError(f"cannot mount disk {cid}: a look afterwards does not find it mounted")
 
     async def unmount(self, cid: str) -> str:
         """Unmount a disk wherever it is mounted. Return the text of the reply."""
         known = await self.find(cid)
         with self._exclusively(f"unmount_disk {cid}"):
             view = await self._look()
-            links = (await asyncio.to_thread(self.mounts.linked, view)).get(cid, [])
-            place = self.mounts.place_of(view, cid)
-            if place is not None:
-                await self._wait_until_unused(place, view.disks.get(cid))
-            await asyncio.to_thread(self.mounts.take_down, view, cid)
-            for link in links:
+            point, disk = view.point_of(cid), view.disks.get(cid)
+            if point is not None:
+                await self._wait_until_unused(point.path, disk.volume if disk else None)
+            after = await self._fulfil(decisions.unmount, cid, view=view)
+            for link in view.links.get(cid, ()):
                 await asyncio.to_thread(files.remove_tree, link)
-            await self._look()
-        return f"Unmounted partition of {known}" if place or links else f"Partition of {known} is not mounted"
+            if still := after.point_of(cid):
+                raise ActionError(f"disk {cid} is still mounted on {still.path}")
+        is_undone = point is not None or cid in view.links
+        return f"Unmounted partition of {known}" if is_undone else f"Partition of {known} is not mounted"
 
     @contextmanager
     def _exclusively(self, what: str) -> Iterator[None]:
@@ -213,32 +223,20 @@ class Disks:
         finally:
             self._running = ""
 
-    async def _wait_for_volume(self, cid: str) -> None:
-        """Wait for the volume of a known disk."""
+    async def _wait_for_volume(self, cid: str) -> View:
+        """Wait for the volume of a known disk. Raises ``ActionError`` if it is unknown or waiting is in vain."""
         deadline = time.monotonic() + self.timeouts.arrival
         while True:
-            disk = (await self._look()).disks.get(cid)
-            if disk is None:
-                raise ActionError(f"Persistent disk with volume id '{cid}' could not be found")
-            if disk.volume is not None:
-                return
-            if disk.place is not None and await asyncio.to_thread(self.mounts.is_of_container, disk.place):
-                raise ActionError(
-                    f"cannot use disk {cid}: {disk.place} is a directory of the container itself "
-                    "(have the CPI name the directory at which it mounts the volume)"
-                )
-            if _is_device(disk.place):
-                raise ActionError(
-                    f"cannot use disk {cid}: {disk.place} is a block device, not a directory with its files "
-                    "(have the CPI mount the volume into the container and name that directory as path in the hint)"
-                )
-            if time.monotonic() > deadline:
-                raise ActionError(f"the volume of disk {cid} is not there: {_missing(disk.place)}")
+            view = await self._look()
+            disk = view.disks.get(cid)
+            if disk is None or disk.volume is not None or disk.unusable or time.monotonic() > deadline:
+                decisions.present(view, cid)
+                return view
             await asyncio.sleep(self.timeouts.look)
 
-    async def _wait_until_unused(self, place: Path, disk: Disk | None) -> None:
+    async def _wait_until_unused(self, place: Path, volume: Path | None) -> None:
         """Wait until no process uses a disk. Only processes of jobs are terminated."""
-        used = [path for path in {place, disk.volume if disk else None} if path is not None]
+        used = [path for path in {place, volume} if path is not None]
         deadline = time.monotonic() + self.timeouts.use
         while holders := await asyncio.to_thread(volumes.holders, used):
             if not await self._end_jobs(holders) and time.monotonic() > deadline:
@@ -269,51 +267,38 @@ class Disks:
             self.progress = progress
 
         with self._exclusively(f"migrate_disk {old} {new}".rstrip()):
-            view = await asyncio.to_thread(self.mounts.restore)
-            if _is_migrated(view, old, new):
+            view = await self._fulfil(decisions.restore)
+            steps = decisions.begin_copy(view, old, new)
+            if not steps:
                 return
-            source, target = self._pair(view, old, new)
-            await self._wait_until_unused(self._paths.store, source)
+            source, target = view.disks[view.on_store], view.disks[view.on_target]
+            await self._wait_until_unused(self._paths.store, source.there)
             try:
-                await asyncio.to_thread(self.mounts.prepare, source, target)
+                await asyncio.to_thread(self._mounts.carry_out, steps)
                 for loss in await self._copy(source.there, target.there, report):
                     logger.warning("disk %s cannot store what disk %s has: %s", target.cid, source.cid, loss)
-                await self._wait_until_unused(self._paths.store, source)
-                await asyncio.to_thread(self.mounts.swap, source, target)
+                await self._wait_until_unused(self._paths.store, source.there)
+                await self._fulfil(decisions.swap, source.cid, target.cid)
             finally:
                 self.progress = None
                 await self._restored()
-
-    def _pair(self, view: View, old: str, new: str) -> tuple[Disk, Disk]:
-        """Return the disks to copy from and to. The requested cids must be the mounted ones."""
-        found = []
-        places = (self._paths.store, view.store, old), (self._paths.store_migration_target, view.target, new)
-        for place, there, wanted in places:
-            if there == "" or wanted not in ("", there):
-                text = f"disk {wanted} is not on {place}" if wanted else f"no disk is on {place}"
-                raise ActionError(f"{text}: disk {there} is" if there else text)
-            if there not in view.disks:
-                raise ActionError(f"Persistent disk with volume id '{there}' could not be found")
-            found.append(view.disks[there])
-        return found[0], found[1]
 
     # --- links ------------------------------------------------------------------------------------------------------
 
     async def associate(self, wanted: Collection[DiskAssociation]) -> None:
         """Link ``instance/disks/NAME`` to each disk. Raises ``ActionError`` as update_settings of the Go agent does."""
-        known = await asyncio.to_thread(self.mounts.known)
+        known = await asyncio.to_thread(self._mounts.known)
         for each in wanted:
             if each.cid not in known:
-                missing = f"Persistent disk with volume id '{each.cid}' could not be found"
-                raise ActionError(f"Fetching disk settings: {missing}")
+                raise ActionError(f"Fetching disk settings: {decisions.NOT_FOUND.format(each.cid)}")
             with errors_as(f"Associating disk with name {each.name}", ActionError, OSError):
                 await self._wait_for_path(known[each.cid].place)
-                await asyncio.to_thread(self.mounts.link, each)
+                await asyncio.to_thread(self._mounts.link, await self._look(), each)
 
     async def add_dynamic(self, cid: str, hint: Any) -> None:
         """Link ``data/dynamic_disks/CID`` to the path of the hint (platform/linux_platform.go, SetupDynamicDisk)."""
-        place = hints.from_hint(cid, hint, self._settings().source.env).place
         link = self._paths.dynamic_disks / plain(cid)
+        place = hints.from_hint(cid, hint, self._settings().source.env).place
         with errors_as(f"Timed out resolving device path for {cid}", ActionError):
             await self._wait_for_path(place)
         assert place is not None, "it exists"
@@ -339,35 +324,12 @@ class Disks:
         return found
 
     async def _wait_for_path(self, place: Path | None) -> None:
-        """Wait for a volume, a device or a file at ``place``."""
+        """Wait for a volume, a device or a file at ``place``. Raises ``ActionError``."""
         deadline = time.monotonic() + self.timeouts.arrival
-        while place is None or not await asyncio.to_thread(self._is_there, place):
+        while True:
+            missing, is_linkable = await asyncio.to_thread(self._mounts.absence, place)
+            if is_linkable:
+                return
             if place is None or time.monotonic() > deadline:
-                raise ActionError(_missing(place))
+                raise ActionError(missing)
             await asyncio.sleep(self.timeouts.look)
-
-    def _is_there(self, place: Path) -> bool:
-        return place.exists() and not self.mounts.is_bare(place)
-
-
-def _is_migrated(view: View, old: str, new: str) -> bool:
-    """Return True if the disk on the store is the requested, finished copy."""
-    there = view.disks.get(view.store)
-    if there is None or there.marker is None or there.role != "store" or not there.marker.source or view.target:
-        return False
-    return new in ("", there.cid) and old in ("", there.marker.source)
-
-
-def _is_device(place: Path | None) -> bool:
-    """Return True for a block device, and for a device name that this container lacks: waiting provides neither."""
-    if place is None:
-        return False
-    return place.is_block_device() or (place.is_relative_to(DEVICES) and not place.is_relative_to(SHARED_MEMORY))
-
-
-def _missing(place: Path | None) -> str:
-    if place is None:
-        return "the CPI has named no path"
-    if not place.exists():
-        return f"there is no {place}"
-    return f"nothing is mounted at {place}" if place.is_dir() else f"{place} is not a directory"

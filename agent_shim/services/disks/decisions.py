@@ -1,0 +1,473 @@
+"""What a look at the disks found, and the pure decisions which steps a request needs.
+
+:func:`restore`, :func:`mount`, :func:`unmount`, :func:`begin_copy` and :func:`swap` return steps, which ``mounting``
+carries out in their order. They see nothing but the view, and raise ``ActionError`` if the request is refused. A kill
+between any two steps leaves a state on disk from which the next :func:`restore` continues.
+
+:func:`plan` decides where each disk belongs: by its marker, never by the mount table. No data is lost: if two disks
+claim the store and nothing tells them apart, neither is mounted and the reason is reported.
+
+| volume | decision |
+|---|---|
+| one marked for the store | belongs on the store |
+| one marked as migration target | belongs on the migration target |
+| two marked for the store, one a finished copy of the other | the copy; the other is released |
+| two marked for the store | the one named by managed_disk_settings.json; else neither |
+| marked with another cid, or for another instance | not used without a ``mount_disk`` of the Director |
+| mounted last, and marked otherwise meanwhile | not used, and no job starts |
+| not marked by an agent, named by managed_disk_settings.json | belongs on the store |
+| not marked, or unmounted by ``unmount_disk`` | not used |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agent_shim.core.errors import ActionError
+from agent_shim.services.disks.markers import DIRECTORY, Marker, Role
+
+NOT_FOUND: Final = "Persistent disk with volume id '{}' could not be found"
+"""The Go agent's words (settings/service.go)."""
+
+# --- the view -------------------------------------------------------------------------------------------------------
+
+
+class Disk(msgspec.Struct, frozen=True):
+    """A disk named by the settings or a hint.
+
+    ``volume`` is None while no volume is at ``place``; ``missing`` says why, and ``unusable`` why waiting for one is
+    in vain. ``is_linkable``: the place has something to which a link of a named disk can point, perhaps a device.
+    ``is_empty``: no data of jobs is on it, or None if that cannot be read. ``is_held``: this agent has its lease.
+    """
+
+    cid: str
+    place: Path | None
+    volume: Path | None = None
+    marker: Marker | None = None
+    options: tuple[str, ...] = ()
+    missing: str = ""
+    unusable: str = ""
+    is_linkable: bool = False
+    is_empty: bool | None = True
+    is_held: bool = False
+
+    @property
+    def there(self) -> Path:
+        """Volume of a disk that is known to be present."""
+        assert self.volume is not None, f"the volume of disk {self.cid} is there"
+        return self.volume
+
+    @property
+    def is_another(self) -> bool:
+        """True if the marker at its place belongs to another disk."""
+        return self.marker is not None and self.marker.cid != self.cid
+
+    @property
+    def role(self) -> Role | None:
+        """Role in its own marker. None without one."""
+        return None if self.marker is None or self.is_another else self.marker.role
+
+
+class MountPoint(msgspec.Struct, frozen=True):
+    """The store or the migration target.
+
+    ``shown`` are the known disks whose volume is seen here, and whether their mount options are as wanted. ``marker``
+    is read only if none of them explains what is here. ``is_link``: a link to something that exists. ``is_mount``:
+    something is mounted here, or where the link leads. ``source`` describes it for an error.
+    """
+
+    path: Path
+    shown: Mapping[str, bool] = {}
+    marker: Marker | None = None
+    is_link: bool = False
+    is_mount: bool = False
+    source: str = ""
+
+
+class View(msgspec.Struct, frozen=True):
+    """Everything that one look found.
+
+    ``managed`` is the disk (cid, or "") that was mounted on the store last, ``unmounted`` are disks that the Director
+    has had unmounted and whose volume does not say so. ``links`` are the links to named disks by cid. ``named`` are
+    the cids of all disks that shall have such links. ``binds``: this container may mount.
+    """
+
+    store: MountPoint
+    target: MountPoint
+    disks: Mapping[str, Disk] = {}
+    managed: str = ""
+    unmounted: frozenset[str] = frozenset()
+    links: Mapping[str, tuple[Path, ...]] = {}
+    named: frozenset[str] = frozenset()
+    instance: str = ""
+    binds: bool = True
+
+    @property
+    def on_store(self) -> str:
+        """The disk (cid, or "") that counts as mounted on the store."""
+        return self._mounted_on(self.store)
+
+    @property
+    def on_target(self) -> str:
+        """The disk (cid, or "") that counts as mounted on the migration target."""
+        return self._mounted_on(self.target)
+
+    def _mounted_on(self, point: MountPoint) -> str:
+        """A mount of the platform stays after ``unmount_disk``, which removes the role."""
+        for cid, disk in self.disks.items():
+            if cid not in point.shown or disk.is_another:
+                continue
+            if disk.marker is not None:
+                return cid if disk.role else ""
+            # Without a marker: mounted by this agent if it was mounted last, or if its volume was bound here from
+            # elsewhere.
+            is_ours = cid == self.managed or disk.volume != point.path
+            return cid if is_ours and cid not in self.unmounted else ""
+        return point.marker.cid if point.marker and point.marker.role else ""  # a disk whose hint was removed
+
+    @property
+    def has_unknown_volume(self) -> bool:
+        """True if the store has a volume unknown to the Director, for example one of a StatefulSet."""
+        return not self.on_store and self.store.is_mount and self.store.marker is None and not self.store.shown
+
+    def point_of(self, cid: str) -> MountPoint | None:
+        """Return where a disk is mounted, or None. The empty cid names no disk."""
+        if not cid:
+            return None
+        return self.store if cid == self.on_store else self.target if cid == self.on_target else None
+
+
+# --- where disks belong ---------------------------------------------------------------------------------------------
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Disks (cids, or "") that belong on the store and on the migration target.
+
+    ``replaced`` are disks that claim the store although a finished copy of them does too. ``problem`` forbids a start.
+    """
+
+    store: str = ""
+    target: str = ""
+    replaced: frozenset[str] = frozenset()
+    problem: str = ""
+
+
+def plan_of(view: View) -> Plan:
+    """Decide where the disks of a view belong."""
+    return plan(view.disks.values(), on_store=view.on_store, managed=view.managed, instance=view.instance)
+
+
+def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str) -> Plan:
+    """Decide by markers, then by the disk mounted last (``managed``), then by the one mounted now (``on_store``)."""
+    strangers = {disk.cid for disk in disks if _is_strange(disk, instance)}
+    ours = [disk for disk in disks if disk.cid not in strangers]
+    claims = {disk.cid: disk.marker for disk in ours if disk.role == "store" and disk.marker}
+    copies = [marker for marker in claims.values() if marker.source]
+    replaced = frozenset(
+        copy.source for copy in copies if copy.source in claims and copy.generation > claims[copy.source].generation
+    )
+    rivals = claims.keys() - replaced
+    target = next((disk.cid for disk in ours if disk.role == "target"), "")
+    last = next((disk for disk in disks if disk.cid == managed and disk.volume), None)
+    absent = next((disk for disk in disks if disk.cid == managed and disk.volume is None), None)
+    store = problem = ""
+    if any(managed == copy.source for copy in copies):  # the swap was interrupted before it was recorded
+        absent = None
+    if absent is not None:
+        problem = f"disk {managed} was mounted and is not there: no volume at {absent.place}"
+    elif last and last.marker and last.is_another:
+        problem = f"disk {managed} was mounted and its volume at {last.volume} is marked as disk {last.marker.cid}"
+    elif len(rivals) > 1:
+        store = next((cid for cid in (managed, on_store) if cid in rivals), "")
+        problem = "" if store else f"the disks {' and '.join(sorted(rivals))} both claim the store"
+    elif rivals:
+        store = next(iter(rivals))
+    elif last and last.marker is None:
+        store = on_store or managed
+    elif strangers:
+        problem = f"disk {min(strangers)} belongs to another instance and the Director has not had it mounted here"
+    elif last:
+        said = last.role or "unmounted"
+        problem = f"disk {managed} was mounted last, but its marker says {said} (mount_disk {managed} mounts it again)"
+    return Plan(store, target, replaced, problem)
+
+
+def _is_strange(disk: Disk, instance: str) -> bool:
+    owner = disk.marker.instance if disk.marker else ""
+    return disk.role in ("store", "target") and "" not in (owner, instance) and owner != instance
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
+
+
+class Take(msgspec.Struct, frozen=True):
+    """Acquire the lease of a volume before it is used. Fails while another agent has it."""
+
+    cid: str
+    volume: Path
+
+
+class Show(msgspec.Struct, frozen=True):
+    """Make a mount point show a volume, with these mount options besides those of the volume."""
+
+    volume: Path
+    place: Path
+    options: tuple[str, ...] = ()
+
+
+class TakeAway(msgspec.Struct, frozen=True):
+    """Remove our mount or link. ``is_optional``: a mount that this container may not remove stays."""
+
+    place: Path
+    is_optional: bool = False
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """Write a marker, or fail."""
+
+    volume: Path
+    marker: Marker
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """Record where a disk was mounted: in its marker unless ``is_marked``, and for the store on the root file system.
+
+    If the next agent would not find it there, take it away from ``undo`` and fail.
+    """
+
+    volume: Path
+    marker: Marker
+    is_marked: bool = False
+    undo: Path | None = None
+
+
+class Unclaim(msgspec.Struct, frozen=True):
+    """Record that a disk is unmounted: in its marker, or on the root file system if it has none or takes no writes.
+
+    ``is_managed``: it is recorded as the disk that was mounted on the store last.
+    """
+
+    cid: str
+    volume: Path | None = None
+    marker: Marker | None = None
+    is_managed: bool = False
+
+
+class Sync(msgspec.Struct, frozen=True):
+    """Write everything to a volume. A broken one must be unmounted all the same."""
+
+    volume: Path
+
+
+class Release(msgspec.Struct, frozen=True):
+    """Give up the lease of a volume: another agent may take it."""
+
+    volume: Path
+
+
+Step = Take | Show | TakeAway | Mark | Claim | Unclaim | Sync | Release
+
+# --- decisions ------------------------------------------------------------------------------------------------------
+
+
+def restore(view: View) -> list[Step]:
+    """Mount every disk where it belongs, after a restart or an interrupted request."""
+    decided, disks, steps = plan_of(view), view.disks, list[Step]()
+    for cid in (decided.store, decided.target, *sorted(decided.replaced)):
+        steps += _take(disks[cid]) if cid in disks else []
+    for cid in sorted(decided.replaced):
+        steps += [*_unclaim(view, disks[cid]), Release(disks[cid].there)]
+    there = view.on_store
+    if decided.store in disks:
+        disk = disks[decided.store]
+        if there in ("", disk.cid):
+            steps += _show(disk, view.store)
+        else:  # only a disk that an interrupted swap left there makes way
+            occupant = disks.get(there)
+            if occupant is None or not (occupant.role == "target" or there in decided.replaced):
+                raise ActionError(f"disk {disk.cid} belongs on {view.store.path}, but disk {there} is there")
+            if occupant.volume != view.store.path:
+                steps.append(TakeAway(view.store.path))
+            steps.append(Show(disk.there, view.store.path, disk.options))
+        steps += _claim(view, disk, "store")
+    there = view.on_target
+    # A disk without a marker may be one of an older agent: that is no evidence against it.
+    is_unmarked = there in disks and disks[there].marker is None
+    if decided.target != there and (decided.target or not is_unmarked):
+        steps += [TakeAway(view.target.path)] if there else []
+        if decided.target:
+            steps.append(Show(disks[decided.target].there, view.target.path, disks[decided.target].options))
+    return steps
+
+
+def mount(view: View, cid: str) -> list[Step]:
+    """Mount a disk on the store, or on the migration target while another one is on the store."""
+    disk = present(view, cid)
+    if disk.is_another and disk.marker:
+        hint = f"(if it really is {cid}, remove {DIRECTORY} from it)"
+        raise ActionError(f"the volume at {disk.volume} is marked as disk {disk.marker.cid}, not {cid} {hint}")
+    steps = _take(disk)
+    if cid == view.on_target:
+        return steps + _claim(view, disk, "target")  # an agent that was killed may not have come to it
+    occupant = view.on_store
+    if not occupant and disk.is_empty is None:
+        raise ActionError(f"cannot read the volume of disk {cid} at {disk.volume}")
+    if not occupant and (former := _former(view, disk)):
+        steps += [*_take(former), *_settle(view, former, "store")]
+        occupant = former.cid
+    if occupant not in ("", cid):
+        steps += unmount(view, view.on_target) if view.on_target else []
+        return steps + _settle(view, disk, "target")
+    if disk.marker and disk.marker.is_unfinished:
+        raise ActionError(f"disk {cid} holds an unfinished copy of disk {disk.marker.source}")
+    if (view.store.is_mount or view.store.is_link) and not view.store.shown:  # of unknown origin: never covered
+        raise ActionError(f"{view.store.path} is not a known disk ({view.store.source or 'nothing known'})")
+    return steps + _settle(view, disk, "store")
+
+
+def present(view: View, cid: str) -> Disk:
+    """Return a disk whose volume is there. Raises ``ActionError`` for any other."""
+    disk = view.disks.get(cid)
+    if disk is None:
+        raise ActionError(NOT_FOUND.format(cid))
+    if disk.volume is None:
+        raise ActionError(disk.unusable or f"the volume of disk {cid} is not there: {disk.missing}")
+    return disk
+
+
+def _former(view: View, new: Disk) -> Disk | None:
+    """Return the disk to mount before a new, empty one: the only other with files, if no marker identifies it.
+
+    CPIs that recreate the container to attach a second disk remove all state of an agent without markers.
+    """
+    if new.role == "store" or not new.is_empty:
+        return None
+    others = [
+        disk
+        for disk in view.disks.values()
+        if disk.cid not in (new.cid, *view.named) and disk.marker is None and disk.volume and not disk.is_empty
+    ]
+    return others[0] if len(others) == 1 else None
+
+
+def unmount(view: View, cid: str) -> list[Step]:
+    """Unmount a disk wherever it is, so that no restart mounts it."""
+    disk, point, steps = view.disks.get(cid), view.point_of(cid), list[Step]()
+    volume = disk.volume if disk else None
+    if volume is not None:
+        steps.append(Sync(volume))
+    if point is not None and point.path != volume:
+        # A mount that may not be removed, because the container was made with it, counts as unmounted.
+        steps.append(TakeAway(point.path, is_optional=True))
+    if disk is not None and disk.role is not None:
+        steps += _unclaim(view, disk, is_managed=view.managed == cid)
+    elif point is not None or volume is None or view.managed == cid:
+        steps.append(Unclaim(cid, is_managed=view.managed == cid))
+    if volume is not None:
+        steps.append(Release(volume))
+    return steps
+
+
+def begin_copy(view: View, old: str, new: str) -> list[Step]:
+    """Prepare the copy of the disk on the store to the one on the migration target.
+
+    Empty cids stand for the disks that are there. There are no steps after a finished migration.
+    """
+    if _is_migrated(view, old, new):
+        return []
+    source, target = _pair(view, old, new)
+    why = ""
+    if not view.binds and not view.store.is_link:
+        why = f"disk {source.cid} cannot leave {view.store.path}: this container may not mount"
+    elif not target.is_empty and (target.marker is None or target.marker.source != source.cid):
+        why = f"disk {target.cid} holds files that are not a copy of disk {source.cid}"
+    elif not target.is_empty and source.is_empty:
+        why = f"disk {source.cid} is empty and disk {target.cid} is not"
+    if why:
+        raise ActionError(why)
+    marker = _copied(view, source, target, "target")
+    return [Mark(target.there, marker), Show(source.there, view.store.path, (*source.options, "ro"))]
+
+
+def swap(view: View, old: str, new: str) -> list[Step]:
+    """Put the finished copy in the place of its source.
+
+    The copy is valid as soon as its marker says ``store``. The next :func:`restore` undoes a failure before that
+    and completes the swap after it.
+    """
+    source, target = _pair(view, old, new)
+    store = view.store.path
+    return [
+        *([TakeAway(store)] if view.binds and source.volume != store else []),
+        Show(target.there, store, target.options),
+        Mark(target.there, _copied(view, source, target, "store")),
+        *_unclaim(view, source),
+        Release(source.there),
+        TakeAway(view.target.path),
+    ]
+
+
+def _pair(view: View, old: str, new: str) -> tuple[Disk, Disk]:
+    """Return the disks to copy from and to. The requested cids must be the mounted ones."""
+    found = []
+    for point, there, wanted in (view.store, view.on_store, old), (view.target, view.on_target, new):
+        if there == "" or wanted not in ("", there):
+            text = f"disk {wanted} is not on {point.path}" if wanted else f"no disk is on {point.path}"
+            raise ActionError(f"{text}: disk {there} is" if there else text)
+        if there not in view.disks:
+            raise ActionError(NOT_FOUND.format(there))
+        found.append(view.disks[there])
+    return found[0], found[1]
+
+
+def _is_migrated(view: View, old: str, new: str) -> bool:
+    """Return True if the disk on the store is the requested, finished copy."""
+    there = view.disks.get(view.on_store)
+    if there is None or there.marker is None or there.role != "store" or not there.marker.source or view.on_target:
+        return False
+    return new in ("", there.cid) and old in ("", there.marker.source)
+
+
+# --- parts of decisions ---------------------------------------------------------------------------------------------
+
+
+def _take(disk: Disk) -> list[Step]:
+    return [] if disk.is_held else [Take(disk.cid, disk.there)]
+
+
+def _show(disk: Disk, point: MountPoint) -> list[Step]:
+    return [] if point.shown.get(disk.cid) else [Show(disk.there, point.path, disk.options)]
+
+
+def _settle(view: View, disk: Disk, role: Role) -> list[Step]:
+    """Put a disk on its mount point and claim it."""
+    point = view.store if role == "store" else view.target
+    undo = None if point.path == disk.volume else point.path
+    return [*_show(disk, point), *_claim(view, disk, role, undo)]
+
+
+def _claim(view: View, disk: Disk, role: Role, undo: Path | None = None) -> list[Step]:
+    before = disk.marker if disk.marker and not disk.is_another else Marker(disk.cid)
+    source = before.source if before.role == role or before.is_unfinished else ""
+    marker = msgspec.structs.replace(before, role=role, source=source, instance=view.instance)
+    is_marked = marker == disk.marker
+    if is_marked and disk.cid not in view.unmounted and (role != "store" or view.managed == disk.cid):
+        return []
+    return [Claim(disk.there, marker, is_marked, undo)]
+
+
+def _unclaim(view: View, disk: Disk, *, is_managed: bool = False) -> list[Step]:
+    if disk.marker is None:
+        return []
+    source = disk.marker.source if disk.marker.is_unfinished else ""
+    marker = msgspec.structs.replace(disk.marker, role="", source=source, instance=view.instance)
+    return [Unclaim(disk.cid, disk.there, marker, is_managed)]
+
+
+def _copied(view: View, source: Disk, target: Disk, role: Role) -> Marker:
+    generation = source.marker.generation + 1 if source.marker else 1
+    return Marker(target.cid, role, source.cid, generation, view.instance)
