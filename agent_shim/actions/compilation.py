@@ -1,4 +1,6 @@
-"""Compiles one package beside the packages in use: for the Director, and for ``bosh-agent compile`` without one."""
+"""Compiles one package while other packages are in use: for the Director, and for ``bosh-agent compile`` without
+one.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class Compilation(msgspec.Struct, frozen=True):
         return await self.compiler.compile(package, await self.bundles.create(target), self.store, report)
 
     async def clean(self) -> None:
-        """Free the disk space. A failure does not concern the package. The next compilation reports it."""
+        """Free the disk space. A failure does not affect the package, and the next compilation reports it."""
         for remove in (self.compiler.clean, self._activate):
             try:
                 await remove()

@@ -64,9 +64,9 @@ async def compile_package(
 
 @action("compile_package_with_signed_url", Mode.TASK)
 async def compile_package_with_signed_url(agent: Agent, cancelled: asyncio.Event, request: Signed) -> dict[str, Any]:
-    """Compile a package from URL to URL (agent/action/compile_package_with_signed_url.go).
+    """Compile a package with signed URLs (agent/action/compile_package_with_signed_url.go).
 
-    The reply has no blob id: only the Director knows it.
+    The reply has no blob id, because only the Director knows it.
     """
     headers = request.blobstore_headers
     source = BlobRef(signed_url=request.package_get_signed_url, headers=headers, digest=request.digest)
@@ -105,7 +105,10 @@ def _bundle(needed: Dependency) -> Bundle:
 
 
 async def _unless(cancelled: asyncio.Event, work: Awaitable[T]) -> T:
-    """Return the result of ``work``, or cancel it on ``cancelled``, wait for its end and raise ``ActionError``."""
+    """Return the result of ``work``.
+
+    If ``cancelled`` is set, cancel the work, wait for its end and raise ``ActionError``.
+    """
     working = asyncio.ensure_future(work)
     try:
         await events.ended_before(cancelled, working)

@@ -1,4 +1,4 @@
-"""Persistent and dynamic disks, in the words of the Go agent (agent/action/*_disk.go)."""
+"""Persistent and dynamic disks, with the Go agent's messages (agent/action/*_disk.go)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def mount_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 @action("unmount_disk", Mode.TASK)
 async def unmount_disk(agent: Agent, cid: str) -> dict[str, str]:
-    """Unmount a disk; it stays unmounted until the Director mounts it again."""
+    """Unmount a disk. It stays unmounted until the Director mounts it again."""
     with errors_as("Getting persistent disk settings", ShimError, OSError):
         await agent.disks.find(cid)
     with errors_as("Unmounting persistent disk", ShimError, OSError):
@@ -67,7 +67,7 @@ async def remove_persistent_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 @action("add_dynamic_disk", Mode.TASK)
 async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
-    """Link a disk under its cid for jobs. The Director repeats this for attached disks."""
+    """Create a link to a disk, named after its cid, for jobs. The Director repeats this for attached disks."""
     await _refresh(agent)
     with errors_as("Setting up dynamic disk", ShimError, OSError):
         await agent.disks.add_dynamic(cid, hint)

@@ -165,7 +165,7 @@ class Dispatcher:
         return reply
 
     async def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task:
-        """Queue the task of a request. A persistent one is stored before the reply names it."""
+        """Queue the task of a request. A persistent task is stored before the reply contains its id."""
         cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
         work = partial(self._run, found, request, cancelled)
         if not found.persistent:
@@ -185,7 +185,7 @@ class Dispatcher:
     async def _run(
         self, found: Action, request: wire.Request, cancelled: asyncio.Event | None = None, *, is_task: bool = True
     ) -> Any:
-        """Run an action. A task has an audit line of its own at its end."""
+        """Run an action. A task also writes an audit line when it ends."""
         begun_at, task, outcome = time.monotonic(), self._tasks.running, "failed"
         error: BaseException | None = None
         try:
@@ -206,7 +206,10 @@ class Dispatcher:
                 await self._agent.state_backup.update()
 
     def failure(self, method: str, exc: BaseException) -> str:
-        """Return the error text for the Director: the reason of an expected error, a bare notice of a bug."""
+        """Return the error text for the Director.
+
+        For an expected error it has the reason, for a bug only a general message.
+        """
         if isinstance(exc, ShimError | HostError):
             return safetext.lines(str(exc))
         logger.error("internal error in %s", method, exc_info=exc)

@@ -56,6 +56,9 @@ class ArpEntries(msgspec.Struct, frozen=True):
 
 @action("delete_arp_entries", Mode.NOW)
 async def delete_arp_entries(agent: Agent, entries: ArpEntries) -> dict[str, Any]:
-    """Delete neighbour entries of these addresses as far as the container may. Never fails (delete_arp_entries.go)."""
+    """Delete the ARP entries of these addresses, if the container is allowed to.
+
+    Never fails (delete_arp_entries.go).
+    """
     await agent.dns.forget_neighbours([text for text in entries.ips if network.family_of(text)])
     return {}

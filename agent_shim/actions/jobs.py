@@ -42,13 +42,13 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
     hash is only stored: the Director marks a fresh instance that way.
     """
     for package in wanted.packages.values():
-        if not package.sha1:  # the Go agent fails to store it, after it has installed everything
+        if not package.sha1:  # the Go agent only fails when it stores the spec, after it has installed everything
             raise ActionError(f"Persisting apply spec: package {package.name}: no digests have been provided")
     return await deploy(agent, wanted)
 
 
 async def deploy(agent: Agent, wanted: ApplySpec) -> str:
-    """Apply a spec whose packages need no digest if they are installed, which is so without a Director."""
+    """Apply a spec. Packages that are already installed, as they are without a Director, need no digest."""
     settings = agent.settings.current
     networks = _resolved(settings, agent.spec.current.networks, wanted.networks)
     wanted = msgspec.structs.replace(wanted, networks=networks)
@@ -59,7 +59,7 @@ async def deploy(agent: Agent, wanted: ApplySpec) -> str:
             await agent.bundles.activate(jobs, packages)
     await agent.spec.save(wanted)
     await asyncio.to_thread(agent.spec.write_instance_files)
-    # Without a saved state the next agent would take the jobs for ones that ran, and start them in a new container.
+    # Without a saved state, an agent in a new container would assume that the jobs had been running, and start them.
     with errors_as("Applying", HostError):
         await agent.supervisor.saved()
     return "applied"
@@ -114,7 +114,10 @@ def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[s
 
 
 def missing_files(agent: Agent) -> str:
-    """Describe files of the spec's jobs lost since the apply, for example from a directory in memory. "" if none."""
+    """Describe files of the spec's jobs that have been lost since the apply, for example from a directory in memory.
+
+    Return "" if none are missing.
+    """
     jobs, packages = bundles_of(agent.spec.current)
     gone = agent.bundles.missing([*jobs, *packages] if jobs else [])
     if not gone:
@@ -166,7 +169,7 @@ def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
 
 @action("stop", Mode.TASK)
 async def stop(agent: Agent, protocol: ProtocolVersion) -> str:
-    """Stop all jobs; with protocol 3, wait until no process of them is left (agent/action/stop.go)."""
+    """Stop all jobs. With protocol 3, wait until none of their processes are left (agent/action/stop.go)."""
     with errors_as("Stopping Monitored Services", ActionError, HostError):
         await agent.supervisor.stop(wait=protocol > 2)
     await record_health(agent)

@@ -108,6 +108,6 @@ async def update_settings(agent: Agent, news: UpdateSettings) -> str:
 
 @action("shutdown", Mode.NOW)
 async def shutdown(agent: Agent) -> str:
-    """Stop all jobs and stay idle: a container cannot be powered off from inside (agent/action/shutdown.go)."""
+    """Stop all jobs and stay idle, because a container cannot be powered off from inside (agent/action/shutdown.go)."""
     agent.edges.shut_down()
     return ""

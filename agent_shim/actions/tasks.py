@@ -176,7 +176,7 @@ class Tasks:
         return task
 
     def release_polls(self) -> None:
-        """Answer all held polls and hold no more: the agent is about to exit."""
+        """Answer all held polls and hold no more, because the agent is about to exit."""
         self._released.set()
 
     def find(self, task_id: str) -> Task:
@@ -186,7 +186,7 @@ class Tasks:
             raise TaskNotFoundError(f"Task with id {task_id} could not be found") from None
 
     def cancel(self, task_id: str) -> None:
-        """Cancel a task. A queued one ends immediately, a finished one stays as it is."""
+        """Cancel a task. A queued task ends immediately. A finished task is not changed."""
         task = self.find(task_id)
         if task.state != "running":
             return
@@ -207,7 +207,7 @@ class Tasks:
             while True:
                 await self._run_next(failure)
         except Exception:
-            if self.running is not None:  # its pollers must not wait forever
+            if self.running is not None:  # otherwise those who poll it would wait forever
                 self._finish(self.running, "failed", "an internal error of the agent (its log has the traceback)")
                 self.running = None
             raise
@@ -253,7 +253,7 @@ class Tasks:
         task.cancelled = None
 
     async def _save(self) -> None:
-        async with self._saving:  # of two writers the later one has the newer content
+        async with self._saving:  # if two writers wait, the later one has the newer content
             try:
                 if self._stored:
                     raw = msgspec.json.encode(self._stored)

@@ -71,7 +71,7 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
             found = _unpack(source, into, subtree)
         except _BROKEN as exc:
             raise ArchiveError(f"cannot unpack the archive: {exc}") from exc
-        if not found:  # the words of agent/tarpath/detector.go
+        if not found:  # the error text of agent/tarpath/detector.go
             raise ArchiveError(f"Detecting prefix of package files: no file with prefix '{subtree}' found")
     except BaseException:
         files.remove_tree(into)
@@ -85,7 +85,7 @@ def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
         tree = _Tree(fd)
         for member, path, data in _members(source):
             inner = _below(subtree, path)
-            # A file that has the name of the subtree is not in it.
+            # A file with the name of the subtree does not belong to it.
             if inner is not None and (inner or member.isdir() or not subtree):
                 found = True
                 try:
@@ -98,7 +98,7 @@ def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
 
 
 def _below(directory: str, path: str) -> str | None:
-    """Return ``path`` relative to a directory, "" for all and for the directory itself. None outside."""
+    """Return ``path`` relative to a directory, or None if it is outside. For "" every path is inside."""
     if not directory:
         return path
     return path[len(directory) + 1 :] if f"{path}/".startswith(f"{directory}/") else None
@@ -141,7 +141,7 @@ class _Blocks:
     def read(self, size: int) -> bytes:
         data: bytes = self._stream.read(size)
         if not self._is_header:
-            self._is_header = True  # it was the data of an extended header, which follow at once
+            self._is_header = True  # this was the data of an extended header, so a header follows
         elif size == tarfile.BLOCKSIZE:
             self._check(data)
         return data
@@ -203,7 +203,7 @@ def _read(stream: Any) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]
     if not blocks.is_at_end:
         raise ArchiveError("a header in its middle is defective")
     while stream.read(CHUNK_BYTES):
-        pass  # gzip and others have a checksum behind the last byte
+        pass  # gzip and other formats have a checksum after the last byte
 
 
 def _data(stream: Any, member: tarfile.TarInfo) -> Iterator[bytes]:
@@ -296,7 +296,7 @@ class _Tree(msgspec.Struct):
         self.directories[path] = None
 
     def _vacate(self, path: str) -> None:
-        """Make room for a new entry; of two members with one name the later wins."""
+        """Remove an earlier entry of the same name, because the later of two members wins."""
         self._enter(posixpath.dirname(path))
         if path in self.directories:
             raise ArchiveError("it is a directory as well")

@@ -54,7 +54,7 @@ def _start(source: BinaryIO) -> bytes:
 
 @contextmanager
 def decompressed(source: BinaryIO) -> Iterator[Any]:
-    """Yield the stream of the tar in the file ``source``, with ``read``, ``tell`` and a ``seek`` that goes forward.
+    """Yield the decompressed stream of the tar file ``source``, with ``read``, ``tell`` and a forward ``seek``.
 
     Its methods raise ``ArchiveError``, or the errors of ``isal`` for gzip.
     """
@@ -104,7 +104,7 @@ class _Piped:
         return self._offset
 
     def seek(self, offset: int) -> int:
-        """Read up to ``offset``."""
+        """Read and discard everything up to ``offset``."""
         while self._offset < offset and self.read(min(offset - self._offset, files.CHUNK_BYTES)):
             pass
         return self._offset

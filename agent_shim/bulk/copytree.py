@@ -97,7 +97,7 @@ def _empty(target: Path, spared: Collection[str]) -> None:
     if _is_ours(target):
         target.chmod(0o700)
         for name in _ACLS:
-            with suppress(OSError):  # there is none, or the file system has no ACLs
+            with suppress(OSError):  # it has no ACL, or the file system does not support them
                 os.removexattr(target, name)
     for path in list(target.iterdir()):
         if path.name not in spared:
@@ -145,7 +145,9 @@ def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -
 
 
 def _make_directories(source: Path, target: Path, spared: Collection[str]) -> None:
-    """Make all directories, open to their owner: tar of a root without capabilities cannot fill read-only ones."""
+    """Create all directories with full access for their owner, because tar cannot fill read-only ones without
+    capabilities.
+    """
     ahead = [source]
     while ahead:
         with os.scandir(here := ahead.pop()) as entries:
@@ -156,7 +158,10 @@ def _make_directories(source: Path, target: Path, spared: Collection[str]) -> No
 
 
 def _is_ours(directory: Path) -> bool:
-    """Return True if this process may change its mode: a kubelet gives a volume to a group, not to its user."""
+    """Return True if this process may change the file's mode.
+
+    A kubelet gives a volume to the pod's group, not to its user.
+    """
     return directory.stat().st_uid == os.geteuid()
 
 
@@ -194,7 +199,7 @@ class _Messages:
         ]
 
     def add_problem(self, text: str) -> None:
-        """Keep a problem if it is the first."""
+        """Store a problem if it is the first one."""
         self.problem = self.problem or _short(text)
 
     def _read(self, pipe: int) -> None:

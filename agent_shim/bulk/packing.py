@@ -95,7 +95,7 @@ class _Root(msgspec.Struct, frozen=True):
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """An entry below a root. ``kind`` is its file type when it was listed."""
+    """An entry below a root directory. ``kind`` is the file type that it had when it was listed."""
 
     root: _Root
     path: str
@@ -107,7 +107,10 @@ class _Entry(msgspec.Struct, frozen=True):
         return self.root, self.path.rpartition("/")[0]
 
     def open(self, directory: int) -> tuple[int, os.stat_result]:
-        """Hold a directory or link, open a file, and return its status: nothing blocks and nothing is triggered."""
+        """Hold a directory or link, or open a file, and return its status.
+
+        Opening neither blocks nor has side effects.
+        """
         held = guarded.hold(directory, self.path.rpartition("/")[2] or ".")
         status = os.fstat(held)
         if self.kind != stat.S_IFREG or not stat.S_ISREG(status.st_mode):
@@ -429,10 +432,11 @@ class Sink:
         self._fill(-header.size % tarfile.BLOCKSIZE)
 
     def write_file(self, fd: int, runs: Sequence[tuple[int, int]], size: int) -> tuple[int, OSError | None]:
-        """Write the ``size`` bytes of ``runs`` and the padding: a longer file is cut, a shorter one filled up with
-        zeros.
+        """Write ``size`` bytes from ``runs``, and the padding.
 
-        Returns the number of bytes read, and the disk's error if it stopped the read.
+        A longer file is truncated, a shorter one is padded with zeros.
+
+        Returns the number of bytes read, and the disk's error if it ended the reading.
         """
         there, problem = 0, None
         for begin, end in runs:
@@ -511,7 +515,8 @@ def _expression(pattern: str) -> str:
     text = posixpath.normpath(pattern).strip("/")
     if text in ("", "."):
         return ".*"
-    depth, chunks = 0, [[[""]]]  # parts of steps of chunks: between ``*``, ``/`` and ``**``
+    # Chunks between ``**`` consist of steps between ``/``, which consist of parts between ``*``.
+    depth, chunks = 0, [[[""]]]
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup or ""
         depth += (kind == "open") - (kind == "close")
@@ -537,9 +542,11 @@ def _expression(pattern: str) -> str:
 
 
 def _starred(parts: Sequence[str], star: str) -> str:
-    """Join ``parts`` by ``star``. Each between two stars is matched where it comes first: another place gains nothing,
-    and trying all takes for ever with the names of a job.
+    """Join ``parts`` with ``star``. A part between two stars is matched at its first occurrence.
+
+    Other occurrences could not match more, and trying all of them would take forever with names chosen by jobs.
     """
     first, *others = parts
-    middle = [f"({'?:' if '(?:' in part else '?>'}{star}?{part})" for part in others[:-1]]  # of two arms one is longer
+    # One of the two alternatives is longer.
+    middle = [f"({'?:' if '(?:' in part else '?>'}{star}?{part})" for part in others[:-1]]
     return "".join([first, *middle, *(star + part for part in others[-1:])])

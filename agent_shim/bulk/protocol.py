@@ -26,7 +26,7 @@ class BlobRef(msgspec.Struct, frozen=True):
     digest: str = ""
 
     def __repr__(self) -> str:
-        return f"BlobRef({self.blob_id!r}, digest={self.digest!r})"  # the others may be secret
+        return f"BlobRef({self.blob_id!r}, digest={self.digest!r})"  # the other fields may be secret
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -116,7 +116,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def share(self) -> float:
-        """Return the completed part of the present phase, 0 to 1. 0 while the total is unknown."""
+        """Return the completed fraction of the current phase, or 0 while the total is unknown."""
         return self.size / self.size_total if self.size_total else 0.0
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ Report = Callable[[Progress], None]
 
 
 def ignore(_: Progress) -> None:
-    """The report of a request without one."""
+    """Ignore progress reports."""
 
 
 class Execute(Protocol):

@@ -66,9 +66,9 @@ def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -
 
 
 class Dummy:
-    """A store that accepts everything and keeps nothing."""
+    """A store that accepts every blob and stores none."""
 
-    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:  # noqa: ARG002 - there is nothing to feed
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:  # noqa: ARG002 - nothing is hashed
         raise BlobError(f"cannot get {blob_id}: the blobstore is a dummy")
 
     async def put(self, blob_id: str, path: Path) -> None:
@@ -145,7 +145,7 @@ class External:
         self._environment = {**environment, "PATH": self._path}
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
-        place = files.sibling(self._scratch)  # a directory: files that the program adds are removed with it
+        place = files.sibling(self._scratch)  # a directory, so that files which the program adds are removed with it
         place.mkdir(0o700)
         try:
             (place / "blob").touch(0o600)
@@ -258,7 +258,7 @@ MAX_OUTPUT_BYTES: Final = 1024 * 1024
 
 
 def harmless(text: str, options: dict[str, Any]) -> str:
-    """Return the end of a program's output without values of options, and without queries and users of URLs."""
+    """Return the end of a program's output without the values of options, URL queries and user names."""
     for secret in sorted(_texts(options), key=len, reverse=True):
         text = text.replace(secret, "…")
     text = re.sub(r"(\w://)[^/@\s]*@", r"\1", text)

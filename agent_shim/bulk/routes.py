@@ -1,4 +1,4 @@
-"""The way to a blobstore over HTTP: trusted authorities, and proxies."""
+"""How a blobstore is reached over HTTP: trusted CAs and proxies."""
 
 from __future__ import annotations
 

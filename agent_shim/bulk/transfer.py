@@ -22,7 +22,7 @@ from agent_shim.core.digest import Hasher
 from agent_shim.core.errors import BlobError, LastingError
 from agent_shim.host.files import CHUNK_BYTES
 
-with lean_imports.without_authorities():  # aiohttp creates contexts at import. Each client here has its own
+with lean_imports.without_authorities():  # aiohttp creates TLS contexts on import, but each client here creates its own
     import aiohttp
 from yarl import URL
 
@@ -93,14 +93,14 @@ class Transfer:
                     target.flush()
 
     def _check_room(self) -> None:
-        """Raise ``OSError`` when only the reserve is left: the length of a download is known only at its end."""
+        """Raise ``OSError`` if only the reserve is left, because the length of a download is known only at its end."""
         usage = shutil.disk_usage(self._scratch)
         if usage.free < min(RESERVE_BYTES, usage.total * RESERVED_PART):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Distinguish failures of our own disk from those of a host."""
+        """Distinguish errors of our own disk from those of a host."""
         try:
             yield
         except OSError as exc:
@@ -111,7 +111,7 @@ class Transfer:
     async def upload(self, url: str, source: BinaryIO, headers: Mapping[str, str] = {}) -> None:
         """Send the whole file ``source`` in one attempt. Raises ``BlobError``."""
         size = os.fstat(source.fileno()).st_size
-        # The length is sent first: many stores accept no chunked body.
+        # Send the length in advance, because many stores accept no chunked body.
         wanted = _merged({"Content-Length": str(size), "Expect": "100-continue"}, headers)
         with _explained("Executing PUT request", url):
             async with _guarded(self._timing) as guard:
@@ -129,14 +129,14 @@ class Transfer:
     async def _request(
         self, method: str, url: str, headers: Mapping[str, str], **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        parsed = URL(url, encoded=True)  # not normalized: another spelling would need another signature
+        parsed = URL(url, encoded=True)  # not normalized, because another spelling would need another signature
         proxy = proxy_for(parsed.scheme, parsed.host or "", parsed.port, self._environment)
         async with self._session.request(method, parsed, headers=headers, proxy=proxy, **options) as response:
             yield response
 
 
 def _merged(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Merge headers. ``given`` wins, in any case of letters."""
+    """Merge headers. ``given`` takes precedence, and names are not case-sensitive."""
     return {name.lower(): value for name, value in [*own.items(), *given.items()]}
 
 
@@ -218,7 +218,7 @@ def _host(url: URL) -> str:
 
 
 def _why(exc: BaseException) -> str:
-    """Return the reason without any part of a URL. An unknown error is reported by its type alone."""
+    """Return the reason without any part of a URL. For an unknown error, return only its type."""
     match exc:
         case aiohttp.ClientConnectorCertificateError():
             return f"its certificate is not trusted: {getattr(exc.certificate_error, 'verify_message', 'unknown')}"
@@ -237,6 +237,6 @@ def _why(exc: BaseException) -> str:
         case aiohttp.ClientPayloadError():
             return "the body ended too early"
         case OSError(errno=int(code), strerror=str(text)):
-            # asyncio's own texts contain addresses. Codes of resolvers are < 0
+            # The messages of asyncio contain addresses. Error codes of resolvers are negative.
             return os.strerror(code) if code > 0 else text
     return type(exc).__name__

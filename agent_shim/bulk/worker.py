@@ -43,7 +43,8 @@ def main() -> int:
         except asyncio.CancelledError:
             return 128 + signal.SIGTERM
         finally:
-            # No thread writes any more: each fails when its file is closed, and the loop has waited for them.
+            # No thread writes any more, because each fails when its file is closed and the loop has waited for all of
+            # them.
             for temp in temps:
                 files.remove_tree(temp)
         _send(done)
@@ -116,7 +117,7 @@ async def _get(request: Get) -> Done:
 
     async with Blobs(request.store, Paths(Path(request.base))) as blobs, blobs.fetched(request.source) as file:
         with files.replacing(Path(request.path), mode=request.mode) as out:
-            os.lseek(file.fileno(), 0, os.SEEK_SET)  # in the kernel: the file has a buffer
+            os.lseek(file.fileno(), 0, os.SEEK_SET)  # seek in the kernel, because the file object has a buffer
             files.copy_data(file.fileno(), out.fileno())
     return Done()
 
@@ -131,7 +132,7 @@ async def _put(request: Put) -> Done:
 async def _pack(request: Pack) -> Done:
     from agent_shim.bulk import packing
 
-    # A file to upload is removed after it: its copy in a local store is synced.
+    # A file is removed after it was uploaded. By then, its copy in a local store is synced.
     with files.replacing(Path(request.path), mode=request.mode, is_synced=request.put is None) as out:
         newest, remarks = request.newest, request.remarks
         digest = await asyncio.to_thread(
@@ -167,4 +168,4 @@ def _rotate(request: Rotate) -> Done:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # the end of the interpreter takes 35 ms, for memory that the system takes anyway
+    os._exit(main())  # a regular exit takes 35 ms to free memory that the kernel frees anyway

@@ -80,7 +80,7 @@ class Workers:
 
 
 async def work(request: Request, *, nice: int = 0, report: Report = ignore) -> Done:
-    """Execute ``request`` as ``Workers.work`` does, by a worker that does not stay."""
+    """Execute ``request`` as ``Workers.work`` does, with a worker that exits afterwards."""
     async with Workers() as workers:
         return await workers.work(request, nice=nice, report=report)
 
@@ -113,7 +113,7 @@ class _Worker:
         """Return the answer to ``request``. Raises ``ActionError`` if the worker dies."""
         loop = asyncio.get_running_loop()
         received = b""
-        with suppress(ConnectionError):  # it died: its status tells more
+        with suppress(ConnectionError):  # it has exited, and its status says more
             await loop.sock_sendall(self._socket, msgspec.json.encode(request) + b"\n")
             while piece := await loop.sock_recv(self._socket, CHUNK_BYTES):
                 *lines, received = (received + piece).split(b"\n")
@@ -127,25 +127,25 @@ class _Worker:
         raise ActionError(f"cannot finish the work: the worker {_ending(status, errors)}")
 
     def rest(self, left: Callable[[], object]) -> None:
-        """Let it leave after a while without a request, and call ``left`` then."""
+        """Keep the worker for a while. If no request follows, end it and call ``left``."""
 
         def leave() -> None:
             left()
-            self._close()  # it reads an end
+            self._close()  # it reads end-of-file
 
         self._leaving = asyncio.get_running_loop().call_later(STAY_S, leave)
 
     def wake(self) -> bool:
-        """Prepare it for a further request. False if it has died meanwhile."""
+        """Prepare the worker for another request. Return False if it has exited meanwhile."""
         assert self._leaving is not None
         self._leaving.cancel()
-        is_alive = self.process.is_alive  # once: it may die at any time
+        is_alive = self.process.is_alive  # read this once, because it may exit at any time
         if not is_alive:
             self._close()
         return is_alive
 
     async def end(self) -> None:
-        """End it and its process group, and wait for that."""
+        """End the worker and its process group, and wait for the end."""
         if self._leaving is not None:
             self._leaving.cancel()
         try:
@@ -169,7 +169,10 @@ def _ending(status: int | None, errors: bytes) -> str:
 
 
 def _tidy(request: Request, pid: int) -> None:
-    """Remove the temporary files of a killed worker. Unfinished bundles are removed by their owner."""
+    """Remove the temporary files of a killed worker.
+
+    Unfinished bundles are removed by the module that requested them.
+    """
     with suppress(HostError):
         if isinstance(request, Get | Pack):
             files.remove_leftovers(Path(request.path))

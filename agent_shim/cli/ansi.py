@@ -21,39 +21,42 @@ CODES: Final = {"good": "32", "limited": "33", "wrong": "1;31", "faint": "2", "s
 
 
 def is_for_people(stream: TextIO) -> bool:
-    """True for a terminal with colours, unless NO_COLOR is set."""
+    """Return True for a terminal with colours, unless NO_COLOR is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def plain(text: str, colour: str) -> str:  # noqa: ARG001 - a Paint
-    """The unchanged text."""
+    """Return the text unchanged."""
     return text
 
 
 def coloured(text: str, colour: str) -> str:
-    """The text between sequences of ECMA-48. Unchanged for the colour ""."""
+    """Return the text between ECMA-48 colour sequences, or unchanged for the colour ""."""
     return f"\x1b[{CODES[colour]}m{text}\x1b[0m" if colour else text
 
 
 def paint_for(stream: TextIO) -> Paint:
-    """The paint function for ``stream``: colours for a terminal, else plain text."""
+    """Return the paint function for ``stream``: colours for a terminal, plain text otherwise."""
     return coloured if is_for_people(stream) else plain
 
 
 def screen(page: str) -> str:
-    """The page over the whole screen, without flicker."""
+    """Return the sequence that shows a page on the whole screen without flicker."""
     return "\x1b[H" + "\x1b[K\r\n".join(page.splitlines()) + "\x1b[K\x1b[J"
 
 
 def width(text: str) -> int:
-    """Columns of a text without colours: a wide character takes two, a combining one none."""
+    """Return the columns of a text without colours. A wide character takes two, a combining one none."""
     return sum(
         0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text
     )
 
 
 def wrapped(text: str, columns: int, indent: str) -> list[str]:
-    """The text in indented lines, broken between words and in those longer than a line. Colours take no room."""
+    """Return the text as indented lines, broken between words, or within words that are longer than a line.
+
+    Colour sequences take no columns.
+    """
     if not columns:
         return [f"{indent}{text}"]
     lines, room = [indent], max(columns - len(indent), 20)
@@ -68,7 +71,10 @@ def wrapped(text: str, columns: int, indent: str) -> list[str]:
 
 
 def clipped(line: str, columns: int) -> str:
-    """The line, or as much of it as fits with an ellipsis. Colours take no room and end with the line."""
+    """Return the line, cut with an ellipsis if it is too long.
+
+    Colour sequences take no columns and end with the line.
+    """
     if width(_COLOUR.sub("", line)) <= columns:
         return line
     kept, room = "", columns - 1

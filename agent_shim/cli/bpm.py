@@ -59,7 +59,7 @@ class Flag(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A command of bpm, by its flags beside ``--help``."""
+    """A command of bpm, with its flags other than ``--help``."""
 
     run: Callable[[Call], int]
     about: str
@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``bpm``: 0 done, 1 not done. ``run`` ends with the exit code of the process."""
+    """``bpm``: return 0 if it is done, otherwise 1. ``run`` returns the exit code of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     base = os.environ.get("BPM_BOSH_ROOT") or "/var/vcap"
     try:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         import signal
 
-        # The reader closed the pipe, as `head` does. It ends as the program in Go does.
+        # The reader closed the pipe, as `head` does. Exit in the same way as the Go program.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.raise_signal(signal.SIGPIPE)
         raise
@@ -211,7 +211,7 @@ def _help(name: str) -> int:
 
 
 def _usage(name: str) -> str:
-    """The usage text in cobra's format."""
+    """Return the usage text in cobra's format."""
     if not name:
         width = max(map(len, VERBS)) + 1
         verbs = "\n".join(f"  {each:<{width}} {verb.about}" for each, verb in sorted(VERBS.items()))
@@ -336,7 +336,7 @@ def _shell(call: Call) -> int:
 
     def argv(terminal: int | None) -> tuple[list[str], int]:
         order["terminal"] = terminal
-        descriptor = os.memfd_create("order")  # in memory: the environment may hold secrets
+        descriptor = os.memfd_create("order")  # in memory, because the environment may contain secrets
         os.write(descriptor, json.dumps(order).encode() + b"\n")
         os.lseek(descriptor, 0, os.SEEK_SET)
         return [*reply["launcher"], str(descriptor)], descriptor

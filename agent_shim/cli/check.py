@@ -36,7 +36,7 @@ UNMANAGED: Final = "lacks `group vcap`: a Director does not start, stop or repor
 
 
 def kind_of(name: str) -> str:
-    """The kind of a file by its base name. "" if the name is ambiguous."""
+    """Return the kind of a file according to its base name, or "" if the name is ambiguous."""
     if name == "monit" or name.endswith((".monit", ".monitrc")):
         return "monit"
     if name == "bpm.yml" or name.endswith(".bpm.yml"):
@@ -130,13 +130,16 @@ def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None
 
 
 def _job_of(file: Path) -> str:
-    """Return the job of a rendered file or template, ``JOB/config/bpm.yml`` or ``JOB/templates/bpm.yml``, or ""."""
+    """Return the job to which a rendered file or template belongs, or "".
+
+    Examples are ``JOB/config/bpm.yml`` and ``JOB/templates/bpm.yml``.
+    """
     directory = file.absolute().parent
     return directory.parent.name if directory.name in ("config", "templates") else ""
 
 
 def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
-    """Name the processes that the programs of a check start and the bpm.yml of their job, if it is there, lacks."""
+    """Name the processes that the programs of a check start but that the bpm.yml of their job does not define."""
     for verb, program in (("start", check.start), ("stop", check.stop)):
         call = plan.bpm_call(program.argv) if program is not None else None
         if call is None:
@@ -144,7 +147,7 @@ def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
         home = file.absolute().parent
         places = (home / "config/bpm.yml", home / "bpm.yml", home.parent / call.job / "config/bpm.yml")
         for place in filter(Path.is_file, places if call.job == home.name else places[1:]):
-            with suppress(ConfigError, OSError):  # a mistake of that file
+            with suppress(ConfigError, OSError):  # that file's mistake is reported separately
                 found = config.parse(_decoded(place.read_bytes(), place), origin=str(place))
                 if found.process(call.process) is None:
                     known = ", ".join(process.name for process in found.processes) or "none"
@@ -154,7 +157,7 @@ def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
 
 
 def _wrong_programs(check: Check) -> Iterator[str]:
-    """Name the programs that no monit can run."""
+    """Name the programs that monit could not run."""
     for verb, program in (("start", check.start), ("stop", check.stop)):
         if program is not None and not program.argv[0].startswith("/"):
             hint = f", expected '{verb} program \"/…\"'" if len(program.argv) > 1 else ""

@@ -208,7 +208,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The grammar of ``agent-shim``. ``run`` of the parsed arguments is the command's function."""
+    """Return the parser of ``agent-shim``. ``run`` of the parsed arguments is the command's function."""
     top = Parser(
         prog="agent-shim",
         description="A BOSH agent and process supervisor for containers and pods.",
@@ -379,7 +379,7 @@ def _add_for_tools(command: Command) -> None:
 
 
 def _seconds(text: str) -> float:
-    """A positive number of seconds, at most a day."""
+    """Return a positive number of seconds, at most a day."""
     try:
         value = float(text)
     except ValueError:
@@ -390,7 +390,7 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    """A number of lines."""
+    """Return a number of lines."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not a number of lines")
     return int(text)
@@ -459,7 +459,7 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _check_call(args: argparse.Namespace, arguments: list[Any]) -> None:
-    """End with an error of usage unless the action takes these arguments. Over the bus surplus ones are ignored."""
+    """Exit with a usage error unless the action takes these arguments. Over the bus, surplus ones are ignored."""
     from agent_shim.actions import dispatch
     from agent_shim.daemon import runtime  # noqa: F401 - importing registers the actions
 
@@ -505,7 +505,7 @@ def _change(args: argparse.Namespace) -> int:
 
 
 def _refuse_unknown(args: argparse.Namespace) -> None:
-    """Raise ``NotThereError`` for the first name without a service, with the known ones."""
+    """Raise ``NotThereError`` for the first name without a service. The error lists the known services."""
     known = [service["name"] for service in _ask(args, {"command": "services", "action": "show"}).get("services", ())]
     for name in args.names:
         if name != "all" and name.lower() not in {each.lower() for each in known}:
@@ -519,7 +519,7 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
-    """The nearest known word, then all of them."""
+    """Return the nearest known word, then all of them."""
     names = sorted(known)
     return f"{_did_you_mean(word, names)} (there are {', '.join(names) or 'none'})"
 
@@ -646,7 +646,7 @@ def _logs(args: argparse.Namespace) -> int:
 
 
 def _refuse_missing(paths: Paths, directory: Path, job: str, *, is_agent: bool) -> None:
-    """Raise ``NotThereError`` unless there are such logs."""
+    """Raise ``NotThereError`` unless such logs exist."""
     what = "the agent's log" if is_agent else "logs"
     try:
         paths.base.stat()

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     # SIGTERM acts as SIGINT does in asyncio: a cancelled task, KeyboardInterrupt outside a loop.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    date = time.strftime("%Y/%m/%d %H:%M:%S ")  # of the first line alone, as from the Go agent
+    date = time.strftime("%Y/%m/%d %H:%M:%S ")  # only the first line has a date, as with the Go agent
     try:
         args.output_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         stemcell = stemcell_slug(paths)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The grammar of ``bosh-agent compile``, long flags with two dashes."""
+    """Return the parser of ``bosh-agent compile``, whose long flags have two dashes."""
     parser = argparse.ArgumentParser(
         prog="bosh-agent compile",
         description="Compile the packages of BOSH releases for the stemcell of this container, without a Director.",
@@ -154,7 +154,7 @@ class _Release:
                 _log(f"Copying package {name} to {path}")
 
     async def _compile_packages(self, packages: Sequence[SourcePackage]) -> None:
-        with reaper.reaping():  # as process 1 of a container, no other process does
+        with reaper.reaping():  # if this is process 1 of a container, nobody else does
             try:
                 for package in release_tarball.in_order(packages):
                     with errors_as(f"failed to compile package {package.name}/{package.version}", ShimError, OSError):
@@ -186,7 +186,7 @@ class _Release:
 
 
 def stemcell_slug(paths: Paths) -> str:
-    """``OS-CODENAME/VERSION`` of this container's stemcell. Raises ``ConfigError``."""
+    """Return ``OS-CODENAME/VERSION`` of this container's stemcell. Raises ``ConfigError``."""
     version_file, release_file = paths.bosh_etc / "stemcell_version", paths.etc / "os-release"
     try:
         version, release = version_file.read_text().strip(), release_file.read_text()

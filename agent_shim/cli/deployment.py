@@ -98,7 +98,7 @@ class Group(msgspec.Struct):
         return self.network_names[0]
 
     def az(self, index: int) -> str | None:
-        """Return the zone of an instance: they take turns, as in a first deployment by a Director."""
+        """Return the zone of an instance. Zones are assigned in turn, as by a Director in a first deployment."""
         return self.azs[index % len(self.azs)] if self.azs else None
 
     def static_ip(self, index: int, network: str) -> str | None:
@@ -253,7 +253,7 @@ def find_job(job: Job, releases: Sequence[Release]) -> ReleaseJob | None:
 
 
 def unpack(tarball: Path, directory: Path) -> None:
-    """Unpack a tarball into ``directory``, whose former content goes."""
+    """Unpack a tarball into ``directory``, replacing its content."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -267,7 +267,7 @@ def unpack(tarball: Path, directory: Path) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves a date as its text: ruby gets JSON, which has no dates."""
+    """Leaves a date as text, because Ruby gets JSON, which has no dates."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)

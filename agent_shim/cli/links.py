@@ -100,7 +100,7 @@ class Resolver:
         return [each for each in self.providers if (each.group.name, each.job) == (group.name, job.name)]
 
     def _is_absent(self, wanted: Consumed) -> bool:
-        """True if an optional link has no provider, and none can be in a release that is not there."""
+        """Return True if an optional link has no provider, and no missing release could contain one."""
         return wanted.optional and not self._unknown and all(each.type != wanted.type for each in self.providers)
 
     def _add(self, links: Links, wanted: Consumed, source: Mapping[str, Any] | None, where: str) -> None:

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def replace_unencodable() -> None:
-    """Let stdout and stderr show the number of a character that their encoding lacks, instead of raising an error.
+    """Make stdout and stderr write the number of a character that their encoding lacks, instead of raising an error.
 
     The encoding is that of the locale, such as ISO-8859-1 on an old terminal.
     """

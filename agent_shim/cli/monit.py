@@ -63,7 +63,7 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``monit``: return 0 on success, and for a status without an agent. 1 on failure."""
+    """``monit``: return 0 on success, and also for a status without an agent, otherwise 1."""
     name, code = Path(sys.argv[0]).name, 0
     try:
         given, words = _options(list(sys.argv[1:] if argv is None else argv))
@@ -113,7 +113,7 @@ def _act(command: Command, action: str) -> int:
     match action:
         case "summary" | "status":
             return _show(command)
-        case "reload":  # our agent reads files only from the Director. Alone in monit's place it reads them again
+        case "reload":  # an agent only gets monit files from the Director. In monit's place it reads them again.
             _need(command, "reload")
             print("Reinitializing monit daemon", file=sys.stderr)
             return 0
@@ -126,7 +126,7 @@ def _act(command: Command, action: str) -> int:
                 return _daemon(command)
             print(f"{command.name} daemon at {_need(command, 'show')['pid']} awakened", file=sys.stderr)
             return 0
-        case "quit":  # unmonitors all services, the effect of an ended monit. The agent itself keeps running
+        case "quit":  # unmonitors all services, which is the effect of quitting monit. The agent itself keeps running.
             print(f"monit daemon with pid [{_need(command, 'quit')['pid']}] killed")
             return 0
     raise MonitError(f"invalid argument -- {action}  (-h will show valid arguments)")
@@ -177,12 +177,12 @@ def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, 
 
 
 def _not_owned(command: Command) -> MonitError:
-    """Build the error of a user without the right, with which monit ends too."""
+    """Return the error for a user without permission, which also makes monit exit."""
     return MonitError(f"The control file '{_control_file(command)}' must be owned by you (use sudo).")
 
 
 def _change(command: Command, action: str) -> int:
-    """Request an action without output. Returns when the agent has accepted it, not at its end."""
+    """Request an action that has no output. Returns when the agent has accepted it, not when it is complete."""
     names = command.words[1:2]
     if not names and not command.group:
         raise MonitError(f"please specify the configured service name or 'all' after {action}")

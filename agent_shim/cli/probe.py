@@ -21,7 +21,10 @@ NO, NO_AGENT = 1, 69
 
 
 def read(words: list[str]) -> tuple[str, str] | None:
-    """Kind and base of a probe in the usual form of manifests. None for any other form, left to the full parser."""
+    """Return the kind and base of a probe in its usual form in manifests.
+
+    Return None for any other form, which the full parser handles.
+    """
     match words:
         case ["live" | "ready" as kind]:
             return kind, "/var/vcap"
@@ -31,7 +34,7 @@ def read(words: list[str]) -> tuple[str, str] | None:
 
 
 def main(question: tuple[str, str]) -> int:
-    """Print the reason. Return 0 for yes, 1 for no, 69 without an agent or an answer."""
+    """Print the reason. Return 0 for yes, 1 for no, and 69 without an agent or an answer."""
     kind, base = question
     return _live(base) if kind == "live" else _ready(base)
 
@@ -41,7 +44,8 @@ def _live(base: str) -> int:
     why = "no process has locked it"
     try:
         with open(path, "rb") as file:
-            # Granted without an agent, and then released at once: an agent that starts in between is started again.
+            # Without an agent the lock is granted and released at once. An agent that starts in that moment exits and
+            # is restarted.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.stdout.write("alive\n")

@@ -56,7 +56,7 @@ class Instance:
 
     @property
     def id(self) -> str:
-        """Return the id, which is also the name of the pod."""
+        """The id, which is also the name of the pod."""
         return f"{self.group.name}-{self.index}"
 
 
@@ -131,7 +131,7 @@ def _below_here(release: Path) -> str:
 
 
 def _is_privileged(files: Mapping[str, str]) -> bool:
-    """True if bpm.yml has a process that is not confined."""
+    """Return True if bpm.yml has an unconfined process."""
     config = deployment.parse_yaml(files.get("config/bpm.yml", ""), "bpm.yml", Processes)
     return any((process.get("unsafe") or {}).get("privileged") is True for process in config.processes)
 
@@ -343,7 +343,7 @@ def _write(home: Path, files: Mapping[str, str]) -> None:
 def _without_packages(
     group: Group, jobs: Sequence[Job], known: Mapping[tuple[str, str], ReleaseJob], out: Path
 ) -> list[str]:
-    """Return a warning for each package that is not there."""
+    """Return a warning for each missing package."""
     return [
         f"{job.name} needs the package {package}: {COMPILE}"
         for job in jobs

@@ -39,7 +39,9 @@ def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines
 
 
 def details(process: dict[str, Any], paint: Paint = plain, log: Sequence[str] = ()) -> str:
-    """All about one process, from the same answer, its last events, and the last lines of the ``log`` of its job."""
+    """Return everything about one process: the agent's answer, its last events, and the last lines of its job's
+    ``log``.
+    """
     state, pid = shown_state(process), process["pid"]
     since = f" since {_moment(process['started_at'])}, {duration(process['uptime_secs'])} ago" if pid else ""
     retry = process["retry_secs"]
@@ -64,7 +66,7 @@ def details(process: dict[str, Any], paint: Paint = plain, log: Sequence[str] = 
 
 
 def _events(process: dict[str, Any], paint: Paint) -> list[str]:
-    """A line for each of the last events, which an agent without them lacks."""
+    """Return a line for each of the last events. Older agents do not report events."""
     lines = []
     for event in process.get("events", ()):
         times = f" ({event['count']} times)" if event["count"] > 1 else ""
@@ -77,7 +79,9 @@ def _moment(stamp: float) -> str:
 
 
 def shown_state(process: dict[str, Any]) -> str:
-    """The agent's state, which has more words than the Director's. ``failing`` if a check fails."""
+    """Return the agent's state of a service, which is more detailed than the Director's; ``failing`` if a check
+    fails.
+    """
     return "failing" if process["state"] == "failing" and process["phase"] == "running" else str(process["phase"])
 
 
@@ -113,7 +117,7 @@ def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
 
 
 def _machine(vitals: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
-    """Memory, processors and disks in two lines. Unavailable figures are omitted."""
+    """Return memory, processors and disks in two lines. Unavailable figures are omitted."""
     parts = []
     if memory := vitals.get("mem"):
         parts.append(f"memory {_share(memory['percent'], paint)} ({size(int(memory['kb']))})")
@@ -128,7 +132,7 @@ def _machine(vitals: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
 
 
 def _share(percent: str, paint: Paint) -> str:
-    """Percent of a size, coloured by fullness."""
+    """Return a size in percent, coloured by fullness."""
     number = float(percent)
     return paint(f"{percent} %", "wrong" if number >= 90 else "limited" if number >= 80 else "")
 
@@ -164,7 +168,7 @@ def _aligned(column: str, text: str, columns: int) -> str:
 
 
 def isolation(found: dict[str, Any]) -> str:
-    """Isolation of bpm.yml processes (``host.sandbox.Isolation``) in a line."""
+    """Return the isolation of bpm.yml processes (``host.sandbox.Isolation``) in a line."""
     level = {1: "namespaces of their own", 2: "Landlock rules", 3: "none for files"}[found["level"]]
     memory = "cgroups" if found["memory"] else "a watchdog"
     why = f" ({found['obstacle']})" if found["obstacle"] else ""
@@ -187,12 +191,12 @@ def _row(process: dict[str, Any]) -> tuple[str, ...]:
 
 
 def size(kib: int) -> str:
-    """``12.3 MiB`` or ``1.2 GiB``."""
+    """Return a size such as ``12.3 MiB`` or ``1.2 GiB``."""
     return f"{kib / 1024:.1f} MiB" if kib < 1024 * 1024 else f"{kib / (1024 * 1024):.1f} GiB"
 
 
 def duration(seconds: int) -> str:
-    """``3d 4h``, ``4h 5m``, ``5m 6s`` or ``6s``."""
+    """Return a duration such as ``3d 4h``, ``4h 5m``, ``5m 6s`` or ``6s``."""
     parts = [("d", seconds // 86400), ("h", seconds // 3600 % 24), ("m", seconds // 60 % 60), ("s", seconds % 60)]
     while len(parts) > 1 and parts[0][1] == 0:
         parts.pop(0)

@@ -1,4 +1,4 @@
-"""Counters of the bus: the bus counts, metrics show."""
+"""Counters that the bus updates and the metrics show."""
 
 from __future__ import annotations
 

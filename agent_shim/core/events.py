@@ -1,4 +1,4 @@
-"""Waiting for an event beside other work, or up to a time."""
+"""Waiting for an event in addition to other work, or for a limited time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 async def ended_before(event: asyncio.Event, work: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
-    """Wait for ``work``. False if the event is set or the time is up before. ``work`` continues in any case."""
+    """Wait for ``work``. Return False if the event is set or the time is over first. ``work`` continues in any case."""
     waiting = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({work, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -29,7 +29,7 @@ async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
 
 
 async def is_set_within(seconds: float, event: asyncio.Event) -> bool:
-    """Wait for the event up to ``seconds``. True if it is set."""
+    """Wait up to ``seconds`` for the event. Return True if it is set."""
     try:
         async with asyncio.timeout(seconds):
             return await event.wait()

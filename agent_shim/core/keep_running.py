@@ -23,7 +23,10 @@ failures: Final[Counter[str]] = Counter()
 
 
 async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vital: bool = False) -> NoReturn:
-    """Restart ``run`` whenever it ends, which is a bug. Raises its error if it ``is_vital`` and fails too often."""
+    """Restart ``run`` whenever it ends, which it never should.
+
+    If it ``is_vital`` and fails too often, raise its error.
+    """
     pause = FIRST_PAUSE_S
     recent: deque[float] = deque(maxlen=MAX_FAILURES + 1)
     while True:
@@ -50,6 +53,6 @@ async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vit
 
 
 def is_asked_to_end() -> bool:
-    """Return True if a caught cancellation is addressed to the current task and does not come from within."""
+    """Return True if a caught cancellation was requested for the current task, and does not come from within it."""
     current = asyncio.current_task()
     return current is not None and current.cancelling() > 0

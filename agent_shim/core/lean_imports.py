@@ -11,12 +11,15 @@ from typing import Any
 
 
 class _StandIn(ModuleType):
-    """Stands for an unused module: has an empty class for each name while a library is imported, later the real one."""
+    """Replaces an unused module.
+
+    While a library is imported it has an empty class for each name, later the real one.
+    """
 
     is_importing = True
 
     def __getattr__(self, member: str) -> Any:
-        if member.startswith("__"):  # the import system asks
+        if member.startswith("__"):  # the import system looks these up
             raise AttributeError(member)
         return type(member, (), {}) if self.is_importing else getattr(importlib.import_module(self.__name__), member)  # noqa: TID251 of libraries alone
 
@@ -47,7 +50,9 @@ def preload(module: str, *unused: str) -> None:
 
 @contextmanager
 def without_authorities() -> Iterator[None]:
-    """Give contexts made at import no authorities. Reading those of a system takes 30 to 70 ms and 0.8 MB."""
+    """Create TLS contexts without CAs during an import, because reading the system's CAs takes 30 to 70 ms and 0.8
+    MB.
+    """
     import ssl  # late: a command without TLS does without it
 
     real = ssl.create_default_context

@@ -46,7 +46,7 @@ _SECRETS: Final = (
 
 
 def redacted(text: str) -> str:
-    """Remove secrets from a text. A safety net, as no secret should be logged."""
+    """Remove secrets from a text. This is a safety net, because no secret should be logged in the first place."""
     if "?" in text or "://" in text or "-----BEGIN " in text:  # each has one of these, most lines have none
         for pattern in _SECRETS:
             text = pattern.sub("<redacted>", text)
@@ -63,7 +63,10 @@ def _members(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _trace(error: BaseException | None) -> str:
-    """Describe an error and its causes by location. Only our own errors have a text: any other may contain a secret."""
+    """Describe an error and its causes by location.
+
+    Only our own errors keep their text; any other may contain a secret.
+    """
     parts: list[str] = []
     known: set[int] = set()
     while error is not None and id(error) not in known:
@@ -192,7 +195,7 @@ def is_json(form: str) -> bool:
 
 
 def turn(steps: int) -> None:
-    """Log more (``steps`` below 0) or less. Errors are always logged."""
+    """Increase the log level (``steps`` below 0 means more output) or decrease it. Errors are always logged."""
     root = logging.getLogger()
     names = [name.upper() for name in LEVELS]
     now = names.index(logging.getLevelName(root.level))
@@ -202,7 +205,7 @@ def turn(steps: int) -> None:
 
 
 def _is_svlogds(directory: Path) -> bool:
-    """Return True if stderr is a pipe and a svlogd holds the lock of the directory, as it does while it runs."""
+    """Return True if stderr is a pipe and a running svlogd holds the lock of the directory."""
     try:
         if not stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode):
             return False

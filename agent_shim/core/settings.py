@@ -340,7 +340,7 @@ def _decoded(raw: bytes, wanted: type[T], origin: str, ignored: list[str] | None
 
 
 def _placed(exc: ValueError, raw: bytes) -> str:
-    """Name line and column of a mistake instead of its byte."""
+    """Convert the byte offset of a mistake to line and column."""
     text = str(exc)
     head, found, tail = text.rpartition("(byte ")
     number = tail.removesuffix(")")
@@ -372,7 +372,7 @@ def require_bus(found: Effective, origin: str) -> None:
 
 def _is_bus(url: str) -> bool:
     parts = bus_address(url)
-    # An https address without a host is the agent's own door on all its addresses.
+    # An https address without a host means that the agent itself listens on all its addresses.
     return parts.scheme == "https" or (parts.scheme == "nats" and bool(parts.hostname))
 
 

@@ -109,7 +109,7 @@ VALUE_BYTES: Final = 100
 
 
 def weight(data: bytes) -> int:
-    """Bytes that a request takes in memory, about: a megabyte of empty lists becomes thirty."""
+    """Return approximately how many bytes a request takes in memory. A megabyte of empty lists takes thirty."""
     return len(data) + VALUE_BYTES * sum(map(data.count, _BEFORE_VALUES))
 
 

@@ -226,7 +226,7 @@ async def _put_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
 
 
 def _mount_tmpfs(path: Path, size: str, shim_run: Path) -> None:
-    """Mount a tmpfs on a directory that is no mount yet. The agent's own run files stay visible."""
+    """Mount a tmpfs on a directory that is not yet a mount. The agent's own run files stay visible."""
     if mounts.is_mount_point(path):
         return
     with closing(os.open(shim_run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as held:
@@ -263,7 +263,7 @@ def _make_temporary_files(paths: Paths) -> None:
 
 
 async def _write_monit_user(paths: Paths, password: str) -> str | None:
-    """Keep an existing password, because releases read it at their start."""
+    """Keep an existing password, because releases read it when they start."""
     try:
         found = (await asyncio.to_thread(files.read, paths.monit_user, is_own=True)).decode()
     except (OSError, ValueError):
@@ -277,7 +277,7 @@ async def _write_monit_user(paths: Paths, password: str) -> str | None:
 
 
 async def _restore_instance(agent: Agent) -> str | None:
-    """Load the spec. Restore its links and instance files on a new root file system."""
+    """Load the spec. On a new root file system, restore its links and instance files."""
     spec = await agent.spec.load()
     if not agent.state_backup.root_is_new:
         return "the root file system is the old one"

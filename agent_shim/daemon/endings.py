@@ -57,7 +57,10 @@ class Endings:
             await asyncio.to_thread(write_termination_log, f"agent-shim: {stop.summary}\n")
 
     def begin_shutdown(self) -> None:
-        """Stop the jobs and leave the bus. Not awaited: the Director deletes the container without the reply."""
+        """Stop the jobs and leave the bus.
+
+        Nobody waits for this, because the Director deletes the container without the reply.
+        """
         self.phase = SHUT_DOWN
         self._ending = asyncio.create_task(self._shut_down(), name="shutdown")
 
@@ -75,7 +78,7 @@ class Endings:
             self.leaves_bus.set()
 
     def begin_takeover_stop(self, why: str) -> None:
-        """Write nothing more, leave the bus and stop the jobs. The Director would get two replies."""
+        """Stop writing, leave the bus and stop the jobs. Otherwise the Director would get two replies."""
         if self._ending is None:
             logger.critical("%s; the jobs are ended, and nothing more is done here", why)
             self.phase = self._dispatcher.refusing = f"fenced off: {why}"
@@ -91,7 +94,7 @@ class Endings:
 
 
 def write_termination_log(text: str, path: Path = TERMINATION_LOG) -> None:
-    """Write the outcome for Kubernetes. The file is its mount and is never created."""
+    """Write the outcome for Kubernetes. The file is Kubernetes' mount, and is never created."""
     try:
         with path.open("r+") as opened:
             opened.write(text)

@@ -34,7 +34,7 @@ GO_FIRST: Final = frozenset({"apply", "drain", "migrate_disk", "run_script", "st
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """Seconds: the first and the longest pause between attempts. The interval of checks for a waiting Director."""
+    """Seconds: the first and the longest pause between attempts, and how often to check for a waiting Director."""
 
     first: float = 1.0
     limit: float = 30.0
@@ -87,7 +87,7 @@ class JobRecovery:
             await agent.supervisor.start(is_asked=False)
 
     async def run(self) -> None:
-        """Attempt until the jobs are started, by this task or by the Director; then wait for ever."""
+        """Retry until the jobs are started, by this task or by the Director, then wait forever."""
         agent, pause = self._agent, self._pace.first
         while agent.supervisor.is_held:
             await agent.tasks.submit(TASK, self._attempt).ended.wait()
@@ -98,7 +98,7 @@ class JobRecovery:
         await asyncio.Event().wait()
 
     async def _attempt(self) -> None:
-        """The work as a task in the lane, so it never runs in parallel with one of the Director's."""
+        """Do the work as a task in the queue, so that it never runs at the same time as a task of the Director."""
         agent = self._agent
         try:
             if agent.supervisor.is_wanted and agent.supervisor.is_held:

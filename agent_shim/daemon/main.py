@@ -114,7 +114,7 @@ class Daemon:
 
     @property
     def _phase(self) -> str:
-        """The phase of the agent as text. ``running`` when it answers requests."""
+        """The phase of the agent as text: ``running`` once it answers requests."""
         return self._stage if self._live is None else self._live.phase
 
     async def serve(self) -> int:
@@ -176,7 +176,8 @@ class Daemon:
         elif live.endings.orderly_stop is not None:
             live.endings.orderly_stop.hurry.set()
         else:
-            # The container is killed at the end of the grace: one second is reserved for the agent's own end.
+            # The container is killed at the end of the grace period, so one second is reserved for the agent's own
+            # exit.
             stopping = live.endings.begin_orderly_stop(max(1.0, self._config.shim.grace - 1))
             stopping.add_done_callback(lambda _: self._stop.set())
 
@@ -277,7 +278,7 @@ def _import_https_bus() -> None:
 
 
 def _order(request: dict[str, Any]) -> str | None:
-    """Return an operator's order as text for the audit. None for a question."""
+    """Return an operator's order as text for the audit log, or None for a query."""
     match request:
         case {"command": "drain"}:
             return "drain"

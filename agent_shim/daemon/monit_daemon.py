@@ -74,7 +74,8 @@ class MonitDaemon:
 
     def __init__(self, options: Options, control: control_file.Control) -> None:
         self._options, self._paths = options, options.paths
-        self._paths.supervisor_state = self._paths.bosh / "monit.json"  # not on a disk that the agent unmounts
+        # Not on a disk, because the agent unmounts those.
+        self._paths.supervisor_state = self._paths.bosh / "monit.json"
         self._control = control
         self._begun_at = time.monotonic()
         self._stop, self._reload = asyncio.Event(), asyncio.Event()
@@ -107,7 +108,8 @@ class MonitDaemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             process.on_signal(number, self._stop.set)
         process.on_signal(signal.SIGHUP, self._reload.set)
-        process.on_signal(signal.SIGUSR1, lambda: None)  # monit without an action: checks are due anyway
+        # `monit` without an action sends this. Nothing has to be done, because checks are made anyway.
+        process.on_signal(signal.SIGUSR1, lambda: None)
         systemd, control = sd_notify.from_environment(), self._control
         await asyncio.to_thread(files.make_own_dir, self._paths.shim_run, 0o700)
         async with AsyncExitStack() as stack:
@@ -131,7 +133,7 @@ class MonitDaemon:
         return 0
 
     async def _serve_control_file(self) -> None:
-        """Take the control file and its jobs, again after each request to reload."""
+        """Serve the control file and its jobs, and read them again after each reload request."""
         self._supervisor.hold()
         known = {} if await self._supervisor.recover() else await asyncio.to_thread(self._monitored_by_monit)
         await is_set_within(self._control.start_delay, self._stop)
@@ -156,7 +158,7 @@ class MonitDaemon:
                     logger.error("the former files stay in force: %s", exc)
 
     async def _take_files(self, monitored: Mapping[str, bool]) -> None:
-        """Supervise the services of the files. New ones start, unless monit has left them alone (``monitored``)."""
+        """Supervise the services in the files. New ones start, unless monit had them unmonitored (``monitored``)."""
         before = {service.process.name.lower() for service in self._supervisor.services()}
         await self._supervisor.configure(self._control.job_files, are_written=False)
         for service in self._supervisor.services():
@@ -170,7 +172,10 @@ class MonitDaemon:
         self._is_loaded = True
 
     def _describe(self) -> monit_http.About:
-        """The daemon as the document shows it. Each incarnation is another number, also within a second."""
+        """Describe the daemon for the status document.
+
+        Every incarnation has a different number, even within the same second.
+        """
         control, path = self._control, self._paths.bosh / "monit.incarnation"
         try:
             before = int(files.read(path, is_own=True))
@@ -189,14 +194,14 @@ class MonitDaemon:
     # --- monit's state ----------------------------------------------------------------------------------------------
 
     def _monitored_by_monit(self) -> dict[str, bool]:
-        """Names of the services in the state file that monit has left, and whether each is monitored."""
+        """Return the services in the state file that monit has left, and whether each is monitored."""
         with suppress(OSError, struct.error):
             rows = _STATE.iter_unpack(files.read(self._control.statefile)[_COUNT.size :])
             return {row[0].partition(b"\0")[0].decode("latin-1").lower(): row[4] != 0 for row in rows}
         return {}
 
     def _write_state_of_monit(self, saved: bytes) -> None:
-        """Write what monit continues from, if it starts in a later second."""
+        """Write the state from which monit can continue, provided that it starts in a later second."""
         rows = [
             _STATE.pack(name.encode("utf-8", "surrogateescape")[:255], 0, 0, 0, record.state in MONITORED, 0)
             for name, record in msgspec.json.decode(saved, type=Saved).services.items()
@@ -210,7 +215,7 @@ class MonitDaemon:
         self._alerts.raise_alert(event.service, event.event, event.action, event.description, ())
 
     async def _retry_mails(self) -> NoReturn:
-        """Send what waits once a cycle, and keep it for the next daemon."""
+        """Once a cycle, send the waiting mails, and keep those that could not be sent for the next daemon."""
         kept: list[bytes] | None = None
         while True:
             queue, waiting = self._control.queue, list(self._alerts.waiting)[-self._control.slots :]

@@ -58,7 +58,7 @@ class OrderlyStop(msgspec.Struct):
         ends_at = self.ends_at = time.monotonic() + self.grace
         reserve = min(KILL_RESERVE_S, self.grace / 2)
         is_stopped = await asyncio.to_thread(agent.paths.stopped_marker.exists)
-        # A Director has run their scripts; a drain of one waits for a database that is stopped.
+        # The Director has already run their scripts. A second drain might wait for a database that is stopped.
         jobs = [] if is_stopped else agent.spec.current.job_names
         scripts = ends_at - reserve
         await self._script("pre-stop", agent.scripts.run_all("pre-stop", jobs, NEXT_STATES), scripts)
@@ -84,7 +84,7 @@ class OrderlyStop(msgspec.Struct):
         if not await ended_before(self.hurry, working, until - time.monotonic()):
             self.reasons.append(f"{name} scripts were cut short")
             working.cancel()
-            # Their end may take half of the remaining time. The other half is for the processes.
+            # Ending the scripts may take half of the remaining time. The other half is for the processes.
             half = max(0.0, self.ends_at - time.monotonic()) / 2
             await asyncio.wait({working}, timeout=min(half, HURRIED_SCRIPT_END_S) if self.hurry.is_set() else half)
         elif (error := working.exception()) is not None:

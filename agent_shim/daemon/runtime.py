@@ -169,7 +169,7 @@ class Runtime:
             if not await until_stopped(boot.boot([step for step in steps if not step.late]), self._stop):
                 return
             await agent.tasks.resume(self.dispatcher.resumed())
-            gc.freeze()  # objects of the boot are permanent: later collections skip them
+            gc.freeze()  # objects created during the boot are permanent, so later collections skip them
             self.is_booted = True
             users = monit_http.user_in(paths.monit_user)
             async with monit_http.listening(http, self.answer_monit, users), monit_http.refusing_mail(mail):

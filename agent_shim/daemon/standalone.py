@@ -167,7 +167,7 @@ class NoBus:
         self.is_connected = True
 
     async def run(self) -> NoReturn:
-        """Wait for ever."""
+        """Wait forever."""
         await asyncio.Event().wait()
         raise AssertionError("read-only")
 
@@ -197,7 +197,7 @@ class Standalone:
         self._is_new = False
 
     async def run(self) -> NoReturn:
-        """Attempt until the deployment succeeds, then wait for ever."""
+        """Retry until the deployment succeeds, then wait forever."""
         pause = FIRST_PAUSE_S
         while not await self._is_deployed():
             await asyncio.sleep(pause)
@@ -234,7 +234,9 @@ class Standalone:
             raise ActionError(str(task.outcome))
 
     def _holds(self, wanted: ApplySpec) -> bool:
-        """True if this spec is already deployed: then job recovery starts the jobs, or they stay stopped."""
+        """Return True if this spec is already deployed, in which case job recovery starts the jobs, or they stay
+        stopped.
+        """
         agent = self._agent
         has_been = agent.supervisor.is_wanted or agent.paths.stopped_marker.exists()
         return has_been and agent.spec.current.configuration_hash == wanted.configuration_hash

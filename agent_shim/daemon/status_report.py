@@ -46,14 +46,14 @@ def readiness(live: Runtime, level: str) -> tuple[bool, str]:
 
 
 def _culprit(service: ServiceInfo) -> str:
-    """Name a service that is not running and why, without words of the job: strangers may read them."""
+    """Name a service that is not running and the reason, without output of the job, because strangers may read this."""
     state = f"{service.state} after {service.last_exit}" if service.last_exit and not service.pid else service.state
     reasons = [*([] if service.state == "running" else [state]), *service.faults]
     return safetext.label(f"{service.process.name} ({', '.join(reasons)})")
 
 
 def _job_state(live: Runtime) -> str:
-    """Return the state of the instance. Jobs of a directory that are not deployed are no running instance."""
+    """Return the state of the instance. Without a Director, it only counts as running once its jobs are deployed."""
     found, alone = live.agent.supervisor.job_state(), live.standalone
     if alone is None or not alone.obstacle or found == "stopped":
         return found
@@ -61,7 +61,7 @@ def _job_state(live: Runtime) -> str:
 
 
 def _blocked(live: Runtime) -> str:
-    """Return the reason that the jobs cannot be started or deployed. "" without one."""
+    """Return why the jobs cannot be started or deployed, or ""."""
     alone = live.standalone
     return live.job_recovery.obstacle or (alone.failure if alone is not None else "")
 
@@ -125,7 +125,7 @@ def _firewall(live: Runtime) -> dict[str, Any] | None:
 
 
 def _heartbeat_age(live: Runtime) -> float | None:
-    """Seconds since the last heartbeat. None before the first, and on a bus without heartbeats."""
+    """Return the seconds since the last heartbeat, or None before the first one and on a bus without heartbeats."""
     sent_at = None if is_https(live.bus.mbus) else live.heartbeat.sent_at
     return None if sent_at is None else time.monotonic() - sent_at
 
@@ -140,7 +140,7 @@ def _warnings(live: Runtime) -> list[str]:
 
 
 async def _disk(agent: Agent) -> str:
-    """The persistent disk in a line: progress of a migration, a problem, ``mounted`` or ``none``."""
+    """Describe the persistent disk in a line: the progress of a migration, a problem, ``mounted`` or ``none``."""
     if (progress := agent.disks.progress) is not None:
         return f"migration, {progress}"
     return await agent.disks.problem() or ("mounted" if agent.disks.is_mounted else "none")
@@ -150,7 +150,7 @@ async def _disk(agent: Agent) -> str:
 
 
 def readings(live: Runtime) -> metrics.Readings:
-    """The values of one scrape."""
+    """Return the values of one scrape."""
     agent, bus = live.agent, live.bus
     progress, services = agent.disks.progress, agent.supervisor.services()
     return metrics.Readings(
@@ -176,7 +176,7 @@ def readings(live: Runtime) -> metrics.Readings:
 
 
 def _instance(spec: ApplySpec) -> dict[str, str]:
-    """Return the labels of the instance. None before the first ``apply``."""
+    """Return the labels of the instance, or None before the first ``apply``."""
     if not spec.name:
         return {}
     index = "" if spec.index is None else str(spec.index)
@@ -185,7 +185,7 @@ def _instance(spec: ApplySpec) -> dict[str, str]:
 
 @functools.cache
 def _stemcell(release: Path, version: Path) -> tuple[str, str] | None:
-    """Operating system and version of the stemcell, from these files. None for another image."""
+    """Return the operating system and version of the stemcell from these files, or None for another image."""
     try:
         system = os_release.operating_system(files.read(release).decode())
         return system, files.read(version).decode().strip()

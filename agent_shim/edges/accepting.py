@@ -37,7 +37,7 @@ def address_of(caller: socket.socket | None) -> str:
 
 
 def least_deserving(callers: Iterable[tuple[T, str]]) -> T | None:
-    """Return the oldest caller of the address with the most. ``callers`` are in order of arrival."""
+    """Return the oldest caller of the address that has the most callers. ``callers`` are in order of arrival."""
     arrived = list(callers)
     (busiest, _), *_ = Counter(address for _, address in arrived).most_common(1) or [("", 0)]
     return next((caller for caller, address in arrived if address == busiest), None)

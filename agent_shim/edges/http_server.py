@@ -93,7 +93,7 @@ class _Head:
             self.target += piece
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.has_head:  # later ones are trailers, which are no headers
+        if not self.has_head:  # later ones are trailers and do not count as headers
             key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
             self.headers[key] = ",".join(filter(None, [self.headers.get(key), text]))
 
@@ -205,7 +205,7 @@ class _Connection(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
         fields = {"Content-Type": response.kind, "Content-Length": str(len(response.body)), **response.headers}
         lines = [f"{name}: {value}" for name, value in fields.items()]
-        version = "1.0" if self._request.version == "1.0" else "1.1"  # some clients of 1.0 know no other
+        version = "1.0" if self._request.version == "1.0" else "1.1"  # some clients only understand 1.0
         status = f"HTTP/{version} {response.status} {_STATUS[response.status]}"
         head = "\r\n".join([status, *lines, "Connection: close", "", ""]).encode("latin-1", "replace")
         self.transport.write(head + (b"" if self._request.method == "HEAD" else response.body))

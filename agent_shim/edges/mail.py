@@ -29,7 +29,7 @@ DEFAULT_FORMAT: Final = {
 def compose(
     control: Control, service: str, event: str, action: str, description: str, _ips: object, now: float
 ) -> bytes | None:
-    """The mail for an event. None if the control file names no recipient."""
+    """Return the mail for an event, or None if the control file names no recipient."""
     if not control.recipients:
         return None
     host, date = socket.gethostname(), time.strftime("%a, %d %b %Y %H:%M:%S %z", time.localtime(now))
@@ -54,13 +54,13 @@ def compose(
 
 
 async def deliver(control: Control, mail: bytes) -> None:
-    """Send a mail to the first server that takes it. Raises ``BusError``."""
+    """Send a mail to the first server that accepts it. Raises ``BusError``."""
     why = "the control file names no mail server"
     for host, port in control.mail_servers:
         try:
             send = partial(_send, control, host, port, mail)
             await guarded.aside(f"mail server {host}:{port}", send, timeout=control.mail_timeout)
-        except (OSError, ValueError) as exc:  # ValueError: an address beyond ASCII
+        except (OSError, ValueError) as exc:  # ValueError: an address with non-ASCII characters
             why = f"{host}:{port}: {safetext.line(str(exc))}"
         else:
             return
@@ -72,5 +72,5 @@ def _send(control: Control, host: str, port: int, mail: bytes) -> None:
 
     sender = mail.partition(b"\r\n")[0].removeprefix(b"From: ").decode("latin-1")
     with smtplib.SMTP(host, port, socket.gethostname(), control.mail_timeout) as server:
-        server.helo()  # as monit does: its mail servers may lack ESMTP
+        server.helo()  # as monit does, because some mail servers lack ESMTP
         server.sendmail(sender, control.recipients, mail)

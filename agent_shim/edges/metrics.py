@@ -29,7 +29,7 @@ from agent_shim.services.vitals import Figures
 from agent_shim.supervisor.ownership.ending import KINDS
 from agent_shim.supervisor.process_stats import ServiceInfo
 
-# 4 MB: for its own HTTP server and client.
+# Importing these would take 4 MB. Only the library's own HTTP server and client need them.
 lean_imports.preload(
     "prometheus_client", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server"
 )
@@ -326,7 +326,7 @@ def _of_processes(readings: Readings) -> Iterator[Metric]:
     memory: Rows = [(label, service.process.mem_kb * 1024) for label, service in named]
     yield _gauge("process_memory_bytes", "Resident memory of the process tree.", memory, "process")
     yield _counter("process_cpu_seconds", "Processor time of the process tree.", rows("cpu_seconds"), "process")
-    # Counted here, beside the loop: before Linux 6.2 the count lists them, up to a million of each process.
+    # Count them in this thread, because before Linux 6.2 counting means listing up to a million files of each process.
     open_files: Rows = [(label, proc.open_files(service.pid) if service.pid else 0) for label, service in named]
     yield _gauge("process_open_files", "Open files of the process.", open_files, "process")
     yield _gauge("process_threads", "Threads of the process tree.", rows("threads"), "process")

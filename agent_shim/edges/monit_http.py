@@ -64,7 +64,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 def user_in(path: Path) -> Users:
-    """The one user in a file that this agent has written."""
+    """Return the only user in a file that this agent has written."""
     return lambda: {files.read(path, is_own=True).strip(): True}
 
 
@@ -100,7 +100,7 @@ class Api:
         return MachineFacts()  # late: it imports psutil, which the first pong need not wait for
 
     def _rights(self, given: str) -> bool | None:
-        """True for a user who may act, False for one who may look, None for a stranger."""
+        """Return True for a user who may act, False for one who may only read, and None for anybody else."""
         kind, _, coded = given.partition(" ")
         try:
             users = self._users()
@@ -126,7 +126,7 @@ class Api:
             return _refused(404, "There is no service by that name")
         if action not in ACTIONS:
             return _refused(400, "Invalid action")
-        if not is_known:  # the machine, to which the command monit sends an action for all: it runs
+        if not is_known:  # the name of the machine, to which `monit … all` also sends the action
             return _table([("Name", name), ("Status", f"running - {action} pending")])
         done = await self._ask({"action": action, "names": [name]})
         if "exception" in done:

@@ -48,5 +48,5 @@ def pool(threads: int) -> ThreadPoolExecutor:
         for _ in range(threads):
             made.submit(together.wait)
     except RuntimeError:
-        together.abort()  # the started ones have to suffice
+        together.abort()  # make do with those that have started
     return made

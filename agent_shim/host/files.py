@@ -59,7 +59,8 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
     with closing(fd):
         if not stat.S_ISREG((found := os.fstat(fd)).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        # By the size of the file: a buffer of the limit would be mapped each time. Files of the kernel have no size.
+        # Read according to the file's size, because a buffer as large as the limit would be mapped each time. Files of
+        # the kernel have no size.
         content, size = b"", max(found.st_size, CHUNK_BYTES)
         while max(found.st_size, len(content)) <= limit and (chunk := os.read(fd, size)):
             content += chunk
@@ -136,7 +137,8 @@ def _settle(fd: int, mode: int, owner: str | None) -> None:
         try:
             os.fchmod(fd, mode)
         except PermissionError as exc:
-            # It came with a volume. New files are ours and have their mode from the start: no secret is exposed.
+            # The directory came with a volume. New files belong to us and have their mode from the start, so no secret
+            # is exposed.
             logger.warning("cannot change the mode %o of a file of another user: %s", found, exc.strerror)
 
 

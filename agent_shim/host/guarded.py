@@ -68,7 +68,7 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
             if stat.S_ISLNK(os.fstat(here).st_mode):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         found = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
-        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(found).st_mode):  # held instead of refused
+        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(found).st_mode):  # the caller wants to hold the link itself
             os.close(found)
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         return found
@@ -143,7 +143,7 @@ def _named(path: StrPath) -> Iterator[None]:
 
 
 def hold(directory: int, name: str) -> int:
-    """Hold the entry ``name`` of an open directory, also a link: nothing is opened and nothing is followed."""
+    """Hold the entry ``name`` of an open directory, even if it is a link. Nothing is opened and nothing is followed."""
     if "/" in name or name == "..":
         raise OSError(errno.EXDEV, "the path leaves its directory")
     return os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
@@ -156,7 +156,7 @@ def reopen(descriptor: int, flags: int, found: os.stat_result | None = None) -> 
     """
     if not stat.S_ISREG((found or os.fstat(descriptor)).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
-    # The kernel's own link to the held file: no name is resolved, so nothing can be swapped.
+    # Open the kernel's own link to the held file. No name is resolved, so nothing can be swapped.
     return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
@@ -220,7 +220,8 @@ def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int
     A file with a second hard link is refused. An existing file keeps its owner: a job may have moved one of root here.
     """
     with _named(path), held(path.parent) as directory:
-        for _ in range(3):  # removed between two steps: once by a rotation, any number of times by an attacker
+        # Retry if the file is removed between two steps. A rotation does that once, an attacker any number of times.
+        for _ in range(3):
             with suppress(FileExistsError):
                 return create(path.name, directory, mode, owner)
             with suppress(FileNotFoundError):
@@ -238,9 +239,9 @@ def create(name: str, directory: int, mode: int, owner: tuple[int, int] = (-1, -
     descriptor = os.open(name, flags, 0, dir_fd=directory)
     try:
         uid, gid = owner
-        with suppress(PermissionError) if gid == -1 else nullcontext():  # on a volume that maps all owners to one
+        with suppress(PermissionError) if gid == -1 else nullcontext():  # fails on a volume that maps all owners to one
             os.fchown(descriptor, uid, os.getegid() if gid == -1 else gid)
-        with suppress(OSError):  # none, or a file system without
+        with suppress(OSError):  # no ACL, or a file system without ACLs
             os.removexattr(descriptor, "system.posix_acl_access")
         os.fchmod(descriptor, mode)
     except BaseException:
@@ -352,7 +353,7 @@ async def aside(key: str, work: Callable[[], T], *, timeout: float = DEADLINE_S)
             while not _begin(key):  # noqa: ASYNC110 - rare: two calls for the same files, or hung servers
                 await asyncio.sleep(_POLL_S)
             answer = run_in_daemon_thread(run, f"files of {key}")
-            if answer.done():  # no thread could be started
+            if answer.done():  # the thread could not be started
                 with _guard:
                     _hanging.discard(key)
             return await answer

@@ -55,7 +55,7 @@ _NOT_EXECUTABLE: Final = 8
 
 
 class User(msgspec.Struct, frozen=True):
-    """A user to become. None keeps what the agent has."""
+    """A user to switch to. None keeps what the agent has."""
 
     uid: int | None = None
     gid: int | None = None
@@ -212,7 +212,7 @@ class Keeper:
                         await self._changed.wait()
             elif is_asked:
                 break
-            else:  # It is reaped. If the keeper did that, the answer tells how it ended.
+            else:  # It has been reaped. If the keeper did that, its answer says how the process ended.
                 is_asked = True
                 with contextlib.suppress(HostError):
                     await self.request("state")
@@ -222,7 +222,7 @@ class Keeper:
         """Watch a process below. None if it is gone, a zombie, or did not start at ``start_ticks``."""
         found = process.adopt(pid, start_ticks, self)
         if found is not None and pid != self.state.program:
-            with contextlib.suppress(HostError):  # its exit will be unknown
+            with contextlib.suppress(HostError):  # its exit status will be unknown
                 self._watch(found.identity)
         return found
 
@@ -231,7 +231,7 @@ class Keeper:
         running = None if self.program_exit else process.adopt(self.state.program, None, self)
         if running is not None and proc.nearest(running.identity, (self.pid,)) == self.pid:
             return running
-        if running is not None:  # its number is another's by now
+        if running is not None:  # its pid belongs to another process by now
             running.release()
         with contextlib.suppress(HostError):
             await self.wait()
@@ -239,14 +239,14 @@ class Keeper:
         return process.ended((self.state.program, self.since), None if ended is None else ended.status, self)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until a report makes ``is_so`` true. Raises ``HostError`` once the keeper is lost."""
+        """Wait until a report makes ``is_so`` true. Raises ``HostError`` once the connection to the keeper is lost."""
         while not is_so():
             if self.is_lost:
                 raise HostError(f"cannot follow the processes of {self.label}: their keeper was killed")
             await self._changed.wait()
 
     async def wait(self) -> Exit:
-        """Wait for the end of the program. Raises ``HostError`` once the keeper is lost."""
+        """Wait for the end of the program. Raises ``HostError`` once the connection to the keeper is lost."""
         await self.until(lambda: self.program_exit is not None)
         assert self.program_exit is not None
         return self.program_exit
@@ -270,14 +270,14 @@ class Keeper:
     # --- acting -----------------------------------------------------------------------------------------------------
 
     async def watch(self, identity: tuple[int, int]) -> Exit | None:
-        """Let the keeper remember how this process ends, whenever that is. Return its end if it is known already."""
+        """Let the keeper record how this process ends. Return its exit if that is already known."""
         answer = self._watch(identity)
         if answer is not None:
             await self._answer(answer)
         return self.exit_of(identity)
 
     def _watch(self, identity: tuple[int, int]) -> asyncio.Future[State] | None:
-        """Ask the keeper to remember how this process ends. None if it does already."""
+        """Ask the keeper to record how this process ends. Return None if it already does."""
         pid, start_ticks = identity
         if identity in self._slots.values() or self.exit_of(identity) is not None:
             return None
@@ -303,7 +303,9 @@ class Keeper:
         return await asyncio.to_thread(send)  # of a pool, because jobs may have left no room for another thread
 
     async def kill(self) -> None:
-        """Let the keeper kill everything below, until nothing is left. Returns before: see ``is_childless_within``."""
+        """Let the keeper kill everything below it until nothing is left, without waiting: see
+        ``is_childless_within``.
+        """
         await self.request("kill")
 
     async def end(self, grace: float) -> bool:
@@ -335,7 +337,7 @@ class Keeper:
         self.close()
 
     def close(self) -> None:
-        """Disconnect. The keeper continues."""
+        """Disconnect. The keeper keeps running."""
         if self._connection.fileno() >= 0:
             self._loop.remove_reader(self._connection)
             self._connection.close()
@@ -351,7 +353,7 @@ class Keeper:
         except OSError as exc:
             raise files.failed(f"ask the keeper of {self.label}", exc) from exc
         answer: asyncio.Future[State] = self._loop.create_future()
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be waited for by none
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting for it
         self._answers.append(answer)
         return answer
 
@@ -365,7 +367,7 @@ class Keeper:
     # --- the connection ---------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Take the packets that have arrived."""
+        """Read the packets that have arrived."""
         while True:
             try:
                 packet = self._connection.recv(_PACKET_BYTES)
@@ -460,10 +462,10 @@ async def start(
         raise HostError(f"cannot {what}: its file cannot be read in {START_TIMEOUT_S:.0f} s") from None
     except HostError:
         code = None
-        with contextlib.suppress(TimeoutError):  # it lives if another program has connected to it
+        with contextlib.suppress(TimeoutError):  # it keeps running if another program has connected to it
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 code = await child.wait()
-        # It exits with the error number if it cannot work, and has run nothing then.
+        # If the keeper cannot work, it exits with the error number and has not run anything.
         if code is not None and code < 128:
             keeper.release()
             keeper.is_lost = False
@@ -515,7 +517,7 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
 
 
 def _begun(name: str) -> int:
-    """Return the tick at which a keeper began, or a bit before."""
+    """Return the tick at which a keeper started, or a slightly earlier one."""
     named = _NAME.fullmatch(name)
     return int(named["ticks"], 16) if named else 0
 
@@ -544,7 +546,7 @@ def release_all(directory: Path) -> None:
 
 
 def owner(identity: tuple[int, int], keepers: Collection[Keeper]) -> Keeper | None:
-    """Return the keeper that a process is below. None if it is below none of them, or is gone. Blocks shortly."""
+    """Return the keeper above a process, or None if there is none or the process is gone. Blocks for a short time."""
     by_pid = {keeper.pid: keeper for keeper in keepers if keeper.pid}
     found = proc.nearest(identity, by_pid)
     return None if found is None else by_pid[found]
@@ -592,7 +594,10 @@ def shortened(label: str) -> str:
 
 
 def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socket]:
-    """Make a listening socket in the directory, and a connection to it. Its path may be longer than a socket's."""
+    """Create a listening socket in the directory, and a connection to it.
+
+    The path may be too long for a socket address.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = f"{clock.boot_ticks():x}-{secrets.token_hex(4)}"
     name = f"{prefix(label)}@{token}"
@@ -669,12 +674,12 @@ def _path(program: Program) -> str:
 def spec_file(instructions: Iterator[str]) -> int:
     """Return a file in memory with the instructions of ``keeper.c``."""
     strings = [os.fsencode(each) for each in instructions]
-    if any(b"\0" in each for each in strings):  # what follows it would be another instruction
+    if any(b"\0" in each for each in strings):  # what follows a NUL would be read as another instruction
         raise OSError(errno.EINVAL, "an argument or variable contains a NUL")
     content = b"".join(each + b"\0" for each in strings)
     try:
         spec = os.memfd_create("spec", os.MFD_CLOEXEC | _NOT_EXECUTABLE)
-    except OSError:  # an older kernel
+    except OSError:  # the kernel is too old for this
         spec = os.memfd_create("spec", os.MFD_CLOEXEC)
     with open(spec, "wb", closefd=False) as file:
         file.write(content)
@@ -685,7 +690,7 @@ _ARGUMENT: Final = {"cwd": "its directory", "uid": "its user", "gid": "its group
 
 
 def _cannot_run(program: Program, failure: Failure) -> HostError:
-    """Say which step failed, and with what."""
+    """Describe which step failed, and with what."""
     name, why = program.argv[0], os.strerror(failure.errno)
     if failure.step == "exec":
         if failure.errno == errno.ENOENT and os.path.exists(_path(program)):  # noqa: PTH110 - text

@@ -116,7 +116,8 @@ def is_mount_point(path: Path, table: Sequence[Mount] | None = None) -> bool:
     if table is None:
         raw = MOUNTINFO.read_bytes()
         place = os.fsencode(real)
-        # Asked before each write of a file: most tables have no such name, which takes a hundredth of parsing them.
+        # This is called before each write of a file. Most tables do not contain the name, and searching for it takes a
+        # hundredth of the time of parsing.
         if not _ESCAPED.search(place) and b" " + place + b" " not in raw:
             return False
         table = parse(raw)

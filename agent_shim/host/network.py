@@ -133,7 +133,7 @@ def has_address(text: str) -> bool:
 
     Binds to it, which the kernel allows only for its own addresses (without ip_nonlocal_bind).
     """
-    if not is_address(text):  # a bind would look the name up
+    if not is_address(text):  # bind would resolve the name
         return True
     family = socket.AF_INET6 if ":" in text else socket.AF_INET
     try:

@@ -114,7 +114,7 @@ def stat(pid: int) -> Stat | None:
 
 
 def is_there(identity: tuple[int, int]) -> bool:
-    """Return True if the process with this pid and start time lives."""
+    """Return True if the process with this pid and start time is running."""
     found = stat(identity[0])
     return found is not None and found.is_alive and found.identity == identity
 
@@ -125,7 +125,7 @@ def table() -> dict[int, Stat]:
 
 
 def small_table(limit: int) -> dict[int, Stat] | None:
-    """Read them as ``table`` does, if there are at most ``limit``; else return None, soon."""
+    """Read all processes as ``table`` does if there are at most ``limit``; otherwise return None quickly."""
     pids = _numbers("/proc", limit + 1)
     return _stats(map(int, pids)) if len(pids) <= limit else None
 
@@ -203,7 +203,7 @@ def nearest(identity: tuple[int, int], roots: Collection[int]) -> int | None:
             return None
         above, again = stat(here.parent), stat(here.pid)
         if again is None or again.identity != here.identity:
-            # It exited in the midst, so its children have gone to another parent: begin again below it.
+            # It exited meanwhile, so its children have another parent. Start again below it.
             return nearest(identity, roots) if here.identity != identity else None
         if above is None and again.parent == here.parent:
             return None  # the kernel hides the parent from this user
@@ -419,9 +419,9 @@ def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
 
 
 def _without_descriptors(work: Callable[[], T]) -> T:
-    """Do work that opens one file, in the place of a spare descriptor. Raises its ``OSError``.
+    """Do work that opens one file by temporarily giving up a spare descriptor. Raises its ``OSError``.
 
-    Without a free one each living process would look ended.
+    If no descriptor were free, every running process would seem to have ended.
     """
     global _spare  # noqa: PLW0603 - the one of this process
     tell_shortage()
@@ -438,7 +438,7 @@ def _without_descriptors(work: Callable[[], T]) -> T:
 
 @functools.cache
 def tell_shortage() -> None:
-    """Log the shortage once: reads are frequent."""
+    """Log the lack of descriptors only once, because processes are read often."""
     logger.error("no free descriptor: processes are read one by one in the place of a spare one")
 
 
@@ -449,7 +449,7 @@ def _content(descriptor: int, limit: int) -> bytes:
         while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
             content += chunk
     except OSError:
-        pass  # in the midst: an environment may be mapped only in part
+        pass  # a part of the environment may not be mapped, so keep what was read so far
     finally:
         os.close(descriptor)
     return content
@@ -482,7 +482,7 @@ def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
         try:
             reader.start()
         except RuntimeError:
-            break  # no thread could be started: nothing is known
+            break  # no thread could be started, so nothing is known about the process
         done = -1
         while reader.is_alive() and len(part) > done:
             done = len(part)

@@ -54,7 +54,7 @@ _files_of_children: Final[list[tuple[int, int]]] = []
 
 
 class Parent(Protocol):
-    """What is above a process that is no child of ours: ``host.keeper``."""
+    """What is above a process that is not our child: ``host.keeper``."""
 
     async def status_of(self, identity: tuple[int, int]) -> int | None:
         """Return the status of a process that has ended, as ``Process.wait`` does. None if it is not known."""
@@ -99,7 +99,7 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """True until it dies. A zombie is dead."""
+        """True until the process exits. A zombie does not count as alive."""
         if self.is_over:
             return False
         if self._pidfd is not None:
@@ -109,7 +109,7 @@ class Process:
 
     @property
     def is_over(self) -> bool:
-        """True once its exit was seen. Makes no system call."""
+        """True once the exit was noticed. Makes no system call."""
         return self._over.is_set()
 
     async def wait(self) -> int | None:
@@ -126,7 +126,7 @@ class Process:
             raise
 
     def send(self, sig: int) -> bool:
-        """Send it a signal. False if it is gone."""
+        """Send the process a signal. Return False if it is gone."""
         if self._pidfd is None:
             return self.is_alive and send(self.identity, sig)
         return not self.is_over and _send(self._pidfd, self.pid, sig)
@@ -147,9 +147,11 @@ class Process:
         return adopt(pid) if self._parent is None else self._parent.adopt(pid)
 
     async def terminate(self, grace: float) -> int | None:
-        """Send the group TERM, after ``grace`` seconds or on cancellation KILL. Return the status once it is gone.
+        """Send the group SIGTERM, and after ``grace`` seconds or on cancellation SIGKILL. Return the status once it
+        is gone.
 
-        What a child of ours leaves of its group is killed when it ends. Below a keeper, it has the whole grace.
+        If a child of ours exits and leaves processes in its group, those are killed. Below a keeper they have the whole
+        grace period.
         """
         self.is_ending = True
         await self._signal_group(signal.SIGTERM)
@@ -168,7 +170,7 @@ class Process:
         return self._status
 
     def release(self) -> None:
-        """Stop watching it and leave it running. Pending calls of ``wait`` never return."""
+        """Stop watching the process and leave it running. Pending calls of ``wait`` never return."""
         if not self.is_over:
             self._forget()
             others = _watched.get(self.pid, [])
@@ -202,13 +204,13 @@ class Process:
             self._collect()
 
     def _exited(self) -> None:
-        """Its pidfd is readable."""
+        """Handle the exit: the pidfd is readable."""
         assert self._pidfd is not None
         self._loop.remove_reader(self._pidfd)
         self._collect()
 
     def _collect(self, attempt: int = 0) -> None:
-        """Reap it, or ask the kernel for the status that its parent reaped."""
+        """Reap the process, or ask the kernel for the status if its parent has reaped it."""
         if self.is_over or reap(self.pid):
             return
         if self._parent is not None:
@@ -222,7 +224,7 @@ class Process:
             self._finish(status)
 
     async def _ask(self, parent: Parent) -> None:
-        """Ask the keeper above it for its status."""
+        """Ask the keeper above the process for its status."""
         status = await parent.status_of(self.identity)
         if status is None:
             status = _exit_info(self._pidfd)
@@ -293,7 +295,7 @@ def spawn(
     assert stat is not None, "a child that is not reaped has a stat line"
     _spawned[popen.pid] = stat.start_ticks
     if limits := file_limits_of_children():
-        with contextlib.suppress(OSError):  # it has ended, or is another user already
+        with contextlib.suppress(OSError):  # it has exited, or already runs as another user
             resource.prlimit(popen.pid, resource.RLIMIT_NOFILE, limits)
     return Process(stat, _open(popen.pid), leads=True)
 
@@ -309,7 +311,8 @@ def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None
         stat is None
         or not stat.is_alive
         or start_ticks not in (None, stat.start_ticks)
-        or (pidfd is not None and _is_readable(pidfd))  # died after the open: the stat line may be another process's
+        # It exited after the pidfd was opened, so the stat line may be that of another process.
+        or (pidfd is not None and _is_readable(pidfd))
     ):
         if pidfd is not None:
             os.close(pidfd)
@@ -347,7 +350,7 @@ def on_signal(number: signal.Signals, call: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
 
     def handle(*_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # closed: the process is ending
+        with contextlib.suppress(RuntimeError):  # the loop is closed, because this process is exiting
             loop.call_soon_threadsafe(call)
 
     signal.signal(number, handle)
@@ -456,7 +459,7 @@ def reap(pid: int) -> bool:
         return False
     watching = _watched.pop(pid, [])
     for each in watching:
-        if each.is_ending:  # until it is reaped, its number is that of its own group
+        if each.is_ending:  # until it is reaped, its pid is also the id of its own group
             each.send_group(signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED)
     _spawned.pop(pid, None)

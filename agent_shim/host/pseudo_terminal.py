@@ -50,7 +50,7 @@ def run(argv: Argv, pid: int) -> int:
         return _Program(command, {}, inherited, new_session=True).wait()
     master, slave = open_pair(f"/proc/{pid}/root")
     with closing(slave):
-        if 0 not in terminals:  # that terminal stays as it is, and a line feed is not to be processed twice
+        if 0 not in terminals:  # the operator's terminal is not changed, and must not process line feeds a second time
             modes = termios.tcgetattr(slave)
             modes[1] &= ~termios.OPOST
             termios.tcsetattr(slave, termios.TCSANOW, modes)
@@ -69,7 +69,7 @@ def run(argv: Argv, pid: int) -> int:
         if time.monotonic() > given_up_at:
             running.send(signal.SIGKILL)
             break
-        select.poll().poll(POLL_MS / 10)  # of nothing: a pause
+        select.poll().poll(POLL_MS / 10)  # polls nothing, which is a pause
     return running.wait()
 
 
@@ -154,7 +154,7 @@ def _relay(master: int, running: _Program, *, keys: bool, out: int) -> None:
     while True:
         poll.register(master, select.POLLIN | (select.POLLOUT if typed else 0))
         if keys:
-            poll.register(0, 0 if typed else select.POLLIN)  # its end is reported in any case
+            poll.register(0, 0 if typed else select.POLLIN)  # a hang-up is always reported
         has_ended = running.has_ended()
         ready = dict(poll.poll(0 if has_ended else POLL_MS))
         if has_ended and not ready.get(master, 0) & ~select.POLLOUT:
@@ -165,7 +165,7 @@ def _relay(master: int, running: _Program, *, keys: bool, out: int) -> None:
             try:
                 chunk = os.read(descriptor, CHUNK_BYTES)
             except OSError:
-                chunk = b""  # EIO of a master: no process has the other end open
+                chunk = b""  # EIO: no process has the other end open
             if not chunk:
                 return
             if descriptor == master:

@@ -44,7 +44,8 @@ def reaping() -> Iterator[None]:
             reap_on()
 
     loop.add_signal_handler(signal.SIGCHLD, child_ended)
-    # A storm of ends fills the loop's buffer of signals. One in it is enough, and a message for each further is noise.
+    # Thousands of exits fill the loop's buffer of signals. One signal in it is enough, and asyncio would log each
+    # further one.
     signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
     reap_on()
     try:
@@ -71,6 +72,6 @@ def reap_some() -> bool:
 
 
 def _subreaper(*, on: bool) -> bool:
-    import ctypes  # half a megabyte: only where it is needed
+    import ctypes  # imported late, because it takes half a megabyte
 
     return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) == 0)

@@ -358,7 +358,7 @@ def _is_our_link(path: str) -> bool:
     """True for a link of root. One of the job may lead elsewhere at any moment."""
     try:
         found = os.lstat(path)
-    except OSError:  # a place may have a path of its own
+    except OSError:  # the mount point may have a path of its own
         return False
     return stat.S_ISLNK(found.st_mode) and found.st_uid == os.getuid()
 
@@ -371,7 +371,8 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     nodes = [BindMount(path=each, source=each, write=True, run=False, shared=False) for each in _NODES]
     shown = sorted([*places, *nodes], key=lambda place: place["path"].count("/"))  # parents before their children
     trees = {place["path"]: tree for place in shown if (tree := _tree(place, is_masked=is_masked)) is not None}
-    # A place above may show a link of that name, as /var/vcap/jobs does: the mount is made where the link leads.
+    # A mount above may contain a link of that name, as /var/vcap/jobs does. The mount is then made at the link's
+    # target.
     below = [path for path in trees if any(path.startswith(f"{each}/") for each in trees)]
     ends = {path: os.path.realpath(path) for path in below if _is_our_link(path)}
     is_writable = any(place["write"] for place in places if place["path"] == "/")
@@ -393,7 +394,7 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
         with contextlib.suppress(OSError) if kind == "mqueue" else contextlib.nullcontext():
             _mount(kind, path[1:], kind, flags, options)
     for path, tree in trees.items():
-        if root is None or path.startswith("/dev/"):  # a root given as a place is not modified
+        if root is None or path.startswith("/dev/"):  # a root directory that was requested as a mount is not modified
             for each in {path, ends.get(path, path)}:
                 _make_point(each[1:], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
     for path, target in _LINKS.items():

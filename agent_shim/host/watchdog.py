@@ -60,13 +60,13 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)
             before, missed_s, seen = missed_s, missed_s + step_s if beats == seen else 0.0, beats
             if before < REPORT_AFTER_S <= missed_s:
-                faulthandler.dump_traceback_later(END_AFTER_S, exit=True)  # the log may hang too
+                faulthandler.dump_traceback_later(END_AFTER_S, exit=True)  # writing to the log may hang, too
                 stack = "".join(traceback.format_stack(sys._current_frames().get(ident)))  # noqa: SLF001 - documented
                 text = "the event loop is blocked%s: the agent exits after %g s, and the next one adopts the jobs"
                 logger.critical(text, "".join(_reading), END_AFTER_S, extra={"members": {"stack": stack}})
                 faulthandler.cancel_dump_traceback_later()
             elif missed_s >= END_AFTER_S:
-                faulthandler.dump_traceback()  # with the interpreter held: the timer's may crash on a changing frame
+                faulthandler.dump_traceback()  # this holds the GIL; the timer's own dump may crash on a changing frame
                 os._exit(1)
             elif not missed_s and before >= REPORT_AFTER_S:
                 logger.error("the event loop runs again; it was blocked for about %g s", before)
@@ -74,9 +74,9 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     faulthandler.register(signal.SIGVTALRM, all_threads=True, chain=True)
-    signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)  # the interpreter may be held before the first step
+    signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)  # the GIL may already be held when the first step should run
     beat()
-    with contextlib.suppress(RuntimeError):  # no further thread: the loop is not watched
+    with contextlib.suppress(RuntimeError):  # no thread can be started, so the loop is not watched
         threading.Thread(target=watch, name="watchdog", daemon=True).start()
     try:
         yield

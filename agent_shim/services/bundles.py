@@ -173,7 +173,7 @@ class Bundles:
         except OSError as exc:
             raise ActionError(f"cannot read {temp}: {exc.strerror}") from exc
         finally:
-            temp.unlink(missing_ok=True)  # also where this task is cancelled again
+            temp.unlink(missing_ok=True)  # even if this task is cancelled again
 
     async def sweep(self) -> None:
         """Remove unfinished work of earlier boots."""
@@ -263,7 +263,7 @@ BPM: Final = "bpm"
 def install_bpm_wrapper(paths: Paths) -> None:
     """Install our ``bpm`` where scripts call it, whether a release contains its own or not."""
     ours = str(Path(__file__).parents[2])
-    # Without site and runpy: half of the startup time of -m.
+    # Starts without site and runpy, in half the time of -m.
     code = f"import sys; sys.path.insert(0, {ours!r}); from agent_shim.cli.bpm import main; sys.exit(main())"
     launcher = (
         "#!/bin/sh\n"

@@ -102,7 +102,7 @@ class Firewall:
         if targets == self._proxied:
             return PROXIED
         wanted = chains(targets, {0, os.geteuid()})
-        if targets != self._proven:  # an existing link shows at once if the rules break it
+        if targets != self._proven:  # with an existing connection, it is visible at once if the rules break it
             await self._is_heard(HEARD_WITHOUT_RULES_S)
         await nftables.replace(wanted)
         if targets == self._proven and self._is_linked():
@@ -119,7 +119,7 @@ class Firewall:
             await nftables.remove()
             self._proxied = targets
             return PROXIED
-        await nftables.replace(wanted)  # the bus is down in any case
+        await nftables.replace(wanted)  # the bus is unreachable anyway
         return ""
 
 
@@ -139,12 +139,12 @@ async def _addresses(urls: Collection[str]) -> Targets:
     found = set()
     for url in urls:
         parts = bus_address(url)
-        if not parts.hostname:  # it would stand for loopback, and close ports of jobs there
+        if not parts.hostname:  # an empty host would mean the loopback, and the rules would block ports of jobs there
             continue
         kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or NATS_PORT
         with suppress(OSError, ValueError, TimeoutError):
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                # A name server that never answers would keep all threads for files.
+                # A name server that never answers would otherwise use up all threads for file access.
                 asked = partial(socket.getaddrinfo, parts.hostname, port, **kind)
                 entries = await run_in_daemon_thread(asked, "look up the bus")
             found |= {(str(entry[4][0]).partition("%")[0], int(entry[4][1])) for entry in entries}

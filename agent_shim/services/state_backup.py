@@ -150,7 +150,7 @@ class StateBackup:
         if here.lineage and copy.lineage:
             return here.lineage == copy.lineage and now in ("", here.incarnation, copy.incarnation)
         if here.agent_id and not here.lineage:
-            return False  # the restore on it has not ended
+            return False  # the restore on it is not complete
         # A container that shares the pids of its pod begins with a root file system without state.
         is_root_used = here.lineage != "" or any(
             file.path.exists() for file in self._files if file.path != self._paths.update_settings
@@ -175,7 +175,7 @@ class StateBackup:
         if self._former not in ("", agent_id):
             aside = self._paths.bosh / SET_ASIDE / _plain(self._former)
             self._move([*(file.path for file in self._files), self._paths.stamp], aside, self._former)
-            _empty(self._paths.monit_job)  # they are links into the bundles of the jobs
+            _empty(self._paths.monit_job)  # the files there are links into the bundles of the jobs
             here = NOTHING
         is_ours = copy is not None and copy.agent_id == agent_id
         if (copy is None or not copy.agent_id) and self._has_copies():
@@ -261,7 +261,7 @@ class StateBackup:
         if self._stamp is None:
             return
         async with self._writing:
-            # A thread takes longer than these calls of stat.
+            # Starting a thread would take longer than these stat calls.
             is_changed = any(files.version(file.path) != self._copied.get(file.path, ()) for file in self._files)
             if is_changed or self._are_stamps_due:
                 await asyncio.to_thread(self._update)
@@ -284,7 +284,7 @@ class StateBackup:
             copy, raw = self._copy_of(file), None
             try:
                 with suppress(FileNotFoundError):
-                    if not file.path.is_symlink():  # a link leads to memory, where the content stays
+                    if not file.path.is_symlink():  # the target of a link is in memory and must not be copied to disk
                         raw = files.read(file.path, is_own=True)
                 if raw is None:
                     copy.unlink(missing_ok=True)
@@ -326,7 +326,7 @@ class StateBackup:
 
 
 def forget(paths: Paths) -> None:
-    """Remove the backup and both stamps: another agent takes over, and its changes would not be copied."""
+    """Remove the backup and both stamps, because another agent takes over and its changes would not be copied."""
     names = [STAMP, *(file.path.name for file in backup_files(paths)), paths.supervisor_state.name, SET_ASIDE]
     for path in (*(paths.mirror / name for name in names), paths.stamp):
         files.remove_tree(path)

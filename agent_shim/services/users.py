@@ -173,7 +173,7 @@ async def remove(user: str) -> None:
 async def _end_processes(account: pwd.struct_passwd) -> None:
     """End the processes of a removed account, whose uid may be reused."""
     if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
-        return  # an account made by hand shares its number with others
+        return  # an account created by hand may share its uid with others
     if not proc.has_our_root(1):
         logger.warning("processes of %s may continue: the container shares the pids of the host", account.pw_name)
         return

@@ -100,7 +100,7 @@ class VolumeLeases:
         self._host = socket.gethostname() if host is None else host
         self._boot = boot or ""
         if boot is None:
-            with suppress(OSError):  # hidden
+            with suppress(OSError):  # /proc hides it
                 self._boot = proc.boot_id()
         self.held: dict[Path, Hold] = {}
         """By directory."""
@@ -125,7 +125,7 @@ class VolumeLeases:
         with ExitStack() as opened:
             try:
                 descriptor = _open(directory)
-                opened.callback(os.close, descriptor)  # and with it the lock, which would keep us out too
+                opened.callback(os.close, descriptor)  # this also releases the lock, which would otherwise keep us out
                 is_local = mounts.is_local(directory)
                 if rival := self._rival(directory, descriptor, is_local=is_local):
                     return rival
@@ -299,7 +299,7 @@ def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
             who = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
             other = f"another agent, process {who}," if who.isdigit() else "another agent"
             raise AlreadyRunningError(f"cannot {what}: {other} holds {path}")
-        with suppress(OSError):  # the lock holds without its number
+        with suppress(OSError):  # the lock is valid even without the recorded pid
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield

@@ -72,7 +72,7 @@ class Programs:
         ``label`` says whose its processes are, by default the service's. A program of a rule (``keepers.rule_label``)
         is no part of the service and survives its stop, which it may itself request.
         """
-        async with self._gate:  # with nothing made yet: hundreds wait
+        async with self._gate:  # wait before anything is created, because hundreds may be waiting
             await asyncio.sleep(0)
             env = {
                 "PATH": "/bin:/usr/bin:/sbin:/usr/sbin",
@@ -94,7 +94,7 @@ class Programs:
                 raise HostError(f"cannot run {program.argv[0]}: {exc}") from None
             started = keeper.Program(program.argv, env, cwd=str(self.directory()), user=user)
             with contextlib.ExitStack() as opened:
-                # The last words of the process are not those of a stop program or of a rule's.
+                # The output of a stop program or of a rule's program must not be shown as that of the process.
                 output = self._open(name if event == "Started" else f"{name}~", opened)
                 return await self.keepers.run(label or name, started, output, output)
 
@@ -185,7 +185,7 @@ def _cut(path: Path, size: int) -> None:
     with path.open("r+b", buffering=0) as stream:
         stream.seek(max(0, size - MAX_OUTPUT_BYTES // 2))
         end = stream.read(MAX_OUTPUT_BYTES // 2)
-        # Writers append: output written meanwhile follows, or is lost.
+        # Writers append, so output written meanwhile follows the truncated content or is lost.
         stream.truncate(0)
         stream.seek(0)
         stream.write(end)
@@ -218,5 +218,5 @@ class TokenBucket:
             try:
                 await asyncio.sleep(-self._left / self._rate)
             except asyncio.CancelledError:
-                self._left += 1  # returned to the next caller
+                self._left += 1  # available to the next caller
                 raise

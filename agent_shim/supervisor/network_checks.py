@@ -141,7 +141,7 @@ async def _connect(sock: socket.socket, address: Address) -> None:
         await asyncio.get_running_loop().sock_connect(sock, address)
         return
     while True:
-        try:  # its path may be on a disk that hangs
+        try:  # the path may be on a hanging disk
             await guarded.aside(f"socket {address}", partial(sock.connect, address))
         except BlockingIOError:
             # The listen queue is full, and no event signals room: the server does not accept.
@@ -269,7 +269,7 @@ async def _http(line: _Line, connection: Connection) -> None:
         search = partial(posix_regex.compiled(protocol.content).search, bytes(response.page), limit=MAX_CONTENT_BYTES)
         if await guarded.aside(f"page of {where(connection)}", search) == protocol.is_negated:
             raise _WrongError(f"answers {shown} {'with' if protocol.is_negated else 'without'} {protocol.content!r}")
-    # Like monit, which reads as many bytes as the head names.
+    # Like monit, read as many bytes as the headers state.
     if response.digest and response.has_length and response.digest.hexdigest() != protocol.checksum:
         raise _WrongError(f"answers {shown} with another checksum")
 
@@ -330,7 +330,7 @@ async def _answered(sock: socket.socket, address: Address, number: int) -> None:
     await loop.sock_sendto(sock, struct.pack("!BBHHH", ECHO_REQUEST, 0, checksum, ident, number) + mark, address)
     while True:
         answer = await loop.sock_recv(sock, CHUNK)
-        if sock.type == socket.SOCK_RAW:  # with its head of IP
+        if sock.type == socket.SOCK_RAW:  # a raw socket also returns the IP header
             answer = answer[(answer[0] & 0x0F) * 4 :]
         if answer[:1] == bytes([ECHO_REPLY]) and answer[8:] == mark:
             return

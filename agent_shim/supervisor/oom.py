@@ -39,7 +39,7 @@ class Kills:
 
 def _of_container() -> Callable[[], int | None]:
     cgroup = cgroups.find()
-    # Found once: the counter is read at each of many exits.
+    # Find it only once, because the counter is read at every exit.
     level = functools.cache(lambda: cgroups.oom_level(cgroup, host_stats.memory_total()))
 
     def read() -> int | None:

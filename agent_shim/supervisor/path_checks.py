@@ -75,7 +75,7 @@ class PathWatch:
         except FileNotFoundError:
             return []
         except OSError as exc:
-            if exc.errno == errno.ELOOP:  # a job's link tells size, owner and age, and no content
+            if exc.errno == errno.ELOOP:  # through a job's link, only size, owner and age are read, but no content
                 found = list(self._findings(partial(_refuse, exc), self._path.stat(), troubles))
             else:
                 troubles.append(exc.strerror or str(exc))
@@ -172,7 +172,7 @@ class PathWatch:
             for number, finding in self._match(line):
                 quiet[number] = 0 if finding.fails else quiet.get(number, 0) + 1
                 hits += finding.fails
-                if quiet[number] <= MAX_HISTORY:  # more of them change nothing
+                if quiet[number] <= MAX_HISTORY:  # further cycles make no difference
                     yield number, finding
             self._read_to = end
             if hits >= MAX_HITS:
@@ -193,7 +193,7 @@ class PathWatch:
         while (end := content.find(b"\n", at)) >= 0:
             yield content[at : min(end, at + MAX_LINE_BYTES)], begin + end + 1
             at = end + 1
-        if at == 0 and len(content) == MAX_LOOK_BYTES:  # one line, larger than a look
+        if at == 0 and len(content) == MAX_LOOK_BYTES:  # a single line that is longer than one read
             yield content[:MAX_LINE_BYTES], begin + len(content)
 
     def _match(self, line: bytes) -> Iterator[Numbered]:
@@ -202,7 +202,7 @@ class PathWatch:
             has = _has(rule.test, line)
             if has and any(_has(test, line) for test in self._spec.passed_over):
                 return
-            shown = line.partition(b"\0")[0].decode(errors="replace")  # the end of a text for monit
+            shown = line.partition(b"\0")[0].decode(errors="replace")  # monit's strings end there
             yield number, Finding(has, f"content {'matches' if has else 'does not match'} [{shown}]")
 
 

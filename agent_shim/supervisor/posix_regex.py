@@ -43,7 +43,7 @@ class Pattern:
         self._compile(pattern)
         depths = list(itertools.accumulate((piece == b"(") - (piece == b")") for piece in pieces))
         if min(depths, default=0) >= 0:  # an unmatched ")" is a plain character
-            # The library tries each start position in turn. An anchored pattern reads the text once.
+            # The library tries each start position in turn, whereas an anchored pattern reads the text only once.
             self._compile(b"^.*(" + pattern + b")")
 
     def _compile(self, pattern: bytes) -> None:

@@ -139,7 +139,7 @@ class _Processes:
                 return self._last
             self._read_apart()
         present = {pid: stat for pid in leaders if (stat := proc.stat(pid)) is not None}
-        last = self._last  # once: the thread replaces it at any time
+        last = self._last  # read this once, because the thread may replace it at any time
         return _Look(ChainMap(present, last.processes), last.children)
 
     def _read_apart(self) -> None:
@@ -251,7 +251,10 @@ def _responses(service: Service) -> Iterator[ResponseInfo]:
 
 
 def _percent(ticks: int, seconds: float) -> float:
-    """Return the percentage of all processors. Exited descendants take their time with them."""
+    """Return the percentage of all processors.
+
+    The processor time of descendants that have exited is no longer counted.
+    """
     share = 100 * ticks / clock.TICKS / max(seconds, MIN_SAMPLE_S) / PROCESSORS
     return min(100.0, max(0.0, share))
 

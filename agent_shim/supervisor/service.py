@@ -129,7 +129,7 @@ class Scope:
     async def run(self, work: Coroutine[None, None, object]) -> None:
         """Await ``work``. Returns early, with the work cancelled, once ``end`` is called."""
         try:
-            async with asyncio.timeout(None) as self._block:  # no deadline: ``end`` makes it now
+            async with asyncio.timeout(None) as self._block:  # ``end`` sets the deadline to now
                 await work
         except TimeoutError:
             if not (self._block and self._block.expired()):
@@ -342,7 +342,7 @@ class Service:
             self._least_delay = 0.0
             record.restarts += 1
             now = time.monotonic()
-            # monit restarts once in a cycle: more within one count once.
+            # monit restarts at most once in a cycle, so several restarts within one count once.
             if not self._restarted_at or now - self._restarted_at[-1] >= self._timing.cycle:
                 self._is_counted = True
                 self._restarted_at = (*self._restarted_at[-MAX_RECORDED_RESTARTS + 1 :], now)
@@ -437,7 +437,7 @@ class Service:
             if self.spec.is_process:
                 self.record.reason = await self._with_last_words(f"cannot start: {why}")
                 alert = "Execution failed", "alert", self.record.reason
-            else:  # monit waits for no path
+            else:  # monit does not wait for a path to appear
                 self.record.reason = await self._with_last_words(f"{self.spec.absence_words}: {why}")
                 alert = "Does not exist", self.spec.absence.kind, self.spec.absence_words
             if not self._is_failure_told:
@@ -592,7 +592,7 @@ class Service:
         record = self.record
         is_exit = not isinstance(how, NoPid)
         reason = await self._with_last_words(f"the process ended by itself: {how}") if is_exit else str(how)
-        if Trigger.DIED not in NEXT[record.state]:  # a stop has been asked for in this turn
+        if Trigger.DIED not in NEXT[record.state]:  # a stop was requested in the same turn of the loop
             return
         if time.monotonic() - self._finder.up_at > self._timing.backoff_limit:
             record.failures = 0
@@ -604,7 +604,7 @@ class Service:
         text = self.spec.absence_words
         call = self.spec.start_call
         by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
-        # Claim in any case: a nested cgroup counts here too.
+        # Claim the kill in any case, because a nested cgroup counts here too.
         by_kernel = how == Signal(signal.SIGKILL) and self._shared.was_oom()
         if by_limit or by_kernel:
             killer = "its limit of memory" if by_limit else "the kernel"
@@ -773,6 +773,6 @@ class Service:
         """Report an event to operators. A passive service is started, stopped and restarted by none."""
         if self.spec.mode == "passive" and action in ("start", "stop", "restart"):
             action = "alert"
-        if event not in ("Does not exist", "Exists"):  # the change of state says more
+        if event not in ("Does not exist", "Exists"):  # a change of state is reported instead
             self._shared.history.add(self.spec.name, f"{event}, {action}: {description}")
         self._shared.notify(Event(self.spec.name, event, action, description))

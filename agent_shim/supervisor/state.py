@@ -162,7 +162,7 @@ NEXT: Final[Mapping[State, Mapping[Trigger, Move]]] = MappingProxyType(
             Trigger.EMPTIED: Move(State.STOPPED, _EMPTY | Effect.CLEAR_COMPLAINTS),
             Trigger.REBOOTED: Move(State.STOPPED),
         },
-        # A complaint stands over a restart until its check passes.
+        # A failed check remains in effect over a restart until it passes.
         State.BOUNCING: _ENDING
         | {Trigger.EMPTIED: Move(State.STARTING, _EMPTY), Trigger.REBOOTED: Move(State.STARTING)},
         State.UNMONITORED: _LEFT_ALONE,

@@ -200,7 +200,7 @@ class Supervisor:
 
     async def _watch_memory(self) -> NoReturn:
         """Kill processes above their memory limit in bpm.yml. They are restarted as after any exit."""
-        await self.bpm.used()  # never, on most instances
+        await self.bpm.used()  # most instances never use it
         while True:
             begun_at = time.monotonic()
             for kill in await asyncio.to_thread(self.bpm.kill_hogs):
@@ -213,7 +213,7 @@ class Supervisor:
                     Event(names[0] if names else kill.process, "Resource limit matched", "restart", text)
                 )
             took = time.monotonic() - begun_at
-            # A job can have thousands of processes for as long as it likes.
+            # A job can keep thousands of processes running for any length of time.
             await asyncio.sleep(max(clock.until_beat(MEMORY_PERIOD_S), took / MEMORY_SHARE))
 
     async def close(self) -> None:
@@ -297,7 +297,7 @@ class Supervisor:
         A job with unusable files becomes one failing service named after the job. ``are_written`` leaves the files for
         operators, too.
         """
-        async with self._planning:  # the last request wins, not the fastest parse
+        async with self._planning:  # the last request must win, and not the one that is parsed fastest
             if are_written:
                 await asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
             await self._take_plan(job_files, same_world=True)
@@ -412,7 +412,8 @@ class Supervisor:
             recorded.set()
         if wait:
             await _stopped(concerned, timeout)
-            # Now, and not beside the next request, which would wait. A save under way may be older than the last end.
+            # Save now, because the next request would otherwise wait for it. A save in progress may be older than the
+            # last exit.
             if self._is_dirty or self._writing.locked():
                 await self._save()
             others = [each.process for each in self._all() if each not in concerned]
@@ -579,7 +580,7 @@ class Supervisor:
             for service in self._starting:
                 if service.record.state not in MONITORED:
                     services[service.spec.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
-            self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel refused the reading
+            self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel refused the read
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             raw = msgspec.json.encode(saved)
             marker_tells = self._is_wanted or not any(each.state in TO_RUN for each in self._concerned())

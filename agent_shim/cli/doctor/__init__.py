@@ -129,7 +129,7 @@ def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -
 
 
 def _tier(view: ContainerView, *, mounts_work: bool) -> str:
-    """Name the kind of the container. Root of a user namespace has no power over the host."""
+    """Return the kind of the container. Root of a user namespace has no power over the host."""
     if not view.is_root:
         return "restricted: no root"
     if user_namespace.is_inside():
@@ -177,7 +177,7 @@ def _config(paths: Paths, config: Path | None) -> AgentConfig:
 
 
 def _settings(paths: Paths) -> Effective | None:
-    """The settings that the agent read last. None if there are none or they are unreadable."""
+    """Return the settings that the agent read last, or None if there are none or they are unreadable."""
     try:
         source = parse(files.read(paths.settings_cache, is_own=True), origin=str(paths.settings_cache))
     except (OSError, ConfigError):
@@ -440,7 +440,7 @@ def _connect(host: str, port: int) -> None:
 
 
 def _failure(call: Callable[..., object], *arguments: Any) -> str:
-    """The text of the error of a call. "" if it succeeds."""
+    """Return the error text of a call, or "" if it succeeds."""
     try:
         call(*arguments)
     except OSError as exc:
@@ -454,7 +454,7 @@ def _names(view: ContainerView) -> Iterator[Finding]:
 
 
 def _unknown(names: Iterable[str]) -> str:
-    """The names that cannot be looked up, each with the reason."""
+    """Return the names that cannot be resolved, each with the reason."""
     errors = {name: _failure(socket.getaddrinfo, name, None) for name in names}
     return "; ".join(f"{name}: {why}" for name, why in errors.items() if why)
 
@@ -491,7 +491,7 @@ def _applied(paths: Paths) -> Mapping[str, Any]:
 
 
 def _bus(view: ContainerView) -> Iterator[Finding]:
-    """Judge the bus, of which one address that answers is enough, and the rules that keep jobs from it."""
+    """Judge the bus, for which one address that answers is enough, and the rules that keep jobs from it."""
     errors = {f"{place.hostname}:{place.port or NATS_PORT}": _bus_error(view, place) for place in _bus_places(view)}
     if not errors:
         return

@@ -83,7 +83,7 @@ class Report(NamedTuple):
 
 
 def table(report: Report, paint: Paint = plain, columns: int = 0) -> str:
-    """The report as text for a terminal of this width: each finding, its consequence and change below."""
+    """Return the report as text for a terminal of this width. Consequence and change are below each finding."""
     lines = [f"This container is {report.tier}.", ""]
     width = max(len(finding.topic) for finding in report.findings)
     margin = " " * (9 + width + 2)

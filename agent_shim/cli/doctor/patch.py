@@ -57,7 +57,7 @@ def _comments(report: Report, target: Target, *, is_empty: bool) -> Iterator[str
 
 
 def _merged(one: Any, other: Any) -> Any:
-    """Return both changes in one: members of mappings and elements of lists of both."""
+    """Merge two changes, member by member in mappings and element by element in lists."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return {name: _merged(one.get(name), other.get(name)) for name in {**one, **other}}
     if isinstance(one, list) and isinstance(other, list):

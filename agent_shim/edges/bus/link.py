@@ -24,7 +24,7 @@ from agent_shim.edges.bus import tls
 from agent_shim.host import clock, network
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 
-# 14 MB: for websockets, JetStream and its version.
+# Importing these would take 14 MB. They are only needed for websockets, JetStream and the version.
 lean_imports.preload("nats.aio.client", "aiohttp", "multidict", "nats.js", "importlib.metadata")
 from nats import errors as nats_errors
 from nats.aio.client import Client
@@ -75,10 +75,10 @@ class _Stream(asyncio.StreamReaderProtocol):
 
 
 class _Wire(Transport):
-    """TCP and then TLS of one connection.
+    """TCP and then TLS of one connection, instead of nats-py's own transport.
 
-    nats-py's own looks names up in threads that delay the exit, believes what it reads before TLS, waits without a
-    deadline for a server that takes nothing, and when it closes waits 30 s for a dead one.
+    That transport resolves names in threads that delay the exit, trusts what it reads before TLS, waits without a
+    deadline for a server that accepts no data, and needs 30 s to close a dead connection.
     """
 
     def __init__(self, on_end: Callable[[str], None]) -> None:
@@ -117,7 +117,7 @@ class _Wire(Transport):
     async def connect_tls(self, uri: str | ParseResult, ssl_context: ssl.SSLContext, *_: int, **__: int) -> None:
         """Upgrade to TLS with a new reader, so that plaintext received earlier is not taken for the server's."""
         assert self._pipe is not None
-        if self._pipe.is_closing():  # asyncio would wait for an answer
+        if self._pipe.is_closing():  # asyncio would otherwise wait for an answer
             raise ConnectionResetError("the server has closed the connection")
         stream, host = _Stream(), uri if isinstance(uri, str) else uri.hostname
         loop = asyncio.get_running_loop()
@@ -158,13 +158,14 @@ class _Wire(Transport):
 
     @property
     def backlog(self) -> int:
-        """Bytes that the server has not taken yet."""
+        """Number of bytes that the server has not accepted yet."""
         return 0 if self._pipe is None else self._pipe.get_write_buffer_size()
 
     def write(self, payload: bytes) -> None:
         if self._pipe is not None:
             self._pipe.write(payload)
-        if self.backlog > MAX_BACKLOG_BYTES + 2 * MAX_REPLY_BYTES:  # answers to its pings: ``Link.send`` stops before
+        # Only answers to the server's pings can exceed this, because ``Link.send`` stops earlier.
+        if self.backlog > MAX_BACKLOG_BYTES + 2 * MAX_REPLY_BYTES:
             self._on_end("the server does not accept data")
 
     def writelines(self, payload: list[bytes]) -> None:
@@ -177,7 +178,7 @@ class _Wire(Transport):
         return self._reader.at_eof()
 
     def close(self) -> None:
-        """Close without a farewell, and drop what holds the memory of TLS."""
+        """Close without TLS's closing message, and drop what holds the memory of TLS."""
         if self._pipe is not None:
             self._pipe.abort()
             self._pipe, self._reader = None, asyncio.StreamReader()
@@ -247,7 +248,7 @@ class Link:
         return self._ended.result()
 
     def end(self, why: str) -> None:
-        """Mark the connection as ended. The first reason counts, and the last word of the server more than that."""
+        """Mark the connection as ended. The first reason counts, but the server's last message takes precedence."""
         if not self._ended.done():
             told = self._client.last_error
             self._ended.set_result(why if told in (None, self._denial) else str(told))
@@ -281,7 +282,7 @@ class Link:
         return asked.done() and self._answers > before and not self.is_over
 
     async def watch(self, interval: float, unanswered: int) -> None:
-        """Ping on the common beat. End the connection after so many intervals without an answer."""
+        """Ping at the common beat. End the connection after several intervals without an answer."""
         silent = 0
         await asyncio.sleep(clock.until_beat(interval))
         while silent < unanswered:
@@ -312,17 +313,19 @@ class Link:
         return task
 
     def _ask(self) -> asyncio.Task[None]:
-        """Send a ping after all queued data. Returns what waits for the answer."""
+        """Send a ping after all queued data. Return a future for the answer."""
         return self.begin(self._round_trip(), "bus ping")
 
     async def _round_trip(self) -> None:
-        """Wait for an answer without a timeout: nats-py stops reading when it gets an answer that is too late."""
+        """Wait for an answer without a timeout, because nats-py stops reading when an answer arrives after its
+        timeout.
+        """
         before = self.wire.reads
         try:
             await self._client.flush(NEVER_S)
         except nats_errors.Error as exc:
             self.end(str(exc))
-        if self.wire.reads > before:  # nats-py returns at once when it has stopped reading
+        if self.wire.reads > before:  # if nats-py has stopped reading, it returns at once
             self._answers += 1
             self.wire.unread = 0
 
@@ -332,7 +335,7 @@ class Link:
         self._on_message(message.data)
 
     async def _failed(self, exc: Exception) -> None:
-        """Take an error that nats-py reports. The others end the connection too, or harm nothing."""
+        """Handle an error that nats-py reports. All others either end the connection as well or do no harm."""
         text = str(exc).removeprefix("nats: ")
         if text.startswith("permissions violation for publish"):
             self._denial = exc

@@ -256,14 +256,14 @@ class NatsBus:
             is_refused = False
             try:
                 left = began + self._timing.unreachable - time.monotonic()
-                async with asyncio.timeout(max(left, self._timing.connect)):  # addresses may be many
+                async with asyncio.timeout(max(left, self._timing.connect)):  # there may be many addresses
                     return await self._connect(mbus)
             except BusError as exc:
                 is_refused, why = isinstance(exc, CredentialsError), str(exc)
             except TimeoutError:
                 why = "cannot connect to the bus: no answer in time"
             if not is_refused and not self.is_connected:
-                began = time.monotonic()  # the bus is absent: no evidence against them
+                began = time.monotonic()  # the bus is unreachable, which does not show that the credentials are wrong
             timeout_s = self._timing.refused if is_refused else self._timing.unreachable
             if time.monotonic() - began >= timeout_s:
                 raise ActionError(f"cannot use the new bus credentials: {why}")
@@ -364,7 +364,7 @@ class NatsBus:
             await old.flushed(self._timing.overlap)
             await asyncio.sleep(self._timing.overlap)
             old.end("replaced")
-            await self._abandon(old)  # here too: ``run`` may be in a pause
+            await self._abandon(old)  # also here, because ``run`` may be pausing
 
     async def _abandon(self, link: Link) -> None:
         await link.close()

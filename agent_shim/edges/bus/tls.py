@@ -83,7 +83,7 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
         raise CredentialsError("the private key is not a PEM key")
     if len(private_key) > MAX_KEY_CHARS:
         raise CredentialsError(f"the private key has more than {MAX_KEY_CHARS} characters (RSA: 8192 bits)")
-    if "ENCRYPTED" in certificate + private_key:  # its text sets the cost of decryption: up to hours
+    if "ENCRYPTED" in certificate + private_key:  # the file determines the cost of decrypting it, which may be hours
         raise CredentialsError("the private key is encrypted, and the settings hold no password for it")
     with open(os.memfd_create("bus"), "w") as file:
         file.write(f"{certificate}\n{private_key}\n")
@@ -102,7 +102,7 @@ def check_server_name(server: ssl.SSLObject) -> None:
     subject: Any = (server.getpeercert() or {}).get("subject", ())
     names = [value for part in subject for name, value in part if name == "commonName"]
     if not names or not SERVER_NAME.fullmatch(names[-1]):
-        # With a number before it the text is shown as it is.
+        # If a number precedes the text, it is shown unchanged.
         reason = "server Certificate CommonName does not match *.nats.bosh-internal"
         raise ssl.SSLCertVerificationError(ssl.SSL_ERROR_SSL, reason)
 

@@ -102,7 +102,7 @@ def write(volume: Path, marker: Marker) -> None:
     with files.attempting(f"mark the volume {volume} as disk {marker.cid}"):
         set_aside(volume)
         files.make_dir(volume / DIRECTORY, 0o700)
-        # Through a descriptor: a directory that replaced it meanwhile is not written to.
+        # Write through the descriptor, so that a directory which has replaced this one is not written to.
         with guarded.held(volume / DIRECTORY, volume) as fd:
             files.write_atomic(Path(f"/proc/self/fd/{fd}", NAME), msgspec.json.encode(marker), mode=0o600)
 

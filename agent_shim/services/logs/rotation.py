@@ -127,7 +127,7 @@ class Rotation:
         found = await self._look(limit)
         if due := found.chosen():
             logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in due))
-            most = max(self._limits.most, 2 * limit)  # a deployment that raises the size wants the content
+            most = max(self._limits.most, 2 * limit)  # a deployment that raises the size wants to keep more
             paths = [os.fsencode(log.path) for log in due]
             request = protocol.Rotate(str(self._root), paths, self._limits.keep, most)
             async with asyncio.timeout(ROTATE_TIMEOUT_S):

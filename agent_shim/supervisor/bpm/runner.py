@@ -123,7 +123,7 @@ class Bpm:
         """The keys logged for each file."""
 
     def _entry(self, job: str, name: str) -> Entry:
-        # In one step: threads look up entries too.
+        # Replace it in one step, because threads look up entries too.
         return self._entries.get((job, name)) or self._entries.setdefault((job, name), Entry(self._paths, job, name))
 
     async def isolation(self) -> sandbox.Isolation:
@@ -161,7 +161,7 @@ class Bpm:
             return None
         if owner := self._programs.keepers.owner(found.identity):
             return found.identity if owner == shortened(entry.label) else None
-        # Of an agent without keepers, which wrote the pidfile right after the start.
+        # The process was started by an agent without keepers, which wrote the pidfile right after the start.
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
         return found.identity if -0.1 < age < MAX_PIDFILE_DELAY_S else None
 
@@ -530,7 +530,7 @@ class Bpm:
                 used = sum(proc.proportional_kb(pid) or processes[pid].resident_kb for pid in tree) * 1024
                 if used > limit:
                     entry.is_victim = True
-                    # The main process first: without its children it might exit by itself.
+                    # Kill the main process first, because without its children it might exit by itself.
                     for pid in sorted(tree, key=found[0].__ne__):
                         process.send(processes[pid].identity, signal.SIGKILL)
                     hogs.append(MemoryKill(entry.job, entry.name, used, limit))

@@ -81,7 +81,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """Another value than at the last check. ``algorithm`` belongs to a checksum."""
+    """A test that holds if a value has changed since the last check. ``algorithm`` applies to a checksum."""
 
     what: Literal["checksum", "fsflag", "ppid", "size", "timestamp"]
     algorithm: Algorithm = "md5"

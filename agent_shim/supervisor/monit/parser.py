@@ -95,7 +95,7 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
         if reader.begins_line() and (kind == "set" or kind in OPTIONS or kind.startswith("check ")):
             break
         reader.skip()
-    if reader.kind == "BAD":  # an open quote, after which nothing means what it says
+    if reader.kind == "BAD":  # after an unclosed quote, the rest of the file cannot be interpreted
         reader.end()
 
 

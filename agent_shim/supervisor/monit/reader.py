@@ -95,7 +95,7 @@ class Reader:
         return value
 
     def timeout(self, default: int) -> int:
-        """Read ``timeout N seconds``, no other unit. ``default`` if absent."""
+        """Read ``timeout N seconds``; no other unit is allowed. Return ``default`` if it is absent."""
         if not self.take("timeout"):
             return default
         seconds = self.number("a number of seconds")
@@ -116,7 +116,7 @@ class Reader:
         """Return the source text from token number ``first`` up to here, separated by single blanks."""
         found = ""
         for token in self.tokens[first : self.at]:
-            # A subject extends to the end of its line.
+            # The subject of a mail extends to the end of its line.
             found += self.text[token.start : token.end].strip() + ("\n" if token.kind == "SUBJECT" else " ")
         return found.rstrip()
 

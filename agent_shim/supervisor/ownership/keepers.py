@@ -154,7 +154,8 @@ class Keepers:
                 started = await keeper.start(self._directory, label, program, keep)
             except BaseException:
                 for each in made:
-                    if not each.is_released:  # It was killed, or its program hangs. Either may live.
+                    # The keeper was killed, or its program hangs. In both cases processes may still be running.
+                    if not each.is_released:
                         self._follow(each)
                 self._kept = tuple(each for each in self._kept if each not in made or not each.is_released)
                 raise
@@ -236,7 +237,7 @@ class Keepers:
         A keeper that lives, because another program has connected to it, is one of them.
         """
         lost = [self._lost[name] for name in self._lost_of(labels)]
-        if lost:  # A keeper hangs up a bit before its processes get another parent.
+        if lost:  # A keeper's connection closes shortly before its processes get another parent.
             await process.send_all({each.identity for each in lost}, 0, EXIT_WAIT_S)
         return await asyncio.to_thread(self._orphans, lost) if lost else []
 
@@ -247,7 +248,7 @@ class Keepers:
     def _orphans(self, lost: Collection[_Lost]) -> list[Left]:
         """List the living children of the parents of killed keepers, apart from those that this process started."""
         keepers = {each.identity for each in lost}
-        # Before the look, because they end meanwhile. This process may be a child of process 1 itself.
+        # Read these before the processes, which may exit meanwhile. The agent itself may be a child of process 1.
         ours = {os.getpid()} | {each.pid for each in self._kept} | process.spawned()
         return left(
             each.identity

@@ -247,7 +247,7 @@ class ProcessFinder:
             self.program = self._keepers.adopt(record.program)
         if record.known is None or self._take_up(record.known):
             return
-        if seen := self._keepers.ending_of(record.known):  # a keeper has seen what no agent has
+        if seen := self._keepers.ending_of(record.known):  # the keeper may have seen an exit while no agent was running
             self.process = process.ended(record.known, seen.status)
 
     def release_program(self) -> None:

@@ -47,7 +47,7 @@ def tie(
     is_allowed = pidfile.owner in (0, os.geteuid(), proc.user(found.pid))
     if pidfile == record.named_by or (found.identity == record.program and not is_fresh):
         return Tie.NONE, "its pidfile is older than the process"
-    if found.pid == 1:  # a job without a process of its own names it
+    if found.pid == 1:  # a job without a process may write 1 into its pidfile
         return (Tie.NAMED, "") if is_fresh else (Tie.NONE, "it is process 1")
     owner = keepers.owner(found.identity)
     if owner in map(shortened, spec.labels) or found.identity in record.others:
