@@ -1,11 +1,11 @@
-"""Spawned and adopted processes, each identified by a pidfd and its start time: the kernel reuses pids.
+"""Spawned and adopted processes, each identified by a pidfd and its start time because the kernel reuses pids.
 
-Each child is reaped in one place, ``reap``, called when its pidfd turns readable or by ``host.reaper``. Every
-``Process`` with that pid gets the exit status. So nothing else may fork: a child that is unknown here counts as an
-adopted orphan and its status is discarded.
+Every child is reaped by ``reap``, which is called when the child's pidfd becomes readable or by ``host.reaper``. It
+passes the exit status to every ``Process`` with that pid. Nothing else may fork, because a child that this module does
+not know counts as an adopted orphan and its status is discarded.
 
-Call everything here on the event loop's thread. A spawn blocks the loop until the exec, half a millisecond. So a child
-keeps its user until then: as another one, it could be stopped by the processes of that user.
+Call everything here on the event loop's thread. A spawn blocks the loop until the exec, for about half a millisecond. A
+child does not change its user before the exec, because processes of its new user could stop it and so block the loop.
 """
 
 from __future__ import annotations
@@ -33,37 +33,45 @@ from agent_shim.host.descriptors import closing
 logger = logging.getLogger(__name__)
 
 SETPRIV: Final = "/usr/bin/setpriv"
-"""Program of util-linux that changes users. By its path, because the PATH of a program is its caller's."""
+"""Program of util-linux that changes users. It is called by its full path, because the caller chooses the PATH of a
+program.
+"""
 POLL_S: Final = 0.02
-"""Poll interval where no descriptor reports the change: a group that empties, a process without pidfd."""
+"""Poll interval for changes that no descriptor reports: the end of a whole process group, or of a process without a
+pidfd.
+"""
 KILL_TIMEOUT_S: Final = 10.0
-"""Time for a killed group to disappear. A process stuck in the kernel for longer is abandoned."""
+"""How long to wait for a killed group to disappear. A process that is stuck in the kernel for longer is abandoned."""
 
 # include/uapi/linux/pidfd.h: struct pidfd_info, version 0 of 64 bytes: mask, cgroup, eleven ids, exit code.
 _PIDFD_GET_INFO: Final = 0xC040FF0B
 _PIDFD_INFO_EXIT: Final = 8
 _STATUS_DELAYS_S: Final = (0.001, 0.004, 0.016, 0.064)
-"""Waits for the parent of an adopted process to reap it: only then does the kernel report its status."""
+"""Delays between attempts to read the status of an adopted process, which the kernel reports only once the parent has
+reaped it.
+"""
 
 _watched: dict[int, list[Process]] = {}
-"""Every ``Process`` that has not ended, by pid. Global, as the kernel's set of children is."""
+"""Every ``Process`` that has not ended, by pid. This is global because the kernel has one set of children per
+process.
+"""
 _spawned: dict[int, int] = {}
-"""Pid to start ticks of the children made by ``spawn`` and not reaped yet."""
+"""Maps the pid of each child that ``spawn`` started and that has not been reaped yet to its start ticks."""
 _files_of_children: Final[list[tuple[int, int]]] = []
-"""Limits of open files for children. Empty unless ``raise_file_limit`` has raised the limits of this process."""
+"""Open-file limits for children. Empty unless ``raise_file_limit`` has raised the limits of this process."""
 
 
 class Parent(Protocol):
-    """What is above a process that is not our child: ``host.keeper``."""
+    """The ancestor of a process that is not our child: a keeper (``host.keeper``)."""
 
     async def status_of(self, identity: tuple[int, int]) -> int | None:
-        """Return the status of a process that has ended, as ``Process.wait`` does. None if it is not known."""
+        """Return the status of a process that has ended, as ``Process.wait`` does. None if the status is unknown."""
 
     def processes(self) -> list[proc.Stat]:
-        """List the living processes below. Blocks."""
+        """List the living descendants. Blocks."""
 
     def adopt(self, pid: int) -> Process | None:
-        """Watch another process below."""
+        """Watch another descendant."""
 
 
 class Process:
@@ -77,7 +85,7 @@ class Process:
         self.identity: Final = stat.identity
         """Pid and start time."""
         self.is_ending = False
-        """``terminate`` was called: what is left of its group ends with it."""
+        """``terminate`` was called, so the rest of its group is killed when the process exits."""
         self._parent = parent
         self._asking: asyncio.Task[None] | None = None
         self._leads = leads
@@ -113,12 +121,16 @@ class Process:
         return self._over.is_set()
 
     async def wait(self) -> int | None:
-        """Wait for its end. Return its exit code, 128+N after signal N, None if unknown (adopted, older kernels)."""
+        """Wait until the process ends. Return its exit code, 128+N after signal N, or None if unknown (adopted process
+        on an older kernel).
+        """
         await self._over.wait()
         return self._status
 
     async def wait_or_terminate(self, grace: float) -> int | None:
-        """As ``wait``. A cancelled call terminates it first, with ``grace`` seconds between TERM and KILL."""
+        """Like ``wait``, but a cancelled call first terminates the process, with ``grace`` seconds between TERM and
+        KILL.
+        """
         try:
             return await self.wait()
         except asyncio.CancelledError:
@@ -132,9 +144,9 @@ class Process:
         return not self.is_over and _send(self._pidfd, self.pid, sig)
 
     def send_group(self, sig: int) -> None:
-        """Send its process group a signal, or the process alone if it leads none.
+        """Send a signal to the process group, or to the process alone if it does not lead a group.
 
-        Nothing is sent once it has ended and is reaped: its pid may then name another group.
+        Nothing is sent once the process has been reaped, because its pid may then name another group.
         """
         if not self._leads:
             self.send(sig)
@@ -143,19 +155,22 @@ class Process:
                 os.killpg(self.pid, sig)
 
     def adopt_child(self, pid: int) -> Process | None:
-        """Watch a process that it has started, and that may have gone to its keeper. None as from ``adopt``."""
+        """Watch a process that this one started, even if its keeper has become its parent. None in the same cases as
+        ``adopt``.
+        """
         return adopt(pid) if self._parent is None else self._parent.adopt(pid)
 
     async def terminate(self, grace: float) -> int | None:
-        """Send the group SIGTERM, and after ``grace`` seconds or on cancellation SIGKILL. Return the status once it
-        is gone.
+        """Send SIGTERM to the group, then SIGKILL after ``grace`` seconds or on cancellation. Return the status of the
+        process once the group is gone.
 
-        If a child of ours exits and leaves processes in its group, those are killed. Below a keeper they have the whole
-        grace period.
+        If a child of ours exits and leaves processes in its group, those are killed at once. Below a keeper they get
+        the whole grace period.
         """
         self.is_ending = True
         await self._signal_group(signal.SIGTERM)
-        # Not asyncio.timeout: before Python 3.11.3 it never expires in a cancelled task, as callers are.
+        # Do not use asyncio.timeout. Before Python 3.11.3 it never expires in a task that is being cancelled, as
+        # callers may be.
         gone = asyncio.ensure_future(self._group_ended())
         try:
             await asyncio.wait({gone}, timeout=grace)
@@ -185,13 +200,13 @@ class Process:
             await asyncio.sleep(POLL_S)
 
     async def _signal_group(self, sig: int) -> None:
-        """As ``send_group``. Below a keeper it also reaches a group that has outlived its leader."""
+        """Like ``send_group``, but below a keeper the signal also reaches a group that has outlived its leader."""
         self.send_group(sig)
         for member in [] if self.is_alive else await self._left_of_group():
             send(member.identity, sig)
 
     async def _left_of_group(self) -> list[proc.Stat]:
-        """List the living members of the group below the keeper. None of its processes can leave that."""
+        """List the living members of the group below the keeper, which none of its processes can leave."""
         if self._parent is None or not self._leads:
             return []
         return [each for each in await asyncio.to_thread(self._parent.processes) if each.group == self.pid]
@@ -224,7 +239,7 @@ class Process:
             self._finish(status)
 
     async def _ask(self, parent: Parent) -> None:
-        """Ask the keeper above the process for its status."""
+        """Ask the keeper of the process for its status."""
         status = await parent.status_of(self.identity)
         if status is None:
             status = _exit_info(self._pidfd)
@@ -259,12 +274,14 @@ def spawn(
     executable: Path | None = None,
     inherited: Sequence[int] = (),
 ) -> Process:
-    """Run a program without a shell, in its own session: processes of one session can join each other's groups, which
-    are signalled as a whole, and have a terminal of the agent.
+    """Run a program without a shell, in a session of its own.
 
-    A stream of None is ``/dev/null``. A path is opened for appending. ``executable`` is the file to execute if it is
-    not ``argv[0]``. ``inherited`` are further descriptors that keep their numbers. Raises ``HostError`` "cannot run
-    PROGRAM: why".
+    Within a session, processes can join each other's groups, which get signals as a whole, and they share the agent's
+    terminal.
+
+    A stream of None means ``/dev/null``, and a path is opened for appending. ``executable`` is the file to execute if
+    it is not ``argv[0]``. ``inherited`` lists additional descriptors, which keep their numbers. Raises ``HostError``
+    "cannot run PROGRAM: why".
     """
     program = argv[0]
     with contextlib.ExitStack() as opened:
@@ -289,21 +306,21 @@ def spawn(
             raise _cannot_run(program, exc) from exc
         except ValueError as exc:
             raise HostError(f"cannot run {program}: {exc}") from exc
-    # Reaping is done here: without a return code Popen would try it too.
+    # Set a return code so that Popen does not try to reap the child too.
     popen.returncode = 0
     stat = proc.stat(popen.pid)
     assert stat is not None, "a child that is not reaped has a stat line"
     _spawned[popen.pid] = stat.start_ticks
     if limits := file_limits_of_children():
-        with contextlib.suppress(OSError):  # it has exited, or already runs as another user
+        with contextlib.suppress(OSError):  # the child has exited, or already runs as another user
             resource.prlimit(popen.pid, resource.RLIMIT_NOFILE, limits)
     return Process(stat, _open(popen.pid), leads=True)
 
 
 def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None) -> Process | None:
-    """Watch a running process. None if it is gone, a zombie, or did not start at ``start_ticks``.
+    """Watch a running process. Return None if it is gone, is a zombie, or did not start at ``start_ticks``.
 
-    ``parent`` knows its status once it has ended.
+    ``parent`` is asked for its status once it has ended.
     """
     pidfd = _open(pid)
     stat = proc.stat(pid)
@@ -321,7 +338,9 @@ def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None
 
 
 def ended(identity: tuple[int, int], status: int | None, parent: Parent | None = None) -> Process:
-    """Return a process that led its group and has ended. ``parent`` knows what is left of the group."""
+    """Return a ``Process`` for a group leader that has already ended. ``parent`` knows the remaining members of the
+    group.
+    """
     pid, start_ticks = identity
     over = Process(
         proc.Stat(pid, "X", 0, pid, pid, 0, start_ticks, 0), None, leads=parent is not None, parent=parent, is_over=True
@@ -331,13 +350,14 @@ def ended(identity: tuple[int, int], status: int | None, parent: Parent | None =
 
 
 def default_signals() -> None:
-    """Reset signals that our parent ignored or blocked (nohup, ``&``): a child that inherits that cannot be stopped.
+    """Reset signals that our parent ignored or blocked (nohup, ``&``), because a child that inherits this could not be
+    stopped.
 
-    This process keeps ignoring them, with a handler, which exec resets.
+    This process goes on ignoring them, but with a handler, which exec resets.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in signal.valid_signals():
-        # subprocess restores the two that Python itself ignores.
+        # The subprocess module restores the two signals that Python itself ignores.
         if signal.getsignal(number) is signal.SIG_IGN and number not in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, _ignore)
 
@@ -345,7 +365,7 @@ def default_signals() -> None:
 def on_signal(number: signal.Signals, call: Callable[[], None]) -> None:
     """Call ``call`` on the running loop after each signal ``number``. Main thread only.
 
-    ``add_signal_handler`` of the loop loses a signal while a storm of SIGCHLD fills the loop's buffer.
+    The loop's ``add_signal_handler`` would lose a signal while a burst of SIGCHLD fills the loop's buffer.
     """
     loop = asyncio.get_running_loop()
 
@@ -357,35 +377,39 @@ def on_signal(number: signal.Signals, call: Callable[[], None]) -> None:
 
 
 _OWN_VARIABLES: Final = ("AGENT_SHIM_", "CREDENTIALS_DIRECTORY", "LISTEN_", "MALLOC_")
-"""Settings of the agent, and what a service manager hands to it alone."""
+"""Prefixes of the agent's own settings and of variables that a service manager sets for the agent alone."""
 
 
 def script_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for scripts of releases: without the variables that are meant for this program."""
+    """Return the environment for release scripts, without the variables that are meant for the agent."""
     return {name: value for name, value in environ.items() if not name.startswith(_OWN_VARIABLES)}
 
 
 CORE_LIMIT_BYTES: Final = 1
-"""Core size limit: too small for a file, and the only one that a ``core_pattern`` with a pipe respects."""
+"""Core size limit. It is too small for a core file, and the only limit above 0 that also disables core dumps to a pipe
+(``core_pattern``).
+"""
 
 
 def disable_core_dumps(*, for_good: bool = False) -> None:
-    """Disable core dumps, which would contain secrets. Jobs inherit the soft limit, as on a stemcell, and may raise it.
+    """Disable core dumps, because they would contain secrets. Jobs inherit the soft limit, as on a stemcell, and may
+    raise it.
 
-    With ``for_good`` the hard limit is lowered too, and no child may raise it.
+    With ``for_good`` the hard limit is lowered too, so that no child can raise it.
     """
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     try:
         most = CORE_LIMIT_BYTES if for_good or hard == 0 else hard
         resource.setrlimit(resource.RLIMIT_CORE, (CORE_LIMIT_BYTES, most))
-    except ValueError:  # the limit is below CORE_LIMIT_BYTES already: disable files, if not pipes
+    except ValueError:  # the hard limit is below CORE_LIMIT_BYTES: disable at least core files
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files. Children get the former one, as children of Go and of monit do.
+    """Raise the soft limit on open files. Children get the original limit, as they do from Go programs and from monit.
 
-    Limits that another program sets from then on (the job `limits` of os-conf, for the jobs) apply to children.
+    Limits that another program sets later apply to children, because they are meant for the jobs (as those of the job
+    `limits` of os-conf).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard - 1:
@@ -397,9 +421,9 @@ def raise_file_limit() -> None:
 
 
 def file_limits_of_children() -> tuple[int, int] | None:
-    """Return the limits of open files for a child. None if it inherits those of this process.
+    """Return the open-file limits for a child, or None if it inherits those of this process.
 
-    That is so too where ``prlimit`` has changed them, because they are then meant for the jobs.
+    It also inherits limits that ``prlimit`` has changed, because those are meant for the jobs.
     """
     for limits in _files_of_children:
         if resource.getrlimit(resource.RLIMIT_NOFILE) == _raised(limits):
@@ -408,7 +432,9 @@ def file_limits_of_children() -> tuple[int, int] | None:
 
 
 def _raised(limits: tuple[int, int]) -> tuple[int, int]:
-    """Return limits of this process: other programs set a soft limit that equals the hard one."""
+    """Return the raised limits for this process. The soft limit is one below the hard one, which tells them from limits
+    that other programs set to the same value.
+    """
     return limits[1] - 1, limits[1]
 
 
@@ -419,7 +445,7 @@ def take_name(name: str) -> None:
 
 
 def send(identity: tuple[int, int], sig: int) -> bool:
-    """Send a signal to the process with this pid and start time. False if it is gone."""
+    """Send a signal to the process with this pid and start time. Return False if it is gone."""
     pid, start_ticks = identity
     pidfd = _open(pid)
     try:
@@ -435,7 +461,7 @@ def send(identity: tuple[int, int], sig: int) -> bool:
 async def send_all(processes: Collection[tuple[int, int]], sig: int, timeout: float) -> Collection[tuple[int, int]]:
     """Send a signal to each process like ``send``, and wait until all have exited. Return those that have not.
 
-    In a thread: a job may have thousands.
+    This runs in a thread, because a job may have thousands of processes.
     """
 
     def living() -> set[tuple[int, int]]:
@@ -450,7 +476,9 @@ async def send_all(processes: Collection[tuple[int, int]], sig: int, timeout: fl
 
 
 def reap(pid: int) -> bool:
-    """Reap a dead child and pass its status to every ``Process`` with its pid. False if it is not a dead child."""
+    """Reap a dead child and pass its status to every ``Process`` with its pid. Return False if the pid is not a dead
+    child.
+    """
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -459,7 +487,7 @@ def reap(pid: int) -> bool:
         return False
     watching = _watched.pop(pid, [])
     for each in watching:
-        if each.is_ending:  # until it is reaped, its pid is also the id of its own group
+        if each.is_ending:  # the pid stays the id of its own group until it is reaped
             each.send_group(signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED)
     _spawned.pop(pid, None)
@@ -470,7 +498,7 @@ def reap(pid: int) -> bool:
 
 
 def spawned() -> set[int]:
-    """Return the pids of the processes that ``spawn`` started and that are not reaped yet."""
+    """Return the pids of the processes that ``spawn`` started and that have not been reaped yet."""
     return set(_spawned)
 
 
@@ -484,7 +512,9 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def _open(pid: int) -> int | None:
-    """Open a pidfd. None without the process, on old kernels, under strict seccomp, without free descriptors."""
+    """Open a pidfd. Return None if the process is gone, the kernel is too old, seccomp forbids it, or no descriptor is
+    free.
+    """
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -512,7 +542,7 @@ def _is_readable(pidfd: int) -> bool:
 
 
 def _exit_info(pidfd: int | None) -> int | None:
-    """Return the status that another process reaped (Linux 6.15 and later)."""
+    """Return the status of a process that another process has reaped (Linux 6.15 and later)."""
     if pidfd is None:
         return None
     words = array.array("I", bytes(64))

@@ -1,9 +1,10 @@
 """A program in its own pseudo-terminal, with bytes copied from and to the caller's terminal.
 
-A job's program with access to an operator's terminal can push input into it (TIOCSTI), which the operator's shell runs
-as root, and can change its settings permanently. So it never gets a descriptor of that terminal: each standard stream
-that is one becomes the pseudo-terminal, the others are inherited. Keys, window size and hang-up are passed in, output
-is passed out, and the caller's terminal is restored. Blocks: for commands only.
+A job's program with access to an operator's terminal could push input into it (TIOCSTI), which the operator's shell
+would run as root, and could change its settings permanently. So the program never gets a descriptor of that terminal:
+each standard stream that is a terminal is replaced by the pseudo-terminal, and the others are inherited. Keys, window
+size and hang-up are passed on to the program, its output is passed back, and the caller's terminal is restored at the
+end. All functions block, so only commands may call them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHUNK_BYTES: Final = 64 * 1024
 POLL_MS: Final = 200
 """Poll interval for the end of the program, whose children may keep the terminal open."""
 HANG_UP_TIMEOUT_S: Final = 5.0
-"""Between the hang-up and KILL."""
+"""Time between the hang-up and KILL."""
 _HANDLED: Final = frozenset({signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 
 # include/uapi/asm-generic/ioctls.h
@@ -41,8 +42,8 @@ def run(argv: Argv, pid: int) -> int:
     """Run a program to its end and return its exit code, 128+N after signal N.
 
     ``argv`` returns the argument list of a program whose terminal is the given descriptor (0, 1, 2 or None), and a
-    descriptor that it inherits. ``pid`` is a process in whose mount namespace the pseudo-terminal is created, so that
-    its name exists there. Raises ``OSError``.
+    descriptor that the program inherits. ``pid`` is a process in whose mount namespace the pseudo-terminal is created,
+    so that its name exists there. Raises ``OSError``.
     """
     terminals = [number for number in (0, 1, 2) if os.isatty(number)]
     if not terminals:
@@ -50,15 +51,16 @@ def run(argv: Argv, pid: int) -> int:
         return _Program(command, {}, inherited, new_session=True).wait()
     master, slave = open_pair(f"/proc/{pid}/root")
     with closing(slave):
-        if 0 not in terminals:  # the operator's terminal is not changed, and must not process line feeds a second time
+        if 0 not in terminals:  # the operator's terminal keeps its settings, so line feeds must not be translated twice
             modes = termios.tcgetattr(slave)
             modes[1] &= ~termios.OPOST
             termios.tcsetattr(slave, termios.TCSANOW, modes)
         command, inherited = argv(terminals[0])
         _copy_size(terminals[0], master)
-        # Before its handler is set, a signal would end us and leave the terminal raw, and the program running.
+        # Block signals until their handlers are set. A signal before that would end this process, leaving the terminal
+        # raw and the program running.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
-        # The program creates the session itself, then takes the terminal.
+        # The program itself creates the session, then makes the pseudo-terminal its controlling terminal.
         running = _Program(command, dict.fromkeys(terminals, slave), inherited, new_session=False)
     with _raw(0 if 0 in terminals else None), _signals(terminals[0], master, running):
         _relay(master, running, keys=0 in terminals, out=1 if 1 in terminals else terminals[-1])
@@ -69,12 +71,12 @@ def run(argv: Argv, pid: int) -> int:
         if time.monotonic() > given_up_at:
             running.send(signal.SIGKILL)
             break
-        select.poll().poll(POLL_MS / 10)  # polls nothing, which is a pause
+        select.poll().poll(POLL_MS / 10)  # polls no descriptor, so this only waits
     return running.wait()
 
 
 class _Program:
-    """A child. ``streams`` maps its standard streams to descriptors, others are inherited."""
+    """A child process. ``streams`` maps its standard streams to descriptors. The other streams are inherited."""
 
     def __init__(self, argv: list[str], streams: Mapping[int, int], inherited: int, *, new_session: bool) -> None:
         self._status: int | None = None
@@ -117,14 +119,14 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def in_terminal(argv: list[str]) -> int:
-    """Run a program, which alone gets interrupts. Return its exit code, 128+N after signal N. Raises ``OSError``."""
+    """Run a program that alone receives interrupts. Return its exit code, 128+N after signal N. Raises ``OSError``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
     return _code(os.waitpid(child, 0)[1])
 
 
 def open_pair(root: str) -> tuple[int, int]:
-    """Open both ends of a pseudo-terminal of the devpts at ``root``/dev/pts. Raises ``OSError``."""
+    """Open both ends of a pseudo-terminal in the devpts mounted at ``root``/dev/pts. Raises ``OSError``."""
     with closing(os.open(f"{root}/dev/pts/ptmx", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as held:
         status = os.fstat(held)
         if not stat.S_ISCHR(status.st_mode) or status.st_rdev != os.makedev(5, 2):
@@ -144,10 +146,10 @@ def _code(status: int) -> int:
 
 
 def _relay(master: int, running: _Program, *, keys: bool, out: int) -> None:
-    """Copy until the program has ended, for some seconds after a signal to hang it up, or until the operator's terminal
-    is gone.
+    """Copy until the program has ended or the operator's terminal is gone. After a hang-up signal, copy for some more
+    seconds.
 
-    A program that reads no keys delays nothing else: no more are read until it has taken the former ones.
+    If the program does not read its input, no more keys are read until it has, but its output is still copied.
     """
     os.set_blocking(master, False)
     poll, typed = select.poll(), b""
@@ -188,7 +190,7 @@ def _write(descriptor: int, chunk: bytes) -> None:
 
 @contextlib.contextmanager
 def _raw(terminal: int | None) -> Iterator[None]:
-    """Pass every key to the program unprocessed. Restore the terminal in any case."""
+    """Put the terminal into raw mode, so that every key reaches the program. Always restore it at the end."""
     if terminal is None:
         yield
         return

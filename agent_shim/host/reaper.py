@@ -1,6 +1,7 @@
 """Reaping: children of this process, and orphans that come to it, which is a subreaper.
 
-Processes of jobs stay below their keepers. Orphans are those of a keeper that was killed, and of other programs.
+Processes of jobs stay below their keepers. The orphans that arrive here come from killed keepers and from other
+programs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
 
 @contextlib.contextmanager
 def reaping() -> Iterator[None]:
-    """Adopt orphans of our descendants and reap every child that exits, for the length of the block.
+    """While in the block, adopt orphans of our descendants and reap every child that exits.
 
     Exit statuses of watched children go to ``host.process``. Main thread only, with a running loop.
     """
@@ -44,8 +45,8 @@ def reaping() -> Iterator[None]:
             reap_on()
 
     loop.add_signal_handler(signal.SIGCHLD, child_ended)
-    # Thousands of exits fill the loop's buffer of signals. One signal in it is enough, and asyncio would log each
-    # further one.
+    # Thousands of exits fill the loop's signal buffer. Do not warn about that, because one signal in the buffer is
+    # enough.
     signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
     reap_on()
     try:
@@ -61,7 +62,8 @@ def reap_some() -> bool:
     """Reap a limited number of dead children. Return True if there may be more."""
     for _ in range(MAX_REAPED):
         try:
-            # Peek first, then reap by pid: the pid cannot be reused before its status is delivered.
+            # Look at the status first and reap by pid afterwards, so that the pid cannot be reused before its status is
+            # delivered.
             dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return False

@@ -21,12 +21,16 @@ from agent_shim.host.descriptors import closing
 SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolvconf", "/run/systemd/resolve")
 """Directories that every process may read and execute."""
 NAMESPACES: Final = ("mnt", "pid", "ipc", "uts")
-"""Namespaces that bpm creates. The network of the container stays."""
+"""Namespaces that bpm creates. Processes keep the container's network."""
 INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm/bin/tini")
-"""Paths of bpm's init in a container. The init of ``host.sandbox_exec`` needs some MB for each process."""
+"""Paths at which bpm's init may be found in a container. It is preferred to the init of ``host.sandbox_exec``, which
+takes some MB per process.
+"""
 OVERFLOW_UID: Final = 65534
 PREPARE_TIMEOUT_S: Final = 30.0
-"""For the preparation of a program, which reads its file: a dead file server must not hold the starts of others."""
+"""Timeout for preparing a program. That reads the program's file, and a dead file server must not hold up other
+starts.
+"""
 PROBE_PROGRAM: Final = "/bin/true"
 _PROGRAM: Final = f"""\
 import sys
@@ -38,7 +42,7 @@ sys.exit(main(sys.argv))"""
 class Isolation(NamedTuple):
     """Isolation available to processes of bpm.yml. ``obstacle`` is the reason why the level is not 1.
 
-    ``memory`` and ``processes`` are true if the kernel can enforce these limits (in a cgroup for each process).
+    ``memory`` and ``processes`` are True if the kernel can enforce these limits, with a cgroup for each process.
     """
 
     level: int
@@ -55,7 +59,7 @@ def place(
 
 
 def exec_spec(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
-    """Describe the execution of ``argv`` as the current user without any confinement, except as ``members`` say."""
+    """Describe the execution of ``argv`` as the current user and unconfined, apart from what ``members`` specify."""
     made: sandbox_exec.ExecSpec = {
         "argv": list(argv),
         "env": {},
@@ -91,7 +95,7 @@ Start: TypeAlias = Callable[[Sequence[str], int], Awaitable[process.Process]]
 async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[process.Process]:
     """Yield the process that executes the program when the block ends. If the block fails, it exits instead.
 
-    With namespaces it is their first one, with its pid in ours. Raises ``HostError``.
+    With new namespaces this is the first process in them, identified by its pid in our namespace. Raises ``HostError``.
     """
     with files.attempting(f"run {spec['argv'][0]}"):
         ours, theirs = socket.socketpair()
@@ -102,7 +106,7 @@ async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[p
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(PREPARE_TIMEOUT_S):
-                with contextlib.suppress(ConnectionError):  # it has exited, and its status is the report
+                with contextlib.suppress(ConnectionError):  # the process has exited, and its status tells why
                     await loop.sock_sendall(ours, json.dumps({**spec, "gate": True}).encode() + b"\n")
                     if spec["namespaces"]:
                         started = await _child(started, ours)
@@ -115,7 +119,7 @@ async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[p
 
 
 async def _child(parent: process.Process, gate: socket.socket) -> process.Process:
-    """Adopt the child that ``parent`` cloned. The gate reports its pid or the error that ended it."""
+    """Adopt the child that ``parent`` cloned. The gate reports its pid, or the error with which it failed."""
     loop = asyncio.get_running_loop()
     report = await loop.sock_recv(gate, 4096)
     status = await parent.wait()
@@ -128,7 +132,7 @@ async def _child(parent: process.Process, gate: socket.socket) -> process.Proces
 
 
 async def isolation() -> Isolation:
-    """Detect the isolation that this container allows, by trying it: about 50 ms."""
+    """Detect the isolation that this container allows by trying it. This takes about 50 ms."""
     offered = await asyncio.to_thread(job_cgroups.offered)
     obstacle = await _try_namespaces()
     level = 1 if not obstacle else 2 if sandbox_exec.landlock_version() else 3
@@ -149,7 +153,7 @@ async def _try_namespaces() -> str:
         try:
             async with prepared(wanted, start) as running:
                 pass
-            async with asyncio.timeout(PREPARE_TIMEOUT_S):  # another process of its user may stop it
+            async with asyncio.timeout(PREPARE_TIMEOUT_S):  # another process of the same user may stop it
                 status = await running.wait_or_terminate(0.0)
             if status == 0:
                 return ""

@@ -1,17 +1,19 @@
 """Last steps of a process before it executes a job's program: namespaces, limits, user, capabilities, mounts.
 
-A separate program, whose command is ``sandbox.launcher``: none of its code runs in the daemon between fork and exec,
-and none remains once the job's program runs, which keeps the pid. Only a pid namespace keeps an init above it. ``FD``,
-its argument, holds the ``ExecSpec`` as a line of JSON. After a failed step, reported on stderr, the program is not run:
-127.
+This is a separate program, started with ``sandbox.launcher``. None of its code runs in the daemon between fork and
+exec, and none remains once it has executed the job's program, which keeps the pid. Only in a pid namespace does an init
+remain above the program. The argument ``FD`` is a descriptor from which the ``ExecSpec`` is read as a line of JSON. If
+a step fails, it is reported on stderr, the job's program is not run, and the exit code is 127.
 
-With a ``gate`` FD 0 is a socket. The peer gets the pid (as text) if it differs from that of this program, or the reason
-for a failure, and sends one byte to let the program run. If it closes the socket, this process exits.
+With a ``gate``, descriptor 0 is a socket. The peer receives the pid (as text) if it differs from that of this program,
+or the reason of a failure, and sends one byte to let the program run. If the peer closes the socket, this process
+exits.
 
-Every mount source is opened once, before any privilege is dropped: links are followed only if root made them, and
-mounts and rules are made from descriptors. A job can replace a directory at any moment, but not an open one.
+Every mount source is opened once, before any privilege is dropped, and links are followed only if root made them.
+Mounts and rules are then made from the open descriptors, because a job can replace a directory at any moment, but not
+one that is already open.
 
-It needs the standard library only: packages are not searched at its start.
+It imports only the standard library, so that Python need not search for packages when it starts.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ _REFER, _TRUNCATE = 1 << 13, 1 << 14
 _EVERYTHING: Final = (1 << 15) - 1
 _OF_FILES: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _SCOPE_SIGNAL: Final = 2
-"""Blocks signals to processes outside. Since version 6. Abstract sockets belong to the network, which bpm shares."""
+"""Blocks signals to processes outside (since Landlock version 6). Abstract sockets are not restricted, because they
+belong to the network, which bpm shares.
+"""
 
 # Additions to a new root file system beside the mounts (bpm-release src/bpm/runc/specbuilder/specbuilder.go).
 _NODES: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
@@ -96,9 +100,10 @@ _NEW_ROOT: Final = "/dev"
 
 
 class BindMount(TypedDict):
-    """A file or directory ``source`` with all below it, visible at ``path``.
+    """A file or a directory tree ``source``, made visible at ``path``.
 
-    Read-only unless ``write``, not executable unless ``run``. Mounts below a ``shared`` one appear on both sides.
+    It is read-only unless ``write``, and nothing in it is executable unless ``run``. With ``shared``, mounts made below
+    it on either side appear on both.
     """
 
     path: str
@@ -109,13 +114,14 @@ class BindMount(TypedDict):
 
 
 class ExecSpec(TypedDict):
-    """A program and its confinement. ``uid`` and ``gid`` of None keep the current user. ``capabilities`` are numbers.
+    """A program and its confinement. If ``uid`` and ``gid`` are None, the current user is kept. ``capabilities`` are
+    numbers.
 
-    ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits. ``cgroups`` are directories to join.
-    ``places`` of None allows every path. With ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) new ones are created
-    and only the places are visible, each at its ``path``; without them Landlock restricts access to the sources, and
-    ``may_signal`` allows signals to processes outside. With ``has_init`` the program runs below an init: the first
-    executable of ``inits``, or this process. ``enter`` is the pid of a process whose namespaces are joined.
+    ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits. ``cgroups`` are directories to join. If
+    ``places`` is None, every path is accessible. With ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) new ones are
+    created and only the places are visible, each at its ``path``; without them Landlock restricts access to the
+    sources, and ``may_signal`` allows signals to processes outside. With ``has_init`` the program runs below an init:
+    the first executable of ``inits``, or this process. ``enter`` is the pid of a process whose namespaces are joined.
     ``terminal`` is a descriptor below 3 that becomes the controlling terminal of a new session.
     """
 
@@ -139,12 +145,12 @@ class ExecSpec(TypedDict):
 
 
 class StepError(Exception):
-    """Names the failed step, the path if there is one, and the reason."""
+    """A failed step. The text names the step, the path if there is one, and the reason."""
 
 
 @contextlib.contextmanager
 def _step(what: str) -> Iterator[None]:
-    """Raise an ``OSError`` of the block as ``StepError``: ``STEP: PATH: REASON``."""
+    """Convert an ``OSError`` in the block to a ``StepError`` with the text ``STEP: PATH: REASON``."""
     try:
         yield
     except OSError as exc:
@@ -196,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _read(descriptor: int) -> tuple[ExecSpec, bool]:
-    """Read the spec. True if the byte that opens the gate arrived with it."""
+    """Read the spec. The second value is True if the byte that opens the gate arrived with it."""
     text = b""
     while b"\n" not in text and (chunk := os.read(descriptor, 65536)):
         text += chunk
@@ -247,7 +253,7 @@ def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
         if spec["places"] is not None and not spec["namespaces"]:
             _restrict(rules, may_signal=spec["may_signal"])
         elif spec["namespaces"] and not may_mount and landlock_version():
-            # Landlock always forbids mounts, also in a new user namespace. This rule allows all else.
+            # Landlock always forbids mounting, even in a new user namespace. This rule allows everything else.
             _restrict([(trusted_path.hold("/"), _EVERYTHING)], may_signal=True)
 
 
@@ -271,7 +277,7 @@ def _set_limits(limits: Mapping[str, int]) -> None:
 
 
 def reset_oom_score(score: str = "/proc/self/oom_score_adj") -> None:
-    """Reset a negative OOM score: the agent may be spared by the OOM killer, a job is not."""
+    """Reset a negative OOM score. The agent may be protected from the OOM killer, but jobs must not inherit that."""
     with contextlib.suppress(OSError), open(score, "r+") as file:
         if int(file.read()) < 0:
             file.write("0")
@@ -281,14 +287,18 @@ def reset_oom_score(score: str = "/proc/self/oom_score_adj") -> None:
 
 
 def _drop_bounding(kept: Iterable[int]) -> None:
-    """Drop capabilities from the bounding set. Without SETPCAP it stays, and NO_NEW_PRIVS protects alone."""
+    """Drop capabilities from the bounding set. Without CAP_SETPCAP the set stays as it is, and only NO_NEW_PRIVS
+    protects.
+    """
     for number in range(64):
         if number not in kept and _libc().prctl(_CAPBSET_READ, number, 0, 0, 0) == 1:
             _libc().prctl(_CAPBSET_DROP, number, 0, 0, 0)
 
 
 def _set_capabilities(wanted: Sequence[int]) -> None:
-    """Set exactly these capabilities, kept over exec by the ambient set. Raises ``OSError`` for a missing one."""
+    """Set exactly these capabilities, and keep them across exec with the ambient set. Raises ``OSError`` if one is
+    unavailable.
+    """
     mask = sum(1 << number for number in wanted)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION, 0))
@@ -303,7 +313,7 @@ def _set_capabilities(wanted: Sequence[int]) -> None:
 
 
 def _unshare(spec: ExecSpec) -> int:
-    """Clone a sibling in new namespaces with the mounts as its root. Returns like fork: 0 in the child."""
+    """Clone a sibling process in new namespaces, with a root made of the mounts. Returns like fork: 0 in the child."""
     places = spec["places"] or []
     with _step("share a volume"):
         for place in places:
@@ -321,9 +331,9 @@ def _unshare(spec: ExecSpec) -> int:
 
 
 def make_shared(path: str) -> None:
-    """Make a mount point shared, so that mounts below it propagate to every namespace that has it.
+    """Make a mount point shared, so that mounts below it propagate to every namespace that contains it.
 
-    ``path`` is opened once: the mount is made on the open directory, whatever the path names later.
+    ``path`` is opened once, and the mount is made on the open directory, whatever the path refers to later.
     """
     held = trusted_path.hold(path)
     try:
@@ -337,7 +347,7 @@ def make_shared(path: str) -> None:
         if not is_mounted:
             _mount(place, place, None, _MS_BIND | _MS_REC)
             os.close(held)
-            held = trusted_path.hold(path)  # the first descriptor is below the new mount
+            held = trusted_path.hold(path)  # the first descriptor refers to the directory under the new mount
             place = f"/proc/self/fd/{held}"
         if not is_mounted or not any(field.startswith(b"shared:") for field in fields[6:]):
             _mount(None, place, None, _MS_SHARED | _MS_REC)
@@ -355,23 +365,24 @@ def _unescaped(field: bytes) -> str:
 
 
 def _is_our_link(path: str) -> bool:
-    """True for a link of root. One of the job may lead elsewhere at any moment."""
+    """Return True for a link that root owns. A job could redirect its own link at any moment."""
     try:
         found = os.lstat(path)
-    except OSError:  # the mount point may have a path of its own
+    except OSError:  # the path need not exist outside the new root
         return False
     return stat.S_ISLNK(found.st_mode) and found.st_uid == os.getuid()
 
 
 def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
-    """Build and enter a root file system with only the places and the kernel's own mounts.
+    """Build a root file system that contains only the places and the kernel's own mounts, and enter it.
 
-    All sources are opened first: the new root covers the old one. A place at ``/`` becomes the root, below the others.
+    All sources are opened first, because the new root hides the old one. A place at ``/`` becomes the root itself, and
+    the others are mounted on top.
     """
     nodes = [BindMount(path=each, source=each, write=True, run=False, shared=False) for each in _NODES]
     shown = sorted([*places, *nodes], key=lambda place: place["path"].count("/"))  # parents before their children
     trees = {place["path"]: tree for place in shown if (tree := _tree(place, is_masked=is_masked)) is not None}
-    # A mount above may contain a link of that name, as /var/vcap/jobs does. The mount is then made at the link's
+    # A parent mount may contain a link with that name, as /var/vcap/jobs does. The mount is then made at the link's
     # target.
     below = [path for path in trees if any(path.startswith(f"{each}/") for each in trees)]
     ends = {path: os.path.realpath(path) for path in below if _is_our_link(path)}
@@ -386,7 +397,7 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     os.chdir(_NEW_ROOT)
     if root is not None:
         _mount("tmpfs", "dev", "tmpfs", *empty)
-        # Links like /bin belong to that root and lead to directories in it.
+        # Links such as /bin are part of that root and point to directories in it.
         trees = {path: tree for path, tree in trees.items() if not os.path.islink(path[1:])}  # noqa: PTH114
     umask = os.umask(0o022)
     for kind, path, flags, options in _KERNEL:
@@ -394,7 +405,7 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
         with contextlib.suppress(OSError) if kind == "mqueue" else contextlib.nullcontext():
             _mount(kind, path[1:], kind, flags, options)
     for path, tree in trees.items():
-        if root is None or path.startswith("/dev/"):  # a root directory that was requested as a mount is not modified
+        if root is None or path.startswith("/dev/"):  # do not modify a directory that was requested as the root
             for each in {path, ends.get(path, path)}:
                 _make_point(each[1:], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
     for path, target in _LINKS.items():
@@ -443,7 +454,7 @@ def _set_attributes(tree: int, path: str, attributes: int, propagation: int = 0)
 
 
 def _attach(tree: int, path: str) -> None:
-    """Mount a tree at ``path``, onto an open descriptor: a job may replace a path that it can write."""
+    """Mount a tree at ``path``, onto an open descriptor because a job may replace a path that it can write to."""
     held = trusted_path.hold(path)
     flags = _MOVE_FROM_FD | _MOVE_ONTO_FD
     _checked(_libc().syscall(_MOVE_MOUNT, tree, b"", held, b"", flags), "mount", path)
@@ -452,7 +463,7 @@ def _attach(tree: int, path: str) -> None:
 
 
 def _mask() -> None:
-    """Hide sensitive kernel files. Make kernel controls read-only."""
+    """Hide sensitive kernel files and make kernel controls read-only."""
     for path in _READ_ONLY:
         with contextlib.suppress(FileNotFoundError):
             tree = _open_tree(path)
@@ -479,7 +490,7 @@ def _enter(spec: ExecSpec, pid: int) -> int:
         descriptor = os.pidfd_open(pid)
         _checked(_libc().setns(descriptor, flags), "setns")
         os.close(descriptor)
-    child = os.fork()  # A process cannot change its own pid namespace, only that of its children.
+    child = os.fork()  # A process cannot change its own pid namespace, only that of its future children.
     if child == 0:
         _take_terminal(spec)
         _become(spec)
@@ -493,17 +504,17 @@ def _enter(spec: ExecSpec, pid: int) -> int:
 
 
 def _run_below_init(spec: ExecSpec) -> None:
-    """Run the program below an init, as scripts of releases expect. Returns in the process that executes it.
+    """Run the program below an init, as release scripts expect. Returns in the process that will execute it.
 
-    Without an executable of ``inits`` this process becomes the init: it forwards signals to the program alone, reaps
-    orphans, and exits as the program does. In a pid namespace that ends all other processes.
+    If none of ``inits`` can be executed, this process becomes the init: it forwards signals to the program alone, reaps
+    orphans, and exits with the program's status. In a pid namespace its exit kills all other processes.
     """
     program = spec["argv"][0]
     os.stat(program)  # noqa: PTH116 - raises
     if not os.access(program, os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), program)
     if os.getpid() != 1:
-        _prctl(_CHILD_SUBREAPER, 1)  # survives exec, not fork
+        _prctl(_CHILD_SUBREAPER, 1)  # inherited across exec but not by fork
     for init in spec["inits"]:
         if os.access(init, os.X_OK):
             spec["argv"] = [init, "--", *spec["argv"]]
@@ -546,7 +557,7 @@ def _exit_code(status: int) -> int:
 
 
 def landlock_version() -> int:
-    """Return the Landlock version of this kernel. 0 without Landlock or if a sandbox forbids it."""
+    """Return the Landlock version of this kernel, or 0 if it has no Landlock or a sandbox forbids its use."""
     version: int = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     return max(0, version)
 
@@ -554,7 +565,7 @@ def landlock_version() -> int:
 def _rules(places: Sequence[BindMount]) -> list[tuple[int, int]]:
     """Open the places and return a Landlock rule for each: descriptor and access rights. Skips paths that do not exist.
 
-    Directories may be listed everywhere: Landlock cannot allow only the parents of a place.
+    Listing is allowed for all directories, because Landlock cannot allow it for the parents of a place only.
     """
     rules = [(trusted_path.hold("/"), _READ_DIR)]
     for place in places:

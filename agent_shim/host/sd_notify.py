@@ -1,6 +1,7 @@
 """Notification of systemd (sd_notify(3)): ready, watchdog, stopping.
 
-Does nothing without a socket. The variables of the protocol are removed from the environment: they are not for jobs.
+Does nothing without a socket. The variables of the protocol are removed from the environment so that jobs do not
+inherit them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ BEATS: Final = 3
 
 
 class Notifier(msgspec.Struct, frozen=True):
-    """Client of systemd's socket ``address`` ("" for none). ``patience`` is its watchdog timeout in seconds or 0."""
+    """Client of the systemd socket at ``address`` ("" for none). ``patience`` is systemd's watchdog timeout in seconds,
+    or 0.
+    """
 
     address: str = ""
     patience: float = 0.0
@@ -35,11 +38,11 @@ class Notifier(msgspec.Struct, frozen=True):
 
     @property
     def period(self) -> float:
-        """Return the interval of beats in seconds. 0 without a watchdog."""
+        """Return the interval between beats in seconds, or 0 without a watchdog."""
         return self.patience / BEATS
 
     def beat(self) -> None:
-        """Report that the agent is alive. Called by ``host.watchdog`` from its thread until that ends the process."""
+        """Report that the agent is alive. The thread of ``host.watchdog`` calls this until it ends the process."""
         if self.patience:
             self._send("WATCHDOG=1")
 

@@ -1,7 +1,7 @@
-"""Another tree as ``/var/vcap``, for this process and its children: jobs of releases name that path.
+"""Show another tree as ``/var/vcap`` to this process and its children, because release jobs refer to that path.
 
-A mount namespace has the tree in place of the real one; without root a user namespace comes with it, in which the user
-keeps its id. Nothing outside the namespaces changes. Needs a process with one thread.
+A new mount namespace has the tree in place of the real directory. An ordinary user also gets a user namespace, which
+keeps the user's id. Nothing changes outside the namespaces. The process must have only one thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def show_as_vcap(tree: Path) -> None:
 
 
 def _make_place(place: Path, tree: Path) -> None:
-    """Make the directory ``place`` in a copy of its parent, with all other entries of the parent."""
+    """Create the directory ``place`` in a copy of its parent that contains all other entries of the parent."""
     parent, copy = place.parent, tree / ".parent"
     copy.mkdir(exist_ok=True)
     mounts.mount_tmpfs(copy)
@@ -55,7 +55,7 @@ def _make_place(place: Path, tree: Path) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Give up the capabilities in the user namespace, which the mounts needed."""
+    """Drop the capabilities in the user namespace, which only the mounts needed."""
     import ctypes
 
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)

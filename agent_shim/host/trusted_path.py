@@ -1,6 +1,6 @@
-"""The walk along a path on which a job may put links: links are followed if root made them where only root can.
+"""Opens paths on which a job may put links. Only links that root made in places where only root can write are followed.
 
-``host.sandbox_exec`` imports this in a process that becomes a job: it needs the standard library only.
+``host.sandbox_exec`` imports this in a process that becomes a job, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Final
 from agent_shim.host import user_namespace
 
 _MAX_LINKS: Final = 40
-"""Links in one path, as in the kernel."""
+"""Maximum number of links in one path, as in the kernel."""
 _HELD: Final = "/proc/self/fd/"
 
 
 def hold(path: str | os.PathLike[str], *, make: int | None = None) -> int:
     """Hold the file at ``path`` without opening it (``O_PATH``). Raises ``OSError`` with the path.
 
-    With ``make``, the mode of the last one, missing directories are made (0777 above it, less the umask), and the last
-    name may not be a link. The walk goes step by step: a link that replaces a directory is either met and named in the
-    error, or no longer on the path.
+    With ``make``, missing directories are created, the last with this mode and those above it with 0777 less the umask,
+    and the last name must not be a link. The path is opened one directory at a time, so a link that replaces a
+    directory is either met and named in the error, or comes too late to matter.
     """
     top, rest = start(path)
     links = 0
@@ -64,10 +64,10 @@ def hold(path: str | os.PathLike[str], *, make: int | None = None) -> int:
 
 
 def start(path: str | os.PathLike[str]) -> tuple[str, deque[str]]:
-    """Return the start of ``path`` and the names below it.
+    """Return the directory at which ``path`` starts and the names below it.
 
-    ``/proc/self/fd/N`` is a start of its own: the directory that descriptor N holds. The text of that link may name
-    another directory by now, for example a directory mounted over it.
+    A path may start at ``/proc/self/fd/N``, the directory that descriptor N holds. It is not resolved by its text,
+    which may name another directory by now, such as one mounted over it.
     """
     text = os.fspath(path)
     top = "/" if text.startswith("/") else "."
@@ -75,12 +75,12 @@ def start(path: str | os.PathLike[str]) -> tuple[str, deque[str]]:
         number, _, rest = text.removeprefix(_HELD).partition("/")
         if number.isdecimal():
             top, text = _HELD + number, rest
-    # A ``..`` stays, and goes up from where the walk is.
+    # Keep a ``..``, which leads up from the directory reached so far.
     return top, deque(name for name in text.split("/") if name not in ("", "."))
 
 
 def refuse_link(name: str, link: os.stat_result, directory: os.stat_result) -> None:
-    """Raise ``OSError`` for a link that a job may have made, or may have moved here from root's."""
+    """Raise ``OSError`` for a link that a job may have made, or that root made and a job may have moved here."""
     trusted = trusted_users()
     if link.st_uid not in trusted:
         raise OSError(errno.ELOOP, f"the path contains a link, {name!a}, of user {link.st_uid}")

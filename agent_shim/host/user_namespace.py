@@ -1,4 +1,4 @@
-"""User namespaces, in which root is not the machine's root. ``bpm logs`` loads this: it imports nothing."""
+"""User namespaces, in which root is not the machine's root. This imports nothing, because ``bpm logs`` loads it."""
 
 from __future__ import annotations
 

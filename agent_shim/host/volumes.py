@@ -1,7 +1,8 @@
-"""Volumes mounted by the container runtime, placed at a second path: by a bind mount or, where forbidden, by a link.
+"""Makes volumes that the container runtime mounted visible at a second path, with a bind mount or, where that is
+forbidden, a link.
 
-The volume itself, its mount and its propagation are never changed. Only mounts and links made here are removed.
-Everything blocks. Failures are ``HostError`` with ``errno``.
+The volume itself, its mount and its propagation are never changed, and only mounts and links made here are removed.
+Everything blocks. Failures raise ``HostError`` with ``errno``.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ FLAGS: Final = {
     "nodiratime": 1 << 11,
     "relatime": 1 << 21,
 }
-"""Options of a mount itself, independent of its file system (include/uapi/linux/mount.h)."""
+"""Options of the mount itself rather than of its file system (include/uapi/linux/mount.h)."""
 
 
 def is_directory(path: Path) -> bool:
-    """Return True for a reachable directory. An unreachable one (dead NFS server) counts as missing."""
+    """Return True for a reachable directory. An unreachable one, for example on a dead NFS server, counts as
+    missing.
+    """
     return os.path.isdir(path)  # noqa: PTH112 - that of Path raises for it
 
 
 def is_there(path: Path) -> bool:
-    """Return True if something reachable is at ``path``, or where a link at it leads."""
+    """Return True if ``path``, or the target of a link there, exists and is reachable."""
     return os.path.exists(path)  # noqa: PTH110 - that of Path raises for what is unreachable
 
 
@@ -55,7 +58,7 @@ def shows(place: Path, volume: Path) -> bool:
 
 
 def can_bind(scratch: Path) -> bool:
-    """Return True if this container may bind mount. Found by trial below ``scratch``, in a new mount namespace."""
+    """Return True if this container may create bind mounts. Tries it below ``scratch`` in a new mount namespace."""
     allowed = []
 
     def attempt() -> None:
@@ -64,7 +67,7 @@ def can_bind(scratch: Path) -> bool:
             mounts.try_bind(scratch)
             allowed.append(True)
 
-    # A mount namespace belongs to a thread. This one ends with it.
+    # The new mount namespace belongs to this thread alone and is removed when the thread ends.
     trial = threading.Thread(target=attempt, name="can_bind")
     trial.start()
     trial.join()
@@ -76,7 +79,7 @@ def show(volume: Path, place: Path, *, bind: bool) -> None:
     if shows(place, volume):
         return
     if bind:
-        if place.is_symlink():  # from a container with fewer privileges
+        if place.is_symlink():  # left by a container with fewer privileges
             files.remove_tree(place)
         if not place.exists():
             files.make_dir(place, 0o700)
@@ -108,16 +111,19 @@ def take_away(place: Path) -> None:
 
 
 def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
-    """Copy the options of ``like``'s mount to ``place``'s, and add the options of ``more`` valid for a bind mount."""
+    """Copy the mount options of ``like`` to the mount at ``place``, and add those of ``more`` that are valid for a bind
+    mount.
+    """
     flags = flags_to_set(place, like, more, mounts.mounts())
     if flags is not None:
         mounts.set_flags(place, flags)
 
 
 def flags_to_set(place: Path, like: Path, more: Collection[str], table: Sequence[mounts.Mount]) -> int | None:
-    """Return the mount flags that :func:`set_options` sets. None if they are right, or if this is no second mount.
+    """Return the mount flags that :func:`set_options` sets. None if they are already set, or if ``place`` is not a
+    second mount.
 
-    A remount replaces all options, and in a user namespace it may drop none.
+    A remount replaces all options, but in a user namespace it must not drop any.
     """
     if place.is_symlink() or place == like or not mounts.is_mount_point(place, table):
         return None
