@@ -7,12 +7,10 @@ import ctypes
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from agent_shim.host import proc, process, reaper
-from tests.support.programs import is_alive, number_in
 
 
 def _is_subreaper() -> bool:
@@ -59,23 +57,6 @@ async def test_reaper_reaps_all_dead_children_including_earlier_ones(monkeypatch
             await asyncio.sleep(0)
 
     assert answers == []
-
-
-async def test_orphan_remains_in_the_group_of_its_dead_leader(tmp_path: Path) -> None:
-    """It was forked in the last moment of its leader, and was reparented to the agent."""
-    with reaper.reaping():
-        child = process.spawn(
-            ["/bin/sh", "-c", f"trap '' TERM; sleep 600 & echo $! >{tmp_path}/pid"],
-            env={"PATH": "/bin:/usr/bin"},
-        )
-        await child.wait()
-        member = number_in(tmp_path / "pid")
-        assert member is not None
-        assert is_alive(member)
-
-        await child.terminate(0.05)
-
-        assert not is_alive(member)
 
 
 async def test_many_exits_do_not_displace_other_signals(capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ class Coming:
         self.was_cut_short = False
         self.is_over = asyncio.Event()
         self.tasks = Tasks(base / "tasks.json")
-        self.supervisor = SimpleNamespace(is_held=True, is_wanted=True, resume=self._go_on, hold=lambda _: None)
+        self.supervisor = SimpleNamespace(is_held=True, is_wanted=True, end_hold=self._go_on, hold=lambda _: None)
         self.agent = SimpleNamespace(
             tasks=self.tasks,
             supervisor=self.supervisor,
