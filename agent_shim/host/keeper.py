@@ -1,10 +1,10 @@
 """Keepers: small processes that each run one program and keep everything that it starts below themselves.
 
-``keeper.c`` describes the program and its protocol. A keeper is a child subreaper, so the kernel says which processes
-belong to the program: those below its keeper. A keeper survives the agent. The next one finds its socket in a directory
-that only root (or the agent's user) can enter, and learns how the program ended if it did.
+``keeper.c`` describes the program and its protocol. A keeper is a child subreaper, so the kernel knows which processes
+belong to its program: all descendants of the keeper. A keeper survives the agent. The next agent finds the keeper's
+socket in a directory that only root (or the agent's user) can enter, and learns whether and how the program ended.
 
-Call everything on the event loop's thread, except the functions that block, which say so.
+Call everything on the event loop's thread, except the functions whose documentation says that they block.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from agent_shim.host.process import Process
 logger = logging.getLogger(__name__)
 
 PROGRAM: Final = Path(__file__).with_name("keeper")
-"""The executable. ``hatch_build.py`` makes it from ``keeper.c``."""
+"""The executable, which ``hatch_build.py`` compiles from ``keeper.c``."""
 SLOTS: Final = 16
-"""Processes beside the program whose exits one keeper remembers for its agent."""
+"""Number of processes, besides the program, whose exits a keeper remembers for its agent."""
 START_TIMEOUT_S: Final = 30.0
-"""For the execution of a program: its file may be on a dead file server."""
+"""Timeout for executing a program, whose file may be on a dead file server."""
 ANSWER_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
-"""For the end of everything that was killed. A process stuck in the kernel takes longer."""
+"""How long to wait until everything that was killed has ended. A process that is stuck in the kernel takes longer."""
 _PACKET_BYTES: Final = 4096
 _MAX_NAME_BYTES: Final = 220
 _NAME: Final = re.compile(r"(?P<label>[^@]+)@(?P<ticks>[0-9a-f]+)-[0-9a-f]{8}")
-"""Name of a socket: the quoted label, and ticks since the boot before its keeper began."""
+"""Name of a socket: the quoted label and a time, in ticks since boot, before its keeper started."""
 _NOT_EXECUTABLE: Final = 8
-"""``MFD_NOEXEC_SEAL`` of ``linux/memfd.h``, which ``vm.memfd_noexec`` may require. Since Linux 6.3."""
+"""``MFD_NOEXEC_SEAL`` of ``linux/memfd.h`` (since Linux 6.3), which ``vm.memfd_noexec`` may require."""
 
 
 class User(msgspec.Struct, frozen=True):
-    """A user to switch to. None keeps what the agent has."""
+    """A user to switch to. None keeps the agent's own."""
 
     uid: int | None = None
     gid: int | None = None
@@ -64,13 +64,13 @@ class User(msgspec.Struct, frozen=True):
 
 
 class Program(msgspec.Struct, frozen=True):
-    """A program to run, and how."""
+    """A program to run and its execution parameters."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str = "/"
     stdin: int | None = None
-    """Descriptors of the streams. None is ``/dev/null``."""
+    """Descriptors of the standard streams. None means ``/dev/null``."""
     stdout: int | None = None
     stderr: int | None = None
     user: User = User()
@@ -78,54 +78,55 @@ class Program(msgspec.Struct, frozen=True):
     nice: int = 0
     oom_score_adj: int | None = None
     limits: Mapping[int, tuple[int, int]] = {}
-    """Soft and hard limits by the numbers of ``resource``. -1 is unlimited."""
+    """Soft and hard limits by the constants of the module ``resource``. -1 means unlimited."""
     cgroups: Sequence[int] = ()
     """Descriptors of ``cgroup.procs`` files. A cgroup that cannot be joined is reported in ``State.skipped``."""
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """The end of a process."""
+    """How and when a process ended."""
 
     pid: int
     status: int
     """Exit code, 128+N after signal N."""
     at: float
-    """Seconds since the boot, as in ``clock.boot_time``."""
+    """Seconds since boot, as in ``clock.boot_time``."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A step before the execution of a program that failed."""
+    """A failed step during the preparation or execution of a program."""
 
     step: str
     errno: int
 
 
 class State(msgspec.Struct, frozen=True):
-    """What a keeper reports. Fields that it does not report have their defaults."""
+    """The state that a keeper reports. Fields missing from the report have their defaults."""
 
     keeper: int
     """Its pid."""
     program: int
-    """Pid of the program, also once it has ended."""
+    """Pid of the program, even after it has ended."""
     version: int = 1
     phase: str = "running"
-    """``starting`` until the program is executed, then ``running``, also once it has ended; or ``failed``."""
+    """``starting`` until the program is executed, then ``running``, even after it has ended; or ``failed``."""
     failed: Failure | None = None
     skipped: Failure | None = None
     exits: Mapping[int, Exit] = {}
-    """Ends of processes by slot. Slot 0 is the program."""
+    """Exits of processes by slot. Slot 0 is the program."""
     reaped: int = 0
-    """Number of processes that ended below it as its children."""
+    """Number of its children that have ended, including those that it inherited."""
     is_killing: bool = False
     is_childless: bool = False
-    """Everything below has ended. This is final."""
+    """True once all its descendants have ended. It never becomes False again."""
 
 
 def user(name: str | None, group: str | None) -> User:
-    """Look up the user of a program by names or numbers. Without root it changes nothing.
+    """Look up the user and group of a program, given as names or numbers. If the agent is not root, the program keeps
+    the agent's user.
 
-    As in monit (spawn.c), a user brings neither its group nor its supplementary groups: without ``group`` the agent's
-    group stays. Raises ``HostError`` "there is no user X".
+    As in monit (spawn.c), setting a user sets neither its primary nor its supplementary groups. Without ``group`` the
+    program keeps the agent's group. Raises ``HostError`` "there is no user X".
     """
     if (name is None and group is None) or os.geteuid() != 0:
         return User()
@@ -150,13 +151,13 @@ class Keeper:
         self.name: Final = name
         """Name of its socket."""
         self.label: Final = label_of(name)
-        """Owner of the program: a service, or the scripts of a job. Shortened if it is very long."""
+        """Owner of the program: a service or the scripts of a job. A very long label is shortened."""
         self.state = State(0, 0)
         """Its latest report."""
         self.since = clock.boot_ticks()
-        """Tick at which it had started, or before."""
+        """Tick at or before which the keeper started."""
         self.parent = 0
-        """Its parent, to which its processes would go. 0 if that is not known."""
+        """Pid of its parent, which would inherit its processes. 0 if unknown."""
         self.is_lost = False
         """The keeper was killed: the connection is closed although it was not released and had processes below."""
         self.on_change: Callable[[], None] | None = None
@@ -165,7 +166,7 @@ class Keeper:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self.is_released = False
-        """Told to exit once it has nothing below. The connection is closed."""
+        """The keeper was told to exit once it has no descendants, and the connection is closed."""
         self._changed = asyncio.Event()
         self._answers: deque[asyncio.Future[State]] = deque()
         self._slots: dict[int, tuple[int, int]] = {}
@@ -179,17 +180,17 @@ class Keeper:
 
     @property
     def pid(self) -> int:
-        """Pid of the keeper: everything below it belongs to ``label``."""
+        """Pid of the keeper. All its descendants belong to ``label``."""
         return self.state.keeper
 
     @property
     def key(self) -> str:
-        """Beginning of its socket's name, which tells labels apart: ``prefix(label)``."""
+        """Beginning of its socket's name, which is unique to the label: ``prefix(label)``."""
         return self.name.rpartition("@")[0]
 
     @property
     def program_exit(self) -> Exit | None:
-        """The end of the program. None while it runs, and if it was not executed."""
+        """How the program ended. None while it runs, or if it was never executed."""
         return None if self.state.failed else self.state.exits.get(0)
 
     def exit_of(self, identity: tuple[int, int]) -> Exit | None:
@@ -201,7 +202,7 @@ class Keeper:
     async def status_of(self, identity: tuple[int, int]) -> int | None:
         """Return the status of a process that has ended. None if its own parent reaped it, or the keeper is lost.
 
-        The keeper reaps its children soon. One that another process is to reap is not waited for.
+        The keeper reaps its own children soon. This does not wait for a process that another process has to reap.
         """
         is_asked = False
         while (ended := self.exit_of(identity)) is None and not self.is_lost:
@@ -212,14 +213,14 @@ class Keeper:
                         await self._changed.wait()
             elif is_asked:
                 break
-            else:  # It has been reaped. If the keeper did that, its answer says how the process ended.
+            else:  # The process has been reaped. If the keeper reaped it, the answer says how the process ended.
                 is_asked = True
                 with contextlib.suppress(HostError):
                     await self.request("state")
         return None if ended is None else ended.status
 
     def adopt(self, pid: int, start_ticks: int | None = None) -> Process | None:
-        """Watch a process below. None if it is gone, a zombie, or did not start at ``start_ticks``."""
+        """Watch a descendant. Return None if it is gone, is a zombie, or did not start at ``start_ticks``."""
         found = process.adopt(pid, start_ticks, self)
         if found is not None and pid != self.state.program:
             with contextlib.suppress(HostError):  # its exit status will be unknown
@@ -227,11 +228,11 @@ class Keeper:
         return found
 
     async def program_process(self) -> Process:
-        """Return the program, which may have ended. Then its start time is that of its keeper."""
+        """Return the program. If it has ended, its start time is given as that of its keeper."""
         running = None if self.program_exit else process.adopt(self.state.program, None, self)
         if running is not None and proc.nearest(running.identity, (self.pid,)) == self.pid:
             return running
-        if running is not None:  # its pid belongs to another process by now
+        if running is not None:  # its pid now belongs to another process
             running.release()
         with contextlib.suppress(HostError):
             await self.wait()
@@ -252,8 +253,11 @@ class Keeper:
         return self.program_exit
 
     async def is_childless_within(self, seconds: float) -> bool:
-        """Wait until everything below has ended. False if that takes longer. Raises ``HostError`` once it is lost."""
-        # Not asyncio.timeout: before Python 3.11.3 it never expires in a cancelled task, as callers are.
+        """Wait until all descendants have ended. Return False if that takes longer. Raises ``HostError`` once the
+        keeper is lost.
+        """
+        # Do not use asyncio.timeout. Before Python 3.11.3 it never expires in a task that is being cancelled, as
+        # callers may be.
         waiting = asyncio.ensure_future(self.until(lambda: self.state.is_childless))
         try:
             done, _ = await asyncio.wait({waiting}, timeout=seconds)
@@ -264,7 +268,7 @@ class Keeper:
         return self.state.is_childless
 
     def processes(self) -> list[proc.Stat]:
-        """List the living processes below it. Blocks."""
+        """List its living descendants. Blocks."""
         return [each for each in proc.below(self.pid).values() if each.is_alive] if self.pid else []
 
     # --- acting -----------------------------------------------------------------------------------------------------
@@ -281,7 +285,7 @@ class Keeper:
         pid, start_ticks = identity
         if identity in self._slots.values() or self.exit_of(identity) is not None:
             return None
-        # Exits that earlier agents wanted are kept while there is room.
+        # Keep the exits that earlier agents asked for while there is room.
         for slot in [
             slot for slot, watched in self._slots.items() if slot in self.state.exits and not proc.is_there(watched)
         ]:
@@ -294,22 +298,22 @@ class Keeper:
         return self._send(f"watch {slot} {pid} {start_ticks * 1000 // clock.TICKS}")
 
     async def send_all(self, number: signal.Signals) -> list[proc.Stat]:
-        """Send a signal once to each process below it now. Return them."""
+        """Send a signal once to each current descendant. Return those processes."""
 
         def send() -> list[proc.Stat]:
             found = self.processes()
             return [each for each in found if process.send(each.identity, number)]
 
-        return await asyncio.to_thread(send)  # of a pool, because jobs may have left no room for another thread
+        return await asyncio.to_thread(send)  # use a thread of the pool, because jobs may have left no room for another
 
     async def kill(self) -> None:
-        """Let the keeper kill everything below it until nothing is left, without waiting: see
+        """Let the keeper kill its descendants until none is left. Does not wait for that; see
         ``is_childless_within``.
         """
         await self.request("kill")
 
     async def end(self, grace: float) -> bool:
-        """Send SIGTERM to everything below, and SIGKILL after ``grace`` seconds. Return False if some survive that.
+        """Send SIGTERM to all descendants, then SIGKILL after ``grace`` seconds. Return False if some survive that.
 
         ``state.is_killing`` says whether SIGKILL was needed. Raises ``HostError`` if the keeper is lost.
         """
@@ -320,7 +324,7 @@ class Keeper:
         return await self.is_childless_within(KILL_TIMEOUT_S)
 
     async def abandon(self) -> None:
-        """Kill everything below, and release the keeper: nobody waits for its program any more."""
+        """Kill all descendants and release the keeper, because nobody waits for its program any more."""
         try:
             with contextlib.suppress(HostError):
                 await self.end(0)
@@ -328,7 +332,9 @@ class Keeper:
             self.release()
 
     def release(self) -> None:
-        """Let the keeper exit, at once or when everything below has ended, and forget it: its result has been read."""
+        """Let the keeper exit as soon as all its descendants have ended, and forget it, because its result has been
+        read.
+        """
         self.is_released = True
         with contextlib.suppress(OSError):
             self._connection.send(b"release")
@@ -344,7 +350,9 @@ class Keeper:
         self._fail()
 
     async def request(self, text: str) -> State:
-        """Send a request and return the state that answers it. Raises ``HostError``, also for one that it refuses."""
+        """Send a request and return the state in the answer. Raises ``HostError``, also if the keeper refuses the
+        request.
+        """
         return await self._answer(self._send(text))
 
     def _send(self, text: str) -> asyncio.Future[State]:
@@ -395,8 +403,8 @@ class Keeper:
     def _disconnected(self) -> None:
         self.close()
         if not self.is_released:
-            # A keeper without children exits by itself when the machine shuts down. Its last report says it all.
-            # The socket of one that was killed tells the next agent of it, too.
+            # A keeper without children exits by itself when the machine shuts down, and its last report is complete.
+            # The socket of a killed keeper stays, so that the next agent learns about it too.
             self.is_lost = not self.state.is_childless
             if not self.is_lost:
                 with contextlib.suppress(OSError):
@@ -422,10 +430,12 @@ class Keeper:
 async def start(
     directory: Path, label: str, program: Program, made: Callable[[Keeper], None] = lambda _: None
 ) -> Keeper:
-    """Run a program below a keeper of its own. Returns once it is executed. ``directory`` holds the sockets of all.
+    """Run a program below a keeper of its own. Returns once the program is executed. ``directory`` contains the sockets
+    of all keepers.
 
     ``made`` is called with the keeper before it runs the program. Raises ``HostError`` "cannot run PROGRAM: why" if the
-    program is not executed. Then the keeper is released, unless it was killed or the execution hangs in the kernel.
+    program is not executed. In that case the keeper is released, unless it was killed or the execution hangs in the
+    kernel.
     """
     what = f"run {program.argv[0]}"
     with contextlib.ExitStack() as opened, files.attempting(what):
@@ -453,7 +463,7 @@ async def start(
     keeper.state = State(child.pid, 0, phase="starting")
     made(keeper)
     try:
-        # Not wait_for, which before Python 3.12 may swallow a cancellation.
+        # Do not use wait_for, which may swallow a cancellation before Python 3.12.
         async with asyncio.timeout(START_TIMEOUT_S):
             await keeper.until(lambda: keeper.state.phase != "starting")
     except TimeoutError:
@@ -483,7 +493,8 @@ async def start(
 async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
     """Connect to all keepers of an earlier agent. One that does not answer has the pid 0.
 
-    Returns also the names of those that have ended unreleased or cannot be reached, each with the tick of its start.
+    Also returns the names of keepers that ended without being released or that cannot be reached, each with its start
+    tick.
     """
     found = []
     ended: dict[str, int] = {}
@@ -523,9 +534,9 @@ def _begun(name: str) -> int:
 
 
 def living(directory: Path) -> list[State]:
-    """Return the states of the keepers that still have processes below. Blocks for at most a second each.
+    """Return the states of the keepers that still have descendants. Blocks for at most a second per keeper.
 
-    A keeper hears its latest caller alone, so an agent that was connected has lost it.
+    A keeper answers only the latest client, so an agent that was connected to it has lost its connection.
     """
     found = []
     for name in _names(directory):
@@ -538,7 +549,7 @@ def living(directory: Path) -> list[State]:
 
 
 def release_all(directory: Path) -> None:
-    """Let every keeper exit as soon as nothing is left below it, and remove the directory. Blocks."""
+    """Let every keeper exit as soon as it has no descendants, and remove the directory. Blocks."""
     for name in _names(directory):
         with contextlib.suppress(OSError), _connect(directory / name) as connection:
             connection.send(b"release")
@@ -553,7 +564,7 @@ def owner(identity: tuple[int, int], keepers: Collection[Keeper]) -> Keeper | No
 
 
 def parse(packet: str) -> tuple[str, State]:
-    """Parse a packet of a keeper: its kind, and the state. Unknown words are skipped."""
+    """Parse a packet from a keeper into its kind and the state. Unknown words are skipped."""
     kind, *words = packet.split(" ")
     state: dict[str, object] = {"keeper": 0, "program": 0}
     exits: dict[int, Exit] = {}
@@ -576,12 +587,12 @@ def parse(packet: str) -> tuple[str, State]:
 
 
 def label_of(name: str) -> str:
-    """Return the label in the name of a socket."""
+    """Return the label encoded in a socket's name."""
     return os.fsdecode(urllib.parse.unquote_to_bytes(name.rpartition("@")[0]))
 
 
 def prefix(label: str) -> str:
-    """Return the beginning of the names of a label's sockets, up to the ``@``. It differs between labels."""
+    """Return the beginning of a label's socket names, up to and including the ``@``. It is different for each label."""
     quoted = urllib.parse.quote(os.fsencode(label), safe="")
     if len(quoted) <= _MAX_NAME_BYTES:
         return quoted
@@ -589,14 +600,14 @@ def prefix(label: str) -> str:
 
 
 def shortened(label: str) -> str:
-    """Return the label as ``Keeper.label`` has it: the same unless it is very long."""
+    """Return the label in the form of ``Keeper.label``, which is shortened if it is very long."""
     return label_of(f"{prefix(label)}@")
 
 
 def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socket]:
     """Create a listening socket in the directory, and a connection to it.
 
-    The path may be too long for a socket address.
+    The socket is addressed through a descriptor, because its path may be too long for a socket address.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = f"{clock.boot_ticks():x}-{secrets.token_hex(4)}"
@@ -619,7 +630,7 @@ def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socke
 
 
 def _names(directory: Path) -> list[str]:
-    """List the names of sockets as ``_bind`` makes them."""
+    """List the socket names that have the form made by ``_bind``."""
     try:
         return sorted(path.name for path in directory.iterdir() if _NAME.fullmatch(path.name))
     except FileNotFoundError:
@@ -664,7 +675,7 @@ def _spec(program: Program) -> Iterator[str]:
 
 
 def _path(program: Program) -> str:
-    """Return the file to execute: a name without a slash is searched in the PATH of the program."""
+    """Return the file to execute. A name without a slash is searched for in the program's PATH."""
     import shutil
 
     name = program.argv[0]
@@ -672,9 +683,9 @@ def _path(program: Program) -> str:
 
 
 def spec_file(instructions: Iterator[str]) -> int:
-    """Return a file in memory with the instructions of ``keeper.c``."""
+    """Return a descriptor of an in-memory file with the instructions for ``keeper.c``."""
     strings = [os.fsencode(each) for each in instructions]
-    if any(b"\0" in each for each in strings):  # what follows a NUL would be read as another instruction
+    if any(b"\0" in each for each in strings):  # the text after a NUL would be read as another instruction
         raise OSError(errno.EINVAL, "an argument or variable contains a NUL")
     content = b"".join(each + b"\0" for each in strings)
     try:
@@ -690,7 +701,7 @@ _ARGUMENT: Final = {"cwd": "its directory", "uid": "its user", "gid": "its group
 
 
 def _cannot_run(program: Program, failure: Failure) -> HostError:
-    """Describe which step failed, and with what."""
+    """Describe which step failed and why."""
     name, why = program.argv[0], os.strerror(failure.errno)
     if failure.step == "exec":
         if failure.errno == errno.ENOENT and os.path.exists(_path(program)):  # noqa: PTH110 - text

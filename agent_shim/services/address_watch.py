@@ -1,7 +1,8 @@
-"""Detection of addresses that the Director expects and no interface has: a recreated pod may get another address.
+"""Detects addresses that the Director expects but that no interface has, because a recreated pod may get another
+address.
 
-``get_state`` does not report it: ``networks`` stay as the last ``apply`` stored them, since any difference makes the
-Director recreate the instance. An alert, a metric and ``status`` do.
+``get_state`` does not report this. Its ``networks`` stay as the last ``apply`` stored them, since any difference would
+make the Director recreate the instance. Instead, an alert, a metric and ``status`` report it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ POLL_S: Final = 30.0
 """Poll interval. A poll takes some microseconds for each address."""
 
 MAX_TOLD: Final = 10
-"""Addresses that a look reports. ``missing`` has all: an alert for each of thousands would hold the loop."""
+"""Maximum number of addresses reported per check, because thousands of alerts would block the loop. ``missing`` has all
+of them.
+"""
 
 
 def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
-    """Return expected addresses, each with its source. ``applied`` are networks of the spec.
+    """Return the expected addresses, each with its source. ``applied`` are the networks of the spec.
 
-    A floating address (vip) is on no interface. A dynamic one counts if a spec was applied with it.
+    Floating addresses (vip) are not included, because no interface has them. A dynamic address is included once a spec
+    with it has been applied.
     """
     found = {
         known.ip: f"network {name} of the settings"
@@ -43,9 +47,9 @@ def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
 
 
 class AddressWatch:
-    """Watches the expected addresses. ``missing`` maps those that no interface had at the last look to their sources.
+    """Watches the expected addresses. ``missing`` maps those that no interface had at the last check to their sources.
 
-    ``report`` is called with a network and a text when another one is missing.
+    ``report`` is called with the network and a text when another address is found missing.
     """
 
     def __init__(self, expected: Callable[[], Mapping[str, str]], report: Callable[[str, str], None]) -> None:
@@ -54,7 +58,7 @@ class AddressWatch:
         self._report = report
 
     async def watch(self) -> NoReturn:
-        """Look in every period, for ever."""
+        """Check the addresses periodically, forever."""
         while True:
             self.look()
             await asyncio.sleep(clock.until_beat(POLL_S))

@@ -1,4 +1,4 @@
-"""Requests of ``env.bosh`` to the machine itself: each key that the Go agent reads, and its effect here.
+"""Requests in ``env.bosh`` that concern the machine itself: every key that the Go agent reads, with its effect here.
 
 Names are those of ``BoshEnv`` in the Go agent (settings/settings.go). docs/configuration.md has the same table.
 """
@@ -21,7 +21,9 @@ SETTINGS_SIZE: Final = "16m"
 
 
 class Key(NamedTuple):
-    """A key by its path ``name`` below ``env.bosh``. ``is_done`` is False if it is refused with ``outcome``."""
+    """A key, identified by its path ``name`` below ``env.bosh``. ``is_done`` is False if it is refused with
+    ``outcome``.
+    """
 
     name: str
     outcome: str
@@ -49,7 +51,7 @@ KEYS: Final = (
 
 
 def refused(bosh: BoshEnv) -> str | None:
-    """Boot step: return the given keys that cannot be obeyed, with reasons. None without any."""
+    """Boot step: return the keys that are set but cannot be honoured, with reasons, or None if there are none."""
     given = {"ipv6.enable": bosh.ipv6.enable, "swap_size": bosh.swap_size}
     return "; ".join(f"env.bosh.{key.name}: {key.outcome}" for key in KEYS if given.get(key.name)) or None
 
@@ -58,9 +60,10 @@ def refused(bosh: BoshEnv) -> str | None:
 
 
 async def remove_listed(listing: Path, *, is_wanted: bool) -> str | None:
-    """Boot step: remove each file or link in ``listing``, one on a line, if it exists, no directories.
+    """Boot step: remove the files and links named in ``listing``, one per line, if they exist. Directories are not
+    removed.
 
-    Return why they stay, or None. Raises ``OSError``.
+    Return the reason if they are kept, or None. Raises ``OSError``.
     """
     if not is_wanted:
         return "not asked for"
@@ -82,7 +85,9 @@ def _remove_listed(listing: Path) -> None:
 
 
 async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
-    """Boot step: move the files with credentials to a tmpfs. Return why not, or None. Raises ``HostError``."""
+    """Boot step: move the files with credentials to a tmpfs. Return the reason if they are not moved, or None. Raises
+    ``HostError``.
+    """
     if not bosh.agent.settings.tmpfs:
         return "not asked for"
     await asyncio.to_thread(_move_to_memory, paths)
@@ -92,7 +97,7 @@ async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
 def _move_to_memory(paths: Paths) -> None:
     """Move the files and leave a link at each old place.
 
-    After a stop of the container the directory has lost its mount and may contain files written since.
+    After the container has been stopped, the directory is no longer mounted and may contain files written since then.
     """
     place = paths.settings_tmpfs
     files.make_dir(place, 0o700)

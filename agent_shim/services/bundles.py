@@ -1,9 +1,9 @@
-"""Installed versions of jobs and packages: their directories, their installation, and the links to those in use.
+"""Installed versions of jobs and packages: their directories, their installation, and the links to the versions in use.
 
-A bundle is ``data/jobs/<job>/<digest>`` or ``data/packages/<package>/<digest>``, and in use while a link in ``jobs`` or
-``packages`` points to it. Layout, modes and owners are the Go agent's (agent/applier/bundlecollection/), so that either
-agent can take over from the other. A bundle gets its name when it is complete and on disk, and loses it before its
-removal: a directory with that name is complete.
+A bundle is ``data/jobs/<job>/<digest>`` or ``data/packages/<package>/<digest>``. It is in use while a link in ``jobs``
+or ``packages`` points to it. Layout, modes and owners are the Go agent's (agent/applier/bundlecollection/), so that
+either agent can take over from the other. A bundle gets its name only once it is complete and on disk, and is renamed
+before it is removed, so a directory with that name is always complete.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from agent_shim.host import files
 Kind = Literal["job", "package"]
 
 MAX_SMALL_BYTES: Final = files.MAX_FILE_BYTES
-"""Limit of a blob read into memory. The DNS records of ten thousand instances take half."""
+"""Maximum size of a blob that is read into memory. The DNS records of ten thousand instances take half of it."""
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """A version of a job or package, and the archive that contains it."""
+    """A version of a job or package, with the archive that contains it."""
 
     kind: Kind
     name: str
@@ -62,10 +62,10 @@ class Bundles:
         self._links: dict[Kind, Path] = {"job": paths.jobs, "package": paths.packages}
 
     def path(self, bundle: Bundle) -> Path:
-        """Return the path of a bundle, installed or not. Its directory has the sha1 of version and digest as its name.
+        """Return the path of a bundle, installed or not. The directory is named by the sha1 of version and digest.
 
-        For a package compiled here, of the version alone (models/job.go, models/package.go). Raises ``ActionError`` for
-        an invalid name or version.
+        For a package compiled here it is the sha1 of the version alone (models/job.go, models/package.go). Raises
+        ``ActionError`` for an invalid name or version.
         """
         name = checked_name(bundle.kind, bundle.name)
         if not bundle.version:
@@ -78,9 +78,10 @@ class Bundles:
     async def install(
         self, wanted: Sequence[Bundle], store: Blobstore, parallel: int, *, doing: str = "Preparing {0.kind} {0.name}"
     ) -> None:
-        """Fetch and unpack the missing ones of ``wanted``, ``parallel`` archives at a time.
+        """Fetch and unpack the bundles of ``wanted`` that are missing, ``parallel`` archives at a time.
 
-        Successful ones stay if others fail. The error is the first in the order of ``wanted``: the step and its reason.
+        If some fail, the others stay installed. The error is that of the first failed one in the order of ``wanted``,
+        with the step and the reason.
         """
         places = {self.path(bundle): bundle for bundle in wanted}
         missing = await asyncio.to_thread(lambda: {path: places[path] for path in places if not path.is_dir()})
@@ -103,8 +104,8 @@ class Bundles:
                 raise ActionError(f"{doing.format(bundle)}: {outcome.error}")
 
     async def activate(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Link exactly these, link every package into every job, remove all other bundles, and make the directories
-        of the jobs (:meth:`make_job_dirs`).
+        """Link exactly these bundles, link every package into every job, remove all other bundles, and create the
+        directories of the jobs (:meth:`make_job_dirs`).
         """
         await self._in_thread(self._link_all, jobs, packages)
         await self._in_thread(self._keep_only, "job", jobs)
@@ -117,20 +118,20 @@ class Bundles:
         return [bundle for bundle in wanted if not self.path(bundle).is_dir()]
 
     async def link(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Link these and every package into every job. Other links stay."""
+        """Link these bundles, and every package into every job. Other links stay."""
         await self._in_thread(self._link_all, jobs, packages)
 
     async def activate_packages(self, packages: Sequence[Bundle], spared: Iterable[str] = ()) -> None:
-        """Link exactly these packages, and remove all others and all strays in the directory of links.
+        """Link exactly these packages, and remove all other packages and anything else in the directory of links.
 
-        Jobs are not touched, nor the names ``spared`` in that directory.
+        Jobs and the names ``spared`` in that directory are not touched.
         """
         await self._in_thread(self._activate, "package", packages)
         await self._in_thread(self._keep_only, "package", packages)
         await self._in_thread(self._remove_strays, {*spared, *(package.name for package in packages)})
 
     async def create(self, bundle: Bundle) -> Path:
-        """Create an empty linked bundle for a compilation to fill. An older one of the same version is removed."""
+        """Create and link an empty bundle for a compilation to fill. An existing one of the same version is removed."""
         path = self.path(bundle)
         await self._in_thread(self._create, bundle, path)
         return path
@@ -163,7 +164,7 @@ class Bundles:
                 return
 
     async def fetch_small(self, source: BlobRef, store: Blobstore) -> bytes:
-        """Return the verified content of a blob. Raises ``ActionError`` beyond ``MAX_SMALL_BYTES``."""
+        """Return the verified content of a blob. Raises ``ActionError`` if it exceeds ``MAX_SMALL_BYTES``."""
         temp = files.sibling(self._paths.tmp / "blob")
         try:
             await self._work(protocol.Get(str(self._paths.base), store, source, str(temp)))
@@ -194,7 +195,7 @@ class Bundles:
     def _link_all(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
         self._activate("package", packages)
         self._activate("job", jobs)
-        # All packages of the spec into each job, as the Go agent does, not only those that the job asks for.
+        # Link all packages of the spec into each job, as the Go agent does, and not only those that the job names.
         wanted, installed = {package.name: self.path(package) for package in packages}, self._paths.data_packages
         for job in jobs:
             links = self.path(job) / "packages"
@@ -221,7 +222,7 @@ class Bundles:
                 self._uninstall(kind, path)
 
     def _uninstall(self, kind: Kind, path: Path) -> None:
-        """Remove the link, rename the bundle, then remove it."""
+        """Remove the link, then rename and remove the bundle."""
         link = self._links[kind] / path.parent.name
         if link.is_symlink() and link.readlink() == path:
             link.unlink()
@@ -244,7 +245,7 @@ class Bundles:
     def _make_job_dirs(self, names: Iterable[str]) -> None:
         for path in (above / name for name in names for above in (self._paths.log, self._paths.run, self._paths.data)):
             if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
-                files.move_away(path)  # a script of root would follow a link in sys/run
+                files.move_away(path)  # a script run by root would follow a link in sys/run
             if not os.path.lexists(path):
                 files.make_dir(path, 0o770, self._paths.shared_owner)
 
@@ -257,13 +258,13 @@ class Bundles:
 
 
 BPM: Final = "bpm"
-"""Name of our ``bpm`` as a job and as a package."""
+"""Name of the job and of the package ``bpm``, which this agent brings itself."""
 
 
 def install_bpm_wrapper(paths: Paths) -> None:
     """Install our ``bpm`` where scripts call it, whether a release contains its own or not."""
     ours = str(Path(__file__).parents[2])
-    # Starts without site and runpy, in half the time of -m.
+    # This skips site and runpy, so it starts in half the time of -m.
     code = f"import sys; sys.path.insert(0, {ours!r}); from agent_shim.cli.bpm import main; sys.exit(main())"
     launcher = (
         "#!/bin/sh\n"

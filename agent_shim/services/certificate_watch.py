@@ -1,6 +1,6 @@
-"""Warning of certificates about to expire, by a metric, a line in ``status`` and a warning in the log.
+"""Warns of certificates that are about to expire, with a metric, a line in ``status`` and a warning in the log.
 
-The wall clock decides, and only these reports depend on it.
+This is decided by the wall clock, on which nothing else depends.
 """
 
 from __future__ import annotations
@@ -18,33 +18,35 @@ from agent_shim.host.clock import until_beat
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 60.0
-"""Poll interval. The credentials of a new VM live for an hour or less."""
+"""Poll interval. The credentials of a new VM are valid for an hour or less."""
 DAY_S: Final = 86400.0
 WARNING_PERIOD_S: Final = 30 * DAY_S
-"""Warning period: the last month, but at most the last fifth of a certificate's life."""
+"""Warning period: the last 30 days of a certificate's validity, but at most its last fifth."""
 WARNING_SHARE: Final = 0.2
 DOOR: Final = "server"
 """The certificate of the HTTPS endpoint for the bosh CLI. All others are the agent's on the bus."""
 
 
 class CertificateWatch:
-    """Watches certificates. ``ends`` maps their names to their ends (seconds since 1970) at the last look."""
+    """Watches certificates. ``ends`` maps their names to their expiry (seconds since 1970) as of the last check."""
 
     def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 validity
-        """``certificates`` are PEM texts by name; of several in one text the last to end counts."""
+        """``certificates`` are PEM texts by name. If a text has several certificates, the one that expires last
+        counts.
+        """
         self.ends: dict[str, float] = {}
         self.warnings: list[str] = []
         self._certificates = certificates
         self._clock = clock
 
     async def watch(self) -> NoReturn:
-        """Look in every period, for ever."""
+        """Check the certificates periodically, forever."""
         while True:
             self.look()
             await asyncio.sleep(until_beat(POLL_S))
 
     def look(self) -> None:
-        """Look once. New warnings are logged."""
+        """Check once and log new warnings."""
         now, before = self._clock(), self.warnings
         lasting = {
             name: max(found, key=lambda validity: validity.ends)
@@ -59,7 +61,7 @@ class CertificateWatch:
 
 
 def _warning(name: str, validity: Validity, now: float) -> str:
-    """Return the warning for a certificate, or ""; it stays the same until the certificate has expired."""
+    """Return the warning for a certificate, or "". The text stays the same until the certificate has expired."""
     if validity.ends - now > min(WARNING_PERIOD_S, WARNING_SHARE * (validity.ends - validity.begins)):
         return ""
     end = datetime.fromtimestamp(validity.ends, UTC).strftime("%Y-%m-%d %H:%M UTC")

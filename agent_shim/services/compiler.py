@@ -2,7 +2,7 @@
 
 Environment, logs and error texts are the Go agent's (agent/compiler/concrete_compiler.go, compiler_unix.go,
 agent/cmdrunner/file_logging_cmd_runner.go). Differences: processes and files of a compilation never outlive it, and the
-same source gives the same bytes as far as its own tools do.
+same source gives the same bytes if the tools that it calls do.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from agent_shim.host.process import Process
 logger = logging.getLogger(__name__)
 
 QUOTED_BYTES: Final = 10 * 1024
-"""Bytes at the end of each output that an error quotes (app/app.go)."""
+"""Number of bytes, from the end of each output, that an error quotes (app/app.go)."""
 GRACE_S: Final = 1.0
-"""Between TERM and KILL for processes of a compilation, which have nothing to save."""
+"""Time between TERM and KILL for processes of a compilation, which have nothing to save."""
 LABEL: Final = "compilation"
 """Label of the keepers of packaging scripts."""
 EARLIEST_S: Final = 315_532_800
-"""1980, the earliest time of some archive formats (zip, wheels)."""
+"""1 January 1980, the earliest time in some archive formats (zip, wheels)."""
 
 
 class Package(msgspec.Struct, frozen=True):
-    """A package to compile, and the target of the result: the signed URL or, without one, the blobstore.
+    """A package to compile. The result is uploaded to the signed URL or, without one, to the blobstore.
 
     ``headers`` are those of the upload.
     """
@@ -50,7 +50,7 @@ class Package(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"Package({self.name!r}, {self.version!r}, {self.source!r})"  # the others may be secret
+        return f"Package({self.name!r}, {self.version!r}, {self.source!r})"  # the other fields may be secret
 
 
 class PackagingKeepers(Protocol):
@@ -80,7 +80,7 @@ class Compiler:
     ) -> protocol.Done:
         """Compile into ``target``, an empty linked bundle, and upload it. Return the blob id and the digests.
 
-        Its dependencies are linked as well. ``report`` is called with each step. Raises ``ActionError``.
+        Its dependencies must be linked too. ``report`` is called with each step. Raises ``ActionError``.
         """
         report("fetching the source")
         source = await self._fetch(package, store)
@@ -88,7 +88,7 @@ class Compiler:
         if await asyncio.to_thread((self._directory(package) / "packaging").exists):
             report("running the packaging script")
             await self._run(package, newest)
-        await self.clean()  # before packing, which may need the space
+        await self.clean()  # before packing, because that may need the space
         archive = files.sibling(self._paths.tmp / "compiled")
         try:
             headers = dict(package.headers)
@@ -105,7 +105,7 @@ class Compiler:
             await asyncio.to_thread(files.remove_tree, archive)
 
     async def clean(self) -> None:
-        """End and remove the remains of compilations, also of those of an earlier agent."""
+        """End remaining processes of compilations and remove their files, including those of an earlier agent."""
         if left := await self._keepers.end([LABEL], (), 0.0):
             logger.warning("processes of a compilation cannot be ended: %s", ", ".join(map(str, left)))
         with errors_as("Removing sources"):
@@ -122,7 +122,7 @@ class Compiler:
             return done.outcomes[0]
 
     async def _run(self, package: Package, newest: int) -> None:
-        """Run ``packaging``. The logs contain only its own output. Its process group ends with it in any case."""
+        """Run ``packaging``. The logs contain only its own output. Its process group is always ended with it."""
         log = self._paths.log / "compilation"
         stdout, stderr = log / "packaging.stdout.log", log / "packaging.stderr.log"
         try:
@@ -166,9 +166,9 @@ def _failure(status: int | None, stdout: Path, stderr: Path) -> str:
 
 
 def _quote(name: str, path: Path) -> str:
-    """Return the end of an output with a title that tells if it is cut, from the start of a line if possible.
+    """Return the end of an output, starting at a line if possible, with a title that says whether it was cut.
 
-    The Go agent leaves out the first line even if nothing is cut.
+    The Go agent omits the first line even if nothing was cut.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

@@ -1,7 +1,7 @@
-"""What a look at the disks found, and the pure decisions which steps a request needs.
+"""The state of the disks as found by one look, and pure decisions about the steps that a request needs.
 
 :func:`restore`, :func:`mount`, :func:`unmount`, :func:`begin_copy` and :func:`swap` return steps, which ``mounting``
-carries out in their order. They see nothing but the view, and raise ``ActionError`` if the request is refused. A kill
+carries out in their order. They depend on the view alone, and raise ``ActionError`` if the request is refused. A kill
 between any two steps leaves a state on disk from which the next :func:`restore` continues.
 
 :func:`plan` decides where each disk belongs: by its marker, never by the mount table. No data is lost: if two disks
@@ -31,7 +31,7 @@ from agent_shim.core.errors import ActionError
 from agent_shim.services.disks.markers import DIRECTORY, Marker, Role
 
 NOT_FOUND: Final = "Persistent disk with volume id '{}' could not be found"
-"""The Go agent's words (settings/service.go)."""
+"""The error text of the Go agent (settings/service.go)."""
 
 # --- the view -------------------------------------------------------------------------------------------------------
 
@@ -39,9 +39,10 @@ NOT_FOUND: Final = "Persistent disk with volume id '{}' could not be found"
 class Disk(msgspec.Struct, frozen=True):
     """A disk named by the settings or a hint.
 
-    ``volume`` is None while no volume is at ``place``; ``missing`` says why, and ``unusable`` why waiting for one is
-    in vain. ``is_linkable``: the place has something to which a link of a named disk can point, perhaps a device.
-    ``is_empty``: no data of jobs is on it, or None if that cannot be read. ``is_held``: this agent has its lease.
+    ``volume`` is None while no volume is at ``place``. ``missing`` says why, and ``unusable`` why it is pointless to
+    wait for one. ``is_linkable`` means that ``place`` has something, perhaps a device, to which a link of a named disk
+    can point. ``is_empty`` means that the volume has no data of jobs; it is None if that cannot be read. ``is_held``
+    means that this agent has its lease.
     """
 
     cid: str
@@ -57,7 +58,7 @@ class Disk(msgspec.Struct, frozen=True):
 
     @property
     def there(self) -> Path:
-        """Volume of a disk that is known to be present."""
+        """The volume. Only for a disk that is known to be present."""
         assert self.volume is not None, f"the volume of disk {self.cid} is there"
         return self.volume
 
@@ -68,16 +69,17 @@ class Disk(msgspec.Struct, frozen=True):
 
     @property
     def role(self) -> Role | None:
-        """Role in its own marker. None without one."""
+        """The role in its own marker, or None without a marker."""
         return None if self.marker is None or self.is_another else self.marker.role
 
 
 class MountPoint(msgspec.Struct, frozen=True):
     """The store or the migration target.
 
-    ``shown`` are the known disks whose volume is seen here, and whether their mount options are as wanted. ``marker``
-    is read only if none of them explains what is here. ``is_link``: a link to something that exists. ``is_mount``:
-    something is mounted here, or where the link leads. ``source`` describes it for an error.
+    ``shown`` maps the known disks whose volume is visible here to whether their mount options are as wanted. ``marker``
+    is read only if no known disk accounts for what is here. ``is_link`` means that it is a link to something that
+    exists. ``is_mount`` means that something is mounted here, or at the target of the link. ``source`` describes that
+    mount for an error.
     """
 
     path: Path
@@ -91,9 +93,9 @@ class MountPoint(msgspec.Struct, frozen=True):
 class View(msgspec.Struct, frozen=True):
     """Everything that one look found.
 
-    ``managed`` is the disk (cid, or "") that was mounted on the store last, ``unmounted`` are disks that the Director
-    has had unmounted and whose volume does not say so. ``links`` are the links to named disks by cid. ``named`` are
-    the cids of all disks that shall have such links. ``binds``: this container may mount.
+    ``managed`` is the disk (cid, or "") that was last mounted on the store. ``unmounted`` are disks that were unmounted
+    at the Director's request but whose volume has no record of that. ``links`` are the links to named disks by cid.
+    ``named`` are the cids of all disks that should have such links. ``binds`` means that this container may mount.
     """
 
     store: MountPoint
@@ -117,25 +119,27 @@ class View(msgspec.Struct, frozen=True):
         return self._mounted_on(self.target)
 
     def _mounted_on(self, point: MountPoint) -> str:
-        """A mount of the platform stays after ``unmount_disk``, which removes the role."""
+        """Return the disk (cid, or "") that counts as mounted there. A mount made by the platform stays after
+        ``unmount_disk``, which only removes the role from the marker.
+        """
         for cid, disk in self.disks.items():
             if cid not in point.shown or disk.is_another:
                 continue
             if disk.marker is not None:
                 return cid if disk.role else ""
-            # Without a marker: mounted by this agent if it was mounted last, or if its volume was bound here from
-            # elsewhere.
+            # A disk without a marker counts as mounted by this agent if it was the last one mounted, or if its volume
+            # was bound here from elsewhere.
             is_ours = cid == self.managed or disk.volume != point.path
             return cid if is_ours and cid not in self.unmounted else ""
         return point.marker.cid if point.marker and point.marker.role else ""  # a disk whose hint was removed
 
     @property
     def has_unknown_volume(self) -> bool:
-        """True if the store has a volume unknown to the Director, for example one of a StatefulSet."""
+        """True if the store has a volume that the Director does not know, for example that of a StatefulSet."""
         return not self.on_store and self.store.is_mount and self.store.marker is None and not self.store.shown
 
     def point_of(self, cid: str) -> MountPoint | None:
-        """Return where a disk is mounted, or None. The empty cid names no disk."""
+        """Return where a disk is mounted, or None. The empty cid does not name a disk."""
         if not cid:
             return None
         return self.store if cid == self.on_store else self.target if cid == self.on_target else None
@@ -145,9 +149,10 @@ class View(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Disks (cids, or "") that belong on the store and on the migration target.
+    """The disks (cids, or "") that belong on the store and on the migration target.
 
-    ``replaced`` are disks that claim the store although a finished copy of them does too. ``problem`` forbids a start.
+    ``replaced`` are disks that are still marked for the store although a finished copy of them is too. If there is a
+    ``problem``, no job may start.
     """
 
     store: str = ""
@@ -205,14 +210,14 @@ def _is_strange(disk: Disk, instance: str) -> bool:
 
 
 class Take(msgspec.Struct, frozen=True):
-    """Acquire the lease of a volume before it is used. Fails while another agent has it."""
+    """Acquire the lease of a volume before it is used. Fails while another agent holds it."""
 
     cid: str
     volume: Path
 
 
 class Show(msgspec.Struct, frozen=True):
-    """Make a mount point show a volume, with these mount options besides those of the volume."""
+    """Mount or link a volume at a mount point, with these options in addition to those of the volume's own mount."""
 
     volume: Path
     place: Path
@@ -220,14 +225,14 @@ class Show(msgspec.Struct, frozen=True):
 
 
 class TakeAway(msgspec.Struct, frozen=True):
-    """Remove our mount or link. ``is_optional``: a mount that this container may not remove stays."""
+    """Remove our mount or link. With ``is_optional``, a mount that this container is not allowed to remove stays."""
 
     place: Path
     is_optional: bool = False
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Write a marker, or fail."""
+    """Write a marker. Fails if that is impossible."""
 
     volume: Path
     marker: Marker
@@ -236,7 +241,7 @@ class Mark(msgspec.Struct, frozen=True):
 class Claim(msgspec.Struct, frozen=True):
     """Record where a disk was mounted: in its marker unless ``is_marked``, and for the store on the root file system.
 
-    If the next agent would not find it there, take it away from ``undo`` and fail.
+    If the next agent would not find that record, remove the disk from ``undo`` and fail.
     """
 
     volume: Path
@@ -246,9 +251,10 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Unclaim(msgspec.Struct, frozen=True):
-    """Record that a disk is unmounted: in its marker, or on the root file system if it has none or takes no writes.
+    """Record that a disk is unmounted: in its marker, or on the root file system if it has no marker or cannot be
+    written to.
 
-    ``is_managed``: it is recorded as the disk that was mounted on the store last.
+    ``is_managed`` means that it is recorded as the disk last mounted on the store.
     """
 
     cid: str
@@ -258,13 +264,13 @@ class Unclaim(msgspec.Struct, frozen=True):
 
 
 class Sync(msgspec.Struct, frozen=True):
-    """Write everything to a volume. A broken one must be unmounted all the same."""
+    """Flush all writes to a volume. Errors are only logged, because a broken volume must be unmounted too."""
 
     volume: Path
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Give up the lease of a volume: another agent may take it."""
+    """Give up the lease of a volume, so that another agent may take it."""
 
     volume: Path
 
@@ -286,7 +292,7 @@ def restore(view: View) -> list[Step]:
         disk = disks[decided.store]
         if there in ("", disk.cid):
             steps += _show(disk, view.store)
-        else:  # only a disk that an interrupted swap left there makes way
+        else:  # make room only if an interrupted swap left that disk there
             occupant = disks.get(there)
             if occupant is None or not (occupant.role == "target" or there in decided.replaced):
                 raise ActionError(f"disk {disk.cid} belongs on {view.store.path}, but disk {there} is there")
@@ -295,7 +301,7 @@ def restore(view: View) -> list[Step]:
             steps.append(Show(disk.there, view.store.path, disk.options))
         steps += _claim(view, disk, "store")
     there = view.on_target
-    # A disk without a marker may be one of an older agent: that is no evidence against it.
+    # A missing marker is no evidence against a disk, because an older agent may have mounted it.
     is_unmarked = there in disks and disks[there].marker is None
     if decided.target != there and (decided.target or not is_unmarked):
         steps += [TakeAway(view.target.path)] if there else []
@@ -312,7 +318,7 @@ def mount(view: View, cid: str) -> list[Step]:
         raise ActionError(f"the volume at {disk.volume} is marked as disk {disk.marker.cid}, not {cid} {hint}")
     steps = _take(disk)
     if cid == view.on_target:
-        return steps + _claim(view, disk, "target")  # an agent that was killed may not have come to it
+        return steps + _claim(view, disk, "target")  # an earlier agent may have been killed before it did this
     occupant = view.on_store
     if not occupant and disk.is_empty is None:
         raise ActionError(f"cannot read the volume of disk {cid} at {disk.volume}")
@@ -324,7 +330,8 @@ def mount(view: View, cid: str) -> list[Step]:
         return steps + _settle(view, disk, "target")
     if disk.marker and disk.marker.is_unfinished:
         raise ActionError(f"disk {cid} holds an unfinished copy of disk {disk.marker.source}")
-    if (view.store.is_mount or view.store.is_link) and not view.store.shown:  # of unknown origin: never covered
+    # Never mount over something of unknown origin.
+    if (view.store.is_mount or view.store.is_link) and not view.store.shown:
         raise ActionError(f"{view.store.path} is not a known disk ({view.store.source or 'nothing known'})")
     return steps + _settle(view, disk, "store")
 
@@ -340,9 +347,10 @@ def present(view: View, cid: str) -> Disk:
 
 
 def _former(view: View, new: Disk) -> Disk | None:
-    """Return the disk to mount before a new, empty one: the only other with files, if no marker identifies it.
+    """Return the disk to mount before a new, empty one: the only other disk that has files, if it has no marker.
 
-    CPIs that recreate the container to attach a second disk remove all state of an agent without markers.
+    When a CPI recreates the container to attach a second disk, nothing is left to tell where a disk without a marker
+    was mounted.
     """
     if new.role == "store" or not new.is_empty:
         return None
@@ -355,13 +363,13 @@ def _former(view: View, new: Disk) -> Disk | None:
 
 
 def unmount(view: View, cid: str) -> list[Step]:
-    """Unmount a disk wherever it is, so that no restart mounts it."""
+    """Unmount a disk wherever it is mounted, and make sure that no restart mounts it again."""
     disk, point, steps = view.disks.get(cid), view.point_of(cid), list[Step]()
     volume = disk.volume if disk else None
     if volume is not None:
         steps.append(Sync(volume))
     if point is not None and point.path != volume:
-        # A mount that may not be removed, because the container was made with it, counts as unmounted.
+        # A mount with which the container was created may be impossible to remove, and then counts as unmounted.
         steps.append(TakeAway(point.path, is_optional=True))
     if disk is not None and disk.role is not None:
         steps += _unclaim(view, disk, is_managed=view.managed == cid)
@@ -375,7 +383,7 @@ def unmount(view: View, cid: str) -> list[Step]:
 def begin_copy(view: View, old: str, new: str) -> list[Step]:
     """Prepare the copy of the disk on the store to the one on the migration target.
 
-    Empty cids stand for the disks that are there. There are no steps after a finished migration.
+    Empty cids stand for the disks mounted there. After a finished migration there are no steps.
     """
     if _is_migrated(view, old, new):
         return []
@@ -394,10 +402,10 @@ def begin_copy(view: View, old: str, new: str) -> list[Step]:
 
 
 def swap(view: View, old: str, new: str) -> list[Step]:
-    """Put the finished copy in the place of its source.
+    """Replace the source on the store with its finished copy.
 
-    The copy is valid as soon as its marker says ``store``. The next :func:`restore` undoes a failure before that
-    and completes the swap after it.
+    The copy takes effect once its marker says ``store``. If the swap fails before that, the next :func:`restore` undoes
+    it; if it fails later, the next :func:`restore` completes it.
     """
     source, target = _pair(view, old, new)
     store = view.store.path
@@ -412,7 +420,7 @@ def swap(view: View, old: str, new: str) -> list[Step]:
 
 
 def _pair(view: View, old: str, new: str) -> tuple[Disk, Disk]:
-    """Return the disks to copy from and to. The requested cids must be the mounted ones."""
+    """Return the disks to copy from and to. The requested cids must be those of the mounted disks."""
     found = []
     for point, there, wanted in (view.store, view.on_store, old), (view.target, view.on_target, new):
         if there == "" or wanted not in ("", there):
@@ -425,7 +433,7 @@ def _pair(view: View, old: str, new: str) -> tuple[Disk, Disk]:
 
 
 def _is_migrated(view: View, old: str, new: str) -> bool:
-    """Return True if the disk on the store is the requested, finished copy."""
+    """Return True if the disk on the store is already the finished copy that was requested."""
     there = view.disks.get(view.on_store)
     if there is None or there.marker is None or there.role != "store" or not there.marker.source or view.on_target:
         return False
@@ -444,7 +452,7 @@ def _show(disk: Disk, point: MountPoint) -> list[Step]:
 
 
 def _settle(view: View, disk: Disk, role: Role) -> list[Step]:
-    """Put a disk on its mount point and claim it."""
+    """Return the steps that mount a disk for its role and record that."""
     point = view.store if role == "store" else view.target
     undo = None if point.path == disk.volume else point.path
     return [*_show(disk, point), *_claim(view, disk, role, undo)]

@@ -1,4 +1,4 @@
-"""Disk hints of a CPI in every form, and the file that keeps hints received by an action.
+"""Parses disk hints of CPIs in all their forms, and stores those received by an action in a file.
 
 Member names and meanings are the Go agent's (settings/settings.go, DiskSettings; persistent_disk_hints.json).
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class IscsiSettings(msgspec.Struct, frozen=True, rename="pascal"):
-    """Kept for compatibility of the file: this agent does not speak iSCSI."""
+    """Kept only for compatibility of the file, because this agent does not support iSCSI."""
 
     initiator_name: str = ""
     username: str = ""
@@ -44,7 +44,7 @@ _NAMES: Final = {
 
 
 class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
-    """One disk of the hints file, which contains every member."""
+    """One disk in the hints file, in which every member is present."""
 
     cid: str = ""
     device_id: str = ""
@@ -73,7 +73,7 @@ _ISCSI_MEMBERS: Final = {name: name for name in ("initiator_name", "username", "
 
 
 def from_hint(cid: str, hint: Any, env: Env) -> DiskSettings:
-    """Parse a hint: a string is path and volume id, an object has members, anything else is ignored.
+    """Parse a hint. A string is used as both path and volume id, an object has members, and anything else is ignored.
 
     Members that are not strings are converted (the Go agent crashes on them). Null counts as absent.
     """
@@ -96,7 +96,8 @@ def _texts(given: Mapping[str, Any], members: Mapping[str, str]) -> dict[str, st
 def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSettings]) -> dict[str, DiskSettings]:
     """Return all disks by cid: those of the settings, overridden by the stored hints.
 
-    A stored hint without a path does not override one in the settings, the way of old CPIs. An empty cid is no disk.
+    Old CPIs name disks in the settings, and a stored hint without a path does not override those. An empty cid does not
+    name a disk.
     """
     found = {cid: from_hint(cid, hint, env) for cid, hint in persistent.items() if cid}
     for cid, disk in stored.items():
@@ -106,7 +107,7 @@ def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSett
 
 
 def load(path: Path) -> dict[str, DiskSettings]:
-    """Load the stored hints. An unreadable file is renamed: hints arrive again with their disks."""
+    """Load the stored hints. An unreadable file is renamed, because the hints arrive again with their disks."""
     try:
         return wire.convert(wire.decode_json(files.read(path, is_own=True)), dict[str, DiskSettings])
     except FileNotFoundError:
@@ -118,5 +119,5 @@ def load(path: Path) -> dict[str, DiskSettings]:
 
 
 def save(path: Path, stored: Mapping[str, DiskSettings]) -> None:
-    """Store hints, which may contain passwords."""
+    """Store hints in a private file, because they may contain passwords."""
     files.write_atomic(files.behind(path), msgspec.json.encode(stored), mode=0o600)

@@ -1,7 +1,7 @@
-"""Marker of a volume: the identity of the disk, in ``.agent_shim/disk.json`` at its top.
+"""The marker of a volume, which identifies the disk, in ``.agent_shim/disk.json`` at the top of the volume.
 
-It is written when the Director has a disk mounted, and outlives containers. ``decisions`` derives from the markers
-where each disk belongs.
+It is written when a disk is mounted at the Director's request, and it outlives containers. ``decisions`` derives from
+the markers where each disk belongs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Role = Literal["store", "target", ""]
 class Marker(msgspec.Struct, frozen=True):
     """Identity of a volume, stored on it.
 
-    ``source`` is the cid of the disk that was copied here: completely with the role ``store``, perhaps in part with
-    another role. ``generation`` counts migrations: after one there and one back each disk is the source of the other.
-    ``instance`` is the id in the apply spec, or "" before there is one.
+    ``source`` is the cid of the disk that was copied here. With the role ``store`` the copy is complete, with any other
+    role it may be partial. ``generation`` counts migrations, because after a migration and another one back, each disk
+    is the source of the other. ``instance`` is the id in the apply spec, or "" before there is one.
     """
 
     cid: str
@@ -53,9 +53,9 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 def read(volume: Path) -> Marker | None:
-    """Read the marker of a volume. None without a readable marker of an agent.
+    """Read the marker of a volume. Return None if there is no readable marker written by an agent.
 
-    Jobs own the top of many volumes, and may put a directory of their own in the place of the marker's.
+    Jobs own the top directory of many volumes, and may replace the marker's directory with one of their own.
     """
     try:
         with guarded.held(volume / DIRECTORY, volume) as directory:
@@ -74,12 +74,12 @@ def read(volume: Path) -> Marker | None:
 
 
 def _is_of_agents(found: os.stat_result) -> bool:
-    """Return True for a file of root, of this user, or of root on a file server that takes it for another."""
+    """Return True for a file owned by root, by this user, or by the user to which a file server maps root."""
     return found.st_uid in {*trusted_path.trusted_users(), user_namespace.overflow_user()}
 
 
 def set_aside(volume: Path) -> None:
-    """Rename what a job has put in the place of the marker's directory. Raises ``HostError``."""
+    """Rename a file or directory with which a job has replaced the marker's directory. Raises ``HostError``."""
     with suppress(OSError):
         if _is_of_agents(guarded.status(volume / DIRECTORY, volume)):
             return
@@ -89,9 +89,9 @@ def set_aside(volume: Path) -> None:
 def write(volume: Path, marker: Marker) -> None:
     """Write the marker atomically. Raises ``HostError``.
 
-    Where root writes it, a new volume gets the mode of a new file system, 0755, whatever mode its provisioner gave:
-    jobs of every user must reach their directories. The right of others to write at the top is taken from every
-    volume: a job could exchange the directory of the marker.
+    If root writes the marker, a new volume gets mode 0755, like a new file system, whatever mode its provisioner set,
+    because jobs of every user must reach their directories. Write permission for others is removed from the top of
+    every volume, because a job could otherwise replace the marker's directory.
     """
     if os.geteuid() == 0:
         is_new = not os.path.lexists(volume / DIRECTORY / NAME)
@@ -102,12 +102,12 @@ def write(volume: Path, marker: Marker) -> None:
     with files.attempting(f"mark the volume {volume} as disk {marker.cid}"):
         set_aside(volume)
         files.make_dir(volume / DIRECTORY, 0o700)
-        # Write through the descriptor, so that a directory which has replaced this one is not written to.
+        # Write through the descriptor, so that nothing is written to a directory that has replaced this one.
         with guarded.held(volume / DIRECTORY, volume) as fd:
             files.write_atomic(Path(f"/proc/self/fd/{fd}", NAME), msgspec.json.encode(marker), mode=0o600)
 
 
 def remove(volume: Path) -> None:
-    """Remove the marker where no other can be written. Raises ``OSError``."""
+    """Remove the marker. Used where a new one cannot be written. Raises ``OSError``."""
     with guarded.held(volume / DIRECTORY, volume) as directory:
         os.unlink(NAME, dir_fd=directory)

@@ -1,6 +1,6 @@
-"""Blocking part of the disk service: look at the disks, and carry out the steps of a decision.
+"""The blocking part of the disk service: examine the disks, and carry out the steps of a decision.
 
-Any step may be the last before a kill: the next agent continues from the state on disk.
+The agent may be killed after any step. The next agent then continues from the state on disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agent_shim.services.disks.markers import OURS, Marker
 logger = logging.getLogger(__name__)
 
 Decision = Callable[..., list[Step]]
-"""A function of ``decisions``: it gets a view, and the cids of a request."""
+"""A function of ``decisions``, called with a view and the cids of a request."""
 DEVICES: Final = Path("/dev")
 SHARED_MEMORY: Final = DEVICES / "shm"
 _SYSTEM: Final = frozenset(
@@ -47,8 +47,9 @@ class DiskMounts:
     """Mounts of the store, the migration target, and the volumes that may be placed there.
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called at each look. ``hold``, ``release`` and
-    ``is_held`` are about the lease of a volume, by a private directory on it (``volume_lease``); ``hold`` returns the
-    agent that has it, or "". ``binds`` says whether this container may mount; None has it tried once.
+    ``is_held`` handle the lease of a volume, which is identified by a private directory on it (``volume_lease``).
+    ``hold`` returns the other agent that has the lease, or "". ``binds`` says whether this container may mount; with
+    None this is tried once.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class DiskMounts:
         self._binds = binds
 
     def fulfil(self, decide: Decision, *which: str, view: View | None = None) -> View:
-        """Look unless there is a ``view``, decide, carry out the steps, and look again if there were any.
+        """Look at the disks unless a ``view`` is given, decide, carry out the steps, and look again if there were any.
 
         Raises ``ActionError`` for a refused request, ``InUseError`` or ``OSError``.
         """
@@ -171,7 +172,9 @@ class DiskMounts:
         return "", True
 
     def _is_of_container(self, place: Path) -> bool:
-        """Return True for a directory of the container itself, also if it is a mount: it would become the store."""
+        """Return True for a directory that belongs to the container itself, even if it is a mount, because it would
+        otherwise become the store.
+        """
         real = Path(os.path.realpath(place))
         if real in _SYSTEM or any(real.is_relative_to(top) for top in _KERNEL):
             return True
@@ -207,7 +210,7 @@ class DiskMounts:
             return frozenset()
 
     def link(self, view: View, wanted: DiskAssociation) -> None:
-        """Link ``instance/disks/NAME`` to a disk of any kind (agent/action/update_settings.go)."""
+        """Create the link ``instance/disks/NAME`` to a disk of any kind (agent/action/update_settings.go)."""
         disk = view.disks.get(wanted.cid)
         if disk is None:
             raise ActionError(decisions.NOT_FOUND.format(wanted.cid))
@@ -219,11 +222,11 @@ class DiskMounts:
     # --- carrying out -----------------------------------------------------------------------------------------------
 
     def carry_out(self, steps: Sequence[Step]) -> None:
-        """Carry out steps in their order, up to the first that fails."""
+        """Carry out the steps in order, up to the first that fails."""
         places = [step.place for step in steps if isinstance(step, decisions.Show)]
         with ExitStack() as opened:
             covered: dict[Path, Path] = {}
-            for step in steps:  # a volume that a mount will hide is reached through a descriptor
+            for step in steps:  # a volume that a mount will hide is accessed through a descriptor
                 if isinstance(step, decisions.Unclaim) and step.volume in places:
                     descriptor = os.open(step.volume, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                     opened.callback(os.close, descriptor)
@@ -264,7 +267,8 @@ class DiskMounts:
     def _claim(self, step: decisions.Claim) -> None:
         """Raise ``HostError`` if the next agent would not mount the disk.
 
-        A full or read-only disk is used without a marker, and a full root file system without the other record.
+        A full or read-only disk is used without a marker, and if the root file system is full, there is no record on
+        it.
         """
         marker, unmarked = step.marker, None
         if not step.is_marked:
@@ -287,7 +291,7 @@ class DiskMounts:
                 logger.warning("%s; the marker of disk %s tells where it belongs", exc, marker.cid)
 
     def _unclaim(self, step: decisions.Unclaim, covered: dict[Path, Path]) -> None:
-        """Raise ``HostError`` if neither the marker nor the root file system takes the record."""
+        """Raise ``HostError`` if the record can be written neither to the marker nor to the root file system."""
         if step.is_managed:
             self._paths.managed_disk.unlink(missing_ok=True)
         if step.volume is None or step.marker is None:
@@ -300,7 +304,7 @@ class DiskMounts:
         except HostError as exc:
             logger.warning("%s", exc)
             try:
-                markers.remove(volume)  # a full disk still allows an unlink
+                markers.remove(volume)  # removing a file works even on a full disk
             except OSError:
                 self._record_unmounted(step.cid, is_unmounted=True)
 
@@ -319,7 +323,9 @@ def _read_marker(volume: Path, unmounted: Collection[str], cid: str = "") -> Mar
 
 
 def _is_device(place: Path | None) -> bool:
-    """Return True for a block device, and for a device name that this container lacks: waiting provides neither."""
+    """Return True for a block device, or for the name of a device that this container lacks. Waiting would not turn
+    either into a volume.
+    """
     if place is None:
         return False
     if place.is_relative_to(DEVICES) and not place.is_relative_to(SHARED_MEMORY):
@@ -331,7 +337,7 @@ def _is_device(place: Path | None) -> bool:
 
 @contextmanager
 def _logged(only: int | None = None) -> Iterator[None]:
-    """Log a ``HostError`` of the block, with the errno ``only`` if it is given, and go on."""
+    """Log a ``HostError`` raised in the block and go on. With ``only``, do so only for this errno."""
     try:
         yield
     except HostError as exc:

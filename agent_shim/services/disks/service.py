@@ -1,9 +1,8 @@
 """Disk requests of the Director: the asynchronous part of the disk service.
 
-A request looks at the disks, a function of ``decisions`` names the steps that it needs, and ``mounting`` carries them
-out. A last look verifies the outcome. Nothing found by an earlier request is used. Changes come through the task lane,
-one request at a time.
-Failures are ``ActionError`` or ``HostError``.
+For each request the service looks at the disks, a function of ``decisions`` returns the necessary steps, and
+``mounting`` carries them out. A final look verifies the outcome. Nothing that an earlier request found is reused.
+Changes are made in the task lane, one request at a time. Failures raise ``ActionError`` or ``HostError``.
 """
 
 from __future__ import annotations
@@ -36,11 +35,13 @@ from agent_shim.services.disks.mounting import Decision, DiskMounts, InUseError,
 logger = logging.getLogger(__name__)
 
 Copy = Callable[[Path, Path, Report], Awaitable[list[str]]]
-"""Copies the first directory to the second, reports its progress and returns the losses (``bulk.copytree``)."""
+"""Copies the first directory to the second, reports progress, and returns what was lost (``bulk.copytree``)."""
 
 
 async def in_worker(source: Path, target: Path, report: Report) -> list[str]:
-    """Copy in a worker, which may take hours and be killed. Raises ``ActionError`` with its text."""
+    """Copy in a worker process, because the copy may take hours and may have to be killed. Raises ``ActionError`` with
+    the worker's error.
+    """
     return (await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)).losses
 
 
@@ -48,15 +49,15 @@ class Timeouts(msgspec.Struct, frozen=True):
     """Timeouts in seconds."""
 
     arrival: float = 30.0
-    """Until a volume arrives after the request that names it."""
+    """How long to wait for a volume after the request that names it."""
     use: float = 20.0
-    """Until processes release a disk that is being unmounted."""
+    """How long to wait until processes release a disk that is being unmounted."""
     grace: float = 5.0
-    """Between TERM and KILL for processes of jobs among them."""
+    """Time between TERM and KILL for those of them that belong to jobs."""
     look: float = 0.2
     rival: float = 40.0
-    """Until the lease of another agent expires. The agent of a deleted VM may have lost the disk without releasing the
-    lease, which expires if it is not renewed from the request on (``volume_lease.Pace``).
+    """How long to wait for another agent's lease to expire. The agent of a deleted VM may have lost the disk without
+    releasing the lease, which expires if it is not renewed after the request begins (``volume_lease.Pace``).
     """
 
 
@@ -66,7 +67,7 @@ class Disks:
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called each time. ``of_jobs`` returns the pids
     that may be terminated to release a disk. ``hold`` gets a private directory on a volume, locks the volume against
     other agents, and returns the agent that holds it, or "". ``release`` unlocks it, and ``is_held`` says whether this
-    agent has locked it. ``binds`` None tries whether this container may mount.
+    agent has locked it. With ``binds`` None, the service tries whether this container may mount.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class Disks:
         self._mounts = DiskMounts(paths, settings, instance, hold, release, is_held, binds)
         self._running = ""
         self._error = ""
-        """Why the mounts could not be restored. It explains what a look finds, and decides nothing."""
+        """Why the mounts could not be restored. It only adds an explanation to what a look finds."""
         self.progress: Progress | None = None
         """Progress of a running migration."""
         self.is_mounted = False
-        """True if a disk, known or not, was on the store at the last look."""
+        """True if the store had a disk, known or not, at the last look."""
 
     # --- restarts ---------------------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Disks:
         return f"disk {decided.store} is not on {self._paths.store}: {self._error or 'it has not been mounted'}"
 
     async def _restored(self) -> View:
-        """Restore the mounts as far as possible."""
+        """Restore as many mounts as possible."""
         try:
             view = await self._fulfil(decisions.restore)
             self._error = ""
@@ -133,7 +134,7 @@ class Disks:
         return self._seen(await asyncio.to_thread(self._mounts.look))
 
     async def _fulfil(self, decide: Decision, *cids: str, view: View | None = None) -> View:
-        """Carry out what a request needs beyond ``view``, or beyond what a look finds. Return what is there then."""
+        """Carry out the steps that a request needs, given ``view`` or a new look. Return the resulting view."""
         return self._seen(await asyncio.to_thread(self._mounts.fulfil, decide, *cids, view=view))
 
     def _seen(self, view: View) -> View:
@@ -143,7 +144,7 @@ class Disks:
     # --- hints ------------------------------------------------------------------------------------------------------
 
     async def add(self, cid: str, hint: Any) -> None:
-        """Keep a disk hint of the CPI. Raises ``ActionError`` for a disk without a cid.
+        """Store the CPI's hint for a disk. Raises ``ActionError`` for a disk without a cid.
 
         The Go agent keeps such a hint. In a :class:`View` the empty cid means a mount without a known disk.
         """
@@ -164,18 +165,18 @@ class Disks:
             hints.save(self._paths.disk_hints, after)
 
     async def find(self, cid: str) -> DiskSettings:
-        """Return the settings of a disk. Raises ``ActionError`` in the Go agent's words."""
+        """Return the settings of a disk. Raises ``ActionError`` with the Go agent's text."""
         known = await asyncio.to_thread(self._mounts.known)
         if cid in known:
             return known[cid]
-        if (await self._look()).point_of(cid) is not None:  # mounted, though its hint was removed
+        if (await self._look()).point_of(cid) is not None:  # mounted, although its hint was removed
             return DiskSettings(cid=cid)
         raise ActionError(decisions.NOT_FOUND.format(cid))
 
     # --- list, mount, unmount ---------------------------------------------------------------------------------------
 
     async def list(self) -> list[str]:
-        """Return the mounted disks, the one on the store first. Missing mounts are restored before."""
+        """Restore missing mounts, then return the mounted disks, the one on the store first."""
         view = await (self._look() if self._running else self._restored())
         return list(dict.fromkeys(cid for cid in (view.on_store, view.on_target, *view.links) if cid))
 
@@ -224,7 +225,9 @@ class Disks:
             self._running = ""
 
     async def _wait_for_volume(self, cid: str) -> View:
-        """Wait for the volume of a known disk. Raises ``ActionError`` if it is unknown or waiting is in vain."""
+        """Wait for the volume of a known disk. Raises ``ActionError`` if the disk is unknown or waiting is
+        pointless.
+        """
         deadline = time.monotonic() + self.timeouts.arrival
         while True:
             view = await self._look()
@@ -259,7 +262,7 @@ class Disks:
     async def migrate(self, old: str = "", new: str = "") -> None:
         """Copy the disk on the store to the one on the migration target, and swap them.
 
-        Empty cids stand for the disks mounted there. An interrupted migration begins again. A finished one is not
+        Empty cids stand for the disks mounted there. An interrupted migration starts over, and a finished one is not
         repeated.
         """
 
@@ -286,7 +289,9 @@ class Disks:
     # --- links ------------------------------------------------------------------------------------------------------
 
     async def associate(self, wanted: Collection[DiskAssociation]) -> None:
-        """Link ``instance/disks/NAME`` to each disk. Raises ``ActionError`` as update_settings of the Go agent does."""
+        """Create a link ``instance/disks/NAME`` to each disk. Raises ``ActionError`` in the same cases as the Go
+        agent's update_settings.
+        """
         known = await asyncio.to_thread(self._mounts.known)
         for each in wanted:
             if each.cid not in known:
@@ -296,7 +301,9 @@ class Disks:
                 await asyncio.to_thread(self._mounts.link, await self._look(), each)
 
     async def add_dynamic(self, cid: str, hint: Any) -> None:
-        """Link ``data/dynamic_disks/CID`` to the path of the hint (platform/linux_platform.go, SetupDynamicDisk)."""
+        """Create the link ``data/dynamic_disks/CID`` to the path in the hint (platform/linux_platform.go,
+        SetupDynamicDisk).
+        """
         link = self._paths.dynamic_disks / plain(cid)
         place = hints.from_hint(cid, hint, self._settings().source.env).place
         with errors_as(f"Timed out resolving device path for {cid}", ActionError):
@@ -310,7 +317,7 @@ class Disks:
         await asyncio.to_thread(link.unlink, missing_ok=True)
 
     def dynamic_places(self) -> dict[str, Path]:
-        """Return the directories of mounted dynamic disks by cid. Does not ask the disks, which may not answer.
+        """Return the directories of mounted dynamic disks by cid. Does not access the disks, which may not respond.
 
         A device is left out, because the volume driver that uses it decides where its file system is mounted.
         """
