@@ -1,9 +1,10 @@
-"""DNS names in files: ``/etc/hosts`` and ``/var/vcap/instance/dns/records.json``.
+"""Maintains the files with DNS names: ``/etc/hosts`` and ``/var/vcap/instance/dns/records.json``.
 
-bosh-dns reads ``records.json``, byte for byte as the Director wrote it, so that file is written first and decides.
-``/etc/hosts`` helps programs that do not use bosh-dns: in a pod it may be read-only or a mount, which must not make DNS
-stale. ``localhost`` and the host name are in it from the boot on, with or without a Director: some CPIs unmount the
-file of the container runtime, warden's after the agent has started, and the one below does not have them.
+bosh-dns reads ``records.json``, byte for byte as the Director wrote it. That file is written first, and the request
+succeeds if it is written. ``/etc/hosts`` helps programs that do not use bosh-dns. In a pod it may be read-only or a
+mount, and that must not keep the records from being updated. ``localhost`` and the host name are in it from the boot
+on, with or without a Director, because some CPIs unmount the container runtime's file (warden's after the agent has
+started), and the file underneath lacks them.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ FETCH_TIMEOUT_S: Final = 45.0
 
 LOCALHOST: Final = "localhost"
 POLL_S: Final = 10.0
-"""Interval of looks for another hosts file."""
+"""Interval between checks for another hosts file."""
 
 
 class _Blob(msgspec.Struct, frozen=True):
-    """Parsed ``{"version": 3, "records": [["10.0.0.1", "name"], …], …}``. bosh-dns reads the other members."""
+    """Parsed ``{"version": 3, "records": [["10.0.0.1", "name"], …], …}``. Only bosh-dns reads the other members."""
 
     version: int = 0
     records: msgspec.Raw = msgspec.Raw(b"[]")
@@ -48,9 +49,9 @@ class Dns:
         self._forgetting = asyncio.Lock()
 
     async def sync(self, version: int, fetch: Callable[[], Awaitable[bytes]], *, agent_id: str) -> None:
-        """Bring the records to ``version`` or newer. ``fetch`` returns the verified blob if needed.
+        """Update the records to ``version`` or newer. ``fetch`` is called if needed and returns the verified blob.
 
-        Raises ``ActionError`` in the words of agent/action/sync_dns.go, and the errors of ``fetch``.
+        Raises ``ActionError`` with the texts of agent/action/sync_dns.go, and the errors of ``fetch``.
         """
         if await self._has(version):
             return
@@ -64,7 +65,8 @@ class Dns:
                 await asyncio.to_thread(self._store, records, version, agent_id)
 
     async def restore(self, agent_id: str) -> bool:
-        """Write the stored records into the hosts file again, which is new in a new container. False without any.
+        """Write the stored records to the hosts file again, because a new container has a new one. Return False if
+        there are none.
 
         Raises ``ActionError``.
         """
@@ -75,14 +77,14 @@ class Dns:
         return blob is not None
 
     async def forget_neighbours(self, addresses: list[str]) -> None:
-        """Forget the hardware addresses of these addresses as far as the container may. One program at a time."""
+        """Delete the ARP entries of these addresses as far as the container is allowed to, one program at a time."""
         async with self._forgetting:
             await network.forget_neighbours(addresses)
 
     async def name_self(self, agent_id: str) -> str | None:
         """Set the host name of the container, and add it and ``localhost`` to the hosts file.
 
-        Boot step: return why the host name stays another one, or None. Raises ``ActionError``.
+        Boot step: return the reason if the host name could not be set, or None. Raises ``ActionError``.
         """
         kept = "the machine is left alone"
         async with self._turn:
@@ -92,7 +94,7 @@ class Dns:
         return kept or None
 
     async def keep_names(self, agent_id: Callable[[], str]) -> NoReturn:
-        """Add both names again whenever another hosts file appears, for ever."""
+        """Add both names again whenever another hosts file appears. Never returns."""
         known = None
         while True:
             found = await asyncio.to_thread(_identity, self._paths.etc / "hosts")
@@ -124,7 +126,7 @@ class Dns:
             logger.warning("%s", exc)
 
     def _stored(self) -> _Blob | None:
-        """Return the records of the last ``sync_dns``. None without one."""
+        """Return the records of the last ``sync_dns``, or None."""
         try:
             return wire.decode(files.read(self._paths.dns_records, is_own=True), _Blob)
         except FileNotFoundError:
@@ -163,7 +165,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def stored_version(records: Path) -> int:
-    """Return the version of a ``records.json``; -1, older than any, without a readable one."""
+    """Return the version of a ``records.json``, or -1, which is older than any, if it is missing or unreadable."""
     try:
         return wire.decode(files.read(records, is_own=True), _Blob).version
     except (OSError, msgspec.DecodeError):
@@ -171,7 +173,7 @@ def stored_version(records: Path) -> int:
 
 
 def lines_naming(name: str, hosts: Path) -> list[str]:
-    """Return the lines of a hosts file for ``name``."""
+    """Return the lines of a hosts file that contain ``name``."""
     if not hosts.exists():
         return []
     lines = files.read(hosts).decode(errors="replace").splitlines()
@@ -188,7 +190,8 @@ def own_lines(names: Sequence[str]) -> str:
 def hosts_text(agent_id: str, host_name: str, kept: Sequence[str], records: Iterable[tuple[str, str]]) -> str:
     """Return a hosts file that maps the agent id to this machine (platform/linux_platform.go, SaveDNSRecords).
 
-    ``kept`` are the container runtime's lines for ``host_name``; without one the host name also maps to this machine.
+    ``kept`` are the container runtime's lines for ``host_name``. If there are none, the host name is mapped to this
+    machine too.
     """
     own = f"{agent_id} {LOCALHOST}"
     header = [

@@ -1,13 +1,14 @@
 """Packet filter rules for the bus: only root and the agent's own user may connect to its addresses.
 
-A certificate of the bus is useless to a job that gets hold of it. The rules follow those of the Go agent
-(platform/firewall/nftables_firewall.go): by user, for each current address of the names in ``mbus.urls``, without
-``https``. They are replaced periodically, so that new addresses are covered and removed rules return within a minute. A
-refused connection fails at once; with the Go agent it hangs.
+This makes a bus certificate useless to a job that gets hold of it. The rules follow those of the Go agent
+(platform/firewall/nftables_firewall.go): they match by user, for each current address of the names in ``mbus.urls``
+except ``https`` URLs. They are replaced periodically, so that new addresses are covered and removed rules are restored
+within a minute. A refused connection fails at once, whereas with the Go agent it hangs.
 
-The rules must never cut off the agent itself. They would if a proxy of another user were between it and the bus (the
-sidecar of a service mesh): so they are tested, and removed again if the bus answers only without them. The evidence is
-the existing link and the attempts at one. A connection opened for a test would be logged as broken by the server.
+The rules must never cut off the agent itself, as they would if a proxy run by another user (the sidecar of a service
+mesh) were between it and the bus. So they are tested, and removed again if the bus answers only without them. The test
+uses the existing connection and the regular connection attempts, because the server would log a connection opened only
+for a test as broken.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ logger = logging.getLogger(__name__)
 RULES_PERIOD_S: Final = 50.0
 """Interval for the replacement of the rules."""
 LOOKUP_TIMEOUT_S: Final = 3.0
-"""Timeout of a name look-up."""
+"""Timeout of a name lookup."""
 HEARD_WITH_RULES_S: Final = 3.0
 HEARD_WITHOUT_RULES_S: Final = 20.0
-"""Wait for a message of the server. The second is longer than the pause between two attempts at a link."""
+"""Time to wait for a message from the server with and without rules. The latter is longer than the pause between two
+connection attempts.
+"""
 
 Targets = frozenset[tuple[str, int]]
 """Addresses and ports."""
@@ -46,10 +49,12 @@ PROXIED: Final = "the bus is reached by way of a process of another user, which 
 
 
 class Firewall:
-    """Keeps jobs from the bus. ``obstacle`` is why they can reach it, "" while rules prevent that.
+    """Keeps jobs from connecting to the bus. ``obstacle`` says why they can reach it, and is "" while the rules prevent
+    that.
 
-    ``mbus`` returns the addresses in use, ``is_linked`` is true with a link to one of them, ``is_heard`` if a server
-    sends anything within the given seconds. With a ``refusal``, which becomes the obstacle, no rules are ever set.
+    ``mbus`` returns the addresses in use. ``is_linked`` returns True while connected to one of them, and ``is_heard``
+    if a server sends anything within the given number of seconds. If there is a ``refusal``, it becomes the obstacle,
+    and no rules are ever set.
     """
 
     def __init__(
@@ -65,13 +70,13 @@ class Firewall:
         self._is_heard = is_heard
         self._refusal = refusal
         self.due = asyncio.Event()
-        """Has the rules replaced now: the bus may have another address."""
+        """Set to replace the rules at once, because the bus may have another address."""
         self._proven: Targets = frozenset()
         """Addresses that were reached with rules in place."""
         self._proxied: Targets = frozenset()
 
     async def watch(self) -> NoReturn:
-        """Maintain the rules for ever."""
+        """Maintain the rules forever."""
         while True:
             if not self._refusal:
                 before = self.obstacle
@@ -92,17 +97,17 @@ class Firewall:
             logger.info("jobs cannot reach the bus")
 
     async def _apply(self) -> str:
-        """Set the right rules. Return the obstacle, if any. Raises ``HostError``."""
+        """Set the rules for the current addresses. Return the obstacle, if any. Raises ``HostError``."""
         urls = [url for url in self._mbus().urls if bus_address(url).scheme == "nats"]
         if not urls:
             return NO_BUS
         targets = await _addresses(urls)
         if not targets:
-            return self.obstacle  # rules for the known addresses stay
+            return self.obstacle  # the rules for the known addresses stay
         if targets == self._proxied:
             return PROXIED
         wanted = chains(targets, {0, os.geteuid()})
-        if targets != self._proven:  # with an existing connection, it is visible at once if the rules break it
+        if targets != self._proven:  # an existing connection shows at once whether the rules break it
             await self._is_heard(HEARD_WITHOUT_RULES_S)
         await nftables.replace(wanted)
         if targets == self._proven and self._is_linked():
@@ -113,18 +118,20 @@ class Firewall:
         await nftables.remove()
         if await self._is_heard(HEARD_WITHOUT_RULES_S):
             await nftables.replace(wanted)
-            if await self._is_heard(HEARD_WITH_RULES_S):  # the link came back meanwhile
+            if await self._is_heard(HEARD_WITH_RULES_S):  # the connection came back meanwhile
                 self._proven = targets
                 return ""
             await nftables.remove()
             self._proxied = targets
             return PROXIED
-        await nftables.replace(wanted)  # the bus is unreachable anyway
+        await nftables.replace(wanted)  # the bus is unreachable with and without rules
         return ""
 
 
 def chains(targets: Targets, users: Collection[int]) -> str:
-    """Return rules that let only ``users`` send to ``targets``, and packets without a user (closed connections)."""
+    """Return rules under which only ``users`` may send to ``targets``. Packets without a user (closed connections) pass
+    too.
+    """
     allowed = ", ".join(map(str, sorted(users)))
     rules = "".join(
         f"    {'ip6' if ':' in address else 'ip'} daddr {address} tcp dport {port} meta skuid != {{ {allowed} }}"
@@ -139,7 +146,8 @@ async def _addresses(urls: Collection[str]) -> Targets:
     found = set()
     for url in urls:
         parts = bus_address(url)
-        if not parts.hostname:  # an empty host would mean the loopback, and the rules would block ports of jobs there
+        # An empty host would mean the loopback address, where the rules would block ports of jobs.
+        if not parts.hostname:
             continue
         kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or NATS_PORT
         with suppress(OSError, ValueError, TimeoutError):

@@ -1,7 +1,7 @@
-"""Name servers: ``dns`` of a network, from the Director's cloud-config, into the resolver of the container.
+"""Configures the container's resolver with the name servers from ``dns`` of a network in the Director's cloud-config.
 
-The Go agent writes the base of resolvconf or a drop-in of systemd-resolved (platform/net/dnsresolver). A container has
-neither, unless systemd is its process 1.
+The Go agent writes resolvconf's base file or a drop-in for systemd-resolved (platform/net/dnsresolver). A container has
+neither, unless its process 1 is systemd.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ RESOLV_CONF: Final = Path("/etc/resolv.conf")
 SYSTEMD: Final = Path("/run/systemd/system")
 RESOLVED_DROP_IN: Final = Path("/etc/systemd/resolved.conf.d/10-bosh.conf")
 FIRST: Final = "# set by resolvectl"
-"""Ends the lines that our replacement of resolvectl puts first: bosh-dns requires that."""
+"""End of the lines that our replacement of resolvectl puts first, as bosh-dns requires."""
 
 
 async def write_servers(servers: Sequence[str]) -> str | None:
-    """Use ``servers`` for look-ups. Boot step: return why nothing was changed, or None.
+    """Boot step: use ``servers`` for name lookups. Return the reason if nothing was changed, or None.
 
     Raises ``HostError`` and ``OSError``. Needs root.
     """
@@ -54,8 +54,9 @@ async def _settle_resolved(servers: Sequence[str]) -> str | None:
 def resolv_conf(before: str, servers: Sequence[str]) -> str:
     """Return a resolv.conf that uses ``servers``.
 
-    A text that already names each of them is not changed: a job may have put its own server first. Else they replace
-    the servers of the container runtime. Search domains and options stay, and a server that bosh-dns has put first.
+    A text that already names all of them is not changed, because a job may have put its own server first. Otherwise
+    they replace the container runtime's servers. Search domains and options stay, as does a server that bosh-dns has
+    put first.
     """
     lines = before.splitlines()
     named = [words[1] for line in lines if len(words := line.split()) > 1 and words[0] == "nameserver"]

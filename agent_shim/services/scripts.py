@@ -1,7 +1,9 @@
-"""Scripts of jobs: lifecycle scripts in parallel, drain with its protocol of integers, errands with their output.
+"""Runs scripts of jobs: lifecycle scripts in parallel, drain scripts with their integer protocol, and errands with
+their output.
 
-Arguments, environment, directory, niceness and error texts are the Go agent's (agent/script/,
-agent/action/run_errand.go). Output goes to files: processes left behind would keep a pipe open. Times are seconds.
+Arguments, environment, working directory, niceness and error texts are the Go agent's (agent/script/,
+agent/action/run_errand.go). Output goes to files, because processes left behind would keep a pipe open. Times are in
+seconds.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from agent_shim.host.process import Process
 logger = logging.getLogger(__name__)
 
 PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
-"""PATH of scripts, whatever that of the agent (agent/script/pathenv/pathenv.go)."""
+"""PATH of scripts, independent of the agent's own (agent/script/pathenv/pathenv.go)."""
 NICE: Final = 5
-"""Niceness of lifecycle scripts relative to the agent. Drain and errands run as nice as the agent."""
+"""Niceness of lifecycle scripts relative to the agent. Drain scripts and errands run with the agent's niceness."""
 GRACE_S: Final = 10.0
-"""Between TERM and KILL for a cancelled script."""
+"""Time between TERM and KILL for a cancelled script."""
 MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096
-"""JSON bytes of both outputs of an errand in its reply."""
+"""Maximum size, as JSON, of an errand's stdout and stderr together in its reply."""
 
 _MAX_LINE_BYTES: Final = 4096
 _MAX_LINE_CHARS: Final = 300
@@ -57,9 +59,10 @@ class Errand(msgspec.Struct, frozen=True):
 
 
 def drain_arguments(kind: str, current: ApplySpec, new: ApplySpec | None) -> list[str]:
-    """Return the changes of job, configuration and packages as arguments (agent/script/drain/*_params.go).
+    """Return the drain script's arguments, which describe changes of job, configuration and packages
+    (agent/script/drain/*_params.go).
 
-    Raises ``ActionError`` for another ``kind`` than ``shutdown`` and ``update``, and for an update without ``new``.
+    Raises ``ActionError`` for a ``kind`` other than ``shutdown`` and ``update``, and for an update without ``new``.
     """
     if kind == "shutdown":
         return list(SHUTDOWN_ARGUMENTS)
@@ -77,7 +80,9 @@ def drain_arguments(kind: str, current: ApplySpec, new: ApplySpec | None) -> lis
 
 
 def drain_environment(current: ApplySpec, new: ApplySpec | None) -> dict[str, str]:
-    """Return variables with the MiB of the present persistent disk and, given a new spec, of the next one."""
+    """Return variables with the size in MiB of the current persistent disk and, if there is a new spec, of the new
+    one.
+    """
     states = {"BOSH_JOB_STATE": current} | ({_NEXT_STATE: new} if new is not None else {})
     sizes = {name: {"persistent_disk": spec.persistent_disk} for name, spec in states.items()}
     return {name: msgspec.json.encode(size).decode() for name, size in sizes.items()}
@@ -94,7 +99,9 @@ class Scripts:
         *,
         grace: float = GRACE_S,
     ) -> None:
-        """``spawn`` takes the name of the job before the arguments of ``process.spawn``, and has a directory for it."""
+        """``spawn`` takes the name of the job, then the arguments of ``process.spawn``, and chooses the working
+        directory.
+        """
         self._spawn = spawn
         self._paths = paths
         self._environ = {**environ, "PATH": PATH}
@@ -103,8 +110,8 @@ class Scripts:
     async def run_all(self, name: str, jobs: Sequence[str], env: Mapping[str, str]) -> None:
         """Run ``bin/NAME`` of every job that has it and wait for all, without a timeout.
 
-        Output is appended to the job's logs. Raises ``ActionError`` if one fails, with the last line that each failed
-        script wrote to stderr, or to a log of its job if stderr has only commands traced by ``set -x``.
+        Output is appended to the job's logs. If one fails, raises ``ActionError`` with the last line that each failed
+        script wrote to stderr, or to a log of its job if stderr contains only commands traced by ``set -x``.
         """
         last_lines: dict[str, str] = {}
 
@@ -137,7 +144,7 @@ class Scripts:
         """Run the drain scripts and wait until every job has drained.
 
         Setting ``cancelled`` terminates the scripts and ends the wait without an error. Raises ``ActionError`` if a
-        script printed no number.
+        script does not print a number.
         """
         environment = drain_environment(current, new)
 
@@ -153,7 +160,9 @@ class Scripts:
     async def _drain_job(
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bool:
-        """Drain one job. After a negative number wait that long and repeat (agent/script/drain/concrete_script.go)."""
+        """Drain one job. After a negative number, wait for that many seconds and run the script again
+        (agent/script/drain/concrete_script.go).
+        """
         while True:
             answer = await self._ask_drain(job, arguments, environment, cancelled)
             if cancelled.is_set():
@@ -179,9 +188,9 @@ class Scripts:
             return os.pread(stdout.fileno(), 4096, 0).strip()
 
     async def errand(self, job: str, cancelled: asyncio.Event) -> Errand:
-        """Run ``bin/run`` of ``job``. Setting ``cancelled`` terminates it, and its exit is a result like any other.
+        """Run ``bin/run`` of ``job``. Setting ``cancelled`` terminates it, and its exit code is then returned as usual.
 
-        An output too long for the reply is cut in the middle and kept in a file until the job's next errand.
+        Output that is too long for the reply is cut in the middle, and kept in a file until the job's next errand.
         """
         outputs = [self._paths.tmp / f"errand-{job}.{stream}" for stream in ("stdout", "stderr")]
         opened: list[int] = []
@@ -220,7 +229,7 @@ class Scripts:
         return log
 
     async def _end(self, script: Process, cancelled: asyncio.Event) -> int | None:
-        """Wait for the script. If ``cancelled`` is set, or this task is, terminate its process group first."""
+        """Wait for the script. If ``cancelled`` is set or this task is cancelled, terminate its process group first."""
         ended = asyncio.ensure_future(script.wait())
         try:
             return ended.result() if await ended_before(cancelled, ended) else await script.terminate(self._grace)
@@ -232,7 +241,9 @@ class Scripts:
 
 
 async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awaitable[bool]]) -> None:
-    """Run all in parallel. The error lists jobs in the order of their end (agent/script/parallel_script.go)."""
+    """Run the scripts of all jobs in parallel. The error lists the jobs in the order in which they ended
+    (agent/script/parallel_script.go).
+    """
     passed: list[str] = []
     failed: list[str] = []
 
@@ -246,7 +257,7 @@ async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awa
     async with asyncio.TaskGroup() as group:
         for job in jobs:
             group.create_task(one(job))
-            await asyncio.sleep(0)  # a spawn blocks the loop: let other work run in between
+            await asyncio.sleep(0)  # let other work run in between, because a spawn blocks the loop
     if failed:
         text = f"{len(failed)} of {len(jobs)} {name} scripts failed. Failed Jobs: {', '.join(failed)}."
         raise ActionError(f"{text} Successful Jobs: {', '.join(passed)}." if passed else text)
@@ -260,7 +271,7 @@ def _size(log: Path) -> int:
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """Return the sizes of the logs in a job's directory by name. Empty without it."""
+    """Return the sizes of the logs in a job's directory by name. Empty if there is no directory."""
     try:
         with guarded.held(directory) as held, closing(guarded.open_directory(held, "")) as fd:
             return {name: _size(directory / name) for name in guarded.names(fd) if name.endswith(".log")}
@@ -271,7 +282,7 @@ def _sizes(directory: Path) -> dict[str, int]:
 def _cause(log: Path, name: str, before: Mapping[str, int]) -> str:
     """Return the last line that a failed script wrote, shortened. "" if there is none.
 
-    Commands that ``set -x`` traces on stderr tell no cause. bosh-dns writes the cause to a log of its own.
+    Commands that ``set -x`` traces on stderr do not explain a failure. bosh-dns writes the cause to a log of its own.
     """
     err, out = f"{name}.stderr.log", f"{name}.stdout.log"
     lines = _lines(log / err, before.get(err, 0))
@@ -285,7 +296,7 @@ def _cause(log: Path, name: str, before: Mapping[str, int]) -> str:
 
 
 def _lines(log: Path, begin: int) -> list[str]:
-    """Return the last lines that were written to a log after byte ``begin``, each shortened."""
+    """Return the last lines written to a log after offset ``begin``, each shortened."""
     try:
         with closing(guarded.open_file(log)) as file:
             size = os.fstat(file).st_size
@@ -304,7 +315,7 @@ def _shown_together(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:
 
 
 def shown(path: Path, limit: int) -> tuple[str, bool]:
-    """Return the text of a file, and True if it was cut in the middle because its JSON exceeds ``limit`` bytes."""
+    """Return the text of a file, and True if it was cut in the middle because it exceeds ``limit`` bytes as JSON."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         keep = min(size, limit)
@@ -313,7 +324,7 @@ def shown(path: Path, limit: int) -> tuple[str, bool]:
             taken = _encoded(text)
             if taken <= limit or keep == 0:
                 return text, keep < size
-            # Escapes make the JSON longer than the text: shrink in proportion, and by at least one byte.
+            # Escapes make the JSON longer than the text, so shrink it in proportion, and by at least one byte.
             keep = max(0, min(keep - 1, keep * limit // taken - len(text) // 1000))
 
 

@@ -1,10 +1,11 @@
-"""Settings on disk: found, awaited, reloaded, cached.
+"""Finds the settings on disk, waits for them, reloads and caches them.
 
-Order of sources: the files that agent.json names, then ``settings.json``, the copy of the last good document.
-``update_settings.json`` overlays the document of any source (settings/service.go of the Go agent). The store waits if
-no source is usable: CPIs write files after the container has started. Each error of a file is logged once.
+The sources are, in order, the files that agent.json names, then ``settings.json``, which is the copy of the last good
+document. ``update_settings.json`` overlays the document of any source (settings/service.go of the Go agent). If no
+source is usable, the store waits, because CPIs write files after the container has started. Each error of a file is
+logged once.
 
-The store also keeps the bus credentials from before the last rotation, for a boot at which the present ones fail.
+The store also keeps the bus credentials from before the last rotation, in case the current ones fail at a boot.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from agent_shim.host import clock, files
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.5
-"""Poll interval of the files, which are few. A poll is a stat."""
+"""Poll interval of the few files. A poll takes one stat for each."""
 IDLE_POLL_FACTOR: Final = 20
 """Factor of the poll interval once settings are loaded."""
 
@@ -43,7 +44,7 @@ class SettingsStore:
         self._said = ""
         self._ignored: list[str] = []
         self._turn = asyncio.Lock()
-        """Held by each reader and writer of the files: the later one has the last word."""
+        """Serializes reading and writing of the files, so that the later operation decides what ``current`` is."""
 
     @property
     def current(self) -> settings.Effective:
@@ -62,7 +63,7 @@ class SettingsStore:
             await asyncio.sleep(self._look)
 
     async def refreshed(self) -> settings.Effective:
-        """Reload everything. Raises ``SettingsError`` and keeps the present settings on failure."""
+        """Reload everything. On failure, raises ``SettingsError`` and keeps the current settings."""
         async with self._turn:
             source, raw, origin = await asyncio.to_thread(self._read_source)
             update = await asyncio.to_thread(self._read_update)
@@ -76,7 +77,7 @@ class SettingsStore:
             return found
 
     def merged(self, news: settings.UpdateSettings) -> settings.Effective:
-        """Return the settings that ``news`` of ``update_settings`` would produce."""
+        """Return the settings that would result if ``news`` were stored by ``update_settings``."""
         return settings.Effective(self.current.source, self.current.update.merged(news))
 
     async def save_update(self, update: settings.UpdateSettings) -> None:
@@ -87,7 +88,7 @@ class SettingsStore:
             self._current = settings.Effective(self.current.source, update)
 
     async def keep_former(self, mbus: settings.Mbus) -> None:
-        """Keep working credentials during a rotation, which continues even if this fails."""
+        """Store the working credentials during a rotation, which continues even if this fails."""
         async with self._turn:
             self._former = mbus
             try:
@@ -97,7 +98,7 @@ class SettingsStore:
                 self._say(logging.WARNING, f"cannot keep the former credentials of the bus: {exc}")
 
     def other_mbus(self, refused: settings.Mbus) -> settings.Mbus:
-        """Return the credentials to try after ``refused``: in turn the present ones, the former ones, those of the CPI.
+        """Return the credentials to try after ``refused``, in turn the current ones, the former ones and the CPI's.
 
         A restart during a rotation, a CPI that recreated the container, or a restored bus can leave any of them stale.
         """
@@ -106,7 +107,7 @@ class SettingsStore:
         return known[(known.index(refused) + 1) % len(known)] if refused in known else present
 
     async def watch(self, changed: Callable[[settings.Effective], Awaitable[None]]) -> None:
-        """Watch the files for ever and call ``changed`` when the settings differ."""
+        """Watch the files forever and call ``changed`` when the settings differ."""
         seen = self._stamps()
         told = self._current
         while True:
@@ -121,18 +122,20 @@ class SettingsStore:
                 continue
             finally:
                 seen = stamps
-            # Compare with the last reported settings: an action may have loaded the change first, without a report.
+            # Compare with the last reported settings, because an action may have loaded the change first without
+            # reporting it.
             if found != told:
                 logger.info("the settings have changed")
                 told = found
                 await changed(found)
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
-        # This takes about 10 µs. A thread for each poll took a quarter of all idle time.
+        # Do this without a thread: it takes about 10 µs, and a thread for each poll took a quarter of the CPU time when
+        # idle.
         return [files.version(path) for path in (*self._sources, self._paths.update_settings)]
 
     def _read_source(self) -> tuple[settings.Settings, bytes, Path]:
-        """Load the first usable source. Without one, report the error of the first existing file."""
+        """Load the first usable source. If there is none, report the error of the first existing file."""
         problem: SettingsError | None = None
         for path in (*self._sources, self._paths.settings_cache):
             try:
@@ -159,12 +162,12 @@ class SettingsStore:
         except FileNotFoundError:
             return settings.UpdateSettings()
         except (OSError, SettingsError) as exc:
-            # Never fatal: an incomplete file is read again when it changes.
+            # This is never fatal, because an incomplete file is read again when it changes.
             self._say(logging.ERROR, f"cannot use {path}: {exc}; ignoring its latest change")
             return self._current.update if self._current else settings.UpdateSettings()
 
     async def _keep(self, raw: bytes) -> None:
-        """Cache the document, for use when its source is unavailable. The settings are used even if this fails."""
+        """Cache the document for times when its source is unavailable. The settings are used even if this fails."""
         try:
             path, is_known = files.behind(self._paths.settings_cache), self._current is not None
             await asyncio.to_thread(files.write_atomic, path, raw, mode=0o600, if_changed=is_known)
@@ -178,7 +181,7 @@ class SettingsStore:
 
 
 def _read_mbus(path: Path) -> settings.Mbus | None:
-    """Load the kept credentials. None if they are missing or unreadable."""
+    """Load the stored credentials. Return None if they are missing or unreadable."""
     try:
         return wire.decode(files.read(path, is_own=True), settings.Mbus)
     except (OSError, ValueError):

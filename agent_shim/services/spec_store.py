@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpecStore:
-    """Stores the spec. ``current`` is the spec of the last ``apply``, empty before the first."""
+    """Stores the spec. ``current`` is the spec of the last ``apply``, or an empty one before the first."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -35,13 +35,13 @@ class SpecStore:
         return self.current
 
     async def save(self, wanted: spec.ApplySpec) -> None:
-        """Store ``wanted``. Signed URLs in it are secrets, hence the mode."""
+        """Store ``wanted`` in a private file, because signed URLs in it are secrets."""
         await asyncio.to_thread(files.write_atomic, self._paths.spec, msgspec.json.encode(wanted), mode=0o600)
         self.current = wanted
 
     def write_instance_files(self) -> None:
-        """Write ``instance/{id,az,name,deployment}``: world readable, no newline, empty if unset
-        (agent/action/apply.go). Blocks on the disk, and most specs change none of them.
+        """Write ``instance/{id,az,name,deployment}``: world-readable, without a newline, empty if unset
+        (agent/action/apply.go). Blocks. Unchanged files, which is most of them, are not written.
         """
         files.make_dir(self._paths.instance, 0o755)
         for name in ("id", "az", "name", "deployment"):

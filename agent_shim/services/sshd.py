@@ -1,7 +1,8 @@
-"""Server for ``bosh ssh``: started where the container has none, for as long as it is needed.
+"""The ssh server for ``bosh ssh``, run for as long as it is needed if the container has none.
 
 The rules are those of a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` log in with
-a key only, root never. The server is known by its command line, not its pid: a restarted agent ends its predecessor's.
+a key only, and root never does. The server is recognised by its command line, not its pid, so that a restarted agent
+can end its predecessor's server.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import command, files, network, proc, process
 
 LISTEN_TIMEOUT_S: Final = 10.0
-"""Limit for a started server to listen."""
+"""Timeout for a started server to listen."""
 GRACE_S: Final = 2.0
-"""Between TERM and KILL. Existing sessions continue, new ones are refused meanwhile."""
+"""Time between TERM and KILL. Meanwhile existing sessions continue and new ones are refused."""
 POLL_S: Final = 0.02
 MAX_LOG_BYTES: Final = 10_000_000
 """Size at which the server's log is truncated."""
 
 _PRIVILEGE_SEPARATION: Final = Path("/run/sshd")
-"""The empty directory for the unprivileged half of Debian's sshd; it vanishes with /run."""
+"""The empty directory for the unprivileged half of Debian's sshd. It is missing when /run is new."""
 _OURS: Final = re.compile(r"(sshd: |\S*/sshd )")
 
 CONFIG: Final = """\
@@ -63,7 +64,7 @@ class Sshd:
         self._turn = asyncio.Lock()
 
     async def host_key(self) -> str:
-        """Return the public RSA host key. The pair is made if the image has none."""
+        """Return the public RSA host key. A key pair is generated if the image has none."""
         async with self._turn:
             with errors_as("Getting host public key"):
                 return (await asyncio.to_thread(files.read, await self._have_host_key())).decode(errors="replace")
@@ -80,7 +81,9 @@ class Sshd:
                     await self._start()
 
     async def _is_served(self) -> bool:
-        """Return True if a server listens. Raises ``HostError`` if it is a job's, which takes a port where it may."""
+        """Return True if a server listens. Raises ``HostError`` if the listener belongs to another user, as a job may
+        bind the port first.
+        """
         users = await asyncio.to_thread(network.listeners, self._port)
         if strangers := users - {0, os.geteuid()}:
             whose = f"a process of user {min(strangers)}"
@@ -116,7 +119,9 @@ class Sshd:
             raise HostError(f"it does not listen on port {self._port} after {LISTEN_TIMEOUT_S:.0f} seconds") from None
 
     async def _have_host_key(self) -> Path:
-        """Return the path of the public key. sshd does not start without the private one."""
+        """Return the path of the public key, generating the pair if needed. sshd does not start without the private
+        key.
+        """
         public = self._key.with_suffix(".pub")
         if not await asyncio.to_thread(lambda: self._key.exists() and public.exists()):
             await _make_host_key(self._key, public)
@@ -139,7 +144,9 @@ class Sshd:
 
 
 async def _make_host_key(private: Path, public: Path) -> None:
-    """Derive the public key of an existing private key. Make both if sshd could use none."""
+    """Derive the public key from an existing private key. Generate both if there is no private key that sshd could
+    use.
+    """
     try:
         derived = await command.run("ssh-keygen", "-y", "-P", "", "-f", str(private))
         await asyncio.to_thread(files.write_atomic, public, derived.encode())

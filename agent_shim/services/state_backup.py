@@ -1,8 +1,9 @@
-"""Backup of the agent's own state, which survives the root file system and is restored on a new one.
+"""Maintains a backup of the agent's own state, which outlives the root file system and is restored on a new one.
 
-A container restarted in place has a new root file system and the old ``data``: without a backup ``/var/vcap/bosh``
-would be lost, above all the bus credentials. So its files are copied to ``data/bosh`` before the Director gets the
-reply to an action. Two stamps show which belong together: one on the root file system, one beside the backup.
+A container that is restarted in place has a new root file system but the old ``data``. Without a backup
+``/var/vcap/bosh`` would be lost, including the bus credentials. So its files are copied to ``data/bosh`` before the
+Director gets the reply to an action. Two stamps, one on the root file system and one beside the backup, show whether
+the two belong together.
 
 | root file system | backup | action |
 |---|---|---|
@@ -13,13 +14,15 @@ reply to an action. Two stamps show which belong together: one on the root file 
 | of another agent | any | used image of another agent: set its files aside |
 | any | of another agent | used volume of another agent: set the backup aside |
 
-A stamp that is missing or damaged says nothing. Then the container is the same if a process of a job lives in it, or if
-the other stamp names its sequence of pids and the root file system holds state. A backup without a usable stamp is this
-agent's if its container is the same, or if this agent was the last one to hold the volume (``volume_lease``).
+If a stamp is missing or damaged, other evidence is used. The container is the same if a process of a job is alive in
+it, or if the other stamp names its pid namespace and the root file system contains state. A backup without a usable
+stamp belongs to this agent if the container is the same, or if this agent was the last to hold the volume
+(``volume_lease``).
 
-A damaged file never replaces its good copy. It is restored from it, and so is a missing one that no agent removes.
+A damaged file never replaces its good copy, but is restored from it. So is a missing file, unless agents remove files
+of its kind.
 
-State of a newer version of this program is not changed: the boot fails with an error.
+State written by a newer version of this program is not changed. The boot fails with an error instead.
 """
 
 from __future__ import annotations
@@ -44,39 +47,39 @@ from agent_shim.host import clock, files, proc
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-"""Version of all state files together. Raised when an older version would misread a file of this one."""
+"""Version of the whole set of state files. It is increased when an older version would misread a file of this one."""
 STAMP: Final = "agent_shim.json"
 SET_ASIDE: Final = "set_aside"
 POLL_S: Final = 10.0
-"""Poll interval for changes made outside actions: a CPI may write into a running container."""
+"""Poll interval for changes made outside actions, because a CPI may write files into a running container."""
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """Stamp of a root file system and of its backup, which share the ``lineage``."""
+    """The stamp of a root file system or of a backup. Two that belong together have the same ``lineage``."""
 
     schema: int
     agent_id: str
     lineage: str
-    """On the root file system "" while it is being restored."""
+    """"" on a root file system that is being restored."""
     incarnation: str = ""
-    """Container that wrote it last (``host.proc``)."""
+    """The container in which it was last written (``host.proc``)."""
     is_prepared: bool = True
-    """On the root file system: the pre-start scripts of the jobs have run on it."""
+    """On a root file system: whether the pre-start scripts of the jobs have run on it."""
 
 
 class BackedUpFile(msgspec.Struct, frozen=True):
-    """A file to back up, with the mode and owner for its restore."""
+    """A file to back up, with the mode and owner to restore."""
 
     path: Path
     mode: int = 0o600
     owner: str | None = None
     is_removed: bool = False
-    """Agents remove it: its absence is a state."""
+    """Agents remove this file, so its absence is a valid state."""
     is_json: bool = True
     may_be_empty: bool = False
 
     def is_whole(self, raw: bytes) -> bool:
-        """Return False for content that no agent wrote, as after a crash of the machine or of its disk."""
+        """Return False for content that no agent wrote, as may be left by a crash of the machine or its disk."""
         if not self.is_json:
             return self.may_be_empty or raw.strip(b"\0 \n") != b""
         try:
@@ -90,7 +93,7 @@ NOTHING: Final = Stamp(SCHEMA, "", "")
 
 
 def backup_files(paths: Paths) -> list[BackedUpFile]:
-    """Return the files to back up. A copy has the name of its file."""
+    """Return the files to back up. Each copy has the name of its file."""
     return [
         *map(BackedUpFile, (paths.update_settings, paths.former_mbus, paths.spec, paths.disk_hints, paths.taken_down)),
         BackedUpFile(paths.tasks, is_removed=True),
@@ -117,18 +120,20 @@ class StateBackup:
         self._are_stamps_due = False
         """A stamp could not be written."""
         self.root_is_new = False
-        """True after the backup was restored on a new root file system."""
+        """True if the backup was restored on a new root file system."""
         self.unwritable = ""
-        """Why the backup cannot be changed, if its file system is read-only or broken: it may be older than the stop or
-        start of the jobs before the restart. "" for a full one, where the marker of a stop needs no room."""
+        """Why the backup cannot be changed, if its file system is read-only or broken. It may then be older than the
+        last stop or start of the jobs. "" if the file system is only full, because the marker for a stop needs no
+        space.
+        """
 
     # --- a new agent ------------------------------------------------------------------------------------------------
 
     def begin(self, jobs_live: Callable[[], bool] = lambda: False, former_holder: str = "") -> None:
         """Clear the run directory if it belongs to another container. Blocks on the disk.
 
-        ``jobs_live`` returns True if a process of a job lives in this container. ``former_holder`` is the agent that
-        held the volume before. Raises ``BootError`` if the state belongs to a newer version.
+        ``jobs_live`` returns True if a process of a job is alive in this container. ``former_holder`` is the agent that
+        held the volume before. Raises ``BootError`` if the state was written by a newer version.
         """
         here, copy = _read(self._paths.stamp), _read(self._copy_stamp)
         for stamp in (here, copy):
@@ -151,7 +156,7 @@ class StateBackup:
             return here.lineage == copy.lineage and now in ("", here.incarnation, copy.incarnation)
         if here.agent_id and not here.lineage:
             return False  # the restore on it is not complete
-        # A container that shares the pids of its pod begins with a root file system without state.
+        # A new container that shares the pid namespace of its pod has a root file system without state.
         is_root_used = here.lineage != "" or any(
             file.path.exists() for file in self._files if file.path != self._paths.update_settings
         )
@@ -163,7 +168,7 @@ class StateBackup:
     async def recover(self, agent_id: str) -> None:
         """Restore this agent's backup on a new root file system, and keep it up to date from now on.
 
-        Raises ``BootError`` on failure: without its state this would be another agent.
+        Raises ``BootError`` on failure, because without its state this would be a different agent.
         """
         try:
             await asyncio.to_thread(self._recover, agent_id)
@@ -175,11 +180,11 @@ class StateBackup:
         if self._former not in ("", agent_id):
             aside = self._paths.bosh / SET_ASIDE / _plain(self._former)
             self._move([*(file.path for file in self._files), self._paths.stamp], aside, self._former)
-            _empty(self._paths.monit_job)  # the files there are links into the bundles of the jobs
+            _empty(self._paths.monit_job)  # the files there link into the bundles of the jobs
             here = NOTHING
         is_ours = copy is not None and copy.agent_id == agent_id
         if (copy is None or not copy.agent_id) and self._has_copies():
-            owners = (agent_id,) if copy is not None else (agent_id, "")  # a damaged stamp hides its owner
+            owners = (agent_id,) if copy is not None else (agent_id, "")  # a damaged stamp does not name its owner
             is_ours = bool(self._is_same_container) or self._former_holder in owners
             copy = Stamp(SCHEMA, agent_id, "") if is_ours else copy or NOTHING
         if copy is not None and not is_ours:
@@ -200,12 +205,12 @@ class StateBackup:
             if not is_same_root:
                 self.root_is_new = True
                 ours = msgspec.structs.replace(ours, is_prepared=False)
-        # The restore counts from here on. A kill before this repeats it.
+        # The restore is complete from here on. If the agent is killed earlier, the restore is repeated.
         self._stamp = ours
         self._update()
 
     def _restore(self, *, is_root_new: bool) -> None:
-        """Restore what the root file system has lost."""
+        """Restore the files that the root file system has lost."""
         for file in self._files:
             if file.path.is_symlink() or not self._is_lost(file, is_root_new=is_root_new):
                 continue
@@ -261,19 +266,19 @@ class StateBackup:
         if self._stamp is None:
             return
         async with self._writing:
-            # Starting a thread would take longer than these stat calls.
+            # Do this without a thread, because starting one would take longer than these stat calls.
             is_changed = any(files.version(file.path) != self._copied.get(file.path, ()) for file in self._files)
             if is_changed or self._are_stamps_due:
                 await asyncio.to_thread(self._update)
 
     async def watch(self) -> NoReturn:
-        """Copy files changed outside actions, and those that could not be copied before, for ever."""
+        """Forever, copy files that were changed outside actions or that could not be copied before."""
         while True:
             await asyncio.sleep(clock.until_beat(POLL_S))
             await self.update()
 
     def _update(self) -> None:
-        """Make the copies of changed files equal to them. An equal copy is not written."""
+        """Update the copies of changed files. A copy with equal content is not written."""
         self._write_stamps()
         for file in self._files:
             if (seen := files.version(file.path)) == self._copied.get(file.path, ()):
@@ -298,7 +303,7 @@ class StateBackup:
             self._copied[file.path] = seen
 
     def _write_stamps(self) -> None:
-        """Write both stamps. An agent on a full disk does without, and tries again."""
+        """Write both stamps. On a full disk the agent works without them and tries again later."""
         assert self._stamp is not None
         self._are_stamps_due, self.unwritable = False, ""
         for path in (self._paths.stamp, self._copy_stamp):
@@ -326,14 +331,14 @@ class StateBackup:
 
 
 def forget(paths: Paths) -> None:
-    """Remove the backup and both stamps, because another agent takes over and its changes would not be copied."""
+    """Remove the backup and both stamps, because another agent is taking over and does not update the backup."""
     names = [STAMP, *(file.path.name for file in backup_files(paths)), paths.supervisor_state.name, SET_ASIDE]
     for path in (*(paths.mirror / name for name in names), paths.stamp):
         files.remove_tree(path)
 
 
 def _read(path: Path) -> Stamp | None:
-    """Read a stamp. An unreadable one belongs to no agent, and its files are not used."""
+    """Read a stamp. An unreadable one belongs to no agent, so the files beside it are not used."""
     try:
         return wire.decode(files.read(path, is_own=True), Stamp)
     except FileNotFoundError:
@@ -344,7 +349,7 @@ def _read(path: Path) -> Stamp | None:
 
 
 def _agent_id(settings_cache: Path) -> str:
-    """Return the agent id of the settings on this root file system, or ""."""
+    """Return the agent id in the settings on this root file system, or ""."""
 
     class Named(msgspec.Struct):
         agent_id: str = ""
@@ -356,12 +361,12 @@ def _agent_id(settings_cache: Path) -> str:
 
 
 def _plain(agent_id: str) -> str:
-    """Turn an id read from a file into a directory name."""
+    """Convert an agent id that was read from a file to a plain directory name."""
     return agent_id.replace("/", "_").replace("\0", "_").strip(".")[:100] or "unnamed"
 
 
 def _empty(directory: Path) -> None:
-    """Remove the content of a directory. Mount points stay."""
+    """Remove the contents of a directory, except mount points."""
     with suppress(FileNotFoundError):
         for path in list(directory.iterdir()):
             try:

@@ -1,7 +1,7 @@
-"""Certificate authorities that the Director installs on this machine, beside those of its image.
+"""Installs the Director's trusted certificate authorities on this machine, in addition to those of its image.
 
 Paths, command and limits are the Go agent's (platform/cert/cert_manager.go). Differences: the command, which takes a
-second, runs only after a change, and the authorities are installed again in a container that lacks them.
+second, runs only after a change, and the authorities are installed again if a new container lacks them.
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY: Final = Path("/usr/local/share/ca-certificates")
 TRUSTED: Final = Path("/etc/ssl/certs/ca-certificates.crt")
-"""Bundle that the command generates from all directories."""
+"""The bundle that the command generates from all directories."""
 UPDATE_TIMEOUT_S: Final = 60.0
-"""Timeout of one attempt: the command sometimes hangs."""
+"""Timeout of one attempt, because the command sometimes hangs."""
 GRACE_S: Final = 5.0
 TRIES: Final = 3
 
 PENDING: Final = DIRECTORY / "bosh-trusted-certs.pending"
-"""Exists from before the first change until the command has succeeded. The command reads only ``*.crt``."""
+"""This file exists from before the first change until the command has succeeded. The command ignores it, because it
+reads only ``*.crt``.
+"""
 
 _OURS: Final = "bosh-trusted-cert-"
 
 
 class TrustedCas:
-    """Installs trusted authorities if this machine is the agent's to configure."""
+    """Installs trusted authorities if the agent may configure this machine."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._turn = asyncio.Lock()
 
     async def install(self, bundle: str, *, tries: int = TRIES) -> str | None:
-        """Trust exactly the authorities in ``bundle`` (PEM, concatenated) beside those of the image.
+        """Trust exactly the authorities in ``bundle`` (concatenated PEM) in addition to those of the image.
 
-        Return why that is skipped here, or None. Raises ``ActionError``.
+        Return the reason if this is skipped, or None. Raises ``ActionError``.
         """
         if not self._paths.is_system or os.geteuid() != 0:
             return "not root of a container with the real /var/vcap"
@@ -60,9 +62,9 @@ class TrustedCas:
 
 
 def split(bundle: str) -> list[str]:
-    """Return the certificates in a text without any text between them.
+    """Return the certificates in a text, without any other text between them.
 
-    A block that OpenSSL cannot read is left out: it would make the bundle unreadable for clients.
+    Blocks that OpenSSL cannot read are left out, because they would make the bundle unreadable for clients.
     """
     good, bad = x509.readable(bundle)
     for number in bad:
@@ -78,7 +80,7 @@ def _write(wanted: Mapping[str, str]) -> bool:
     if not (new or old):
         return False
     DIRECTORY.mkdir(parents=True, exist_ok=True)
-    with suppress(OSError):  # a failure is reported with the required file
+    with suppress(OSError):  # a failure is reported when the required file is written
         PENDING.touch()
     for name, pem in new.items():
         files.write_atomic(DIRECTORY / name, pem.encode())
@@ -94,8 +96,8 @@ def _holds(path: Path, text: str) -> bool:
 def _is_stale(wanted: Mapping[str, str]) -> bool:
     """Return True if the last result of the command does not match ``wanted``.
 
-    The command leaves a link for each authority beside the bundle. Times prove nothing: in images the directories are
-    as new as the bundle, or newer.
+    The command leaves a link for each authority beside the bundle. Modification times do not help, because in images
+    the directories are as new as the bundle, or newer.
     """
     linked = {path.stem for path in TRUSTED.parent.glob(f"{_OURS}*.pem")}
     if PENDING.exists() or linked != {Path(name).stem for name in wanted}:

@@ -1,8 +1,8 @@
-"""Users of the machine: temporary ones for ``bosh ssh``, and keys and passwords of vcap and root.
+"""Manages users of the machine: temporary ones for ``bosh ssh``, and the keys and passwords of vcap and root.
 
 Names, groups, paths and the prefixes of errors are the Go agent's (agent/action/ssh.go, platform/linux_platform.go).
-Files in a home directory are written as its owner, so that a link there leads nowhere the owner may not write. A
-password hash never appears in argv.
+Files in a home directory are written as its owner, so that a link there cannot be used to write anywhere else. A
+password hash is never passed in argv.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from agent_shim.host import command, files, guarded, proc, process
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "bosh_"
-"""Prefix of the users that may be removed. The Director's have it."""
+"""Prefix of the users that may be removed. The Director's users have it."""
 GROUPS: Final = "vcap,admin,bosh_sudoers,bosh_sshers"
 NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
-"""Instead of a hash: no password matches."""
+"""Used instead of a hash, so that no password matches."""
 _USER: Final = r"[a-z][a-z0-9_]{0,31}"
 
 KEYS_TIMEOUT_S: Final = 10.0
-"""Limit for the process that writes keys as a user, whose other processes may stop it."""
+"""Timeout for the process that writes keys as a user, because other processes of that user may stop it."""
 EXIT_TIMEOUT_S: Final = 5.0
-"""Limit for the processes of a removed user to end after KILL."""
+"""Timeout for the processes of a removed user to end after KILL."""
 _POLL_S: Final = 0.05
 _KILL_ALL: Final = """
 import os, sys
@@ -45,8 +45,8 @@ try:
 except ProcessLookupError:
     pass
 """
-"""One system call signals all processes of the effective user, so that none escapes by a fork. The real and the saved
-user are unused: a process of the user, which could kill this one first, may not signal it.
+"""One system call signals all processes of the effective user, so that none escapes by forking. The real and the saved
+user are set to an unused uid, so that processes of the user cannot kill this one first.
 """
 
 _REPLACE_KEYS: Final = """
@@ -56,14 +56,14 @@ rm -rf .ssh/authorized_keys.new && cat >.ssh/authorized_keys.new && mv -fT .ssh/
 
 
 class Users:
-    """Creates and removes users. One command at a time, since all write the same files."""
+    """Creates and removes users. Runs one command at a time, since all of them write the same files."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._turn = asyncio.Lock()
 
     async def setup(self, user: str, public_key: str) -> None:
-        """Let ``public_key`` log in as ``user``, created if missing."""
+        """Allow logins as ``user`` with ``public_key``. The user is created if missing."""
         if re.fullmatch(_USER, user) is None:
             why = "it is not a letter and up to 31 of a-z 0-9 _"
             raise ActionError(f"Creating user: cannot use the name {user[:64]!r}: {why}")
@@ -87,7 +87,9 @@ class Users:
                 raise
 
     async def cleanup(self, user_regex: str) -> list[str]:
-        """Remove the users that match the expression, with their homes. Never one without our prefix."""
+        """Remove the users that match the expression, and their home directories. Users without our prefix are never
+        removed.
+        """
         async with self._turn:
             ours = self.made() if self._paths.is_system else []
             with errors_as("SSH Cleanup: Deleting Ephemeral Users", OSError, re.error):
@@ -98,7 +100,7 @@ class Users:
         return doomed
 
     async def authorize_vcap(self, keys: Sequence[str]) -> None:
-        """Replace the keys that log in as vcap by ``keys``."""
+        """Replace the authorized keys of vcap with ``keys``."""
         async with self._turn:
             with errors_as("cannot authorize keys for vcap"):
                 try:
@@ -108,7 +110,7 @@ class Users:
                 await self._authorize("vcap", Path(home), "\n".join(keys))
 
     async def set_passwords(self, hashed: str, *, keep_root: bool) -> None:
-        """Set the password of vcap, and of root unless ``keep_root``, to this crypt hash."""
+        """Set the password of vcap, and of root unless ``keep_root``, from this crypt hash."""
         users = ["vcap"] if keep_root else ["root", "vcap"]
         async with self._turn:
             with errors_as(f"cannot set the password of {' and '.join(users)}"):
@@ -117,7 +119,7 @@ class Users:
                 await command.run("chpasswd", "-e", given="".join(f"{user}:{hashed}\n" for user in users))
 
     async def _create(self, user: str, known: Sequence[str]) -> None:
-        """Create a user, or configure an existing one again."""
+        """Create a user, or reconfigure an existing one."""
         if user not in known:
             if user in (row[0] for row in self._accounts()):
                 raise HostError(f"cannot use the name {user!r}: it belongs to another user of this machine")
@@ -126,7 +128,7 @@ class Users:
         await asyncio.to_thread(files.make_dir, self._paths.ssh_home / user, 0o700)
 
     async def _authorize(self, user: str, home: Path, keys: str) -> None:
-        """Replace the authorized keys of ``user``, as that user."""
+        """Replace the authorized keys of ``user``, running as that user."""
         env = command.ENVIRONMENT | {"HOME": str(home)}
         become = []
         if os.geteuid() == 0:
@@ -141,12 +143,12 @@ class Users:
         await command.run(*replace, given=keys, through=become, env=env, timeout=KEYS_TIMEOUT_S)
 
     def _with_password(self, users: Sequence[str]) -> bool:
-        """Return True if one of them has a usable password."""
+        """Return True if any of these users has a usable password."""
         rows = [line.split(":") for line in (self._paths.etc / "shadow").read_text(errors="replace").splitlines()]
         return any(row[0] in users and not row[1].startswith(("*", "!")) for row in rows if len(row) > 1)
 
     def made(self) -> list[str]:
-        """Return our users: those with our prefix, or with a home below that of our users."""
+        """Return our users: those with our prefix, or with a home in the directory for our users."""
         homes = str(self._paths.ssh_home)
         return [row[0] for row in self._accounts() if row[0].startswith(PREFIX) or row[5:6] == [f"{homes}/{row[0]}"]]
 
@@ -155,9 +157,10 @@ class Users:
 
 
 async def remove(user: str) -> None:
-    """Remove a user with home and processes.
+    """Remove a user with its home directory and processes.
 
-    Without an account no log-in is possible, and without processes nothing changes the home during its removal.
+    The account is removed first so that nobody can log in, then the processes, so that nothing changes the home
+    directory while it is removed.
     """
     try:
         account = pwd.getpwnam(user)
@@ -171,9 +174,9 @@ async def remove(user: str) -> None:
 
 
 async def _end_processes(account: pwd.struct_passwd) -> None:
-    """End the processes of a removed account, whose uid may be reused."""
+    """End the processes of a removed account, because its uid may be reused."""
     if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
-        return  # an account created by hand may share its uid with others
+        return  # an account that was created by hand may share its uid with others
     if not proc.has_our_root(1):
         logger.warning("processes of %s may continue: the container shares the pids of the host", account.pw_name)
         return
@@ -189,13 +192,15 @@ async def _end_processes(account: pwd.struct_passwd) -> None:
 
 
 def _unused(below: int) -> int:
-    """Return the highest uid below one that has neither an account nor a process. Blocks."""
+    """Return the highest uid below ``below`` that has neither an account nor a process. Blocks."""
     used = {entry.pw_uid for entry in pwd.getpwall()} | {proc.user(pid) for pid in proc.table()}
     return next(number for number in range(below - 1, 0, -1) if number not in used)
 
 
 def _remove_files(account: pwd.struct_passwd) -> None:
-    """Remove home and mail of a removed account, as ``userdel -r``: only the account's own. Blocks."""
+    """Remove the home directory and mail of a removed account if the account owns them, as ``userdel -r`` does.
+    Blocks.
+    """
     for path in (Path(account.pw_dir), Path("/var/mail", account.pw_name)):
         try:
             owner = guarded.status(path).st_uid

@@ -1,8 +1,8 @@
-"""Vitals of the instance, in the shapes of heartbeats and ``get_state`` (platform/vitals/service.go).
+"""Measures the vitals of the instance, in the format of heartbeats and ``get_state`` (platform/vitals/service.go).
 
-Every figure is a string but the uptime, which is a natural number: the bosh CLI fails on anything else. A figure that
-cannot be read is left out without affecting the others. Where a limit of the container is below the machine, memory,
-swap and CPU are those of the container.
+Every figure is a string except the uptime, which is a natural number, because the bosh CLI fails on anything else. A
+figure that cannot be read is left out without affecting the others. If the container's limits are lower than the
+machine's resources, memory, swap and CPU are those of the container.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from agent_shim.host.host_stats import CpuTimes, Memory
 logger = logging.getLogger(__name__)
 
 CPU_PERIOD_S: Final = 10.0
-"""Minimum period over which CPU time is averaged. The first sample covers the whole time before it."""
+"""Minimum period over which CPU time is averaged. The first sample covers all the time before it."""
 DISK_TIMEOUT_S: Final = 1.0
-"""Timeout of a disk. One on a dead file server never answers."""
+"""Timeout for a disk, because one on a dead file server never answers."""
 
 UNREADABLE: Final = (OSError, ValueError, LookupError, ArithmeticError)
-"""Errors of a file of ``/proc`` that is missing, hidden or of another form."""
+"""Errors caused by a file in ``/proc`` that is missing, hidden or in another format."""
 
 Usage = os.statvfs_result | OSError
 
@@ -40,26 +40,28 @@ HOST: Final = "host"
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The vitals as numbers: bytes and seconds, by scope (``container``, ``host``), minutes and disk.
+    """The vitals as numbers, in bytes and seconds: by scope (``container``, ``host``), by minutes of the load average,
+    or by disk.
 
-    A disk is known by its role, a dynamic one by its cid. A figure that cannot be read is missing; without limits the
-    memory of the container is that of the machine.
+    A disk is identified by its role, a dynamic one by its cid. Figures that cannot be read are missing. Without limits
+    the memory of the container is that of the machine.
     """
 
     memory: Mapping[str, Memory] = msgspec.field(default_factory=dict)
     cpu: Mapping[str, CpuTimes] = msgspec.field(default_factory=dict)
-    """Cumulative. ``total`` is 0 if the available time is unknown."""
+    """Cumulative CPU times. ``total`` is 0 if the available time is unknown."""
     processors: Mapping[str, float] = msgspec.field(default_factory=dict)
     load: Mapping[str, float] = msgspec.field(default_factory=dict)
     disks: Mapping[str, os.statvfs_result] = msgspec.field(default_factory=dict)
-    """From the last sample."""
+    """Disk usage, as of the last sample."""
     oom_kills: int | None = None
 
 
 class Vitals:
-    """Takes samples.
+    """Takes samples of the vitals.
 
-    ``persistent_mounted`` returns True with a disk on the store, ``dynamic`` the directories of dynamic disks by cid.
+    ``persistent_mounted`` returns True if a disk is on the store. ``dynamic`` returns the directories of dynamic disks
+    by cid.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Vitals:
         self._usages: dict[str, os.statvfs_result] = {}
 
     async def sample(self) -> dict[str, Any]:
-        """Return the vitals. Takes a millisecond, and at most :data:`DISK_TIMEOUT_S`."""
+        """Return the vitals. Usually takes a millisecond, and at most :data:`DISK_TIMEOUT_S`."""
         disks, figures = await self._disks(), self.figures()
         vitals: dict[str, Any] = {"disk": disks} if disks else {}
         with contextlib.suppress(*UNREADABLE):
@@ -92,10 +94,10 @@ class Vitals:
         if figures.load:
             vitals["load"] = [f"{average:.2f}" for average in figures.load.values()]
         seconds = int(self._age())
-        return vitals | {"uptime": {"secs": seconds} if seconds else {}}  # left out when 0, as Go does
+        return vitals | {"uptime": {"secs": seconds} if seconds else {}}  # omitted when 0, as by Go
 
     def figures(self) -> Figures:
-        """Return the current figures in about 20 to 50 µs, without asking a disk."""
+        """Return the current figures in about 20 to 50 µs, without accessing a disk."""
         memory: dict[str, Memory] = {}
         cpu: dict[str, CpuTimes] = {}
         load: dict[str, float] = {}
@@ -123,7 +125,9 @@ class Vitals:
         return self._cpu
 
     def _age(self) -> float:
-        """Return the seconds since process 1 started, the container's age. If hidden, since the kernel's boot."""
+        """Return the container's age: the seconds since process 1 started, or since the kernel booted if that process
+        is hidden.
+        """
         now = clock.boot_time()
         try:
             return max(0.0, now - proc.parse((self._proc / "1/stat").read_bytes()).start_ticks / clock.TICKS)
@@ -141,7 +145,7 @@ class Vitals:
         return {name: disk_vitals(usage) for name, usage in self._usages.items() if name in roles}
 
     async def _ask(self, path: Path) -> Usage | None:
-        """Ask a disk once: while it owes an answer, no further call is made."""
+        """Get the usage of a disk. While a call is still waiting for the disk, no further one is made."""
         if path not in self._asked:
             self._asked[path] = run_in_daemon_thread(partial(_usage, path), f"statvfs {path}")
         asked = self._asked[path]
@@ -171,7 +175,7 @@ def shares(before: CpuTimes, after: CpuTimes) -> dict[str, str]:
 
 
 def memory_vitals(memory: Memory) -> dict[str, Any]:
-    """Return KiB and percent in use."""
+    """Return the memory in use in KiB and percent."""
 
     def part(used: int, total: int) -> dict[str, str]:
         return {"kb": str(used // 1024), "percent": f"{_percent(used, total):.0f}"}
@@ -180,7 +184,9 @@ def memory_vitals(memory: Memory) -> dict[str, Any]:
 
 
 def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
-    """Return the use of a disk. Space reserved for root counts as free, and without inodes their use is 0 percent."""
+    """Return the usage of a disk in percent. Space reserved for root counts as free. On a file system without inodes
+    their usage is 0 percent.
+    """
     return {
         "percent": f"{_percent(usage.f_blocks - usage.f_bfree, usage.f_blocks):.0f}",
         "inode_percent": f"{_percent(usage.f_files - usage.f_ffree, usage.f_files):.0f}",

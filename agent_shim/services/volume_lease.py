@@ -1,10 +1,10 @@
-"""Leases on volumes: of two agents on one volume the second waits and changes nothing.
+"""Leases on volumes. If two agents have the same volume, the second waits and changes nothing.
 
 A pod may be recreated while its predecessor still shuts down, and an unreachable node may run a pod that was replaced
 long ago. So an agent locks the volume ``data`` and every disk that it mounts. The kernel releases the lock when the
-agent ends, and knows only agents on the same machine; so the locked file is also a lease, renewed every few seconds. No
-clocks are compared: a lease expires when the observer has not seen it change for a while. A file system that only this
-kernel writes shows no change to others, and has no renewals (decision 25).
+agent ends, but it only knows agents on the same machine, so the locked file is also a lease that is renewed every few
+seconds. No clocks are compared. A lease expires when the observer has not seen it change for a while. On a file system
+to which only this kernel writes, others would not see a change, so the lease is not renewed (decision 25).
 
 | lock | lease | action |
 |---|---|---|
@@ -14,8 +14,8 @@ kernel writes shows no change to others, and has no renewals (decision 25).
 | free | of an agent that shares our locks and was seen alive | take it if it stays free: the agent may be restarting |
 | free | of another machine | take it if it does not change for ``patience`` |
 
-Two agents share locks on a file system that only one kernel writes, or if both name the same boot of a kernel. The boot
-alone proves too little: LXD shows each start of a container a boot id of its own.
+Two agents share locks if only one kernel writes to the file system, or if both have the same boot id of a kernel. The
+boot id alone is not enough, because LXD gives a container a new one at each start.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ NAME: Final = "lease.json"
 SCHEMA: Final = 1
 _MAX_BYTES: Final = 4096
 UNWRITABLE: Final = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""Errors of a full or read-only file system: an agent works there without a lock."""
+"""Errors of a full or read-only file system, on which an agent works without a lease."""
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Content of the file. ``holder`` differs for each agent process, ``count`` grows with every renewal."""
+    """Content of the lease file. ``holder`` is different for each agent process, and ``count`` grows with every
+    renewal.
+    """
 
     schema: int
     holder: str
@@ -67,20 +69,22 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """Seconds between renewals, and without a change until a lease expires."""
+    """Seconds between renewals, and seconds without a change after which a lease expires."""
 
     period: float = 10.0
     patience: float = 25.0
     restart: float = 5.0
-    """Time that a lock on this kernel must stay free: a restarting agent takes it again sooner."""
+    """Seconds for which a lock on this kernel must stay free. A restarting agent takes it again sooner than that."""
 
 
 class Hold(msgspec.Struct):
-    """An open file, used by one thread at a time: a closed descriptor may be reused for another file."""
+    """An open lease file. Only one thread at a time uses it, because a closed descriptor may be reused for another
+    file.
+    """
 
     descriptor: int
     is_local: bool
-    """Only this kernel writes to the file system."""
+    """True if only this kernel writes to the file system."""
     turn: threading.Lock = msgspec.field(default_factory=threading.Lock)
     count: int = 0
     version: tuple[int, int, int] | None = None
@@ -90,7 +94,7 @@ class Hold(msgspec.Struct):
 class VolumeLeases:
     """Locks and leases held by this agent.
 
-    ``host`` and ``boot`` identify the place: by default this pod or machine, and the boot of its kernel.
+    ``host`` and ``boot`` identify where the agent runs. The default is this pod or machine, and the boot of its kernel.
     """
 
     def __init__(self, *, pace: Pace = Pace(), host: str | None = None, boot: str | None = None) -> None:
@@ -100,23 +104,24 @@ class VolumeLeases:
         self._host = socket.gethostname() if host is None else host
         self._boot = boot or ""
         if boot is None:
-            with suppress(OSError):  # /proc hides it
+            with suppress(OSError):  # /proc may hide it
                 self._boot = proc.boot_id()
         self.held: dict[Path, Hold] = {}
-        """By directory."""
+        """The leases that this agent holds, by directory."""
         self.former: dict[Path, str] = {}
         """The agents (ids, or "") that held our volumes before, by directory."""
         self._seen: dict[Path, tuple[bytes, float]] = {}
         """Leases of other agents, each with the time of its last change."""
 
     def introduce(self, agent_id: str) -> None:
-        """Write the agent id into all leases. Blocks on the disks."""
+        """Write the agent id to all leases. Blocks on the disks."""
         self._agent_id = agent_id
         for directory in list(self.held):
             self.renew(directory)
 
     def hold(self, directory: Path) -> str:
-        """Take the volume that contains our private ``directory``. Return "" if it is ours, else its holder.
+        """Acquire the lease of the volume that contains our private ``directory``. Return "" on success, otherwise the
+        holder.
 
         Blocks on the disk. Raises ``HostError``. A full or read-only volume is used without a lease.
         """
@@ -125,7 +130,8 @@ class VolumeLeases:
         with ExitStack() as opened:
             try:
                 descriptor = _open(directory)
-                opened.callback(os.close, descriptor)  # this also releases the lock, which would otherwise keep us out
+                # This also releases the lock, which would otherwise exclude ourselves.
+                opened.callback(os.close, descriptor)
                 is_local = mounts.is_local(directory)
                 if rival := self._rival(directory, descriptor, is_local=is_local):
                     return rival
@@ -176,12 +182,12 @@ class VolumeLeases:
                 hold.descriptor = -1
 
     def release_all(self) -> None:
-        """Release all volumes: no process of this agent uses them any more."""
+        """Release all volumes, when no process of this agent uses them any more."""
         for directory in list(self.held):
             self.release(directory)
 
     async def keep(self, lost: Callable[[str], None]) -> NoReturn:
-        """Renew the leases for ever. ``lost`` is called when another agent has taken a volume.
+        """Renew the leases forever. ``lost`` is called when another agent has taken a volume.
 
         A hanging volume does not delay the others.
         """
@@ -215,7 +221,7 @@ class VolumeLeases:
         return ""
 
     def _taker(self, directory: Path, hold: Hold) -> str:
-        """Return the agent that has taken our volume, or "", also if the lease cannot be read."""
+        """Return the agent that has taken our volume, or "". An unreadable lease counts as not taken."""
         try:
             lease = _decoded(os.pread(hold.descriptor, _MAX_BYTES, 0))
         except OSError as exc:
@@ -224,7 +230,9 @@ class VolumeLeases:
         return str(lease) if lease is not None and lease.holder != self._holder else ""
 
     def _write(self, directory: Path, hold: Hold, *, is_over: bool = False) -> None:
-        """Write in place (another inode has another lock) and in one call: a kill leaves the old lease or the new."""
+        """Write in place, because a new inode would have a lock of its own, and in one call, so that a kill leaves
+        either the old or the new lease.
+        """
         lease = Lease(SCHEMA, self._holder, self._agent_id, self._host, self._boot, hold.count, is_over)
         raw = msgspec.json.encode(lease)
         try:

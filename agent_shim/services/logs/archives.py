@@ -1,8 +1,8 @@
-"""Archives of logs: uploaded for the Director, or kept on disk for a download over ssh.
+"""Log archives: uploaded for the Director, or kept on disk for a download over ssh.
 
-Kinds, names in the archive, patterns and texts are the Go agent's (agent/logstarprovider/logs_tar_provider.go,
+Log types, names in the archive, patterns and texts are the Go agent's (agent/logstarprovider/logs_tar_provider.go,
 agent/action/fetch_logs.go, bundle_logs.go). Differences: logs are not copied before they are packed, no link is
-followed, and changed or vanished files are listed in the archive instead of failing the request.
+followed, and files that change or vanish are listed in the archive instead of failing the request.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from agent_shim.core.settings import Blobstore
 from agent_shim.host import files
 
 REMARKS: Final = "agent_shim.remarks.txt"
-"""Entry of an archive that lists its deviations from the files on disk. Absent without any."""
+"""Entry of an archive that lists its deviations from the files on disk, if there are any."""
 MAX_AGE_S: Final = 24 * 3600.0
-"""Age at which an archive on disk is removed."""
+"""Age in seconds at which an archive on disk is removed."""
 MAX_BUNDLES: Final = 20
-"""Archives on disk. One more removes the oldest."""
+"""Maximum number of archives on disk. Creating one more removes the oldest."""
 NICE: Final = 5
 """Niceness of packing relative to the agent: jobs have priority."""
 
 PACK_TIMEOUT_S: Final = 1500.0
-"""Timeout for a whole archive. The packer ends before it unless a disk hangs."""
+"""Timeout for a whole archive. The packer finishes earlier unless a disk hangs."""
 
 _BUNDLE: Final = r"logs-[0-9a-f]{16}\.tgz"
 
@@ -55,9 +55,9 @@ class Logs:
         signed_url: str = "",
         headers: Mapping[str, str] = {},
     ) -> protocol.Done:
-        """Upload an archive to the signed URL, else to the blobstore. Return its digests and the blob id.
+        """Upload an archive to the signed URL or, without one, to the blobstore. Return its digests and the blob id.
 
-        ``kinds`` is a comma-separated list of ``job``, ``agent``, ``system``; without patterns all files are packed.
+        ``kinds`` is a comma-separated list of ``job``, ``agent`` and ``system``. Without patterns all files are packed.
         ``report`` is called with each step.
         """
         archive = files.sibling(self._paths.tmp / "logs")
@@ -71,7 +71,7 @@ class Logs:
             await asyncio.to_thread(files.remove_tree, archive)
 
     async def bundle(self, kinds: str, patterns: Sequence[str], owner: str) -> tuple[Path, str]:
-        """Leave an archive on disk for ``owner`` (a user or ``user:group``). Return its path and its sha512 (hex).
+        """Create an archive on disk for ``owner`` (a user or ``user:group``). Return its path and its sha512 (hex).
 
         Calls run one after another.
         """
@@ -88,9 +88,9 @@ class Logs:
             return archive, done.sha512
 
     async def remove(self, path: str) -> None:
-        """Remove an archive of ``bundle`` or a temporary file. A missing file is no error, whatever its path.
+        """Remove an archive made by ``bundle``, or a temporary file. A missing file is not an error, whatever its path.
 
-        A link is removed itself, its target stays.
+        If the path is a link, only the link is removed.
         """
         is_ours = Path(path).parent == self._paths.bundled_logs  # only root can write there
         try:
@@ -108,7 +108,7 @@ class Logs:
             raise ActionError(f"cannot remove {path}: it is {what}")
 
     async def tidy(self) -> None:
-        """Remove incomplete, expired and too many archives."""
+        """Remove incomplete and expired archives, and the oldest ones if there are too many."""
         with errors_as("Making logs tarball"):
             await asyncio.to_thread(_tidy, self._paths.bundled_logs)
 
@@ -120,7 +120,7 @@ class Logs:
         put: protocol.Put | None = None,
         report: Callable[[str], None] = lambda _: None,
     ) -> protocol.Done:
-        # The last of equal names counts: a repeated kind is packed once, in its last place.
+        # A repeated kind is packed once, at its last position.
         named = reversed(dict.fromkeys(reversed(kinds.split(","))))
         trees = [self._tree(kind, list(patterns) or ["**/*"]) for kind in named]
         pack = protocol.Pack(trees, str(archive), remarks=REMARKS, put=put)

@@ -1,7 +1,7 @@
-"""A log file of a job, followed by its name: its latest lines, and those written since the last read.
+"""Follows a job's log file by name: reads its last lines, and those written since the last read.
 
-Users of jobs may write below ``sys/log`` and put any file there: no link is followed in any part of a path, and no pipe
-is waited for (``host.guarded``).
+The users of jobs may write below ``sys/log`` and create any kind of file there. So links are not followed in any part
+of a path, and opening a pipe does not block (``host.guarded``).
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import Final
 from agent_shim.host import guarded
 
 MAX_LINE_BYTES: Final = 16 * 1024
-"""Limit of a line. The rest follows as the next one."""
+"""Maximum length of a line. The rest of a longer line is returned as the next one."""
 MAX_TAIL_BYTES: Final = 16 * 1024 * 1024
-"""Part at the end of a file in which the last lines are searched."""
+"""Size of the part at the end of a file in which the last lines are searched for."""
 
 
 class LogFile:
-    """The log at ``path`` below the directory ``root``. Closed until :meth:`open`, and while there is no such file.
+    """The log at ``path`` below the directory ``root``. It is closed until :meth:`open`, and while the file does not
+    exist.
 
-    An open file stays open: a renamed one is read to its end before the new one of its name, and a truncated one
-    (copytruncate) starts again.
+    An open file stays open. If it is renamed, it is read to its end before the new file with its name; if it is
+    truncated (copytruncate), it is read from the start again.
     """
 
     def __init__(self, path: str, root: str) -> None:
@@ -35,14 +36,14 @@ class LogFile:
         self._place = 0
         """Offset of the next read."""
         self._rest = b""
-        """Last line, still without a line break."""
+        """Incomplete last line, without its line break."""
 
     @property
     def is_open(self) -> bool:
         return self._descriptor >= 0
 
     def open(self, *, at_end: bool = True) -> bool:
-        """Open the file. False if it is missing. Raises ``OSError`` if it is refused."""
+        """Open the file. Return False if it is missing. Raises ``OSError`` if it must not be read."""
         try:
             self._descriptor = guarded.open_file(self.path, self._root)
         except OSError as exc:
@@ -59,25 +60,25 @@ class LogFile:
             self._descriptor = -1
 
     def changed_at(self) -> float:
-        """Return the time of the last change of the open file."""
+        """Return the modification time of the open file."""
         return os.fstat(self._descriptor).st_mtime
 
     def last(self, count: int) -> Iterator[bytes]:
-        """Yield the last ``count`` lines before the place of the next read, of at most ``MAX_TAIL_BYTES``."""
+        """Yield the last ``count`` lines before the offset of the next read, from at most ``MAX_TAIL_BYTES``."""
         found = guarded.chunks(self._descriptor, self._begin_of_last(count), self._place)
         yield from self._split(chain((chunk for _, chunk in found), [b""]))
 
     def lines(self, allowed: int | None = None) -> Iterator[bytes]:
-        """Yield whole lines written since the last read. Long ones are split.
+        """Yield complete lines written since the last read. Long ones are split.
 
-        The first bytes of more than ``allowed`` are skipped, which a line reports.
+        If there are more than ``allowed`` bytes, the first ones are skipped and a line reports that.
         """
         yield from self._split(self.chunks(allowed))
 
     def _split(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         for chunk in chunks:
             *lines, self._rest = (self._rest + chunk).split(b"\n")
-            if not chunk and self._rest:  # its file has ended
+            if not chunk and self._rest:  # the file has ended
                 lines, self._rest = [self._rest], b""
             yield from lines
             while len(self._rest) > MAX_LINE_BYTES:
@@ -112,7 +113,7 @@ class LogFile:
             yield chunk
 
     def _is_another(self) -> bool:
-        """Return True if the name belongs to another file now, or to none."""
+        """Return True if the name now belongs to another file, or to none."""
         try:
             found = guarded.status(self.path, self._root)
         except OSError:

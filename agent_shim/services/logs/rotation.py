@@ -1,11 +1,12 @@
 """Rotation of job logs: large logs are rotated and old archives removed, so that they do not fill the disk.
 
-A stemcell has logrotate and cron for that, with rules that the Go agent writes at each apply
+A stemcell uses logrotate and cron for that, with rules that the Go agent writes at each apply
 (platform/linux_platform.go): ``*.log`` in three levels below ``sys/log``, larger than 50 MB, seven archives,
-copytruncate. Here a worker process does the same every minute. In addition, all archives together have a size limit.
+copytruncate. Here a worker process does the same every minute. In addition, there is a limit on the total size of all
+archives.
 
-Two programs that copy and truncate the same file lose lines for each other: so the Go agent's rule is disabled while
-this agent runs, and enabled again by ``handback``.
+If two programs copy and truncate the same file, lines are lost. So the Go agent's rule is disabled while this agent
+runs, and ``handback`` enables it again.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ logger = logging.getLogger(__name__)
 MAX_DEPTH: Final = 3
 """Levels below ``sys/log`` that are searched."""
 MAX_JOB_ENTRIES: Final = 20_000
-"""Entries read in the directories of one job."""
+"""Maximum number of directory entries read per job."""
 MAX_DUE: Final = 500
 MAX_REMOVED: Final = 500
-"""Logs rotated and archives removed in one round. Others wait for the next."""
+"""Maximum number of logs rotated and archives removed in one round. The others wait for the next one."""
 LOOK_TIMEOUT_S: Final = 10.0
 ROTATE_TIMEOUT_S: Final = 1800.0
 ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz", re.DOTALL)
@@ -50,7 +51,7 @@ UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def size(text: str) -> int:
-    """Parse a size as logrotate spells it, ``50M``. Raises ``ValueError``."""
+    """Parse a size in logrotate's notation, such as ``50M``. Raises ``ValueError``."""
     found = re.fullmatch(r"([0-9]{1,15})([kKmMgG]?)", text.strip())
     if found is None:
         raise ValueError(f"{text!r} is not a size: a number, and k, M or G")
@@ -58,7 +59,9 @@ def size(text: str) -> int:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Rotation limits: ``size`` of a file, ``keep`` archives of each, ``total`` bytes of all. ``period`` in seconds."""
+    """Rotation limits: the ``size`` of a file in bytes, the number ``keep`` of archives per file, and the ``total``
+    size of all. ``period`` is in seconds.
+    """
 
     size: int = 50 << 20
     keep: int = 7
@@ -67,15 +70,16 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def most(self) -> int:
-        """Bytes kept of one log in one rotation.
+        """Maximum number of bytes of one log that one rotation keeps.
 
-        Its archive fits into ``total`` beside others, even if it does not compress and grows by half meanwhile.
+        With this limit an archive fits into ``total`` together with others, even if it does not compress and the log
+        grows by half meanwhile.
         """
         return self.total // 2
 
 
 class Found(NamedTuple):
-    """A file below ``sys/log``. ``size`` is its content without holes."""
+    """A file below ``sys/log``. ``size`` is that of its content without holes."""
 
     path: str
     size: int
@@ -83,20 +87,22 @@ class Found(NamedTuple):
 
 
 class Archived(NamedTuple):
-    """Archives of a job: ``size`` of all in bytes, and some of them, oldest first."""
+    """Archives of a job: their total ``size`` in bytes, and some of them, oldest first."""
 
     size: int
     oldest: Sequence[Found]
 
 
 class Findings(NamedTuple):
-    """Logs to rotate, smallest first, and archives, by job. Memory use does not grow with their number."""
+    """Logs to rotate, smallest first, and archives, both by job. Memory use does not grow with the number of files."""
 
     due: dict[str, Sequence[Found]]
     archives: dict[str, Archived]
 
     def chosen(self) -> list[Found]:
-        """Return the logs of one round: the smallest of each job, then the second of each, so none waits for others."""
+        """Return the logs of one round: the smallest of each job, then the second smallest of each, and so on, so that
+        no job waits for others.
+        """
         turns = itertools.zip_longest(*self.due.values())
         found = (log for turn in turns for log in sorted(filter(None, turn), key=lambda log: log.size))
         return list(itertools.islice(found, MAX_DUE))
@@ -112,7 +118,7 @@ class Rotation:
         self._spec_size = spec_size
 
     async def run(self) -> NoReturn:
-        """Rotate logs in every period, for ever."""
+        """Rotate logs periodically, forever."""
         while True:
             await asyncio.sleep(clock.until_beat(self._limits.period))
             try:
@@ -122,12 +128,12 @@ class Rotation:
                 logger.error("cannot rotate the logs of jobs: %s", exc)
 
     async def rotate(self) -> None:
-        """Rotate logs above the limit, then remove the oldest archives above theirs."""
+        """Rotate logs above their size limit, then remove the oldest archives above the total limit."""
         limit = self._size()
         found = await self._look(limit)
         if due := found.chosen():
             logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in due))
-            most = max(self._limits.most, 2 * limit)  # a deployment that raises the size wants to keep more
+            most = max(self._limits.most, 2 * limit)  # if a deployment raises the size, keep more
             paths = [os.fsencode(log.path) for log in due]
             request = protocol.Rotate(str(self._root), paths, self._limits.keep, most)
             async with asyncio.timeout(ROTATE_TIMEOUT_S):
@@ -145,7 +151,9 @@ class Rotation:
             await guarded.aside(_whose(path), partial(remove, self._root, path))
 
     async def _look(self, limit: int) -> Findings:
-        """Search the files of each job in a thread of its own: a hanging volume of one job affects no other."""
+        """Search the files of each job in a thread of its own, so that a hanging volume of one job does not affect
+        others.
+        """
         findings = Findings({}, {})
         for job in await guarded.aside("sys/log", partial(_jobs, self._root)):
             look = partial(look_at, self._root, job, limit)
@@ -158,7 +166,7 @@ class Rotation:
         return findings
 
     def _size(self) -> int:
-        """Return the size in the deployed spec if it is valid, else our own option."""
+        """Return the size in the deployed spec if it is valid, otherwise that of our own option."""
         told = self._spec_size()
         try:
             return size(told) if told else self._limits.size
@@ -168,7 +176,7 @@ class Rotation:
 
 
 def _put_out_of_force(rule: Path) -> bool:
-    """Disable the rule of the Go agent. False on failure, which leaves rotation to logrotate. Blocks."""
+    """Disable the Go agent's rule. Return False if that fails, in which case logrotate rotates the logs. Blocks."""
     try:
         rule.rename(f"{rule}{OUT_OF_FORCE}")
     except (FileNotFoundError, NotADirectoryError):
@@ -187,7 +195,7 @@ def put_into_force(rule: Path) -> None:
 
 
 def leave_to_logrotate(rule: Path) -> None:
-    """Call ``put_into_force`` and log its failure, after which nothing rotates the logs. Blocks."""
+    """Call ``put_into_force``, and log a failure, after which nothing rotates the logs. Blocks."""
     try:
         put_into_force(rule)
     except HostError as exc:
@@ -200,16 +208,17 @@ def _whose(path: str) -> str:
 
 
 def _jobs(root: Path) -> list[str]:
-    """Return the directories of jobs, and "" for files beside them. Blocks."""
+    """Return the job directories, and "" for the files beside them. Blocks."""
     with guarded.held(root) as top, closing(guarded.open_directory(top, "")) as directory:
         return ["", *sorted(guarded.names(directory))]
 
 
 def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived]:
-    """Find the logs of a job (or of none, "") above ``limit`` bytes, smallest first, and its archives. Blocks.
+    """Find the logs of a job ("" for files that belong to none) above ``limit`` bytes, smallest first, and its
+    archives. Blocks.
 
-    Links are neither followed nor listed, nor are files with a second hard link, which are not rotated: one file could
-    have hundreds of names. The search of one job ends at ``MAX_JOB_ENTRIES``.
+    Links are neither followed nor listed. Files with a second hard link are not rotated, and so not listed, because one
+    file could have hundreds of names. The search of one job ends at ``MAX_JOB_ENTRIES``.
     """
     logs: list[Found] = []
     archives: list[Found] = []
@@ -227,9 +236,10 @@ def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived
 
 
 def surplus(found: Findings, total: int) -> list[str]:
-    """Return archives whose removal brings the total to or towards ``total`` bytes.
+    """Return the archives to remove to bring the total size down to ``total`` bytes, or closer to it.
 
-    Each is the oldest of the job that has the most then: no job has those of others removed by its own.
+    Each one is the oldest of the job whose archives are the largest at that point, so a job cannot cause the removal of
+    other jobs' archives.
     """
     sizes = {job: archived.size for job, archived in found.archives.items()}
     ahead = {job: deque(archived.oldest) for job, archived in found.archives.items() if archived.oldest}

@@ -1,8 +1,8 @@
-"""Selection of log lines by time: those written at or after a moment.
+"""Selects log lines written at or after a given time.
 
-The time is read from the line itself, in the forms of RFC 3339, Go's log package and nginx, or from a member of a JSON
-line, also as seconds since 1970. A line without a time belongs to the line before it. In a file without times the last
-change of the file decides. Times without a zone are UTC, as in stemcells.
+The time is read from the line itself, in the formats of RFC 3339, Go's log package and nginx, or from a member of a
+JSON line, where it may also be in seconds since 1970. A line without a time has that of the line before it. If a file
+has no times at all, its modification time decides. Times without a zone are UTC, as on stemcells.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 MAX_HEAD_BYTES: Final = 512
-"""Length of the part of a line that may contain its time."""
+"""Length of the part of a line in which its time is searched for."""
 
 _DURATION: Final = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", re.ASCII)
 _CLOCK: Final = re.compile(r"\d\d:\d\d(:\d\d)?", re.ASCII)
@@ -26,7 +26,9 @@ _SECONDS: Final = re.compile(rb'"(?:timestamp|@timestamp|time|ts)":\s*"?(\d{10}(
 
 
 def moment(text: str, now: float) -> float:
-    """Parse a duration before ``now`` (``2h30m``), a time of that day (``14:00``) or a date. Raises ``ValueError``."""
+    """Return the time for a duration before ``now`` (``2h30m``), a time of day (``14:00``) or a date. Raises
+    ``ValueError``.
+    """
     found = _DURATION.fullmatch(text)
     if found and text:
         days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
@@ -66,14 +68,16 @@ def _utc(at: datetime) -> datetime:
 
 
 class Since:
-    """Decides for each line of several files."""
+    """Decides which lines of several files are wanted."""
 
     def __init__(self, moment: float) -> None:
         self._moment = moment
         self._is_wanted: dict[str, bool] = {}
 
     def is_wanted(self, file: str, line: bytes, changed_at: Callable[[], float]) -> bool:
-        """Return True for a line of ``file`` at or after the moment. ``changed_at`` is the file's last change."""
+        """Return True for a line of ``file`` at or after the given time. ``changed_at`` returns the file's modification
+        time.
+        """
         at = written_at(line)
         if at is not None:
             self._is_wanted[file] = at >= self._moment

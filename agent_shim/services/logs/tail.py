@@ -1,4 +1,4 @@
-"""Log files of jobs as one stream of lines, each with its source, across rotations."""
+"""Reads the log files of jobs, across rotations, as one stream of lines that name their source."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from agent_shim.host.descriptors import closing
 from agent_shim.services.logs.log_file import LogFile
 
 RATE_BYTES_PER_S: Final = 256 * 1024
-"""Bytes per second of one file that reach a stream. The excess is skipped, and its size reported."""
+"""Maximum number of bytes per second from one file. The excess is skipped, and its size is reported."""
 POLL_S: Final = 0.5
 """Poll interval of files."""
 SEARCH_PERIOD_S: Final = 2.0
-"""Interval of searches for new files."""
+"""Interval between searches for new files."""
 MAX_FILES: Final = 500
-"""Limit of followed files, divided among the jobs: one job cannot use up the share of another."""
+"""Maximum number of followed files. It is divided among the jobs, so that one job cannot use up the share of
+another.
+"""
 MIN_JOB_FILES: Final = 10
 MAX_DEPTH: Final = 8
-"""Levels of directories of a job that are searched."""
+"""Number of directory levels below a job's directory that are searched."""
 MAX_JOB_ENTRIES: Final = 5_000
-"""Entries read in the directories of one job."""
+"""Maximum number of directory entries read per job."""
 JOB_FILES: Final = (".log", ".out", ".err")
-"""Suffixes of files that are being written. Rotated ones have others."""
+"""Suffixes of files that are being written. Rotated files have other suffixes."""
 AGENT_FILES: Final = ("current",)
 
 
@@ -58,9 +60,10 @@ class Line(NamedTuple):
 
 
 class Follower:
-    """Follows the files of one job (or of all, "") below ``directory``. Blocks: for a thread or a command.
+    """Follows the files of one job ("" for all jobs) below ``directory``. It blocks, so it is meant for a thread or a
+    command.
 
-    With a ``rate`` (bytes per second) the excess of a file is skipped. Files are keyed by their paths below the
+    With a ``rate`` (bytes per second) the excess of each file is skipped. Files are identified by their paths below the
     directory, with surrogates for invalid UTF-8.
     """
 
@@ -74,7 +77,9 @@ class Follower:
         clock: Callable[[], float] = time.monotonic,
         refused: Callable[[str, str], object] = lambda _path, _why: None,
     ) -> None:
-        """Follow files whose names end in one of ``names``. ``refused`` gets each path that is not read, and why."""
+        """Follow files whose names end in one of ``names``. ``refused`` is called with each path that is not read, and
+        the reason.
+        """
         self._refused = refused
         self._directory = directory
         self._job = job
@@ -83,7 +88,7 @@ class Follower:
         self._clock = clock
         self._files: dict[str, LogFile] = {}
         self._crowded: set[str] = set()
-        """Jobs reported to have more files than are followed."""
+        """Jobs for which it was reported that not all files are followed."""
         self._searched_at = float("-inf")
         self._looked_at = clock()
 
@@ -94,7 +99,7 @@ class Follower:
             yield from (self._line(name, text) for text in self._files[name].last(count))
 
     def poll(self) -> Iterator[Line]:
-        """Yield the lines written since the last call. A new file is read from its start."""
+        """Yield the lines written since the last call. New files are read from the start."""
         now = self._clock()
         elapsed, self._looked_at = now - self._looked_at, now
         if now - self._searched_at >= SEARCH_PERIOD_S:
@@ -106,7 +111,7 @@ class Follower:
                 del self._files[name]
 
     def changed_at(self, line: Line) -> float:
-        """Return the time of the last change of the line's file."""
+        """Return the modification time of the line's file."""
         one = next((one for name, one in self._files.items() if self._line(name, b"")[:2] == line[:2]), None)
         return one.changed_at() if one else self._clock()
 
@@ -121,7 +126,9 @@ class Follower:
         return Line(job, guarded.shown(file), text)
 
     def _search(self, *, at_end: bool) -> Iterator[Line]:
-        """Open new files, in each job the most recently written. Yields a line for a job with too many."""
+        """Open new files, in each job the most recently written ones. Yields a line for each job with too many
+        files.
+        """
         self._searched_at = self._clock()
         with self._refusing(self._job), guarded.held(self._directory) as top:
             jobs = [self._job] if self._job else self._jobs(top)
@@ -160,13 +167,13 @@ class Follower:
 
 
 def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
-    """Write new lines of jobs to ``out`` from a daemon thread, whose reader may block."""
-    # Unbuffered: a blocked thread must not hold a lock that the interpreter needs at exit.
+    """Write new lines of jobs to ``out`` from a daemon thread, because a slow reader may block it."""
+    # Do not buffer, because a blocked thread must not hold a lock that the interpreter needs at exit.
     raw = open(out.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - for as long as the process lives
 
     def run() -> None:
         follower = Follower(directory, rate=RATE_BYTES_PER_S)
-        list(follower.last(0))  # skips the present content
+        list(follower.last(0))  # skip the present content
         pause = threading.Event()
         with suppress(OSError, ValueError):  # the reader is gone
             while not pause.wait(POLL_S):
