@@ -35,7 +35,8 @@ rename = ctypes.CDLL(None).renameat2
 while True:
     rename(-100, b"{home}/link", -100, b"{home}/tmp", 2)
 '''
-attacker = process.spawn([sys.executable, "-c", textwrap.dedent(exchange)], env={}, user="vcap")
+as_vcap = [process.SETPRIV, "--reuid=vcap", "--clear-groups"]
+attacker = process.spawn([*as_vcap, sys.executable, "-c", textwrap.dedent(exchange)], env={})
 try:
     await until(lambda: (home / "link").is_dir())
     refused = set()
