@@ -1,1 +1,1 @@
-"""Process supervision in place of monit: read monit files. Start, watch, restart and stop processes."""
+"""Process supervision in place of monit: reads monit files, and starts, watches, restarts and stops processes."""

@@ -1,4 +1,4 @@
-"""Start and stop programs of services, and scripts of jobs."""
+"""Runs start and stop programs of services, and scripts of jobs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from agent_shim.supervisor.ownership.process_record import Identity
 logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTION_CHARS: Final = 236
-"""Length of the text of an event in the environment of a program, as in monit."""
+"""Maximum length of an event's text in the environment of a program, as in monit."""
 MAX_CONCURRENT_SPAWNS: Final = 3
-"""Each takes a thread, a processor and turns of the event loop."""
+"""Maximum number of concurrent spawns. Each takes a thread, CPU time and iterations of the event loop."""
 MAX_OUTPUT_BYTES: Final = 256 * 1024
 """Approximate size of a service's output file. See ``trim``."""
 MAX_LAST_BYTES: Final = 400
-"""Length of the last output line in the report of a failure."""
+"""Maximum length of the last output line in the report of a failure."""
 MAX_TAIL_BYTES: Final = 4096
-"""Length of output searched for that line."""
+"""Size of the part of the output in which that line is searched for."""
 _TRACE: Final = re.compile(r"\++ ")
 """Prefix of commands traced by ``set -x``."""
 _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error setting limit).*")
-"""Message of bash and dash for a limit above the container's."""
+"""Message of bash and dash about a limit that exceeds the container's."""
 
 
 class Programs:
@@ -46,9 +46,10 @@ class Programs:
 
     Their output goes to one file per service in ``output``.
 
-    Programs and scripts start in an empty directory that root owns: stackdriver-nozzle of gcp-tools-release gives
-    ``.`` to vcap, which is monit's service directory under runit. It is directly below the base, as is the Go agent's
-    working directory: an errand of shared-redis-release reads ``../jobs/smoke-tests/config.json``.
+    Programs and scripts start in an empty directory that root owns, because some change the owner of their working
+    directory: stackdriver-nozzle of gcp-tools-release gives ``.`` to vcap, which under runit is monit's service
+    directory. It is directly below the base, as is the Go agent's working directory, because an errand of
+    shared-redis-release reads ``../jobs/smoke-tests/config.json``.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -67,12 +68,14 @@ class Programs:
         label: str = "",
         pid: int = 0,
     ) -> Process:
-        """Run a program for the service ``name``, whose process is ``pid``, after ``event``. Raises ``HostError``.
+        """Run a program for the service ``name``, whose process is ``pid``, in response to ``event``. Raises
+        ``HostError``.
 
-        ``label`` says whose its processes are, by default the service's. A program of a rule (``keepers.rule_label``)
-        is no part of the service and survives its stop, which it may itself request.
+        ``label`` says to whom its processes belong, by default to the service. A program run by a rule
+        (``keepers.rule_label``) does not belong to the service and survives its stop, which the program itself may
+        request.
         """
-        async with self._gate:  # wait before anything is created, because hundreds may be waiting
+        async with self._gate:  # wait before creating anything, because hundreds may be waiting
             await asyncio.sleep(0)
             env = {
                 "PATH": "/bin:/usr/bin:/sbin:/usr/sbin",
@@ -108,15 +111,18 @@ class Programs:
         stderr: int | Path | None = None,
         nice: int = 0,
     ) -> Process:
-        """Run a script of a job. What it starts and leaves belongs to the job. Streams as in ``Keepers.run``."""
+        """Run a script of a job. Processes that it leaves running belong to the job. The streams are those of
+        ``Keepers.run``.
+        """
         script = keeper.Program(argv, env, cwd=str(self.directory()), nice=nice)
         return await self.keepers.run(script_label(job), script, stdout, stderr)
 
     async def end_left_by_scripts(self, grace: float, spared: Collection[Identity]) -> list[Left]:
-        """End the processes that scripts of jobs have left and that no service has taken over. Return the survivors.
+        """End the processes that job scripts have left running and that no service has taken over. Return the
+        survivors.
 
-        A failed pre-start may leave a process that holds the port of one that the next pre-start starts. Scripts of a
-        job that started one of ``spared``, the processes of services that go on, are left alone.
+        A failed pre-start may leave a process that occupies a port needed by the next attempt. If the scripts of a job
+        have started one of ``spared``, the processes of services that keep running, they are left alone.
         """
         in_use = set(map(self.keepers.owner, spared))
         labels = [label for label in self.keepers.of_scripts() if label not in in_use]
@@ -129,12 +135,14 @@ class Programs:
     # --- program output ---------------------------------------------------------------------------------------------
 
     async def refused_limit(self, name: str) -> str:
-        """Return the last shell message about a limit that a script could not set. "" without one."""
+        """Return the last shell message about a limit that a script could not set, or ""."""
         lines = await self.printed(name)
         return next((line[-MAX_LAST_BYTES:] for line in reversed(lines) if _LIMIT_REFUSED.match(line)), "")
 
     async def printed(self, name: str) -> list[str]:
-        """Return the last lines of a service's programs. Most programs print nothing, and need no thread."""
+        """Return the last lines printed by a service's programs. Most print nothing, in which case no thread is
+        used.
+        """
         path = self._output / f"{name.replace('/', '_')}.log"
         with contextlib.suppress(OSError):
             if not path.stat(follow_symlinks=False).st_size:
@@ -142,14 +150,15 @@ class Programs:
         return await _lines(name, path, self._output)
 
     async def trim(self) -> None:
-        """Truncate large output files to their end: a start program that became the daemon may print forever.
+        """Truncate large output files, keeping their end, because a start program that became the daemon may print
+        forever.
 
-        A thread for the usual look would take longer than its calls of stat.
+        The usual check uses no thread, which would take longer than the calls of stat.
         """
         with os.scandir(self._output) as entries:
             for entry in entries:
                 found = entry.stat(follow_symlinks=False)
-                # A job can allocate blocks beyond the end. File systems do so too, to twice the size.
+                # A job can allocate blocks beyond the end of the file. File systems do so too, up to twice its size.
                 taken = max(found.st_size, found.st_blocks * guarded.BLOCK_BYTES // 4)
                 if entry.name.endswith(".log") and taken > MAX_OUTPUT_BYTES:
                     await asyncio.to_thread(_cut, Path(entry.path), found.st_size)
@@ -167,7 +176,7 @@ class Programs:
 
 
 async def last_line(whose: str, path: Path, root: Path) -> str:
-    """Return the last meaningful line of a file below ``root``. "" if it cannot be read.
+    """Return the last meaningful line of a file below ``root``, or "" if it cannot be read.
 
     ``whose`` is the label of the service that may write the file.
     """
@@ -175,7 +184,7 @@ async def last_line(whose: str, path: Path, root: Path) -> str:
 
 
 def last_word(lines: list[str]) -> str:
-    """Return the end of the last line. Commands traced by ``set -x`` count only if there is nothing else."""
+    """Return the end of the last line. Commands traced by ``set -x`` are used only if there is nothing else."""
     words = [line for line in lines if not _TRACE.match(line)] or lines
     return words[-1][-MAX_LAST_BYTES:] if words else ""
 
@@ -202,7 +211,7 @@ async def _lines(whose: str, path: Path, root: Path) -> list[str]:
 
 
 class TokenBucket:
-    """Rate limit shared by all services: a ``burst`` at once, then ``rate`` a second."""
+    """Rate limit shared by all services: ``burst`` tokens at once, then ``rate`` per second."""
 
     def __init__(self, burst: float, rate: float) -> None:
         self._burst, self._rate = burst, rate
@@ -218,5 +227,5 @@ class TokenBucket:
             try:
                 await asyncio.sleep(-self._left / self._rate)
             except asyncio.CancelledError:
-                self._left += 1  # available to the next caller
+                self._left += 1  # leave the token for the next caller
                 raise

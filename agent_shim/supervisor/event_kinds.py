@@ -1,4 +1,4 @@
-"""Kinds of monit events, with its words and status bits (monit 5.2.5 event.c). Pure."""
+"""Kinds of events, with monit's names and status bits (monit 5.2.5 event.c). Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agent_shim.supervisor.monit import ast as values
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """An event kind. ``bit`` is its ``status`` bit in the XML, the texts are its names in alerts."""
+    """An event kind. ``bit`` is its ``status`` bit in the XML, and the texts are its names in alerts."""
 
     bit: int
     failed: str
@@ -45,10 +45,10 @@ ORDER: Final = (
     *(CHECKSUM, CONNECTION, CONTENT, DATA, EXECUTION, FSFLAG, GID, ICMP, INVALID, EXISTENCE, PERMISSION, PID, PPID),
     *(RESOURCE, SIZE, TIMEOUT, TIMESTAMP, UID),
 )
-"""Order of monit's table: the first of several faults is reported."""
+"""The kinds in the order of monit's table. If there are several faults, the first of them is reported."""
 
 HINTS: Final = {kind.changed: kind.bit for kind in ORDER if kind.changed}
-"""Bits of faults that are changes, which are ``status_hint`` bits too."""
+"""Bits of the faults that are changes. These are ``status_hint`` bits too."""
 BITS: Final = {kind.failed: kind.bit for kind in ORDER} | HINTS
 
 

@@ -1,4 +1,4 @@
-"""Figures of ``check filesystem``: use and mount flags. Blocks, perhaps forever: see ``host.guarded``."""
+"""Figures for ``check filesystem``: usage and mount flags. Blocks, perhaps forever (see ``host.guarded``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from agent_shim.supervisor.rule_counter import percent
 
 
 def usage(path: Path) -> dict[str, float]:
-    """Return bytes and inodes in use, in numbers and percent, and the mount flags (``ST_RDONLY`` …) as ``flags``.
+    """Return the bytes and inodes in use, as numbers and in percent, and the mount flags (``ST_RDONLY`` …) as
+    ``flags``.
 
     Raises ``OSError`` if the path cannot be read.
     """
@@ -29,6 +30,6 @@ def usage(path: Path) -> dict[str, float]:
 
 
 def _mounted(device: Path) -> Path:
-    """Return the mount point of a block device, which no job can create; else its own path."""
+    """Return the mount point if the path is a block device, which no job can create, otherwise the path itself."""
     real = device.resolve()
     return next((mount.point for mount in mounts.mounts() if Path(mount.source).resolve() == real), device)

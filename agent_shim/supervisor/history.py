@@ -1,4 +1,6 @@
-"""The last events of each service, for operators. In memory, so they begin with the agent."""
+"""The last events of each service, for operators. They are kept in memory, so there are none from before the agent's
+start.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Final
 import msgspec
 
 KEPT: Final = 10
-"""Events of a service."""
+"""Maximum number of events kept per service."""
 
 
 class Happening(msgspec.Struct):
@@ -21,13 +23,13 @@ class Happening(msgspec.Struct):
 
 
 class History:
-    """Events by the name of the service. An event that repeats the last one is counted with it."""
+    """Events by service name. If an event repeats the last one, it only increases the count of that one."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, deque[Happening]] = {}
 
     def add(self, name: str, text: str) -> None:
-        """Add an event that happens now."""
+        """Add an event with the current time."""
         events = self._by_name.setdefault(name, deque(maxlen=KEPT))
         if events and events[-1].text == text:
             events[-1].at, events[-1].count = time.time(), events[-1].count + 1
@@ -35,5 +37,5 @@ class History:
             events.append(Happening(time.time(), text))
 
     def of(self, name: str) -> list[Happening]:
-        """Return the events of a service, the oldest first."""
+        """Return the events of a service, oldest first."""
         return list(self._by_name.get(name, ()))

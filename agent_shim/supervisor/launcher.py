@@ -1,6 +1,6 @@
-"""How the process of a service is started and stopped: by the programs of its monit file, or by bpm in this agent.
+"""Starts and stops the process of a service, either with the programs of its monit file or with this agent's own bpm.
 
-A monit file may start a process by bpm and stop it by a script, so a service chooses a launcher for each.
+A monit file may start a process with bpm and stop it with a script, so a service chooses a launcher for each.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ class Launcher(Protocol):
     """Starts and stops the process of one service."""
 
     writes_pidfile: bool
-    """The agent writes the pidfile, so it names no other process while the first one runs."""
+    """True if the agent writes the pidfile, which therefore names no other process while this one runs."""
 
     @property
     def is_starting(self) -> bool:
-        """True while a start goes on, perhaps beyond its timeout."""
+        """True while a start is in progress, perhaps beyond its timeout."""
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:
-        """Return the process, or the program that brings it up. ``pid`` is the former process, or 0.
+        """Start the process. Return it, or the program that brings it up. ``pid`` is the previous process, or 0.
 
         Raises ``HostError`` or ``ConfigError``, and ``LateError`` if the process may still appear.
         """
 
     async def stop(self, spec: ProcessSpec, running: Process | None, *, pid: int, is_ours: bool, by: float) -> None:
-        """Stop the process, and wait for it. ``running`` is None where it is not known.
+        """Stop the process and wait for its end. ``running`` is None if the process is not known.
 
-        ``pid`` is its number for a stop program, ``is_ours`` says whether it may get a signal, and ``by`` is the
-        monotonic time of the last resort. Raises ``HostError``, and ``TimeoutError`` if it takes too long.
+        ``pid`` is passed to a stop program, ``is_ours`` says whether the process may be signalled, and ``by`` is the
+        monotonic time at which it is killed. Raises ``HostError``, and ``TimeoutError`` if it takes too long.
         """
 
     async def last_words(self, spec: ProcessSpec) -> str:
-        """Return the last line that the process has printed. "" without one."""
+        """Return the last line that the process has printed, or ""."""
 
 
 class CtlLauncher:
@@ -55,7 +55,7 @@ class CtlLauncher:
         self._programs = programs
         self._timing = timing
         self._stopper: Process | None = None
-        """The last stop program. It outlives the stop if the monit file breaks meanwhile."""
+        """The last stop program. It may outlive the stop if the monit file becomes unusable meanwhile."""
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:
         assert spec.start is not None
@@ -81,7 +81,7 @@ class CtlLauncher:
             raise
 
     async def finish_stop(self, spec: ProcessSpec) -> None:
-        """Wait for a stop program that still runs. It is ended after its timeout."""
+        """Wait for a stop program that is still running. It is ended after its timeout."""
         if (stopper := self._stopper) is None:
             return
         with contextlib.suppress(TimeoutError):
@@ -92,7 +92,7 @@ class CtlLauncher:
         self._stopper = None
 
     def forget_stop(self) -> None:
-        """Do not wait for a stop program that still runs."""
+        """Forget a stop program that is still running, so that nothing waits for it."""
         self._stopper = None
 
     async def last_words(self, spec: ProcessSpec) -> str:
@@ -113,7 +113,9 @@ class BpmLauncher:
         return self._start is not None and not self._start.done()
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:  # noqa: ARG002
-        """Start the process, or wait for the start in progress: a slow ``pre_start`` hook runs on after the timeout."""
+        """Start the process, or wait for the start in progress, because a slow ``pre_start`` hook goes on after the
+        timeout.
+        """
         assert spec.start is not None
         assert spec.start_call is not None
         name = f"start {spec.start_call.job}"
@@ -132,7 +134,7 @@ class BpmLauncher:
             await asyncio.wait({task})
 
     def forget_start(self) -> None:
-        """Do not wait for a start in progress."""
+        """Forget a start in progress, so that nothing waits for it."""
         self._start = None
 
     async def stop(

@@ -1,7 +1,7 @@
 """Network tests of monit: ``failed host … port``, ``unixsocket``, ``url`` and ``icmp``.
 
-Each probe has one timeout for everything, including the name look-up, reads no more than necessary, and never blocks
-the event loop. Protocols other than http and send/expect are judged by the connection alone.
+Each probe has one timeout for everything, including the name lookup, reads no more than necessary, and never blocks the
+event loop. For protocols other than http and send/expect, only the connection is tested.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ from agent_shim.supervisor.monit.ast import NET_TIMEOUT, Connection, Echo, Proto
 from agent_shim.supervisor.monit.rules import DIGESTS
 
 Address: TypeAlias = tuple[Any, ...] | str
-"""Address in the form of the socket module: host and port, or a path."""
+"""An address in the format of the socket module: host and port, or a path."""
 
 MAX_HEAD_BYTES: Final = 16 * 1024
 """Maximum size of an expected answer or an http response head."""
 MAX_CONTENT_BYTES: Final = 1_024_000
-"""Length of a page that is searched, as in monit."""
+"""Maximum size of the part of a page that is searched, as in monit."""
 CHUNK: Final = 16 * 1024
 PROMPT_READS: Final = 64
-"""Reads of one answer without a pause before. An answer of many pieces, or without an end, costs the server more."""
+"""Number of reads of one answer without pauses between them. After that, reads are slowed down, so that an answer in
+many pieces, or without an end, costs the server more than the agent.
+"""
 READ_PAUSE_S: Final = 0.005
 REFUSAL_S: Final = 2.0
-"""Seconds that a port of UDP has to be refused: a server may stay silent."""
+"""Seconds to wait for a UDP port to be refused. A server on an open port may stay silent."""
 HTTP_PORT: Final = 80
 ECHO_REQUEST, ECHO_REPLY = 8, 0
-"""Types of messages (RFC 792)."""
+"""ICMP message types (RFC 792)."""
 FINAL_STATUS: Final = 200
-"""Lower ones are interim responses."""
+"""The lowest final status code. Lower ones are interim responses."""
 BAD_STATUS: Final = 400
 
 
 class _WrongError(Exception):
-    """The answer violates the rule."""
+    """The answer does not satisfy the rule."""
 
 
 def where(connection: Connection) -> str:
-    """Describe the endpoint."""
+    """Describe the endpoint of a connection."""
     there = f"{connection.host} port {connection.port}{' (udp)' if connection.is_udp else ''}"
     return f"unix socket {connection.unixsocket}" if connection.unixsocket else there
 
 
 async def probe(connection: Connection) -> str:
-    """Return the reason of a failed connection. Empty on success."""
+    """Test a connection. Return the reason if it failed, or ""."""
     place = where(connection)
     allowed = connection.timeout or NET_TIMEOUT
     try:
@@ -96,7 +98,7 @@ class _Line:
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
     async def more(self) -> bool:
-        """Wait for more data. False at the end."""
+        """Wait for more data. Return False at the end."""
         self._reads += 1
         if self._reads > PROMPT_READS:
             await asyncio.sleep(READ_PAUSE_S)
@@ -141,17 +143,20 @@ async def _connect(sock: socket.socket, address: Address) -> None:
         await asyncio.get_running_loop().sock_connect(sock, address)
         return
     while True:
-        try:  # the path may be on a hanging disk
+        try:  # use a thread, because the path may be on a hanging disk
             await guarded.aside(f"socket {address}", partial(sock.connect, address))
         except BlockingIOError:
-            # The listen queue is full, and no event signals room: the server does not accept.
+            # The listen queue is full because the server does not accept connections, and no event signals free space
+            # in it.
             await asyncio.sleep(0.05)
         else:
             return
 
 
 async def _addresses(host: str, port: int, kind: socket.SocketKind) -> list[tuple[socket.AddressFamily, Address]]:
-    """Look up the addresses of a host. A silent name server delays only this probe. Raises ``OSError``."""
+    """Look up the addresses of a host. A name server that does not answer delays only this probe. Raises
+    ``OSError``.
+    """
     port &= 0xFFFF  # as htons of monit and the C library do
     if family := network.family_of(host):
         return [(family, (host, port))]
@@ -194,7 +199,7 @@ def wire_text(text: str) -> bytes:
 
 
 class Response:
-    """Parser events of an http response, and the page if that is ``wanted``."""
+    """Handles the parser's events for an http response. Keeps the page if that is ``wanted``."""
 
     def __init__(self, wanted: Protocol) -> None:
         self.status = 0
@@ -204,7 +209,8 @@ class Response:
         self.has_length = False
         self.page = bytearray()
         self.digest = hashlib.new(DIGESTS[len(wanted.checksum)], usedforsecurity=False) if wanted.checksum else None
-        # Lenient like monit: a probe forwards nothing that another parser could read differently.
+        # Be lenient like monit. That is safe, because a probe forwards nothing that another parser could read
+        # differently.
         self.parser = httptools.HttpResponseParser(self)
         self.parser.set_dangerous_leniencies(
             lenient_headers=True,
@@ -232,7 +238,7 @@ class Response:
         self.is_whole = self.is_whole or self.has_head
 
     def read(self, data: bytes) -> None:
-        """Feed the parser. Raises ``_WrongError`` if the data is not http."""
+        """Feed data to the parser. Raises ``_WrongError`` if it is not http."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # status 101: http ends here, and monit accepts it as an answer
@@ -240,15 +246,17 @@ class Response:
         except httptools.HttpParserError as exc:
             if not self.has_status_line:
                 raise _WrongError("does not answer like an http server") from exc
-            # An invalid header: monit still counts the status.
+            # A header is invalid, but monit still uses the status.
             self.status = self.parser.get_status_code()
             self.has_head = self.is_whole = True
 
 
 async def _http(line: _Line, connection: Connection) -> None:
-    """Send one GET. Follows no redirect, and fails on any status from 400 on, even a missing permission."""
+    """Send one GET request. Redirects are not followed, and any status from 400 on is a failure, even a missing
+    permission.
+    """
     protocol, path = connection.protocol, requested(connection.protocol)
-    shown = path.partition("?")[0]  # a query may be secret
+    shown = path.partition("?")[0]  # the query may be secret
     head = [f"GET {path} HTTP/1.1", f"Host: {protocol.hostheader or _host(connection)}", "Accept: */*"]
     head += ["User-Agent: monit/5.2.5", "Connection: close"]
     if protocol.credentials:
@@ -275,7 +283,7 @@ async def _http(line: _Line, connection: Connection) -> None:
 
 
 def requested(protocol: Protocol) -> str:
-    """Return the path of a request. Encodes the characters that monit encodes, also ``%``."""
+    """Return the path of a request, with those characters encoded that monit encodes, which include ``%``."""
     path = protocol.request or "/"
     return urllib.parse.quote(path.encode("utf-8", "surrogateescape"), safe="!$&'()*+,-./:;=?@_~")
 
@@ -289,7 +297,7 @@ def _host(connection: Connection) -> str:
 
 
 async def echo(host: str, test: Echo) -> str | None:
-    """Return the reason why a host does not answer echo requests, "" if it does, None if none may be sent."""
+    """Return the reason if a host does not answer echo requests, "" if it does, or None if none may be sent."""
     allowed = test.timeout or NET_TIMEOUT
     try:
         async with asyncio.timeout(allowed):
@@ -314,7 +322,9 @@ async def echo(host: str, test: Echo) -> str | None:
 
 
 def _echoing() -> socket.socket | None:
-    """Open a socket for echo requests, a raw one only where the kernel offers no other. None without the privilege."""
+    """Open a socket for echo requests, a raw one only if the kernel offers no other kind. Return None if the agent
+    lacks the privilege.
+    """
     for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
         with contextlib.suppress(PermissionError):
             return socket.socket(socket.AF_INET, kind | socket.SOCK_NONBLOCK, socket.IPPROTO_ICMP)
@@ -322,7 +332,7 @@ def _echoing() -> socket.socket | None:
 
 
 async def _answered(sock: socket.socket, address: Address, number: int) -> None:
-    """Send a request and wait for its answer. Other messages are passed over."""
+    """Send a request and wait for its answer. Other messages are ignored."""
     loop, mark = asyncio.get_running_loop(), os.urandom(16)
     ident = os.getpid() & 0xFFFF
     head = struct.pack("!BBHHH", ECHO_REQUEST, 0, 0, ident, number)
@@ -337,7 +347,7 @@ async def _answered(sock: socket.socket, address: Address, number: int) -> None:
 
 
 def _checksum(message: bytes) -> int:
-    """Return the checksum of a message of an even length (RFC 1071)."""
+    """Return the checksum of a message with an even length (RFC 1071)."""
     total: int = sum(struct.unpack(f"!{len(message) // 2}H", message))
     total = (total & 0xFFFF) + (total >> 16)
     return 0xFFFF ^ (total + (total >> 16)) & 0xFFFF

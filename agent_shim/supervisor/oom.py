@@ -1,4 +1,4 @@
-"""Out-of-memory kills, from the counters of the container's cgroup."""
+"""Counts out-of-memory kills, using the counters of the container's cgroup."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kills:
         self._open: list[float] = []
 
     def claim(self) -> bool:
-        """Claim a recent OOM kill as the cause of an exit just seen. False without one."""
+        """Claim a recent OOM kill as the cause of an exit that was just seen. Return False if there is none."""
         self.count()
         if not self._open:
             return False
@@ -30,7 +30,7 @@ class Kills:
         return True
 
     def count(self) -> None:
-        """Count new kills, and drop expired ones: they hit other processes."""
+        """Count new kills, and drop expired ones, which must have hit other processes."""
         now = time.monotonic()
         kills = self._read() or 0
         self._open = [at for at in self._open if now - at < CLAIM_TIMEOUT_S] + [now] * max(0, kills - self._seen)

@@ -1,7 +1,7 @@
-"""Tests of paths: type, owner, permission, age, size, checksum, new lines, and the use of a file system.
+"""Tests of paths: type, owner, permissions, age, size, checksum, new lines, and the usage of a file system.
 
-Blocks, perhaps forever: see ``host.guarded``. Bounds limit the bytes and lines of a look, and the seconds of a
-checksum.
+Everything blocks, perhaps forever (see ``host.guarded``). The bytes and lines read per look, and the seconds spent on a
+checksum, are limited.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.rule_counter import MAX_HISTORY, Finding, judge
 
 MAX_DIGEST_S: Final = 30.0
-"""Seconds for the checksum of one file, which may grow faster than it is read."""
+"""Maximum seconds for the checksum of one file, which may grow faster than it is read."""
 DIGEST_CHUNK_BYTES: Final = 256 * 1024
 MAX_LOOK_BYTES: Final = 1024 * 1024
-"""New content of a file that is read in one cycle. The rest waits for the next."""
+"""Maximum amount of new content that is read from a file in one cycle. The rest waits for the next one."""
 MAX_LINES: Final = 20_000
-"""Lines compared in one cycle: a megabyte of empty ones takes seconds."""
+"""Maximum number of lines compared in one cycle, because a megabyte of empty lines takes seconds."""
 MAX_LINE_BYTES: Final = 511
-"""Bytes of a line that are compared, as in monit."""
+"""Number of bytes of a line that are compared, as in monit."""
 MAX_HITS: Final = 20
-"""Matching lines of one cycle, each of which may run a program. The next lines wait for the next cycle."""
+"""Maximum number of matching lines per cycle, because each may run a program. Further lines wait for the next cycle."""
 
 Numbered: TypeAlias = tuple[int, Finding]
-"""Finding of the rule of this number."""
+"""The number of a rule, and its finding."""
 Opener: TypeAlias = Callable[[], int]
 """Opens the file for reading, or raises ``OSError``."""
 
@@ -52,21 +52,21 @@ _TYPES: Final = {
 
 
 class PathWatch:
-    """A check of a path, with its values of the last look. Used by one thread at a time."""
+    """A check of a path, with the values seen at the last look. Used by one thread at a time."""
 
     def __init__(self, spec: ProcessSpec, path: Path) -> None:
         self._spec = spec
         self._path = path
         self._seen: dict[int, object] = {}
-        """Value at the last look, by the number of the rule that compares with it."""
+        """Values at the last look, by the number of the rule that compares with them."""
         self._digests: dict[Algorithm, tuple[tuple[int, ...], str]] = {}
-        """Last checksum, and the state of the file that it belongs to."""
+        """The last checksum by algorithm, with the state of the file for which it was computed."""
         self._inode = 0
         self._read_to = 0
-        """End of the lines that have been compared."""
+        """Offset of the end of the lines that have been compared."""
 
     def look(self) -> list[Numbered]:
-        """Return the findings. None for a missing path, which the service reports itself."""
+        """Return the findings. There are none for a missing path, which the service reports itself."""
         troubles: list[str] = []
         found: list[Numbered] = []
         try:
@@ -75,7 +75,7 @@ class PathWatch:
         except FileNotFoundError:
             return []
         except OSError as exc:
-            if exc.errno == errno.ELOOP:  # through a job's link, only size, owner and age are read, but no content
+            if exc.errno == errno.ELOOP:  # only size, owner and age are read through a job's link, but not the content
                 found = list(self._findings(partial(_refuse, exc), self._path.stat(), troubles))
             else:
                 troubles.append(exc.strerror or str(exc))
@@ -131,7 +131,7 @@ class PathWatch:
                     now = max(status.st_mtime_ns, status.st_ctime_ns)
             before, self._seen[number] = self._seen.get(number, now), now
             has = "was changed" if before != now else "was not changed"
-            # monit reports each change of flags, and never that they stay.
+            # monit reports each change of flags, but never that they are unchanged.
             if before != now or test.what != "fsflag":
                 yield number, Finding(before != now, f"{test.what} {has} for {self._path}")
 
@@ -193,7 +193,7 @@ class PathWatch:
         while (end := content.find(b"\n", at)) >= 0:
             yield content[at : min(end, at + MAX_LINE_BYTES)], begin + end + 1
             at = end + 1
-        if at == 0 and len(content) == MAX_LOOK_BYTES:  # a single line that is longer than one read
+        if at == 0 and len(content) == MAX_LOOK_BYTES:  # the line is longer than one read
             yield content[:MAX_LINE_BYTES], begin + len(content)
 
     def _match(self, line: bytes) -> Iterator[Numbered]:
@@ -202,7 +202,7 @@ class PathWatch:
             has = _has(rule.test, line)
             if has and any(_has(test, line) for test in self._spec.passed_over):
                 return
-            shown = line.partition(b"\0")[0].decode(errors="replace")  # monit's strings end there
+            shown = line.partition(b"\0")[0].decode(errors="replace")  # because monit's strings end there
             yield number, Finding(has, f"content {'matches' if has else 'does not match'} [{shown}]")
 
 

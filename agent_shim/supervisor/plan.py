@@ -16,10 +16,12 @@ from agent_shim.supervisor.monit import ast as values
 from agent_shim.supervisor.monit import parser
 
 VCAP: Final = "vcap"
-"""Group that the Director starts, stops and reports. Services of other groups are supervised as well."""
+"""The group of services that the Director starts, stops and reports. Services of other groups are supervised as
+well.
+"""
 
 MAX_FILES: Final = 100
-"""Monit files of one job."""
+"""Maximum number of monit files of one job."""
 
 NEVER_RESTARTED: Final = "restart when it ends (it has no stop program)"
 
@@ -30,7 +32,7 @@ _BPM_ARGUMENTS: Final = rf"(?:{_FLAG}(?P<before>[^\0]+)\0)?(?P<job>[^-\0][^\0]*)
 
 
 class JobFile(msgspec.Struct, frozen=True):
-    """A monit file of a job: ``name`` is empty for ``monit`` and ``x`` for ``x.monit``."""
+    """A monit file of a job. ``name`` is empty for ``monit`` and ``x`` for ``x.monit``."""
 
     job: str
     name: str
@@ -38,7 +40,7 @@ class JobFile(msgspec.Struct, frozen=True):
 
 
 class BpmCall(msgspec.Struct, frozen=True):
-    """``bpm start JOB -p PROCESS`` or its ``stop``."""
+    """A call ``bpm start JOB -p PROCESS``, or the same with ``stop``."""
 
     verb: Literal["start", "stop"]
     job: str
@@ -46,7 +48,7 @@ class BpmCall(msgspec.Struct, frozen=True):
 
 
 class RestartLimit(msgspec.Struct, frozen=True):
-    """Action after ``count`` restarts within ``cycles`` monit cycles."""
+    """The action to take after ``count`` restarts within ``cycles`` monit cycles."""
 
     count: int
     cycles: int
@@ -54,7 +56,7 @@ class RestartLimit(msgspec.Struct, frozen=True):
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """One supervised unit; with an ``error`` it is unusable, and only its names are valid.
+    """One supervised unit. With an ``error`` it is unusable, and only its names are valid.
 
     ``kind`` is the type word of the check. A process is identified by ``pidfile`` or by ``pattern``, a regular
     expression for its command line. ``path`` is the subject of a check of a file, directory, fifo or filesystem, and
@@ -71,32 +73,36 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     start: values.Program | None = None
     stop: values.Program | None = None
     start_call: BpmCall | None = None
-    """The equivalent action if the start program is bpm."""
+    """The equivalent call if the start program is bpm."""
     stop_call: BpmCall | None = None
     groups: frozenset[str] = frozenset({VCAP})
     depends: tuple[str, ...] = ()
     mode: values.Mode = "active"
     absence: values.Action = values.Action("restart")
     absence_cycles: int = 1
-    """Monit cycles of absence before that reaction."""
+    """Number of monit cycles for which it must be absent before that reaction."""
     change: values.Action = values.ALERT
-    """Reaction to a change of the process number."""
+    """Reaction to a change of the pid."""
     limits: tuple[RestartLimit, ...] = ()
     rules: tuple[values.Rule, ...] = ()
-    """All other rules, evaluated every ``every`` cycles. monit's own for checks of paths are the last."""
+    """All other rules, evaluated every ``every`` cycles. The rules that monit itself adds for checks of paths come
+    last.
+    """
     passed_over: tuple[values.Match, ...] = ()
-    """Lines of the file that no ``if match`` sees."""
+    """Patterns of lines that ``if match`` ignores."""
     every: int = 1
     unsupported: tuple[str, ...] = ()
-    """Parsed statements without effect, by their first words: the rest may be a password.
+    """Parsed statements without effect, named by their first words, because the rest may be a password.
 
-    Includes the restart that is impossible without a stop program, since the author may not intend that.
+    This includes a restart that is impossible without a stop program, since the author may not be aware of that.
     """
     error: str = ""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Labels of the keepers of its processes: its name, and that of a bpm process, whichever program starts it."""
+        """Labels of the keepers of its processes: its own name, and that of its bpm process, whichever program starts
+        it.
+        """
         parts = (self.pidfile or "").split("/")
         if parts[-4:-2] == ["run", "bpm"]:
             return self.name, bpm_label(parts[-2], Path(parts[-1]).stem)
@@ -108,7 +114,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def absence_words(self) -> str:
-        """The words of monit for it (validate.c)."""
+        """monit's text for the absence (validate.c)."""
         return "process is not running" if self.is_process else f"{self.kind} doesn't exist"
 
     @property
@@ -117,7 +123,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def why_not_restarted(self) -> str:
-        """Reason against a restart after an exit. Empty if it is restarted.
+        """The reason why it is not restarted after an exit, or "" if it is.
 
         monit restarts only processes with a start and a stop program, and never passive services.
         """
@@ -143,7 +149,7 @@ def bpm_label(job: str, process: str) -> str:
 
 
 def bpm_call(argv: Sequence[str]) -> BpmCall | None:
-    """Parse a bpm start or stop command. None for any other command."""
+    """Parse a bpm start or stop command. Return None for any other command."""
     if len(argv) < 3 or not argv[0].endswith(_BPM) or argv[1] not in ("start", "stop"):
         return None
     found = re.fullmatch(_BPM_ARGUMENTS, "\0".join(argv[2:]))
@@ -154,12 +160,12 @@ def bpm_call(argv: Sequence[str]) -> BpmCall | None:
 def plan(
     files: Sequence[JobFile], *, has_bpm: bool = True, acted_on: frozenset[str] = frozenset()
 ) -> tuple[ProcessSpec, ...]:
-    """Build the specs of all jobs, in the order of the files; without ``has_bpm`` programs of bpm are run as any other.
+    """Build the specs of all jobs, in the order of the files. Without ``has_bpm``, bpm is run like any other program.
 
-    ``acted_on`` are the first words of statements outside of checks that the caller acts on: ``set daemon``.
+    ``acted_on`` are the first words of statements outside of checks that the caller acts on, such as ``set daemon``.
 
-    A job with an unusable file, alone or in combination with others, becomes one process with an ``error`` and the name
-    of the job. Other jobs are unaffected: a dependency on its services is ignored.
+    A job with a file that is unusable, alone or together with the files of other jobs, becomes one process with an
+    ``error`` and the name of the job. Other jobs are not affected, because dependencies on its services are ignored.
     """
     parsed: list[tuple[str, values.MonitFile]] = []
     errors: dict[str, str] = {}
@@ -189,19 +195,19 @@ def plan(
 
 
 def _problems(parsed: Sequence[tuple[str, values.MonitFile]], errors: Mapping[str, str]) -> dict[str, str]:
-    """Find conflicts between the parsed files of jobs without an error, by the job at fault."""
+    """Find conflicts between the files of jobs without an error. Return them by the job at fault."""
     jobs = {file.origin: job for job, file in parsed}
     good = [file for job, file in parsed if job not in errors]
     return {
         jobs[problem.origin]: f"cannot use {problem.origin}: line {problem.line}: {problem.text}"
         for problem in parser.problems(good)
-        # A missing service may be defined in an unusable file.
+        # If files are unusable, a missing service may be defined in one of them.
         if not (problem.kind == "missing" and errors)
     }
 
 
 def _specs(job: str, file: values.MonitFile, acted_on: frozenset[str]) -> list[ProcessSpec]:
-    """Build the services of a file. Unsupported statements outside of checks are listed with the first."""
+    """Build the services of a file. Unsupported statements outside of checks are listed with the first service."""
     found = []
     ignored = [each for each in file.ignored if not acted_on & {each.first_words, each.first_words.split()[0]}]
     for number, check in enumerate(file.services):
@@ -215,7 +221,7 @@ def _specs(job: str, file: values.MonitFile, acted_on: frozenset[str]) -> list[P
 
 
 def is_never_restarted(spec: ProcessSpec) -> bool:
-    """True for a process that its author may expect to be restarted."""
+    """Return True for a process that is never restarted although its author may expect that."""
     is_wanted = spec.is_process and spec.mode == "active" and spec.absence.kind == "restart"
     return is_wanted and spec.start is not None and spec.stop is None
 
@@ -262,7 +268,7 @@ def spec_of(job: str, check: values.Check) -> ProcessSpec:
 
 
 def own_rules(check: values.Check) -> Iterator[values.Rule]:
-    """Return the rules that monit has for each check of a path (``createservice`` in ``p.y``)."""
+    """Yield the rules that monit adds to every check of a path (``createservice`` in ``p.y``)."""
     if check.kind in ("file", "directory", "fifo"):
         yield values.Rule(values.WrongType(), values.Action("restart"))
     if check.kind in ("file", "directory", "fifo", "filesystem"):

@@ -1,8 +1,9 @@
 """Extended regular expressions of monit, compiled and matched by the C library.
 
-``regcomp`` and ``regexec`` read exactly monit's dialect, match in time proportional to the text, and release the
-interpreter lock: a log line or command line of a job cannot block the agent, as it could with a backtracking engine.
-Back references, which make the library backtrack, are refused. In the "C" locale, as in monit: a character is a byte.
+``regcomp`` and ``regexec`` accept exactly monit's dialect, match in time proportional to the text, and release the
+interpreter lock. So a job's log line or command line cannot block the agent, as it could with a backtracking engine.
+Back references, which make the library backtrack, are refused. As in monit, the "C" locale is used, in which a
+character is a byte.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Final
 
 MAX_PATTERN_BYTES: Final = 4096
 MAX_TEXT_BYTES: Final = 4096
-"""Maximum text searched. monit has room for less (1024 of a command line, 512 of a line)."""
+"""Maximum number of bytes of a text that are searched. monit searches less (1024 of a command line, 512 of a line)."""
 
 _REG_EXTENDED: Final = 1
 _REG_NOSUB: Final = 8
 _REGEX_BYTES: Final = 256
-"""Space for a ``regex_t``: 64 bytes with glibc, and fewer than this with any other library."""
+"""Space for a ``regex_t``, which has 64 bytes in glibc and fewer than this in any other library."""
 _LC_ALL_MASK: Final = 0x1FBF
 _PIECE: Final = rb"(?s)\\.|\[\^?\]?(?:\[[:.=].*?[:.=]\]|[^\]])*\]?|."
 
@@ -42,8 +43,9 @@ class Pattern:
             raise ValueError("a back reference: matching it may take forever")
         self._compile(pattern)
         depths = list(itertools.accumulate((piece == b"(") - (piece == b")") for piece in pieces))
-        if min(depths, default=0) >= 0:  # an unmatched ")" is a plain character
-            # The library tries each start position in turn, whereas an anchored pattern reads the text only once.
+        if min(depths, default=0) >= 0:  # an unmatched ")" is an ordinary character
+            # Anchor the pattern so that the text is read only once. Otherwise the library tries each start position in
+            # turn.
             self._compile(b"^.*(" + pattern + b")")
 
     def _compile(self, pattern: bytes) -> None:
@@ -61,7 +63,7 @@ class Pattern:
         self._compiled = compiled
 
     def search(self, text: str | bytes, *, limit: int = MAX_TEXT_BYTES) -> bool:
-        """True if the first ``limit`` bytes of the text match; as in C, the text ends at a null byte."""
+        """Return True if the first ``limit`` bytes of the text match. As in C, the text ends at a null byte."""
         raw = text if isinstance(text, bytes) else text.encode(errors="surrogateescape")
         return bool(library().regexec(self._compiled, raw[:limit], 0, None, 0) == 0)
 

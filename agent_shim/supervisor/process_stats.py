@@ -1,4 +1,4 @@
-"""Figures about services: age, memory, processor time."""
+"""Figures about services: age, memory and CPU time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from agent_shim.supervisor.state import MONITORED, UP
 logger = logging.getLogger(__name__)
 
 MAX_INLINE_PROCESSES: Final = 1000
-"""Maximum number of processes read on the event loop. Tens of thousands, which a job can start, take a thread."""
+"""Maximum number of processes that are read on the event loop. A job can start tens of thousands, which are read in a
+thread.
+"""
 PASS_SHARE: Final = 0.05
-"""Maximum share of a processor for passes over all processes: neighbours may ask, and a job decides on the number."""
+"""Maximum share of a processor for passes over all processes, because other machines may request the figures and a job
+controls the number of processes.
+"""
 MIN_SAMPLE_S: Final = 1.0
-"""Minimum seconds between samples of processor time. Shorter intervals are too imprecise."""
+"""Minimum seconds between samples of CPU time. Shorter intervals are too imprecise."""
 PROCESSORS: Final = os.cpu_count() or 1
 MEMORY_TTL_S: Final = 10.0
 """Seconds for which the container's memory limit is cached: it rarely changes at run time."""
@@ -37,7 +41,8 @@ MEMORY_TTL_S: Final = 10.0
 class ProcessInfo(msgspec.Struct, frozen=True):
     """A process as reported by ``get_state`` (jobsupervisor/job_supervisor_interface.go).
 
-    ``mem_*`` is the resident memory of the tree, ``cpu_total`` its percentage of all processors since the last query.
+    ``mem_*`` is the resident memory of the process tree, and ``cpu_total`` its percentage of all processors since the
+    last query.
     """
 
     name: str
@@ -49,7 +54,9 @@ class ProcessInfo(msgspec.Struct, frozen=True):
 
 
 class ResponseInfo(msgspec.Struct, frozen=True):
-    """The last answer to a connection or echo request. ``seconds`` is -1 if there was none, 0 before the first."""
+    """The last response to a connection or echo request. ``seconds`` is -1 if there was none, and 0 before the first
+    request.
+    """
 
     kind: str
     """``TCP``, ``UDP``, ``UNIX`` or ``ICMP``."""
@@ -79,28 +86,28 @@ class ServiceInfo(msgspec.Struct, frozen=True):
     own_mem_kb: int = 0
     own_mem_percent: float = 0.0
     own_cpu: float = 0.0
-    """``own_*`` concerns the process itself, in the units of ``process``."""
+    """The ``own_*`` fields are about the process alone, in the units of ``process``."""
     faults: tuple[str, ...] = ()
-    """Faults of the running service, in the words and the order of monit."""
+    """Faults of the running service, in monit's words and order."""
     mode: str = "active"
     unheeded: tuple[str, ...] = ()
-    """Statements of its file without effect."""
+    """Statements without effect in its file."""
     started_at: float = 0.0
     """Seconds since 1970. 0 without a process."""
     retry_secs: float | None = None
-    """Seconds until its next start. None unless one is due."""
+    """Seconds until the next start, or None if none is due."""
     cpu_seconds: float = 0.0
-    """Processor time of the tree, including exited descendants that were waited for."""
+    """CPU time of the process tree, including exited descendants that were waited for."""
     threads: int = 0
     exits: Mapping[str, int] = {}
     """Unexpected exits by kind (``ending.KINDS``)."""
     oom_kills: int = 0
     responses: tuple[ResponseInfo, ...] = ()
-    """In the order of monit, the last rule first."""
+    """In monit's order, which begins with the last rule."""
 
 
 class _Sample(NamedTuple):
-    """Processor time of a process tree and of its root alone at a moment, and the shares reported then."""
+    """CPU time of a process tree and of its root alone at one time, and the shares reported then."""
 
     identity: Identity
     taken_at: float
@@ -111,7 +118,7 @@ class _Sample(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """Processes by number, and the numbers of the children of each that has any."""
+    """Processes by pid, and the pids of the children of each process that has any."""
 
     processes: MutableMapping[int, proc.Stat]
     children: Mapping[int, list[int]]
@@ -121,10 +128,11 @@ _NO_LOOK: Final = _Look({}, {})
 
 
 class _Processes:
-    """The processes of the machine, read inline while they are few, else in a thread, and within ``PASS_SHARE``.
+    """The processes of the machine. They are read inline while there are few, otherwise in a thread, within
+    ``PASS_SHARE``.
 
-    Between passes, the last result with the current leaders of the jobs: no caller waits, and figures of descendants
-    are older.
+    Between passes, the last result is combined with the current job leaders, so that no caller has to wait. The figures
+    of descendants are then older.
     """
 
     def __init__(self) -> None:
@@ -167,7 +175,9 @@ class ProcessStats:
         self._processes = _Processes()
 
     def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
-        """Describe services. Figures are 0 where monit shows none: unmonitored, or without a process."""
+        """Describe services. Figures are 0 where monit shows none, which is while a service is unmonitored or has no
+        process.
+        """
         services = list(services)
         processes, children = self._processes.now([each.process.pid for each in services if each.process is not None])
         total_kb = max(1, self.memory_total() // 1024)
@@ -222,8 +232,8 @@ class ProcessStats:
     def _cpu_shares(
         self, name: str, identity: Identity, ticks: int, own_ticks: int, uptime: int
     ) -> tuple[float, float]:
-        """Return the percentages of all processors, of a tree and of its root alone, since the last sample, or since
-        the start without one.
+        """Return the percentages of all processors that a tree, and its root alone, used since the last sample, or
+        since the start if there is no sample.
         """
         now = time.monotonic()
         last = self._samples.get(name)
@@ -253,7 +263,7 @@ def _responses(service: Service) -> Iterator[ResponseInfo]:
 def _percent(ticks: int, seconds: float) -> float:
     """Return the percentage of all processors.
 
-    The processor time of descendants that have exited is no longer counted.
+    This is never negative, although the CPU time of descendants that have exited is no longer counted.
     """
     share = 100 * ticks / clock.TICKS / max(seconds, MIN_SAMPLE_S) / PROCESSORS
     return min(100.0, max(0.0, share))

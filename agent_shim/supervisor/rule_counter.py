@@ -10,31 +10,31 @@ from typing import Final, NamedTuple
 from agent_shim.supervisor.monit.ast import CHANGES, Limit, Rule
 
 MAX_HISTORY: Final = 64
-"""Checks of a rule that are remembered."""
+"""Maximum number of checks of a rule that are remembered."""
 HISTORY_MASK: Final = (1 << MAX_HISTORY) - 1
 
 
 class Finding(NamedTuple):
-    """Result of one test. ``text`` describes it, good or bad."""
+    """The result of one test. ``text`` describes it, whether good or bad."""
 
     fails: bool
     text: str
 
 
 class RuleTransition(enum.Enum):
-    """Consequence of one check."""
+    """What follows from one check of a rule."""
 
     NOTHING = "nothing"
     FAILED = "failed"
-    """Newly failed, or changed once more: report, and act."""
+    """The rule has newly failed, or has changed once more. Report it and act."""
     STILL = "still failed"
-    """Still failing: act again, as monit does in each such cycle."""
+    """The rule is still failing. Act again, as monit does in each such cycle."""
     RECOVERED = "recovered"
-    """Recovered: report, and run the recovery action."""
+    """The rule has recovered. Report it and run the recovery action."""
 
 
 class RuleCounter:
-    """History of one rule, up to 64 checks.
+    """The history of one rule, up to 64 checks.
 
     The rule fails once ``count`` of the last ``cycles`` checks have failed, and recovers once that many checks (of the
     recovery's rate) have passed.
@@ -45,7 +45,7 @@ class RuleCounter:
         self._rule = rule
         self._looks = 0
         self._failures = 0
-        """One bit per check, the latest is the lowest."""
+        """One bit per check. The lowest is the latest."""
 
     def add(self, *, fails: bool) -> RuleTransition:
         """Record one check."""
@@ -69,14 +69,14 @@ class RuleCounter:
 
 
 class Cycles:
-    """The cycles of one service, which begin ``first_at`` and take ``period`` seconds. A missed cycle is left out."""
+    """The cycles of one service, which begin at ``first_at`` and take ``period`` seconds. Missed cycles are skipped."""
 
     def __init__(self, first_at: float, period: float, every: int) -> None:
         self._next_at, self._period, self._every = first_at, period, every
         self._number = 0
 
     def is_due(self, now: float) -> bool:
-        """True once in every ``every`` cycles."""
+        """Return True once in every ``every`` cycles."""
         late = now - self._next_at
         if late < 0:
             return False
@@ -86,18 +86,20 @@ class Cycles:
 
 
 def exceeds(value: float, limit: Limit) -> bool:
-    """True if the value violates the limit: ``> 5`` rejects more than 5."""
+    """Return True if the value violates the limit. For example, ``> 5`` rejects more than 5."""
     violates = {">": operator.gt, "<": operator.lt, "=": operator.eq, "!=": operator.ne}[limit.operator]
     return bool(violates(value, limit.limit))
 
 
 def percent(part: float, whole: float) -> float:
-    """Percentage rounded to a tenth, as monit compares it: an equality can match."""
+    """Return a percentage rounded to a tenth, as monit compares it, so that a test for equality can match."""
     return round(100 * part / whole, 1) if whole > 0 else 0.0
 
 
 def judge(rules: Iterable[Rule], figures: Mapping[str, float]) -> Iterator[tuple[int, Finding]]:
-    """Compare the figures with the limits of the rules, by their number; without a figure there is no finding."""
+    """Compare the figures with the limits of the rules. Yield rule numbers and findings; without a figure there is no
+    finding.
+    """
     for number, rule in enumerate(rules):
         if not isinstance(test := rule.test, Limit):
             continue

@@ -1,9 +1,9 @@
-"""Evaluates the rules of services every ten seconds: check, count, act.
+"""Evaluates the rules of services every ten seconds: checks, counts and acts.
 
-The cycles of a process count from its start, and other checks begin at once, as in monit. A new process is ``running``
-once its ports answer: they are asked in each part of its first cycle. Services due at about the same time share one
-pass over ``/proc``. Each slow test (a connection, a path) runs in its own task and never overlaps itself, so a hanging
-test delays no other. ``rule_counter`` counts failures. docs/monit-deviations.md lists differences.
+As in monit, the cycles of a process are counted from its start, and other checks begin at once. A new process is
+``running`` once its ports answer, which are tested in each part of its first cycle. Services due at about the same time
+share one pass over ``/proc``. Each slow test (a connection, a path) runs in its own task and never overlaps itself, so
+a hanging test does not delay others. ``rule_counter`` counts failures. docs/monit-deviations.md lists differences.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from agent_shim.supervisor.state import MONITORED, UP, State
 logger = logging.getLogger(__name__)
 
 STEPS: Final = 10
-"""Parts of a cycle: services due in the same part are checked together."""
+"""Number of parts of a cycle. Services due in the same part are checked together."""
 PASS_SHARE: Final = 0.05
-"""Maximum share of a processor for passes over all processes, which a job can have by the thousand."""
+"""Maximum share of a processor for passes over all processes, because a job can have thousands of them."""
 LOOK_TIMEOUT_S: Final = 60.0
-"""Timeout of a look in a thread. A path that hangs keeps its thread, and no other is started for it."""
+"""Timeout for a look in a thread. A path that hangs keeps its thread, and no other is started for it."""
 ANSWERS: Final = "answers"
-"""Key of the looks before the first cycle."""
+"""Key of the looks that precede the first cycle."""
 REMEMBERED: Final = MONITORED | {State.BOUNCING}
-"""States that keep the counts and last values of a check."""
+"""States in which the counts and last values of a check are kept."""
 
 Look: TypeAlias = Callable[[], Awaitable[Iterable[Numbered]]]
 """Tests some rules of a service once."""
@@ -60,17 +60,17 @@ class _Table:
 
 
 class _Watch:
-    """State of the checks of one service, for one process and one set of rules."""
+    """The state of a service's checks, for one process and one set of rules."""
 
     def __init__(self, service: Service, period: float) -> None:
-        """The cycles of a process begin after its start: monit sleeps then."""
+        """The cycles of a process begin one period after its start, because monit sleeps after a start."""
         self.spec: ProcessSpec = service.spec
         self.identity = _identity(service)
         first_at = service.up_at + period if self.spec.is_process else time.monotonic()
         self.cycles = Cycles(first_at, period, self.spec.every)
         self.counters = [RuleCounter(rule) for rule in self.spec.rules]
         self.busy: set[object] = set()
-        """Keys of the looks at work."""
+        """Keys of the looks in progress."""
         self.path = PathWatch(self.spec, self.spec.path) if self.spec.path is not None else None
         self._ticks: dict[Identity, int] = {}
         self._read_at = 0.0
@@ -78,11 +78,11 @@ class _Watch:
         self._machine: host_stats.CpuTimes | None = None
 
     def is_of(self, service: Service) -> bool:
-        """True while process and rules are the same: a new process starts from scratch."""
+        """Return True while the process and the rules are the same. A new process starts from scratch."""
         return self.spec is service.spec and self.identity == _identity(service)
 
     async def process(self, table: _Table, memory_total: int) -> list[Numbered]:
-        """Judge the figures of the process and its tree. Nothing if it has just exited."""
+        """Judge the figures of the process and its tree. Return nothing if it has just exited."""
         pid, start = self.identity
         root = table.processes.get(pid)
         if root is None or root.start_ticks != start:
@@ -109,7 +109,9 @@ class _Watch:
         return [*judge(self.spec.rules, figures), *((number, changed) for number in parent_rules)]
 
     def machine(self) -> list[Numbered]:
-        """Judge the figures of the container, or of the machine where no limit is lower. Blocks for a millisecond."""
+        """Judge the figures of the container, or those of the machine if the container has no lower limit. Blocks for a
+        millisecond.
+        """
         host = host_stats.memory()
         memory = cgroups.memory(cgroups.find(), host) or host
         figures = _load() | {"memory": memory.used, "memory %": percent(memory.used, memory.total)}
@@ -133,7 +135,7 @@ class RuleEngine:
         self._period = period
         self._watches: dict[str, _Watch] = {}
         self.plan_changed = asyncio.Event()
-        """Wakes the engine: there may be rules now."""
+        """Wakes the engine, because there may be rules now."""
 
     async def run(self) -> NoReturn:
         """Check due services, ``STEPS`` times a cycle, as long as there are rules."""
@@ -148,7 +150,7 @@ class RuleEngine:
                 cost = await self._step(checks)
 
     async def _step(self, checks: asyncio.TaskGroup) -> float:
-        """Begin the looks that are due. Returns the processor time of its pass over all processes."""
+        """Begin the looks that are due. Returns the CPU time spent on the pass over all processes."""
         services = [each for each in self._services() if each.spec.rules]
         before = self._watches
         kept = [each.name for each in services if each.state in REMEMBERED and each.name in before]
@@ -188,7 +190,7 @@ class RuleEngine:
 
 
 async def _check(service: Service, watch: _Watch, key: object, look: Look) -> None:
-    """Look at a service, then count the findings and follow the rules."""
+    """Look at a service, count the findings and act on the rules."""
     watch.busy.add(key)
     try:
         findings = await look()
@@ -216,7 +218,7 @@ async def _check(service: Service, watch: _Watch, key: object, look: Look) -> No
 
 
 async def _await_answers(service: Service, watch: _Watch) -> None:
-    """Ask the ports of a young process. No rule counts that."""
+    """Test the ports of a new process. This does not count for any rule."""
     watch.busy.add(ANSWERS)
     try:
         tests = [rule.test for rule in watch.spec.rules if isinstance(rule.test, Connection)]
@@ -228,7 +230,7 @@ async def _await_answers(service: Service, watch: _Watch) -> None:
 
 
 async def _ask_host(service: Service, spec: ProcessSpec) -> list[Numbered]:
-    """Send echo requests, then test the ports, unless the host is silent."""
+    """Send echo requests, then test the ports unless the host does not answer."""
     rules = list(enumerate(spec.rules))
     echoes = [_echo(service, rule.test, number) for number, rule in rules if isinstance(rule.test, Echo)]
     findings = [each for found in await asyncio.gather(*echoes) for each in found]
@@ -246,7 +248,7 @@ async def _ask(service: Service, test: Connection, number: int) -> list[Numbered
 
 
 async def _echo(service: Service, test: Echo, number: int) -> list[Numbered]:
-    """Return no finding where this container may send no echo requests, as monit does."""
+    """Send echo requests. As in monit, there is no finding if this container is not allowed to send them."""
     begun_at, address = time.monotonic(), service.spec.address
     why = await network_checks.echo(address, test)
     if why is None:

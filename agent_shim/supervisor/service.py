@@ -1,10 +1,10 @@
 """Service lifecycle: start, watch, restart, stop.
 
-``Service.on`` takes every event and changes the state by the table of ``state``. ``Service.run`` is one coroutine that
-does the work of the states, one after the other. An event that the work does not expect ends it early. Cancellation
-never kills: a cancelled service leaves its process running.
+``Service.on`` takes every event and changes the state according to the table in ``state``. ``Service.run`` is one
+coroutine that does the work of the states, one after the other. An event that the work does not expect ends it early.
+Cancellation never kills: a cancelled service leaves its process running.
 
-Durations are seconds, ``*_at`` is monotonic time.
+Durations are in seconds, and ``*_at`` is monotonic time.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from agent_shim.supervisor.state import (
 logger = logging.getLogger(__name__)
 
 RECORD_TIMEOUT_S: Final = 5.0
-"""Seconds that a stop waits to be saved: a dead disk must not keep the jobs up."""
+"""Seconds for which a stop waits until it is saved. A dead disk must not keep the jobs running."""
 LOST_KEEPER: Final = -1
-"""Key of a killed keeper among the complaints, whose other keys are numbers of rules."""
+"""Key of the complaint about a killed keeper. The other keys of complaints are rule numbers."""
 MAX_RECORDED_RESTARTS: Final = 64
-"""Restart times kept for ``if N restarts within M cycles``."""
+"""Number of restart times kept for ``if N restarts within M cycles``."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct):
-    """Persistent state of a service. Outlives the agent."""
+    """The persistent state of a service, which outlives the agent."""
 
     state: State = State.STOPPED
     processes: ProcessRecord = msgspec.field(default_factory=ProcessRecord, name="traces")
@@ -86,18 +86,20 @@ class Record(msgspec.Struct):
     oom_kills: int = 0
     """Unexpected exits caused by an out-of-memory kill."""
     was_taken_along: bool = False
-    """Stopped together with a prerequisite, and started together with it."""
+    """The service was stopped together with a prerequisite, and is started together with it."""
     is_start_due: bool = False
-    """Saved by version 0.2.0 with a stop that precedes a start."""
+    """Version 0.2.0 saves this with a stop that precedes a start."""
 
 
 class StopRequest(NamedTuple):
-    """Data of a stop."""
+    """The parameters of a stop."""
 
     by: float = float("inf")
     """Monotonic time at which remaining processes get KILL."""
     recorded: asyncio.Event | None = None
-    """Set once the stop is saved, or cannot be. Otherwise an agent that is killed then leaves a job that died."""
+    """Set once the stop is saved or has turned out to be impossible to save. If an agent were killed before that, the
+    job would look as if it had died.
+    """
 
 
 class ServiceContext(msgspec.Struct, frozen=True):
@@ -111,7 +113,7 @@ class ServiceContext(msgspec.Struct, frozen=True):
     changed: Callable[[], None]
     """Called after each change to persistent state."""
     was_oom: Callable[[], bool]
-    """Claims a kernel OOM kill that explains no other exit yet. False without one."""
+    """Claims a kernel OOM kill that does not explain another exit yet. Returns False if there is none."""
     may_start: asyncio.Event
     """Cleared while no program may start. Services wait in their starting state."""
     history: History = msgspec.field(default_factory=History)
@@ -121,7 +123,7 @@ USUAL_STOP: Final = StopRequest()
 
 
 class Scope:
-    """Work that can be ended early, in favour of other work of the same task."""
+    """Work that can be ended early so that the same task can do other work."""
 
     def __init__(self) -> None:
         self._block: asyncio.Timeout | None = None
@@ -138,7 +140,7 @@ class Scope:
             self._block = None
 
     def end(self) -> None:
-        """End the work in progress, if any, at its next turn."""
+        """End the work in progress, if any, when its task next runs."""
         if self._block is not None and not self._block.expired():
             self._block.reschedule(0)
 
@@ -154,9 +156,9 @@ class Service:
         self.complaints: dict[int, Complaint] = {}
         """Failed checks of the running service, by rule number. Any of them makes the service ``failing``."""
         self.is_checked = False
-        """Its rules have been tested, or its ports have answered."""
+        """True once its rules have been tested or its ports have answered."""
         self.responses: dict[int, float] = {}
-        """Seconds of the last connection by rule number, -1 for a failed one."""
+        """Duration of the last connection in seconds by rule number, or -1 if it failed."""
         self._shared = shared
         self._timing = shared.timing
         self._keepers = shared.programs.keepers
@@ -165,28 +167,30 @@ class Service:
         self._by_bpm = BpmLauncher(shared.bpm)
         self._work = Scope()
         self._moved = asyncio.Event()
-        """Set for a moment at each transition."""
+        """Set briefly at each transition."""
         self._is_following = False
-        """It examines a changed pidfile, which may take longer than a cycle."""
+        """True while it examines a changed pidfile, which may take longer than a cycle."""
         self._has_lived = False
-        """There may be processes: a stop runs the stop program."""
+        """There may be processes, so a stop runs the stop program."""
         self._stop = USUAL_STOP
-        """The last request to stop."""
+        """The last stop request."""
         self._retry_at = 0.0
         self._least_delay = 0.0
-        """Seconds before the next start at least, after one whose process may still appear."""
+        """Minimum seconds before the next start, after a start whose process may still appear."""
         self._restarted_at: tuple[float, ...] = ()
-        """Times of the last restarts, monotonic. At most one in a cycle."""
+        """Monotonic times of the last restarts, at most one per cycle."""
         self._asked_at = float("-inf")
-        """Time of the last request to start, monotonic."""
+        """Monotonic time of the last request to start."""
         self._is_counted = False
         """The restart in progress counts towards the restart limits."""
         self._awaits_successor = False
-        """Its process has ended, and the start program that still runs may start another one."""
+        """Its process has ended, but the start program is still running and may start another one."""
         self._is_leading = False
-        """Its dependants restart if the next start finds no process."""
+        """Its dependants are restarted if the next start finds no process."""
         self._is_failure_told = False
-        """Operators know of the failed start. monit alerts once until a success, a stop or the end of monitoring."""
+        """The failed start has been reported to operators. monit alerts once until a success, a stop or the end of
+        monitoring.
+        """
         self.take_spec(spec)
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -201,26 +205,26 @@ class Service:
 
     @property
     def process(self) -> Process | None:
-        """The watched process; it may already have ended in a state that does not watch it.
+        """The watched process. In a state that does not watch it, it may already have ended.
 
-        None for process 1, which stands for a job without a process: it has no figures, and no stop ends it.
+        None for process 1, which stands for a job without a process. It has no figures, and a stop does not end it.
         """
         return self._finder.process if self._finder.pid != 1 else None
 
     @property
     def up_at(self) -> float:
-        """Start time of its process, monotonic."""
+        """Monotonic start time of its process."""
         return self._finder.up_at
 
     @property
     def retry_at(self) -> float | None:
-        """Monotonic time of the next start. None unless one is due."""
+        """Monotonic time of the next start, or None if none is due."""
         is_due = self.state is State.DOWN and self.spec.is_restartable and not self._is_start_under_way
         return self._retry_at if is_due else None
 
     @property
     def _is_start_under_way(self) -> bool:
-        """True while a start goes on, perhaps beyond its timeout."""
+        """True while a start is in progress, perhaps beyond its timeout."""
         return self._finder.is_starting or self._by_bpm.is_starting
 
     @property
@@ -229,7 +233,7 @@ class Service:
 
     @property
     def reported(self) -> str:
-        """The Director's process state. Counts an exit that no step has handled yet."""
+        """The Director's process state. It takes into account an exit that no step has handled yet."""
         process = self._finder.process
         fails_a_check = bool(self.complaints) or self._awaits_successor or (process is not None and process.is_over)
         is_unknown = self.awaits_answers if self.spec.is_process else self.spec.rules and not self.is_checked
@@ -239,7 +243,9 @@ class Service:
 
     @property
     def awaits_answers(self) -> bool:
-        """True for a new process until its ports answer or were checked: the service is ``starting``, as in monit."""
+        """True for a new process until its ports answer or have been checked. Until then the service is ``starting``,
+        as in monit.
+        """
         is_new = not self.is_checked and time.monotonic() - self.up_at < 2 * self._timing.cycle
         return is_new and self.spec.is_process and any(isinstance(rule.test, Connection) for rule in self.spec.rules)
 
@@ -264,7 +270,7 @@ class Service:
             self.on(Trigger.FILE_MENDED)
 
     def start(self, *, is_leading: bool = False) -> None:
-        """Start the service, after the stop in progress if there is one.
+        """Start the service, once a stop in progress has ended.
 
         With ``is_leading`` its dependants are restarted with it if it does not run, as by monit.
         """
@@ -302,7 +308,7 @@ class Service:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def on(self, trigger: Trigger) -> None:
-        """Take an event: move to the next state with its effect, and end work that does not expect the event."""
+        """Handle an event: move to the next state, apply the effect, and end work that does not expect the event."""
         before = self.record.state
         move = NEXT[before].get(trigger)
         if move is None:
@@ -358,21 +364,25 @@ class Service:
             record.processes = ProcessRecord()
 
     def is_void(self) -> bool:
-        """True if the service is running and its pidfile, unless the agent wrote it, names no process."""
+        """Return True if the service is running and its pidfile names no process. A pidfile written by the agent is
+        ignored.
+        """
         return self.state is State.RUNNING and not self._starter.writes_pidfile and self._finder.is_void(self.spec)
 
     def is_renamed(self) -> bool:
-        """True if the service is running and its pidfile, unless the agent wrote it, names another process."""
+        """Return True if the service is running and its pidfile names another process. A pidfile written by the agent
+        is ignored.
+        """
         if self.state is not State.RUNNING or self._starter.writes_pidfile or self._is_following:
             return False
         return self._finder.is_renamed(self.spec)
 
     def look_again(self) -> None:
-        """Look at the pidfile: it may name the process that replaces the watched one."""
+        """Look at the pidfile, which may name a process that replaces the watched one."""
         self._work.end()
 
     def doubt(self) -> None:
-        """Take the process for absent, as monit does without a number in its pidfile."""
+        """Treat the process as absent, as monit does if there is no pid in its pidfile."""
         self._finder.doubt(self.record.processes)
         self._work.end()
 
@@ -381,7 +391,7 @@ class Service:
     def resume(self, record: Record, *, same_world: bool) -> None:
         """Resume from the record of an earlier agent, or of this one before an apply.
 
-        With ``same_world`` process numbers keep their meaning: no reboot, no new container.
+        With ``same_world`` pids still have their meaning, because there was no reboot and the container is the same.
         """
         self.record = record
         self._has_lived = record.state is not State.STOPPED
@@ -412,7 +422,7 @@ class Service:
             await self._by_bpm.end_start()
 
     def release(self) -> None:
-        """Drop the process handles. The processes stay alive."""
+        """Drop the process handles. The processes keep running."""
         self._finder.release()
 
     # --- start ------------------------------------------------------------------------------------------------------
@@ -429,7 +439,7 @@ class Service:
             await self._bring_up()
         except (ConfigError, OSError) as exc:
             if isinstance(exc, LateError):
-                # The process may still appear: an early retry would start a second one.
+                # The process may still appear, so an early retry could start a second one.
                 self._least_delay = self._timing.cycle
             self.record.failures = max(self.record.failures + 1, 2)
             why_not = self._finder.refused or self._why_unreadable()
@@ -457,7 +467,9 @@ class Service:
                 await self._apply(limit)
 
     def _why_unreadable(self) -> str:
-        """Say why the pidfile cannot be read if it exists, for example because a job may have made a link to it."""
+        """Return the reason if the pidfile exists but cannot be read, for example because it is a link that a job may
+        have made.
+        """
         if self.spec.pidfile is None:
             return ""
         try:
@@ -481,7 +493,7 @@ class Service:
         """Find the process, or run the start program and wait for it. Raises ``HostError`` or ``ConfigError``."""
         spec, finder, record = self.spec, self._finder, self.record
         doubted, is_only_named = finder.doubted, record.processes.is_only_named
-        await self._by_ctl.finish_stop(spec)  # no start program runs beside a stop program
+        await self._by_ctl.finish_stop(spec)  # because no start program may run beside a stop program
         if finder.program is None or not finder.program.is_alive:
             if not spec.is_process:
                 await finder.look_at_path(spec)
@@ -495,7 +507,8 @@ class Service:
             await self._lead()
             if not spec.is_process and record.state is State.RESTARTING:
                 await self._run_stop()
-            # Run it once beside a process that the pidfile no longer names, as monit does: it may write its number.
+            # As monit does, run it once although a process is alive that the pidfile no longer names, because the
+            # program may write the pid.
             if spec.is_process and self._starter is self._by_ctl and doubted is None:
                 await self._keepers.clear(spec.labels, self._others(), self._timing.grace)
             await self._run_start()
@@ -508,7 +521,9 @@ class Service:
                 await doubted.terminate(spec.stop.timeout if spec.stop else self._timing.stop)
 
     async def _lead(self) -> None:
-        """Before a start for which its dependants restart: stop them. Those that are starting wait for this start."""
+        """Stop the dependants before a start with which they restart. Dependants that are starting wait for this
+        start.
+        """
         if self._is_leading:
             self._is_leading = False
             self._bounce_dependants(FOLLOWING - {State.STARTING})
@@ -541,14 +556,16 @@ class Service:
             self.notify("Exists", "alert", f"process is running with pid {finder.pid}")
             self.on(Trigger.SETTLED)
             return
-        is_young = time.monotonic() - finder.up_at < self._timing.cycle  # monit has not checked it yet
+        is_young = time.monotonic() - finder.up_at < self._timing.cycle  # until then monit would not have checked it
         if not await self._has_successor(how):
             await self._lost(how)
         elif not (is_settling or is_young) and (before is None or finder.pid != before.pid):
             await self._report_change()
 
     async def _follows(self) -> bool:
-        """Follow the pidfile to a process that replaces the watched one. False if it names none of the service."""
+        """Follow the pidfile to a process that replaces the watched one. Return False if it names no process of the
+        service.
+        """
         self._is_following = True
         try:
             return await self._finder.follow(self.spec, self.record.processes)
@@ -561,11 +578,12 @@ class Service:
         await self.react(self.spec.change, "PID changed", said)
 
     async def _has_successor(self, how: Ending) -> bool:
-        """True if the pidfile names another process. monit looks at its next cycle only.
+        """Return True if the pidfile names another process. monit would look only at its next cycle.
 
-        A start program that writes its own number and becomes a daemon (``echo $$``, ``exec nginx``) ends with 0 before
-        the daemon has written its number, for which it has the first cycle. Another one starts a daemon to configure
-        it, ends it, and starts the final one. So one that still runs has a cycle to bring up the next process.
+        Some start programs write their own pid and then become a daemon (``echo $$``, ``exec nginx``). They end with 0
+        before the daemon has written its pid, for which it has until the end of the first cycle. Others start a daemon
+        to configure it, end it, and start the final one. So a start program that is still running has one cycle to
+        bring up the next process.
         """
         is_daemon = how == Code(0) and not self._starter.writes_pidfile
         is_left = bool(self._keepers.of(self.spec.labels))
@@ -592,7 +610,7 @@ class Service:
         record = self.record
         is_exit = not isinstance(how, NoPid)
         reason = await self._with_last_words(f"the process ended by itself: {how}") if is_exit else str(how)
-        if Trigger.DIED not in NEXT[record.state]:  # a stop was requested in the same turn of the loop
+        if Trigger.DIED not in NEXT[record.state]:  # a stop was requested in the same iteration of the loop
             return
         if time.monotonic() - self._finder.up_at > self._timing.backoff_limit:
             record.failures = 0
@@ -604,7 +622,7 @@ class Service:
         text = self.spec.absence_words
         call = self.spec.start_call
         by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
-        # Claim the kill in any case, because a nested cgroup counts here too.
+        # Always claim the kill, because kills in a nested cgroup are counted here too.
         by_kernel = how == Signal(signal.SIGKILL) and self._shared.was_oom()
         if by_limit or by_kernel:
             killer = "its limit of memory" if by_limit else "the kernel"
@@ -626,10 +644,11 @@ class Service:
     async def _wait(self) -> None:
         """Restart after a growing delay. Adopt a process that appears meanwhile.
 
-        A start program that is slower than its timeout still runs, and the delay begins when it exits, because a second
-        one beside it could start the job twice.
+        A start program that exceeds its timeout is still running. The delay begins when it exits, because a second
+        start program beside it could start the job twice.
 
-        If nothing restarts the service, the file's reaction to a missing process is applied each cycle, as monit does.
+        If nothing restarts the service, the file's reaction to a missing process is carried out in each cycle, as by
+        monit.
         """
         is_restarted, finder = self.spec.is_restartable, self._finder
         while True:
@@ -652,7 +671,7 @@ class Service:
                 return
 
     def _delay(self) -> float:
-        """Seconds before the next restart: none after the first exit in a row, then doubled each time."""
+        """Return the seconds before the next restart: none after the first exit in a row, then doubled each time."""
         least = max(self._least_delay, (self.spec.absence_cycles - 1) * self._timing.cycle)
         if self.record.failures <= 1:
             return least
@@ -664,8 +683,8 @@ class Service:
     async def react(self, reaction: Action, event: str, description: str) -> None:
         """Carry out the action of a rule after an event. Does not return if that ends the calling step.
 
-        In passive mode only ``exec`` and ``unmonitor`` take effect. The restart of a process needs both programs, as in
-        monit, and other checks restart by the programs that they have.
+        In passive mode only ``exec`` and ``unmonitor`` take effect. As in monit, a process is restarted only if it has
+        both programs, while other checks restart with the programs that they have.
         """
         spec, run = self.spec, self._shared.programs.run
         try:
@@ -707,7 +726,7 @@ class Service:
         if await self._finder.look(self.spec, processes) or self._has_lived:
             if self._finder.is_renamed(self.spec) and not self._starter.writes_pidfile:
                 await self._finder.follow(self.spec, processes)
-            # Before the stop program ends the process that they descend from.
+            # Do this before the stop program ends the process from which they descend.
             others = await self._keepers.trees(self.spec.labels, self._others())
             await self._run_stop()
         if self.spec.start is not None:
@@ -725,13 +744,13 @@ class Service:
         self.on(Trigger.EMPTIED)
 
     def _others(self) -> list[Identity]:
-        """List its processes that may be below no keeper of it."""
+        """List its processes that may not be below one of its keepers."""
         processes = self.record.processes
         known = [] if processes.known is None or processes.is_only_named else [processes.known]
         return [*processes.others, *known]
 
     def lose_keeper(self, orphans: Sequence[Left]) -> None:
-        """Take note of a keeper that was killed, and of the processes that may have been below it."""
+        """Record that a keeper was killed, and which processes may have been below it."""
         self._complain_of_lost_keepers(orphans)
         self.notify("Execution failed", "alert", self._loss(orphans))
 
@@ -770,9 +789,11 @@ class Service:
         return f"{why} ({words})" if words else why
 
     def notify(self, event: str, action: str, description: str) -> None:
-        """Report an event to operators. A passive service is started, stopped and restarted by none."""
+        """Report an event to operators. For a passive service the action is reported as none, because events neither
+        start, stop nor restart it.
+        """
         if self.spec.mode == "passive" and action in ("start", "stop", "restart"):
             action = "alert"
-        if event not in ("Does not exist", "Exists"):  # a change of state is reported instead
+        if event not in ("Does not exist", "Exists"):  # these are reported as a change of state
             self._shared.history.add(self.spec.name, f"{event}, {action}: {description}")
         self._shared.notify(Event(self.spec.name, event, action, description))

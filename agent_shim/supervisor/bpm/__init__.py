@@ -1,1 +1,1 @@
-"""bpm support: reads bpm.yml and runs its processes without runc."""
+"""Support for bpm: reads bpm.yml and runs its processes without runc."""

@@ -1,4 +1,4 @@
-"""Serves the ``bpm`` command from the running agent. Errors are bpm's (``src/bpm/commands``)."""
+"""Serves the ``bpm`` command in the running agent. Error texts are bpm's (``src/bpm/commands``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 async def answer(runner: Bpm, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``{"value": …}`` or ``{"error": …}``. ``request`` has a verb and, except ``list``, job and process."""
+    """Return ``{"value": …}`` or ``{"error": …}``. ``request`` has a verb and, except for ``list``, a job and a
+    process.
+    """
     verb = str(request.get("verb"))
     if verb == "list":
         rows, complaints = await asyncio.to_thread(runner.rows)
@@ -64,7 +66,7 @@ async def _do(runner: Bpm, verb: str, job: str, name: str, request: Mapping[str,
 
 
 def _tree(pid: int) -> list[int]:
-    """Return a process, then all below it."""
+    """Return a process followed by its descendants."""
     return [pid, *sorted(proc.descent(proc.children(proc.table()), [pid]) - {pid})]
 
 

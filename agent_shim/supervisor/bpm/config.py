@@ -24,16 +24,17 @@ from agent_shim.core.errors import ConfigError
 
 ROOT: Final = PurePosixPath("/var/vcap")
 MAX_BYTES: Final = 256 * 1024
-"""Size of a file."""
+"""Maximum size of a bpm.yml."""
 MAX_MISTAKES: Final = 20
-"""Mistakes of a file that its error shows."""
+"""Maximum number of mistakes listed in the error of a file."""
 
 
 class Volume(msgspec.Struct, frozen=True):
     """An extra directory or file visible to the process.
 
-    A missing one is created as a directory owned by vcap. An unrestricted one is left out, and without a ``mount_only``
-    one the process does not start. With ``shared``, mounts below it propagate both ways.
+    A missing volume is created as a directory owned by vcap, except that a missing unrestricted volume is left out, and
+    that the process does not start if a ``mount_only`` volume is missing. With ``shared``, mounts below it propagate
+    both ways.
     """
 
     path: str
@@ -44,7 +45,9 @@ class Volume(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Resource limits; ``memory`` and ``core_file_size`` in bytes, ``processes`` includes threads; None: no limit."""
+    """Resource limits. ``memory`` and ``core_file_size`` are in bytes, ``processes`` includes threads, and None means
+    no limit.
+    """
 
     memory: int | None = None
     open_files: int | None = None
@@ -53,7 +56,9 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Unsafe(msgspec.Struct, frozen=True):
-    """Exceptions from the sandbox: root with all capabilities, volumes anywhere (also globs), the host's pids."""
+    """Exceptions from the sandbox: root with all capabilities, volumes anywhere (globs too), and the host's pid
+    namespace.
+    """
 
     privileged: bool = False
     unrestricted_volumes: tuple[Volume, ...] = ()
@@ -63,8 +68,9 @@ class Unsafe(msgspec.Struct, frozen=True):
 class Process(msgspec.Struct, frozen=True):
     """One process. ``env`` overrides the defaults. An empty ``workdir`` is the job's directory.
 
-    ``pre_start`` runs before it, as root and outside the sandbox. "" is none. ``capabilities`` have no ``CAP_`` prefix.
-    ``ephemeral_disk`` and ``persistent_disk`` grant ``data/JOB`` and ``store/JOB``. ``shutdown_signal`` begins a stop.
+    ``pre_start`` runs before the process, as root and outside the sandbox; "" means none. ``capabilities`` have no
+    ``CAP_`` prefix. ``ephemeral_disk`` and ``persistent_disk`` grant access to ``data/JOB`` and ``store/JOB``.
+    ``shutdown_signal`` is the first signal of a stop.
     """
 
     name: str
@@ -83,21 +89,23 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class BpmFile(msgspec.Struct, frozen=True):
-    """Processes of a job. An empty file runs nothing."""
+    """The processes of a job. An empty file has none."""
 
     processes: tuple[Process, ...] = ()
 
     def process(self, name: str) -> Process | None:
-        """Return the first process with this name, from ``-p`` or the job."""
+        """Return the first process with this name, which comes from ``-p`` or is the job's."""
         return next((process for process in self.processes if process.name == name), None)
 
 
 def parse(
     text: str, *, origin: str, job: str = "", root: PurePosixPath = ROOT, unknown: list[str] | None = None
 ) -> BpmFile:
-    """Parse a bpm.yml; raises ``ConfigError``: ``cannot read ORIGIN: line L: KEY PATH: found X, expected Y; …``.
+    """Parse a bpm.yml. Raises ``ConfigError`` with the text ``cannot read ORIGIN: line L: KEY PATH: found X, expected
+    Y; …``.
 
-    Additional volumes must be below ``root`` and cannot be the disks of ``job``. ``unknown`` gets each ignored key.
+    Additional volumes must be below ``root`` and must not be the disks of ``job``. Ignored keys are appended to
+    ``unknown``.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")
@@ -153,7 +161,7 @@ def _limits(entry: _Map) -> Limits:
 
 
 def _bytes(entry: _Map, key: str) -> int | None:
-    """Parse a number with a unit, a power of 1024, like Cloud Foundry's bytefmt."""
+    """Parse a number with a unit (a power of 1024), like Cloud Foundry's bytefmt."""
     text = entry.text(key)
     if not entry.has(key):
         return None
@@ -190,7 +198,7 @@ def _additional(entry: _Map, root: str, disks: frozenset[str]) -> Volume:
 
 
 def check_volume(path: str, *, job: str, root: PurePosixPath = ROOT) -> None:
-    """Raise ``ConfigError`` in bpm's words for an invalid path of an additional volume."""
+    """Raise ``ConfigError`` with bpm's text if the path of an additional volume is invalid."""
     if path != (clean := _clean(path)):
         raise ConfigError(f"volume path must be canonical, expected {clean} but got {path}")
     if path in (str(root / disk / job) for disk in ("data", "store")):
@@ -212,16 +220,16 @@ MAX_DEPTH: Final = 100
 _SIGNED: Final = 2**63 - 1
 _UNSIGNED: Final = 2**64 - 1
 _MAX_ENTRIES: Final = 100_000
-"""Bound of keys and items, counted wherever an alias repeats them. Yaml.v3 refuses excessive aliases, too."""
+"""Maximum number of keys and items, counting those repeated by aliases. yaml.v3 refuses excessive aliases too."""
 _MAX_DIGITS: Final = 80
-"""Maximum digits of a number: enough for 64 bits in base 2."""
+"""Maximum number of digits: enough for 64 bits in base 2."""
 
 _MAX_SHOWN_CHARS: Final = 40
-"""Length of a wrong value in an error."""
+"""Maximum length of a wrong value in an error."""
 
 _TAG: Final = "tag:yaml.org,2002:"
 _NO_NAMES: Final = (f"{_TAG}merge", f"{_TAG}null")
-"""Keys without a value of their own."""
+"""Tags of keys that are not names."""
 
 _FLAGS: Final[Mapping[str, bool]] = {
     **dict.fromkeys(("true", "True", "TRUE", "y", "Y", "yes", "Yes", "YES", "on", "On", "ON"), True),
@@ -232,11 +240,11 @@ _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?
 _QUANTITY: Final = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)(B|[KMGTPE](?:I?B)?)")
 
 _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml if PyYAML was built with it."""
+"""The loader of libyaml, if PyYAML was built with it."""
 
 
 class _Notes:
-    """Mistakes and mappings of a file."""
+    """The mistakes and mappings found in a file."""
 
     def __init__(self, origin: str) -> None:
         self.mistakes: list[str] = []
@@ -245,14 +253,14 @@ class _Notes:
         self._room = _MAX_ENTRIES
 
     def count(self, entries: int) -> None:
-        """Raise ``ConfigError`` once a file has too many: a few aliases stand for billions."""
+        """Raise ``ConfigError`` once a file has too many entries, because a few aliases can stand for billions."""
         self._room -= entries
         if self._room < 0:
             found = f"found more than {_MAX_ENTRIES} keys and items, aliases included"
             raise ConfigError(f"cannot read {self._origin}: {found}")
 
     def unknown_keys(self) -> Iterator[str]:
-        """Yield a text for each key without a meaning, with the nearest key that has one."""
+        """Yield a text for each unknown key, with the nearest known key."""
         for each in self.maps:
             for key in each.entries.keys() - each.known:
                 place = f"line {_line_of(each.entries[key])}: unknown key {each.at(key)}"
@@ -272,7 +280,7 @@ class _Map:
         self.entries = {} if _is_null(node) else self._merged(node, {})
 
     def wrong(self, key: str, expected: str) -> None:
-        """Note a mistake, with the found and the expected value of ``key``."""
+        """Record a mistake, with the actual and the expected value of ``key``."""
         self._wrong(self.at(key), self.entries.get(key), expected)
 
     def has(self, key: str) -> bool:
@@ -364,9 +372,10 @@ class _Map:
             yield f"{self.at(key)}[{number}]", item
 
     def _merged(self, node: yaml.Node, known: dict[int, dict[str, yaml.Node]]) -> dict[str, yaml.Node]:
-        """Return the entries of a mapping with those merged by ``<<``: own keys first, then the first merged mapping.
+        """Return the entries of a mapping, including those merged by ``<<``. Its own keys take precedence, then those
+        of the first merged mapping.
 
-        ``known`` caches mappings, so repeated merges are read once.
+        ``known`` caches mappings, so that repeated merges are read only once.
         """
         if id(node) in known:
             return known[id(node)]
@@ -416,7 +425,7 @@ def _found(node: yaml.Node | None) -> str:
 
 
 def _decoded(node: yaml.ScalarNode) -> str | None:
-    """Return the text of a scalar. None for invalid base64."""
+    """Return the text of a scalar, or None for invalid base64."""
     if node.tag != f"{_TAG}binary":
         return cast("str", node.value)
     try:
@@ -426,7 +435,9 @@ def _decoded(node: yaml.ScalarNode) -> str | None:
 
 
 def _number(node: yaml.Node) -> int | None:
-    """Parse a number, also in base 2, 8 (``0o17`` and ``017``) or 16, or with underscores. Truncates a fraction."""
+    """Parse a number, which may be in base 2, 8 (``0o17`` or ``017``) or 16 and contain underscores. A fraction is
+    truncated.
+    """
     if not isinstance(node, yaml.ScalarNode):
         return None
     digits = node.value[:1] + node.value[1:].replace("_", "")
@@ -466,7 +477,7 @@ def _line(text: str, at: int) -> int:
 
 
 def _measure(text: str, origin: str) -> None:
-    """Refuse deep nesting before composition, whose C recursion would crash the process."""
+    """Refuse deep nesting before composing the document, because the recursion in C would crash the process."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):

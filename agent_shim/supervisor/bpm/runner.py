@@ -1,4 +1,4 @@
-"""Runs processes of bpm.yml without runc (bpm-release ``src/bpm/runc/adapter``, ``src/bpm/runc/lifecycle``).
+"""Runs the processes of bpm.yml without runc (bpm-release ``src/bpm/runc/adapter``, ``src/bpm/runc/lifecycle``).
 
 Directories, log files, environment, pidfile and stop sequence match bpm. Isolation depends on the container:
 
@@ -6,7 +6,7 @@ Directories, log files, environment, pidfile and stop sequence match bpm. Isolat
 - level 2: Landlock rules for the same view;
 - level 3: neither. All levels: no capabilities, no new privileges, resource limits.
 
-A process is identified by job and name, whether a monit file or a script that calls ``bpm start`` started it.
+A process is identified by job and name, whether it was started by a monit file or by a script that calls ``bpm start``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from agent_shim.supervisor.ownership.process_record import Identity
 from agent_shim.supervisor.plan import BpmCall, bpm_label
 
 if TYPE_CHECKING:
-    # Imported on use: an agent without bpm jobs needs neither YAML nor ctypes.
+    # These are imported on use, because an agent without bpm jobs needs neither YAML nor ctypes.
     from agent_shim.host import sandbox, sandbox_exec
     from agent_shim.supervisor.bpm import config as bpm
 
@@ -50,7 +50,7 @@ QUIT_TIMEOUT_S: Final = 2.0
 DEFAULT_OPEN_FILES: Final = 524288
 """Limit requested by bpm's wrapper if bpm.yml sets none (``jobs/bpm/templates/bpm``)."""
 MAX_PIDFILE_DELAY_S: Final = 5.0
-"""Maximum seconds between the start of a process and the write of its pidfile."""
+"""Maximum seconds between the start of a process and the writing of its pidfile."""
 
 TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 - shared without a mount namespace
 SCRATCH: Final = ("/dev", "/proc", *TEMPORARY)
@@ -79,7 +79,7 @@ class MemoryKill(msgspec.Struct, frozen=True):
 
 
 class Entry:
-    """A process of bpm.yml, running or not: its files and cgroups, and the facts to keep about it."""
+    """A process of bpm.yml, running or not: its files, its cgroups, and what the agent remembers about it."""
 
     def __init__(self, paths: Paths, job: str, name: str) -> None:
         self.job = job
@@ -89,22 +89,24 @@ class Entry:
         self.logs = {stream: paths.sys / "log" / job / f"{name}.{stream}.log" for stream in ("stdout", "stderr")}
         self.cgroup = job_cgroups.JobCgroup(f"{self.label}@{paths.base}")
         self.turn = asyncio.Lock()
-        """For one operation at a time."""
+        """Allows one operation at a time."""
         self.errand: process.Process | None = None
         """The process that ``run`` waits for."""
         self.oom_kills = 0
-        """Kills in the cgroup that are known."""
+        """Number of kills in the cgroup that have been accounted for."""
         self.is_victim = False
-        """Killed for its memory, by an exit that is not explained yet."""
+        """The process was killed for its memory use, and its exit has not been attributed to that yet."""
         self.limit = 0, -1
-        """The limit of memory in bytes, 0 without one, and the modification time of its file, -1 before it is read."""
+        """The memory limit in bytes (0 for none), and the modification time of the file that sets it (-1 before it is
+        read).
+        """
 
 
 class Bpm:
     """Starts, finds and stops processes of bpm.yml. One operation at a time per process.
 
-    ``user`` owns the processes if the agent is root. None keeps the agent's user, as below another base than /var/vcap.
-    With ``is_strict`` an unsupported request is an error, else a warning.
+    The processes run as ``user`` if the agent is root. None keeps the agent's user, which is the case below a base
+    other than /var/vcap. An unsupported request is an error with ``is_strict``, otherwise a warning.
     """
 
     def __init__(self, paths: Paths, programs: Programs, *, user: str | None = None, is_strict: bool = False) -> None:
@@ -118,12 +120,12 @@ class Bpm:
         self._trying = asyncio.Lock()
         self._counting = threading.Lock()
         self._hogs: list[MemoryKill] = []
-        """Kills found at an exit or a cgroup removal, not reported yet."""
+        """Kills found at an exit or when a cgroup was removed, and not reported yet."""
         self._unknown_keys: dict[Path, list[str]] = {}
-        """The keys logged for each file."""
+        """The unknown keys logged for each file."""
 
     def _entry(self, job: str, name: str) -> Entry:
-        # Replace it in one step, because threads look up entries too.
+        # Add an entry in one step, because threads look up entries too.
         return self._entries.get((job, name)) or self._entries.setdefault((job, name), Entry(self._paths, job, name))
 
     async def isolation(self) -> sandbox.Isolation:
@@ -153,7 +155,9 @@ class Bpm:
             bpm.check_volume(volume.path, job=job, root=PurePosixPath(self._paths.base))
 
     def find(self, job: str, name: str) -> Identity | None:
-        """Find the living process, started by this agent or an earlier one. Blocks, perhaps on the process."""
+        """Find the living process, whether this agent or an earlier one started it. Blocks, perhaps on a file of the
+        process.
+        """
         entry = self._entry(job, name)
         pidfile = process_record.read_own(entry.pidfile)
         found = proc.stat(pidfile.pid) if pidfile else None
@@ -185,14 +189,14 @@ class Bpm:
         return rows, complaints
 
     async def last_words(self, call: BpmCall) -> str:
-        """Return the last line of the process's error log. The process may have replaced the file."""
+        """Return the last line of the process's error log, which the process may have replaced."""
         entry = self._entry(call.job, call.process)
         return await last_line(entry.label, entry.logs["stderr"], self._paths.sys / "log")
 
     # --- start and stop ---------------------------------------------------------------------------------------------
 
     async def start(self, call: BpmCall) -> process.Process:
-        """Start the process unless it runs. Returns once it runs. Raises ``HostError`` or ``ConfigError``."""
+        """Start the process unless it is running. Returns once it runs. Raises ``HostError`` or ``ConfigError``."""
         async with self._only(call, "start"):
             found = await asyncio.to_thread(self.find, call.job, call.process)
             if found and (running := self._programs.keepers.adopt(found)):
@@ -201,7 +205,9 @@ class Bpm:
             return await self._launch(self._entry(call.job, call.process), wanted)
 
     async def stop(self, call: BpmCall, by: float = float("inf")) -> None:
-        """Send the shutdown signal, QUIT and KILL by monotonic time ``by``, end the rest, remove the pidfile."""
+        """Send the shutdown signal, then QUIT, then KILL no later than the monotonic time ``by``. End the remaining
+        processes and remove the pidfile.
+        """
         async with self._only(call, "stop"):
             signal_name = "TERM"
             with contextlib.suppress(ConfigError, OSError):
@@ -219,7 +225,9 @@ class Bpm:
             await asyncio.to_thread(_remove, entry.pidfile)
 
     async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
-        """Run the process as an errand, without a pidfile, to its exit code. 0 immediately if it already runs."""
+        """Run the process as an errand, without a pidfile, and return its exit code. If it is already running, return 0
+        at once.
+        """
         async with self._only(call, "run"):
             if await asyncio.to_thread(self.find, call.job, call.process):
                 return 0
@@ -244,7 +252,9 @@ class Bpm:
 
     @contextlib.asynccontextmanager
     async def _only(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
-        """Exclude other operations on the process. Log the start, the end and any failure of this one in bpm's log."""
+        """Exclude other operations on the process. Write the start, the end and any failure of this one to bpm's
+        log.
+        """
         async with self._entry(call.job, call.process).turn:
             await asyncio.to_thread(self._note, call, f"{verb}.starting")
             try:
@@ -275,7 +285,7 @@ class Bpm:
             with closing(guarded.open_log(root / call.job / "bpm.log", 0o600, owner=ids)) as descriptor:
                 os.write(descriptor, json.dumps(line).encode() + b"\n")
         except FileNotFoundError:
-            return  # no job of this name
+            return  # there is no job with this name
         except OSError as exc:
             logger.warning("cannot write the bpm log of %s: %s", call.job, exc)
 
@@ -305,9 +315,10 @@ class Bpm:
         return running
 
     async def _run_hook(self, entry: Entry, wanted: bpm.Process) -> None:
-        """Run the pre_start hook as root without isolation, in bpm's own directory. Raises ``HostError`` if it fails.
+        """Run the pre_start hook as root, without isolation, in the working directory of bpm. Raises ``HostError`` if
+        it fails.
 
-        That is the directory of the start program that calls bpm.
+        The real bpm inherits that directory from the start program that calls it.
         """
         env, directory = self._env(entry.job, wanted), str(self._programs.directory())
         program = keeper.Program([wanted.pre_start], env, cwd=directory)
@@ -319,7 +330,7 @@ class Bpm:
     # --- execution --------------------------------------------------------------------------------------------------
 
     def order(self, job: str, wanted: bpm.Process, isolation: sandbox.Isolation) -> sandbox_exec.ExecSpec:
-        """Build the exec spec of a process and make its cgroups. Raises ``HostError``."""
+        """Build the exec spec of a process and create its cgroups. Raises ``HostError``."""
         from agent_shim.host import sandbox
 
         is_root = os.geteuid() == 0
@@ -377,17 +388,20 @@ class Bpm:
         }
 
     def _places(self, job: str, wanted: bpm.Process, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
-        """List accessible paths, the first entry of each path: a volume cannot open a path that bpm closed."""
+        """List the accessible paths. The first entry for a path counts, so a volume cannot open up a path that bpm
+        restricts.
+        """
         from agent_shim.host import sandbox
 
         paths, place = self._paths, sandbox.place
         temporary = str(paths.data / job / "tmp")
         found = [place(each, run=True) for each in sandbox.SYSTEM]
-        # bosh-dns reads the records and the health of the instance. Nothing there is secret. bpm hides it.
+        # bosh-dns reads the records and the health of the instance. Nothing there is secret, although the real bpm
+        # hides it.
         found += [place("/sys"), place(str(paths.instance))]
         if not is_apart:
             found += [place(each, write=True) for each in SCRATCH]
-            # Reveals the names of other jobs: bosh-dns reads each of these files and exits if it cannot.
+            # This reveals the names of other jobs, but bosh-dns reads each of these files and exits if it cannot.
             found += [place(str(each)) for each in paths.jobs.glob("*/.bosh")]
         elif paths.is_system:
             found += [place(each, source=temporary, write=True) for each in TEMPORARY]
@@ -401,17 +415,17 @@ class Bpm:
         found += [place(each, write=True) for each in writable]
         given = [*writable, *(str(each) for each in (paths.packages, paths.data_packages, paths.jobs / job))]
         unrestricted = _matching(wanted.unsafe.unrestricted_volumes)
-        # A path that bpm provides at or above such a volume stays as it is.
+        # If bpm provides a path at or above such a volume, that stays as it is.
         free = [each for each in unrestricted if not any(f"{each.path}/".startswith(f"{place}/") for place in given)]
         for volume in (*wanted.additional_volumes, *free):
             found.append(place(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
-        if is_apart and not paths.is_system:  # releases name the tree at /var/vcap
+        if is_apart and not paths.is_system:  # releases refer to the tree at /var/vcap
             inside = [each for each in found if Path(each["path"]).is_relative_to(paths.base)]
             found += [{**each, "path": str(VCAP / Path(each["path"]).relative_to(paths.base))} for each in inside]
         return list({each["path"]: each for each in reversed(found)}.values())
 
     def _packages_elsewhere(self) -> list[str]:
-        """The targets of links to packages: a deployment without a Director uses packages in place."""
+        """Return the targets of links to packages, because a deployment without a Director uses packages in place."""
         ends = {os.path.realpath(each) for each in self._paths.packages.glob("*")}
         own = [os.path.realpath(each) for each in (self._paths.packages, self._paths.data_packages)]
         return sorted(end for end in ends if not any(f"{end}/".startswith(f"{each}/") for each in own))
@@ -421,12 +435,13 @@ class Bpm:
         if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
         entry.cgroup.remove()
-        # A cgroup that could not be removed keeps counting: its total so far does not concern the next process.
+        # A cgroup that could not be removed goes on counting, so remember its total so far, which does not concern the
+        # next process.
         with self._counting:
             entry.oom_kills = (entry.cgroup.memory() or (0, 0))[0]
 
     def _killed_by_kernel(self, entry: Entry) -> MemoryKill | None:
-        """Return a kill for memory in the cgroup since the last call."""
+        """Return a kill for memory in the cgroup since the last call, or None."""
         with self._counting:
             kills, peak = entry.cgroup.memory() or (0, 0)
             before, entry.oom_kills = entry.oom_kills, kills
@@ -435,10 +450,10 @@ class Bpm:
         return MemoryKill(entry.job, entry.name, peak, self._memory_limit(entry))
 
     def _make_directories(self, entry: Entry, wanted: bpm.Process) -> None:
-        """Make directories and log files with bpm's modes. Raises ``HostError``."""
+        """Create directories and log files with bpm's modes. Raises ``HostError``."""
         paths, job = self._paths, entry.job
         own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
-        files.make_own_dir(entry.pidfile.parent.parent, 0o755, own)  # its parent is writable by all users
+        files.make_own_dir(entry.pidfile.parent.parent, 0o755, own)  # the directory above it is writable by all users
         files.make_own_dir(entry.pidfile.parent, 0o700, own)
         private = [paths.sys / "run" / job, paths.data / job, paths.data / job / "tmp"]
         if wanted.persistent_disk:
@@ -446,7 +461,7 @@ class Bpm:
                 raise HostError("requested persistent disk does not exist")
             private.append(paths.store / job)
         made = [Path(volume.path) for volume in wanted.additional_volumes if not volume.mount_only]
-        # bpm changes the mode of existing directories for volumes only.
+        # bpm changes the mode of an existing directory only if it is a volume.
         _make_kept(paths.sys / "log" / job, 0o750, theirs)
         for path in private:
             _make_kept(path, 0o700, theirs)
@@ -458,7 +473,7 @@ class Bpm:
                 os.close(guarded.open_log(log, 0o600, owner=files.owner_ids(theirs)))
 
     def _complain(self, entry: Entry, wanted: bpm.Process, isolation: sandbox.Isolation) -> None:
-        """Warn of unavailable requests, or raise ``HostError`` in strict mode."""
+        """Warn of requests that cannot be met, or raise ``HostError`` in strict mode."""
         held = capabilities.privileges().effective if os.geteuid() == 0 else frozenset[str]()
         lacking = [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
         if wanted.limits.processes is not None and not isolation.processes:
@@ -493,14 +508,16 @@ class Bpm:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     async def used(self) -> None:
-        """Return once a process of bpm.yml was started here, also by an earlier agent: then its directory is root's."""
+        """Return once this agent or an earlier one has started a process of bpm.yml, after which the run directory
+        belongs to root.
+        """
         with contextlib.suppress(OSError):
             if guarded.status(self._paths.sys / "run/bpm").st_uid in trusted_path.trusted_users():
                 return
         await self._has_started.wait()
 
     def kill_hogs(self) -> list[MemoryKill]:
-        """Kill the trees of processes above their memory limit, and return them. Blocks for some milliseconds.
+        """Kill the process trees that exceed their memory limit, and return them. Blocks for some milliseconds.
 
         Where the kernel enforces the limit, it has already killed one process of the tree.
         """
@@ -515,7 +532,7 @@ class Bpm:
                     hogs.append(hog)
                     entry.is_victim = True
                     for member in entry.cgroup.members():
-                        if member[1] < now:  # later ones belong to a new start
+                        if member[1] < now:  # later ones belong to a newer start
                             process.send(member, signal.SIGKILL)
             elif limit and (found := self.find(entry.job, entry.name)):
                 limited.append((entry, limit, found))
@@ -537,7 +554,7 @@ class Bpm:
         return hogs
 
     def was_killed_for_memory(self, call: BpmCall) -> bool:
-        """True once if a kill for memory explains the last exit."""
+        """Return True, once, if a kill for memory explains the last exit."""
         entry = self._entry(call.job, call.process)
         if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
@@ -546,7 +563,7 @@ class Bpm:
         return is_victim
 
     def _memory_limit(self, entry: Entry) -> int:
-        """Return the limit in bytes, 0 without one. Reads the file again when it changed."""
+        """Return the limit in bytes, or 0 for none. Reads the file again when it has changed."""
         try:
             modified = (self._paths.jobs / entry.job / "config/bpm.yml").stat().st_mtime_ns
             if entry.limit[1] != modified:
@@ -558,7 +575,9 @@ class Bpm:
 
 
 async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
-    """Signal the process in bpm's sequence. Its init passes signals to it alone. Returns True if it was killed."""
+    """Send the process bpm's sequence of signals, which its init passes to it alone. Return True if it had to be
+    killed.
+    """
     steps = (first, SIGNAL_TIMEOUT_S), (signal.SIGQUIT, QUIT_TIMEOUT_S), (signal.SIGKILL, process.KILL_TIMEOUT_S)
     try:
         for sig, patience in steps:
@@ -574,23 +593,25 @@ async def _end(running: process.Process, first: signal.Signals, by: float) -> bo
 
 
 def _most(which: int, wanted: int, held: Container[str]) -> int:
-    """Clamp a limit to the available maximum."""
+    """Clamp a limit to the maximum that is available."""
     hard = resource.getrlimit(which)[1]
     return wanted if "SYS_RESOURCE" in held or hard == resource.RLIM_INFINITY else min(wanted, hard)
 
 
 def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:
-    """Expand the glob of each volume. No match is no error."""
+    """Expand the glob of each volume. It is not an error if nothing matches."""
     return [msgspec.structs.replace(volume, path=path) for volume in volumes for path in glob.glob(volume.path)]  # noqa: PTH207 - text
 
 
 def _make_kept(path: Path, mode: int, owner: str | None) -> None:
-    """Make a directory. An existing one keeps its mode."""
+    """Create a directory. An existing one keeps its mode."""
     files.make_dir(path, path.stat().st_mode & 0o7777 if path.is_dir() else mode, owner)
 
 
 def _require_volumes(wanted: bpm.Process) -> None:
-    """Raise ``HostError`` without a ``mount_only`` volume: the process would not see it when another job makes it."""
+    """Raise ``HostError`` if a ``mount_only`` volume is missing, because the process would not see it if another job
+    created it later.
+    """
     for volume in wanted.additional_volumes:
         if not Path(volume.path).exists():
             raise HostError(f"volume {volume.path} does not exist: with mount_only, another job has to make it")

@@ -1,7 +1,7 @@
 """Values of a monit control file. Pure.
 
-A rule reads ``if TEST for RATE then ACTION else if succeeded for RATE then ACTION``. Positions (``line``) do not count
-in comparisons: files with the same content are equal.
+A rule reads ``if TEST for RATE then ACTION else if succeeded for RATE then ACTION``. Positions (``line``) are ignored
+in comparisons, so that files with the same content are equal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ ECHO_COUNT: Final = 3
 
 
 class Program(msgspec.Struct, frozen=True):
-    """A command without a shell; ``uid`` and ``gid`` are names or numbers, "" is root; ``timeout`` is in seconds."""
+    """A command that is run without a shell. ``uid`` and ``gid`` are names or numbers ("" means root), and ``timeout``
+    is in seconds.
+    """
 
     argv: tuple[str, ...]
     uid: str = ""
@@ -31,7 +33,7 @@ class Program(msgspec.Struct, frozen=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """An action. ``program`` belongs to ``exec``. ``ignore`` has no effect and no syntax."""
+    """An action. Only ``exec`` has a ``program``. ``ignore`` has no effect, and cannot be written in a file."""
 
     kind: ActionKind
     program: Program | None = None
@@ -52,15 +54,15 @@ ONCE: Final = Rate()
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """The subject does not exist. A process does not run. Replaces the built-in restart."""
+    """The subject does not exist (a process: does not run). A rule with this test replaces the built-in restart."""
 
 
 class PidChanged(msgspec.Struct, frozen=True):
-    """Another process than at the last check."""
+    """The process is another one than at the last check."""
 
 
 class Restarts(msgspec.Struct, frozen=True):
-    """Restarted ``count`` times within ``cycles`` checks."""
+    """The service was restarted ``count`` times within ``cycles`` checks."""
 
     count: int
     cycles: int
@@ -81,14 +83,16 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """A test that holds if a value has changed since the last check. ``algorithm`` applies to a checksum."""
+    """A value has changed since the last check. ``algorithm`` is that of a checksum."""
 
     what: Literal["checksum", "fsflag", "ppid", "size", "timestamp"]
     algorithm: Algorithm = "md5"
 
 
 class Unlike(msgspec.Struct, frozen=True):
-    """Another value than the named one: octal digits, an owner, or a checksum, of which "" means the first seen."""
+    """A value differs from the one given, which is octal digits, an owner, or a checksum. The checksum "" stands for
+    the first one seen.
+    """
 
     what: Literal["checksum", "gid", "permission", "uid"]
     value: str = ""
@@ -96,29 +100,29 @@ class Unlike(msgspec.Struct, frozen=True):
 
 
 class Match(msgspec.Struct, frozen=True):
-    """A new line of a file that has ``pattern``, or lacks it if ``is_negated``."""
+    """A new line of a file matches ``pattern``, or does not match it if ``is_negated``."""
 
     pattern: str
     is_negated: bool = False
 
 
 class WrongType(msgspec.Struct, frozen=True):
-    """The path is no file, directory or fifo, whichever the check is of. Has no syntax."""
+    """The path is not of the checked type (file, directory or fifo). This test cannot be written in a file."""
 
 
 class Unreadable(msgspec.Struct, frozen=True):
-    """The path exists and tells nothing of itself. Has no syntax."""
+    """The path exists but cannot be examined. This test cannot be written in a file."""
 
 
 class Echo(msgspec.Struct, frozen=True):
-    """No answer to ``count`` echo requests (ICMP), each within ``timeout`` seconds."""
+    """None of ``count`` echo requests (ICMP) was answered within ``timeout`` seconds."""
 
     count: int = ECHO_COUNT
     timeout: int = NET_TIMEOUT
 
 
 class Protocol(msgspec.Struct, frozen=True):
-    """Protocol of a connection: a name of monit, ``default`` (connect only) or ``generic`` (the ``dialogue``).
+    """Protocol of a connection: monit's name for it, ``default`` (connect only) or ``generic`` (the ``dialogue``).
 
     A ``send`` text may contain ``\\0xHH`` for bytes, including zero. The others belong to http: ``checksum`` is the
     checksum of the page, which must have ``content``, a regular expression, or must lack it if ``is_negated``.
@@ -136,7 +140,7 @@ class Protocol(msgspec.Struct, frozen=True):
 
 
 class Connection(msgspec.Struct, frozen=True):
-    """No answer at ``host`` and ``port``, or at ``unixsocket``, within ``timeout`` seconds."""
+    """There was no answer at ``host`` and ``port``, or at ``unixsocket``, within ``timeout`` seconds."""
 
     host: str = ""
     port: int = 0
@@ -150,11 +154,11 @@ Test: TypeAlias = (
     Missing | PidChanged | Restarts | Limit | Changed | Unlike | Match | WrongType | Unreadable | Echo | Connection
 )
 CHANGES: Final = (Changed, Match, PidChanged)
-"""Tests of an event: each event counts, and the next check without one sends no recovery."""
+"""Tests for an event. Each occurrence counts, and a later check without one does not report a recovery."""
 
 
 class _Placed(msgspec.Struct, frozen=True, eq=False):
-    """A value whose last member, its position, does not count in comparisons."""
+    """A value whose last member, its position, is ignored in comparisons."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and _content(self) == _content(other)
@@ -179,10 +183,11 @@ class Rule(_Placed, frozen=True):
 
 
 class Check(_Placed, frozen=True):
-    """One ``check`` statement, a service in monit's terms.
+    """One ``check`` statement, which monit calls a service.
 
     A process has a ``pidfile`` or ``matching``, a regular expression for its command line; a host has an ``address``; a
-    system has nothing; the others have a ``path``. Names, groups, dependencies ignore case. ``every`` counts cycles.
+    system has none of these; all others have a ``path``. Names, groups and dependencies are not case-sensitive.
+    ``every`` is a number of cycles.
     """
 
     kind: Kind
@@ -199,12 +204,12 @@ class Check(_Placed, frozen=True):
     every: int = 1
     rules: tuple[Rule, ...] = ()
     passed_over: tuple[Match, ...] = ()
-    """Lines that no ``if match`` sees."""
+    """Patterns of lines that ``if match`` ignores."""
     line: int = 0
 
 
 class Ignored(_Placed, frozen=True):
-    """A statement without effect: ``set`` and ``include``, or one in the check named ``service``: ``alert``, a rule."""
+    """A statement without effect: ``set`` or ``include``, or an ``alert`` or rule in the check named ``service``."""
 
     statement: str
     service: str = ""
@@ -212,7 +217,7 @@ class Ignored(_Placed, frozen=True):
 
     @property
     def first_words(self) -> str:
-        """Words that name the statement. The others may be secret."""
+        """The words that identify the statement. The rest may be secret."""
         words = self.statement.split()
         return " ".join(words[: 3 if words[1].lower() in ("changed", "failed", "not") else 2])
 

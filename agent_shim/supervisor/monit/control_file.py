@@ -1,8 +1,8 @@
-"""Reads monit's control file (``/var/vcap/bosh/etc/monitrc`` of a stemcell) for a daemon in monit's place.
+"""Reads monit's control file (``/var/vcap/bosh/etc/monitrc`` on a stemcell) for a daemon that replaces monit.
 
-Reads the statements of monit 5.2.5 (``p.y``), in the order in which it reads included files (``include_file`` in
-``l.l``: the last name first). A mistake in the control file itself ends the daemon, as monit does. One in an included
-file costs only the services of that file, or that ``set``: job files come from releases.
+The statements are those of monit 5.2.5 (``p.y``), and included files are read in its order (``include_file`` in
+``l.l``: the last name first). A mistake in the control file itself ends the daemon, as it ends monit. A mistake in an
+included file, which may come from a release, affects only the services of that file, or that ``set`` statement.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from agent_shim.supervisor.plan import JobFile
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH: Final = 8
-"""Levels of files that include others. monit allows ten."""
+"""Maximum depth of includes. monit allows ten."""
 _NUMBERED: Final = re.compile(r"[0-9]{4}_(?=.)")
-"""Prefix of the Go agent before the name of a job (applier/jobs/rendered_job_applier.go)."""
+"""Prefix that the Go agent puts before the name of a job (applier/jobs/rendered_job_applier.go)."""
 
 
 class Control(msgspec.Struct):
@@ -42,31 +42,35 @@ class Control(msgspec.Struct):
     idfile: Path = Path()
     statefile: Path = Path()
     poll: int = 30
-    """Seconds of a cycle."""
+    """Length of a cycle in seconds."""
     start_delay: int = 0
     logfile: Path | None = None
     address: str = ""
     port: int = 0
-    """0: no HTTP."""
+    """Port of the HTTP interface. 0 means none."""
     users: dict[str, bool] = msgspec.field(default_factory=dict)
-    """``user:password``, and whether this user may act."""
+    """Maps ``user:password`` to whether this user may change services."""
     user_files: list[tuple[Path, frozenset[str], bool]] = msgspec.field(default_factory=list)
-    """Files of such lines, with the users meant (all if empty)."""
+    """Files with lines ``user:password``, the users to read from each (all if empty), and whether they may change
+    services.
+    """
     allows_neighbours: bool = False
-    """Any program of this machine may ask, without a password."""
+    """Any program on this machine may send requests without a password."""
     mail_servers: list[tuple[str, int]] = msgspec.field(default_factory=list)
     mail_timeout: int = 5
     mail_format: dict[str, str] = msgspec.field(default_factory=dict)
     """Templates by ``from``, ``reply-to``, ``subject`` and ``message``."""
     recipients: list[str] = msgspec.field(default_factory=list)
     queue: Path | None = None
-    """Directory of events that wait for the mail server."""
+    """Directory for events that wait for the mail server."""
     slots: int = 0
-    """Most of them. 0 is monit's default, no limit."""
+    """Maximum number of waiting events. 0, monit's default, means no limit."""
     job_files: list[JobFile] = msgspec.field(default_factory=list)
 
     def credentials(self) -> Mapping[bytes, bool] | None:
-        """``user:password`` and whether it may act, None if none is needed. Reads the files. Raises ``OSError``."""
+        """Return a map from ``user:password`` to whether the user may change services, or None if no password is
+        needed. Reads the files. Raises ``OSError``.
+        """
         if self.allows_neighbours and not self.users and not self.user_files:
             return None
         found = {text.encode(): may_act for text, may_act in self.users.items()}
@@ -100,7 +104,7 @@ def _take(control: Control, path: Path, depth: int) -> None:
     control.job_files.append(JobFile(_NUMBERED.sub("", path.stem, count=1), "", text))
     for token in Reader(text).includes if depth < MAX_DEPTH else ():
         pattern = token.value.strip("\"'")
-        # A pattern is absolute in monit, too.
+        # Patterns are absolute in monit too.
         for found in sorted(Path("/").glob(pattern.lstrip("/")), reverse=True):
             _take(control, found, depth + 1)
 
@@ -112,7 +116,7 @@ def _complain(error: ConfigError, depth: int) -> None:
 
 
 def _set(control: Control, reader: Reader) -> None:
-    """Take what follows ``set``."""
+    """Read the rest of a ``set`` statement."""
     word = reader.next.kind
     if word in _FILES:
         reader.skip()
@@ -185,7 +189,7 @@ def _allow(control: Control, reader: Reader) -> None:
         if reader.kind == "BAD":
             raise reader.error("a password", token)
         given = reader.skip()
-        password = given.value or reader.text[given.start : given.end]  # it may be a keyword
+        password = given.value or reader.text[given.start : given.end]  # a password may be a keyword
         control.users[f"{token.value}:{password}"] = not reader.take("readonly")
         return
     is_here = token.value == "localhost"
@@ -204,7 +208,7 @@ _STATEMENTS: Final[Mapping[str, Callable[[Control, Reader], None]]] = {
     "alert": lambda control, reader: control.recipients.append(parser.skip_alert(reader)),
     "eventqueue": _queue,
 }
-"""Readers of what follows ``set`` and this word."""
+"""Readers of the rest of a statement, by the word after ``set``."""
 
 _FILES: Final = ("pidfile", "idfile", "statefile", "logfile")
 

@@ -1,8 +1,8 @@
 """Lexer of monit control files. Pure.
 
-Follows monit 5.2.5, the version on every BOSH machine, and was tested against it. The longest match
-wins, the first of equals. Some keywords change the rules for the next token: ``check`` is followed by a name, ``start
-"`` by the arguments of a program. The parser has no influence on that, so a whole text is tokenised at once.
+Follows monit 5.2.5, the version on every BOSH machine, and was tested against it. The longest match wins, or the first
+of equally long ones. Some keywords change the rules for the next token: ``check`` is followed by a name, and ``start
+"`` by the arguments of a program. The parser does not influence that, so a whole text is tokenised at once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Final, NamedTuple, TypeAlias
 class Token(NamedTuple):
     """One token. ``start`` and ``end`` are offsets into the text.
 
-    ``kind`` is a keyword in canonical spelling, a value (``STRING PATH NUMBER REAL MAIL NAME URL INCLUDE FROM REPLY-TO
-    SUBJECT MESSAGE``), ``END`` of the text, ``BAD``, or any other character itself. ``value`` is the text of a value
-    without quotes and escapes, or the defect of a ``BAD`` one.
+    ``kind`` is a keyword in canonical spelling, a kind of value (``STRING PATH NUMBER REAL MAIL NAME URL INCLUDE FROM
+    REPLY-TO SUBJECT MESSAGE``), ``END`` at the end of the text, ``BAD``, or any other character itself. ``value`` is
+    the text of a value without quotes and escapes, or a description of what is wrong with a ``BAD`` token.
     """
 
     kind: str
@@ -34,7 +34,7 @@ NOISE: Final = _words(
     "is as are for on only with within without program programs and has using use the sum than usage was times but of"
     " does"
 )
-"""Words without meaning in any position."""
+"""Noise words, which have no meaning anywhere."""
 
 KEYWORDS: Final = _words(
     "if or then else not failed changed recovered passed succeeded set enable disable ignore default daemon delay"
@@ -61,16 +61,16 @@ SYNONYMS: Final[Mapping[str, str]] = dict(
 )
 
 _KINDS: Final[Mapping[str, str]] = {**dict.fromkeys(NOISE, ""), **{word: word for word in KEYWORDS}, **SYNONYMS}
-"""Kinds of all non-value words, by lower-case word."""
+"""Kinds of all words that are not values, by lower-case word."""
 
 WORD: Final = r"""[^\x00-\x21@:{}"';(),%]+"""
-"""A word ends at blanks, control characters, ``!`` and these signs, but not at ``#``."""
+"""A word. It ends at blanks, control characters, ``!`` and the signs listed here, but not at ``#``."""
 
 URL: Final = (
     r"(?P<scheme>[a-z0-9]+)://(?:(?P<credentials>[^:@ ]+:[^@ \t\r\n]+)@)?(?P<host>[^/?:# \t\r\n]+)"
     r"(?::(?P<port>[0-9]+))?(?P<path>/[^?# \t\r\n]*)?(?:\?(?P<query>[^# \t\r\n]*))?(?:#[^ \t\r\n]*)?"
 )
-"""A URL. A blank or line end follows it, also after ``)``, which is a part of its path."""
+"""A URL. It ends at a blank or line end, so a ``)`` belongs to its path."""
 
 _TOKEN: Final = rf"""
   (?P<skip>(?: [ \r\t;,()]+ | (?:\#[^\n]*)? \\? \n )+)
@@ -89,7 +89,7 @@ _TOKEN: Final = rf"""
 | (?P<word>{WORD} (?:@{WORD})?)
 | (?P<sign>!= | .)
 """
-"""One token. ``re`` compiles this and the next patterns with their first use: 4 ms that an agent without jobs saves."""
+"""One token. ``re`` compiles this and the following patterns on first use, which saves an agent without jobs 4 ms."""
 
 
 _Mode: TypeAlias = tuple[tuple[str, str], ...]
@@ -100,16 +100,18 @@ def _mode(**patterns: str) -> _Mode:
 
 
 _NAME: Final = _mode(skip=r"[ \r\t\n]+", bare=WORD, quoted=rf"\"{WORD}\"|'{WORD}'")
-"""After ``check``: a name, a single word even in quotes."""
+"""After ``check``: a name, which is a single word even in quotes."""
 
 _GROUP: Final = _mode(skip=r"\n", bare=WORD, quoted=rf"\"{WORD}\"|'{WORD}'")
-"""After ``group``: the same, but without blanks on the next line."""
+"""After ``group``: the same, but the name may not follow on an indented next line."""
 
 _DEPENDS: Final = _mode(skip=r"[ \r\t;,()]+", line=r"[ \r\t;,()]*\n[ \r\t;,()]*", bare=WORD, over=r"[ \r\n\t]+[^,]")
-"""After ``depends on``: names separated by commas. Ends at a blank or a line break without one."""
+"""After ``depends on``: names separated by commas. The list ends at a blank or line break without a comma."""
 
 _ARGUMENTS: Final = _mode(skip=r"[ \r\t]+", line=r"\n", over=r"\"", quoted=r"'[^']*'", quote=r"'", bare=r"[^ \t\n\"]+")
-"""Inside the quotes of a program: no shell. ``'`` is special only at the start of an argument."""
+"""Inside the quotes of a program, whose words are not those of a shell: ``'`` is special only at the start of an
+argument.
+"""
 
 _PATTERN: Final = _mode(skip=r"[ \t\r\n]+", quoted=r"\"[^\"\r\n]+\"|'[^'\r\n]+'", bare=r"[^ \t\r\n]+")
 """After ``include``: a pattern of file names."""
@@ -123,7 +125,9 @@ NO_NAME: Final = "a quote that no single word follows"
 
 
 def lex(text: str) -> list[Token]:
-    """Tokenise ``text`` without noise words, with a final ``END``. Invalid text becomes ``BAD``. Nothing is raised."""
+    """Tokenise ``text``, without noise words and with a final ``END``. Invalid text becomes ``BAD`` tokens; nothing is
+    raised.
+    """
     tokens: list[Token] = []
     at = 0
     token = re.compile(_TOKEN, re.VERBOSE | re.IGNORECASE | re.ASCII | re.DOTALL)
@@ -137,8 +141,8 @@ def lex(text: str) -> list[Token]:
 def unescape(text: str) -> str:
     r"""Unescape a quoted string: decodes ``\n \t \r \\ "\ " \0xHH``, and keeps any other backslash.
 
-    ``\0x00`` is kept too: monit makes a NUL of it only when it sends the text. A byte above 127 becomes the character
-    that ``os.fsencode`` converts back.
+    ``\0x00`` is kept too, because monit converts it to a NUL only when it sends the text. A byte above 127 becomes the
+    character that ``os.fsencode`` converts back to it.
     """
     return re.sub(_ESCAPE, _unescaped, text) if "\\" in text else text
 
@@ -222,7 +226,9 @@ def _depends(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
-    """Return kind and end of the longest match at ``at``, the first of equals. "" without one."""
+    """Return the kind and end of the longest match at ``at``, the first of equally long ones. The kind is "" if nothing
+    matches.
+    """
     best = "", at
     for kind, pattern in mode:
         match = re.compile(pattern).match(text, at)
@@ -237,7 +243,7 @@ def _single(match: re.Match[str], tokens: list[Token]) -> int:
     match match.lastgroup:
         case "quoted":
             kind, value = "PATH" if text[1] == "/" and "\n" not in text else "STRING", unescape(text[1:-1])
-        case "mail":  # a line of a mail format, up to the end of the word, the line or the braces
+        case "mail":  # a line of a mail format ends with the word, the line or the braces
             kind, _, value = text.partition(":")
             kind, value = kind.upper(), value.strip(" \t\r\n")
         case "url":
@@ -262,4 +268,4 @@ _TAKE: Final[Mapping[str, Callable[[re.Match[str], list[Token]], int]]] = {
     "check": _named,
     "word": _word,
 }
-"""Handlers of the alternatives of ``_TOKEN``: append tokens, return the start of the next word."""
+"""Handlers for the alternatives of ``_TOKEN``. Each appends tokens and returns the start of the next word."""

@@ -1,4 +1,4 @@
-"""Serves the ``monit`` command and service requests of ``agent-shim``."""
+"""Serves the ``monit`` command, and requests of ``agent-shim`` about services."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agent_shim.supervisor.process_stats import ServiceInfo
 from agent_shim.supervisor.supervisor import Supervisor
 
 STARTING_ACTIONS: Final = frozenset({"start", "restart", "monitor"})
-"""Actions that may start a process: refused before the agent is ready and during its shutdown."""
+"""Actions that may start a process. They are refused before the agent is ready and while it shuts down."""
 
 
 async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle: str) -> dict[str, Any]:
-    """Answer a request with ``{"services": …}``, all of them for ``show``, or with an exception envelope.
+    """Answer a request with ``{"services": …}`` (all services for ``show``) or with an exception envelope.
 
     ``request`` has an ``action`` (a command, ``show`` or ``quit``), ``names`` (``all`` for every service), an optional
     ``group`` that restricts them, and ``wait`` (until no start or stop is in progress). A wrong name leaves all
@@ -35,7 +35,7 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
             raise ActionError(f"cannot {action} anything: {obstacle}")
         names = _meant(services, request)
         await _do(supervisor, action, names)
-        await supervisor.saved()  # the answer holds after a crash
+        await supervisor.saved()  # so that the answer is still true after a crash
         if request.get("wait"):
             return {"services": [describe(await supervisor.finished(name)) for name in names]}
         return {"services": [describe(service) for service in supervisor.services() if service.process.name in names]}
@@ -44,20 +44,22 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
 
 
 def describe(service: ServiceInfo) -> dict[str, Any]:
-    """Flatten a service: ``state`` is the Director's state, ``phase`` the agent's."""
+    """Flatten a service to a mapping, in which ``state`` is the Director's state and ``phase`` the agent's."""
     members: dict[str, Any] = msgspec.to_builtins(service)
     process: dict[str, Any] = members.pop("process")
     return process | members | {"state": service.process.state, "phase": service.state}
 
 
 def with_events(supervisor: Supervisor) -> list[dict[str, Any]]:
-    """Flatten all services, each with its last events since the agent started."""
+    """Flatten all services to mappings, each with its last events since the agent started."""
     services = supervisor.services()
     return [describe(each) | {"events": msgspec.to_builtins(supervisor.events(each.process.name))} for each in services]
 
 
 def _meant(services: list[ServiceInfo], request: Mapping[str, Any]) -> list[str]:
-    """Select the names in the spelling of the files. Raises ``ActionError`` in monit's words for an unknown one."""
+    """Return the names of the requested services, spelled as in the files. Raises ``ActionError`` with monit's text for
+    an unknown one.
+    """
     known = {service.process.name.lower(): service for service in services}
     named = request.get("names", [])
     if not isinstance(named, list):

@@ -1,8 +1,8 @@
 """Parser of the monit 5.2.5 control language. Pure.
 
-Tested against that version: refuses the same texts, except in tests that the agent does not act on, and for facts that
-only a machine knows, such as the existence of users, groups and files, and name resolution. ``problems`` checks the
-files of several jobs against each other.
+This was tested against that version and refuses the same texts. Exceptions are tests that the agent does not act on,
+and facts that only a machine knows, such as the existence of users, groups and files, and name resolution. ``problems``
+checks the files of several jobs against each other.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from agent_shim.supervisor.monit.reader import MonitSyntaxError, Reader
 from agent_shim.supervisor.monit.rules import ALL, STATUS, SYSTEM, read_ignore, read_program, read_regex, read_rule
 
 MAX_BYTES: Final = 256 * 1024
-"""Size of one file. A parse takes longer than linear time."""
+"""Maximum size of one file, because parsing takes more than linear time."""
 
 MAX_MISTAKES: Final = 20
-"""Mistakes of one file that its error names."""
+"""Maximum number of mistakes listed in the error of a file."""
 
 LATER: Final = ("program", "network")
 """Check types of newer monit versions."""
@@ -37,11 +37,11 @@ def parse(
     without_effect: list[Ignored] | None = None,
     read_set: Callable[[Reader], None] | None = None,
 ) -> MonitFile:
-    """Parse a control file; raises ``ConfigError`` with the mistakes of all statements:
-    ``cannot read ORIGIN: line L column C: found X, expected Y; line …``.
+    """Parse a control file. Raises ``ConfigError`` with the mistakes in all statements: ``cannot read ORIGIN: line L
+    column C: found X, expected Y; line …``.
 
-    ``without_effect`` gets the statements without effect, even if the file has mistakes. ``read_set`` reads what
-    follows ``set`` (default: ``skip_set``).
+    Statements without effect are appended to ``without_effect``, even if the file has mistakes. ``read_set`` reads the
+    rest of a ``set`` statement (default: ``skip_set``).
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")
@@ -78,7 +78,9 @@ def parse(
 
 
 def skip_set(reader: Reader) -> None:
-    """Skip a ``set`` for the daemon, up to the next ``set`` or ``check``. No known release has one."""
+    """Skip a ``set`` statement, which is meant for the daemon, up to the next ``set`` or ``check``. No known release
+    has one.
+    """
     first = reader.next
     while reader.kind not in ("set", "END", "BAD") and not reader.kind.startswith("check "):
         reader.skip()
@@ -87,7 +89,9 @@ def skip_set(reader: Reader) -> None:
 
 
 def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
-    """Note the mistake in the statement at token ``first``, and go on with the next one, which begins a line."""
+    """Record the mistake in the statement at token ``first``, and continue with the next statement that begins a
+    line.
+    """
     reader.mistakes.append(str(exc))
     if reader.at == first:
         reader.skip()
@@ -103,7 +107,9 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
 
 
 def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]) -> Check:
-    """Parse a check. After a mistake in its head, a nameless one for the mistakes in its options."""
+    """Parse a check. After a mistake in its head, return a nameless check, so that mistakes in its options are found
+    too.
+    """
     check = Check(cast("Kind", reader.kind.removeprefix("check ")), "", line=reader.line(reader.next))
     first, before = reader.at, len(reader.mistakes)
     try:
@@ -198,7 +204,7 @@ def _every(reader: Reader, check: Check) -> Check:
 def _alert(reader: Reader, check: Check) -> Check:
     """Parse ``alert ADDRESS [[not] { EVENT... }] [mail-format {...}] [reminder N cycles]``, or ``noalert ADDRESS``.
 
-    Mails have no effect: alerts go to the Health Monitor. Another option may follow.
+    Mails have no effect, because alerts go to the Health Monitor. Another option may follow.
     """
     if reader.skip().kind == "noalert":
         reader.need("a mail address", "MAIL")
@@ -208,7 +214,7 @@ def _alert(reader: Reader, check: Check) -> Check:
 
 
 def skip_alert(reader: Reader) -> str:
-    """Parse what follows ``alert``. Return the address."""
+    """Parse the rest of an ``alert`` statement and return the address."""
     address = reader.need("a mail address", "MAIL").value
     if reader.take("not") or reader.kind == "{":
         _braces(reader, "events")
@@ -241,7 +247,7 @@ def _ignore(reader: Reader, check: Check) -> Check:
 
 
 class _Option(NamedTuple):
-    """Reader of an option, and the check types that have it."""
+    """The reader of an option, and the check types that have this option."""
 
     read: Callable[[Reader, Check], Check]
     kinds: frozenset[str] = ALL
@@ -282,7 +288,9 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def problems(files: Iterable[MonitFile]) -> list[Problem]:
-    """Find the reasons for monit to refuse these files together: duplicates, missing and circular dependencies."""
+    """Find the reasons why monit would refuse these files together: duplicates, and missing or circular
+    dependencies.
+    """
     found: list[Problem] = []
     places: dict[str, tuple[Check, str]] = {}
     for file in files:
@@ -305,7 +313,7 @@ def problems(files: Iterable[MonitFile]) -> list[Problem]:
 
 
 def _circles(depends: Mapping[str, list[str]]) -> Iterator[list[str]]:
-    """Yield circular dependencies, each in order from its first name. No two of them share a name."""
+    """Yield circular dependencies, each as the names in order, starting with the first. No two of them share a name."""
     left = dict(depends)
     while True:
         try:

@@ -7,21 +7,25 @@ from typing import Final
 from agent_shim.supervisor.monit.lexer import KEYWORDS, Token, lex
 
 MAX_DIGITS: Final = 36
-"""Maximum digits of an integer. monit counts in 32 bits. This only keeps sizes in bytes exact."""
+"""Maximum number of digits of an integer. monit uses 32-bit integers, so this limit only has to keep sizes in bytes
+exact.
+"""
 
 MAX_REAL: Final = 1e18
-"""Maximum of a number with a decimal point."""
+"""Maximum value of a number with a decimal point."""
 
 MAX_SHOWN_CHARS: Final = 40
-"""Length of a wrong word in an error."""
+"""Maximum length of a wrong word in an error."""
 
 
 class MonitSyntaxError(ValueError):
-    """A mistake in one statement: place, found text and the expected one."""
+    """A mistake in one statement: its position, the text found and the text expected."""
 
 
 class Reader:
-    """Token reader of one text. ``kind`` is the kind of the ``next`` token. ``include`` statements are set aside."""
+    """Reads the tokens of one text. ``kind`` is the kind of the ``next`` token. ``include`` statements are collected
+    separately.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -38,13 +42,13 @@ class Reader:
             self.end()
 
     def end(self) -> None:
-        """Pass over the rest of the text."""
+        """Skip the rest of the text."""
         self.at = len(self.tokens) - 1
         self.next = self.tokens[self.at]
         self.kind = self.next.kind
 
     def begins_line(self) -> bool:
-        """The next token is the first of its line."""
+        """Return True if the next token is the first of its line."""
         return not self.text[self.text.rfind("\n", 0, self.next.start) + 1 : self.next.start].strip()
 
     @property
@@ -62,11 +66,11 @@ class Reader:
         return token
 
     def take(self, *kinds: str) -> Token | None:
-        """Consume the next token if it is of one of these kinds."""
+        """Consume and return the next token if it is of one of these kinds."""
         return self.skip() if self.kind in kinds else None
 
     def need(self, expected: str, *kinds: str) -> Token:
-        """Consume the next token, which must be of one of these kinds."""
+        """Consume and return the next token, which must be of one of these kinds."""
         if self.kind not in kinds:
             raise self.error(expected)
         return self.skip()
@@ -103,7 +107,7 @@ class Reader:
         return seconds
 
     def error(self, expected: str, token: Token | None = None) -> MonitSyntaxError:
-        """Build an error with the found text at ``token`` (default: the next one) and the expected one."""
+        """Build an error with the text found at ``token`` (default: the next one) and the text expected."""
         token = token or self.next
         column = token.start - self.text.rfind("\n", 0, token.start)
         place = f"line {self.line(token)} column {column}"
@@ -113,7 +117,7 @@ class Reader:
         return self.text.count("\n", 0, token.start) + 1
 
     def written(self, first: int) -> str:
-        """Return the source text from token number ``first`` up to here, separated by single blanks."""
+        """Return the source text of the tokens from number ``first`` up to here, separated by single blanks."""
         found = ""
         for token in self.tokens[first : self.at]:
             # The subject of a mail extends to the end of its line.

@@ -17,10 +17,10 @@ from agent_shim.supervisor.monit.lexer import URL
 from agent_shim.supervisor.monit.reader import MAX_DIGITS, Reader
 
 MAX_CYCLES: Final = 64
-"""Checks of a test remembered by monit."""
+"""Maximum number of checks that monit remembers for a test."""
 
 MAX_WORDS: Final = 63
-"""Maximum words of a program, including its path."""
+"""Maximum number of words of a program, including its path."""
 
 UNITS: Final[Mapping[str, int]] = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
@@ -33,14 +33,14 @@ PLAIN_PROTOCOLS: Final = (
     "ntp3",
     *("pgsql", "pop", "postfix-policy", "rdate", "rsync", "smtp", "ssh", "tns"),
 )
-"""Protocols without options, judged by the connection alone."""
+"""Protocols without options, for which only the connection is tested."""
 
 UNSPOKEN_PROTOCOLS: Final = frozenset(PLAIN_PROTOCOLS) - {"default"}
 
 PROTOCOLS: Final = tuple(sorted((*PLAIN_PROTOCOLS, "apache-status", "http", "radius", "sip")))
 
 DIGESTS: Final[Mapping[int, values.Algorithm]] = {32: "md5", 40: "sha1"}
-"""Algorithms of checksums by their number of hexadecimal digits."""
+"""Checksum algorithms by the number of their hexadecimal digits."""
 
 NO_TLS: Final = "monit on a BOSH machine has no TLS"
 
@@ -71,8 +71,8 @@ def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | 
     """Parse a rule of a check of this kind. None for a test that the agent does not act on. ``address`` is the host of
     a connection that names none.
 
-    A rule without a rate has none. (monit 5.2.5 applies the rate of the preceding rule if that one tests existence or a
-    pid change: a bug of ``seteventaction`` in ``p.y``.)
+    A rule without a rate simply has none. (In monit 5.2.5 it gets the rate of the preceding rule if that one tests
+    existence or a pid change, which is a bug in ``seteventaction`` in ``p.y``.)
     """
     line = reader.line(reader.skip())
     test = _test(reader, kind)
@@ -91,7 +91,7 @@ def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | 
 
 
 def read_ignore(reader: Reader) -> values.Match | None:
-    """Parse ``ignore [not] match PATTERN``. None for the path of a file with patterns, without effect."""
+    """Parse ``ignore [not] match PATTERN``. Return None for the path of a file with patterns, which has no effect."""
     reader.skip()
     is_negated = reader.take("not") is not None
     reader.need("'match' or 'not match' after 'ignore'", "match")
@@ -104,14 +104,14 @@ def read_ignore(reader: Reader) -> values.Match | None:
 def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
     wanted = _wanted(reader, kind)
     test = _read_test(reader, wanted)
-    # Resource tests may follow each other. monit keeps the last.
+    # Several resource tests may follow each other. monit keeps the last.
     while wanted in RESOURCES and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
         test = _read_test(reader, reader.kind)
     return test
 
 
 def _read_test(reader: Reader, wanted: str) -> values.Test | None:
-    """Parse a test after its words, the keys of ``TESTS``."""
+    """Parse the rest of a test after the words that are its key in ``TESTS``."""
     words = [] if wanted == "NUMBER" else wanted.split(" ") if wanted.startswith(PAIRS) else [wanted]
     for _ in words:
         reader.skip()
@@ -119,7 +119,7 @@ def _read_test(reader: Reader, wanted: str) -> values.Test | None:
 
 
 def _wanted(reader: Reader, kind: values.Kind) -> str:
-    """Return the next test as a key of ``TESTS``."""
+    """Return the key of the next test in ``TESTS``."""
     first, second = reader.next, reader.second
     is_pair = first.kind in PAIRS
     wanted = f"{first.kind} {second.kind}" if is_pair else first.kind
@@ -140,7 +140,7 @@ def _owner(reader: Reader, expected: str) -> str:
 
 
 def _rate(reader: Reader) -> values.Rate:
-    """Parse ``N cycles`` or ``N times within M cycles``. Once if absent."""
+    """Parse ``N cycles`` or ``N times within M cycles``. If absent, the rate is once."""
     if reader.kind != "NUMBER":
         return values.ONCE
     token = reader.next
@@ -217,7 +217,7 @@ def _checksum(reader: Reader, word: str) -> values.Unlike:
 
 
 def _digest(reader: Reader, algorithm: values.Algorithm | None = None) -> tuple[str, values.Algorithm]:
-    """Parse a checksum, of ``algorithm`` if that is known. Other characters than hexadecimal digits do not count."""
+    """Parse a checksum, of ``algorithm`` if that is given. Characters other than hexadecimal digits are ignored."""
     token = reader.next
     digits = "".join(re.findall("[0-9a-f]", reader.string("a checksum").lower()))
     found = DIGESTS.get(len(digits))
@@ -227,7 +227,7 @@ def _digest(reader: Reader, algorithm: values.Algorithm | None = None) -> tuple[
 
 
 def _matched(reader: Reader, *, is_negated: bool) -> values.Match | None:
-    """Parse the pattern after ``match``. None for a path, which remains to be read."""
+    """Parse the pattern after ``match``. Return None for a path, which is not consumed."""
     if reader.kind == "PATH":
         return None
     if reader.kind != "STRING":
@@ -236,7 +236,7 @@ def _matched(reader: Reader, *, is_negated: bool) -> values.Match | None:
 
 
 def _limit(reader: Reader, metric: str) -> values.Limit:
-    """Parse ``[OPERATOR] VALUE``. The metric decides about the unit."""
+    """Parse ``[OPERATOR] VALUE``. The metric determines which units are allowed."""
     taken = reader.take(">", "<", "=", "!=", "changed")
     sign = taken.kind if taken else "="
     operator = cast("values.Operator", "!=" if sign == "changed" else sign)
@@ -309,7 +309,9 @@ def _url(reader: Reader, _: str) -> values.Connection:
 
 
 def _connection(reader: Reader, word: str) -> values.Connection | None:
-    """Parse ``[host H] port P`` or ``unixsocket PATH`` after its first word. None for a protocol that is not spoken."""
+    """Parse ``[host H] port P`` or ``unixsocket PATH`` after its first word. Return None for an unsupported
+    protocol.
+    """
     host, port, path = "", 0, ""
     if word == "unixsocket":
         path = reader.path("a path")
@@ -358,7 +360,7 @@ def _http(reader: Reader) -> values.Protocol:
 
 
 class Reading(NamedTuple):
-    """Reader of a test, which gets the last word before it, and the check types that have it."""
+    """The reader of a test, which is called with the last word read, and the check types that have this test."""
 
     read: Callable[[Reader, str], values.Test | None]
     kinds: frozenset[str]
@@ -381,7 +383,7 @@ RESOURCES: Final[Mapping[str, frozenset[str]]] = {
 }
 
 PAIRS: Final = ("not", "changed", "failed")
-"""First words of tests whose key has two."""
+"""First words of tests whose keys have two words."""
 
 TESTS: Final[Mapping[str, Reading]] = {
     "not exist": Reading(lambda _, __: values.Missing(), ALL - SYSTEM),
@@ -409,7 +411,7 @@ TESTS: Final[Mapping[str, Reading]] = {
     "failed uid": Reading(_owned, PATHS | FILESYSTEM),
     "failed gid": Reading(_owned, PATHS | FILESYSTEM),
 }
-"""Readers by the words after ``if``: two for ``not``, ``changed`` and ``failed``, else one."""
+"""Readers by the words after ``if``: two words for ``not``, ``changed`` and ``failed``, otherwise one."""
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "alert ADDRESS, noalert ADDRESS": "alerts go to the Health Monitor",
@@ -418,4 +420,6 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "… protocol ftp, mysql and others without options": "the connection alone decides; no known release has one",
     "if match PATH, ignore match PATH": "no known release has one; patterns that the file itself holds are compared",
 }
-"""Statements that are read and listed, with the reason. Any words may stand up to the ``then`` of a rule."""
+"""Statements that are parsed and listed but have no effect, with the reason. In a rule, any words may precede
+``then``.
+"""

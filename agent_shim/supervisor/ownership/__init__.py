@@ -1,1 +1,3 @@
-"""Processes of services: whose each is (``keepers``), which of them a service watches, and the end of all of them."""
+"""Processes of services: to which service each belongs (``keepers``), which one a service watches, and how all of them
+are ended.
+"""

@@ -1,4 +1,4 @@
-"""How the process of a service ended, and how else it, or the path of a check, can be lost."""
+"""The ways in which a service's process ends or becomes unknown, or the path of a check disappears."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS: Final = ("success", "error", "signal", "unknown")
 
 
 class Code(msgspec.Struct, frozen=True):
-    """It exited with this code."""
+    """The process exited with this code."""
 
     code: int
 
@@ -26,7 +26,7 @@ class Code(msgspec.Struct, frozen=True):
 
 
 class Signal(msgspec.Struct, frozen=True):
-    """A signal ended it."""
+    """A signal killed the process."""
 
     number: signal.Signals
     kind = "signal"
@@ -36,7 +36,7 @@ class Signal(msgspec.Struct, frozen=True):
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """Nobody saw how it ended."""
+    """It was not observed how the process ended."""
 
     kind = "unknown"
 
@@ -45,7 +45,7 @@ class Unknown(msgspec.Struct, frozen=True):
 
 
 class NoPid(msgspec.Struct, frozen=True):
-    """Its pidfile names no process. It may live on."""
+    """The pidfile names no process. The process itself may still be alive."""
 
     kind = "unknown"
 
@@ -67,7 +67,7 @@ Ending: TypeAlias = Code | Signal | Unknown | NoPid | PathMissing
 
 
 def of_status(status: int | None) -> Ending:
-    """Return the ending with a status: an exit code, or 128+N after signal N. None is unknown."""
+    """Return the ending for a status: an exit code, 128+N after signal N, or None if unknown."""
     if status is None:
         return Unknown()
     if status > 128 and status - 128 in set(signal.Signals):

@@ -1,8 +1,8 @@
-"""The keepers of one supervisor: whose a process is, and the end of all processes of a service.
+"""The keepers of one supervisor. They tell to whom a process belongs, and end all processes of a service.
 
-Each program runs below a keeper of its own (``host.keeper``), whose label says whose it is: the name of a service, a
-process of bpm.yml (``plan.bpm_label``), or the scripts or the rules of a job. A process belongs to the label of the
-keeper that it is below. It cannot leave it, and nothing else has to be known about it.
+Each program runs below a keeper of its own (``host.keeper``), whose label names the owner: a service, a process of
+bpm.yml (``plan.bpm_label``), or the scripts or the rules of a job. All descendants of a keeper belong to its label.
+They cannot leave the keeper, so nothing else has to be known about a process.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from agent_shim.supervisor.ownership.process_record import Identity
 logger = logging.getLogger(__name__)
 
 EXIT_WAIT_S: Final = 0.25
-"""Seconds that remaining processes of an exited process have before they are signalled."""
+"""Seconds after the exit of a process before its remaining processes are signalled."""
 KILL_ROUNDS: Final = 3
-"""Rounds of KILL for a process below no keeper of its own: what it forks during one round is found in the next."""
+"""Rounds of KILL for a process that is not below a keeper of its own. Processes that it forks during one round are
+found in the next.
+"""
 
 _SCRIPTS: Final = "scripts of job "
 _RULES: Final = "rules of job "
@@ -66,11 +68,11 @@ class _Lost(NamedTuple):
     """A keeper that was killed."""
 
     start: int
-    """Tick before which none of its processes began."""
+    """Tick before which none of its processes started."""
     parent: int
-    """The process to which its processes went, or 0: process 1 or this one."""
+    """The pid of the process that inherited its processes. 0 means process 1 or this one."""
     pid: int = 0
-    """0 if it was killed before this agent began."""
+    """0 if the keeper was killed before this agent started."""
 
     @property
     def identity(self) -> Identity:
@@ -78,7 +80,9 @@ class _Lost(NamedTuple):
 
 
 def left(identities: Iterable[Identity]) -> list[Left]:
-    """Build a ``Left`` of each, with the process name from the kernel. Blocks for some 10 microseconds per process."""
+    """Return a ``Left`` for each, with the process name from the kernel. Blocks for some 10 microseconds per
+    process.
+    """
     return [Left(pid, start, proc.name(pid)) for pid, start in identities]
 
 
@@ -87,30 +91,30 @@ class Keepers:
 
     def __init__(self, paths: Paths) -> None:
         self.killed: set[str] = set()
-        """Labels with processes that had to be killed, since the caller last cleared it."""
+        """Labels of processes that had to be killed, since the caller last cleared this set."""
         self.on_loss: Callable[[str, list[Left]], None] | None = None
         """Called with the label of a keeper that was killed, and the processes that may have been below it."""
         self._lost: dict[str, _Lost] = {}
-        """Killed keepers by the names of their sockets.
+        """Killed keepers by socket name.
 
-        A socket stays until its processes are accounted for, so the next agent knows too.
+        A socket stays until the keeper's processes are accounted for, so that the next agent learns of it too.
         """
         self._directory = paths.keepers
         self.base: Final = paths.base
         self._kept: tuple[Keeper, ...] = ()
-        """Replaced at each change: threads read it."""
+        """Replaced as a whole at each change, because threads read it."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     async def find(self) -> None:
-        """Connect to the keepers of an earlier agent. Those that do not answer have been killed since."""
+        """Connect to the keepers of an earlier agent. Those that do not answer have been killed meanwhile."""
         found, ended = await keeper.find(self._directory)
         self._lost = {name: _Lost(since, 0) for name, since in ended.items()}
         self._kept = (*self._kept, *found)
 
     def forget_lost(self) -> None:
-        """Forget the killed keepers: their processes ended with another container."""
+        """Forget the killed keepers, because their processes ended with another container."""
         self._forget(set(self._lost))
 
     def _forget(self, names: Collection[str]) -> None:
@@ -120,13 +124,15 @@ class Keepers:
                 (self._directory / name).unlink()
 
     def settle(self) -> None:
-        """Release the found keepers that have nothing below, now that it is known how their processes ended."""
+        """Release those keepers of an earlier agent that have no descendants, now that it is known how their processes
+        ended.
+        """
         for each in self._kept:
             if each.on_change is None:
                 self._follow(each)
 
     def close(self) -> None:
-        """Disconnect from all. They continue."""
+        """Disconnect from all keepers, which keep running."""
         for each in self._kept:
             each.on_change = None
             each.close()
@@ -134,7 +140,7 @@ class Keepers:
             task.cancel()
 
     async def run(self, label: str, program: keeper.Program, out: int | Path | None, err: int | Path | None) -> Process:
-        """Run a program below a new keeper. Its streams are descriptors or files to append to; None is ``/dev/null``.
+        """Run a program below a new keeper. Its streams are descriptors, files to append to, or None for ``/dev/null``.
 
         The ``Process`` may have ended already. Raises ``HostError`` "cannot run PROGRAM: why".
         """
@@ -146,7 +152,7 @@ class Keepers:
             program = msgspec.structs.replace(program, stdout=streams[0], stderr=streams[1])
             made: list[Keeper] = []
 
-            def keep(each: Keeper) -> None:  # before its program can write a pidfile
+            def keep(each: Keeper) -> None:  # called before the program can write a pidfile
                 made.append(each)
                 self._kept = (*self._kept, each)
 
@@ -173,7 +179,7 @@ class Keepers:
         return [each for each in self._kept if each.key in keys]
 
     def of_scripts(self) -> list[str]:
-        """Return the labels of the scripts that have left processes."""
+        """Return the labels of scripts that have left processes running."""
         labels = {each.label for each in self._kept} | {keeper.label_of(name) for name in self._lost}
         return sorted(label for label in labels if label.startswith(_SCRIPTS))
 
@@ -185,7 +191,7 @@ class Keepers:
         self._changed(each)
 
     def _changed(self, each: Keeper) -> None:
-        """Forget a keeper that has nothing below, or that was killed."""
+        """Forget a keeper that has no descendants, or that was killed."""
         if not (each.state.is_childless or each.is_lost):
             return
         each.on_change = None
@@ -207,37 +213,41 @@ class Keepers:
     # --- whose a process is -----------------------------------------------------------------------------------------
 
     def above(self, identity: Identity) -> Keeper | None:
-        """Return the keeper that a process is below. None without one, and if it is gone. Blocks shortly."""
+        """Return the keeper above a process, or None if there is none or the process is gone. Blocks for a moment while
+        it reads /proc.
+        """
         return keeper.owner(identity, self._kept)
 
     def owner(self, identity: Identity) -> str:
-        """Return the label of the keeper that a process is below, as ``keeper.shortened`` returns it. "" without one.
+        """Return the label of the keeper above a process, in the form of ``keeper.shortened``, or "" if there is none.
 
-        Blocks shortly.
+        Blocks for a moment while it reads /proc.
         """
         found = self.above(identity)
         return found.label if found is not None else ""
 
     def adopt(self, identity: Identity) -> Process | None:
-        """Watch a process, wherever it is. Its keeper, if it has one, tells how it ends. None if it is gone."""
+        """Watch a process, whether or not it is below a keeper. A keeper reports how it ends. Return None if the
+        process is gone.
+        """
         above = self.above(identity)
         return process.adopt(*identity) if above is None else above.adopt(*identity)
 
     def ending_of(self, identity: Identity) -> keeper.Exit | None:
-        """Return how a process ended that is gone, if a keeper of an earlier agent knows."""
+        """Return how a process ended, if a keeper of an earlier agent knows that."""
         return next(filter(None, (each.exit_of(identity) for each in self._kept)), None)
 
     def of_former_agent(self, label: str) -> list[Identity]:
-        """List the processes of a service in its cgroup, which an agent without keepers (0.2.0) made. Blocks."""
+        """List the processes in the cgroup that an agent without keepers (0.2.0) made for a service. Blocks."""
         return job_cgroups.members_of(f"{label}@{self.base}")
 
     async def orphans(self, labels: Collection[str]) -> list[Left]:
         """List the processes that may have been below the killed keepers of these labels.
 
-        A keeper that lives, because another program has connected to it, is one of them.
+        This includes the keeper itself if it is still alive because another program has connected to it.
         """
         lost = [self._lost[name] for name in self._lost_of(labels)]
-        if lost:  # A keeper's connection closes shortly before its processes get another parent.
+        if lost:  # Wait a moment, because a keeper's connection closes just before its processes get another parent.
             await process.send_all({each.identity for each in lost}, 0, EXIT_WAIT_S)
         return await asyncio.to_thread(self._orphans, lost) if lost else []
 
@@ -246,9 +256,12 @@ class Keepers:
         return [name for name in self._lost if keeper.label_of(name) in lost]
 
     def _orphans(self, lost: Collection[_Lost]) -> list[Left]:
-        """List the living children of the parents of killed keepers, apart from those that this process started."""
+        """List the living processes that killed keepers' parents may have inherited, except those that this process
+        started.
+        """
         keepers = {each.identity for each in lost}
-        # Read these before the processes, which may exit meanwhile. The agent itself may be a child of process 1.
+        # Read these before the list of processes, which may exit meanwhile. The agent itself may be a child of process
+        # 1.
         ours = {os.getpid()} | {each.pid for each in self._kept} | process.spawned()
         return left(
             each.identity
@@ -260,7 +273,7 @@ class Keepers:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     async def clear(self, labels: Collection[str], others: Collection[Identity], grace: float) -> None:
-        """End remaining processes of the last run: they may hold a port or lock that the next run needs.
+        """End the remaining processes of the last run, because they may hold a port or lock that the next run needs.
 
         Raises ``HostError`` if some survive.
         """
@@ -272,10 +285,12 @@ class Keepers:
     async def end(
         self, labels: Collection[str], others: Collection[Identity], grace: float, *, is_usual: bool = False
     ) -> list[Left]:
-        """Send TERM, and KILL after ``grace`` seconds, to all below the keepers of these labels, and to ``others``.
+        """Send TERM, and KILL after ``grace`` seconds, to all processes below the keepers of these labels and to
+        ``others``.
 
-        ``others`` are ended with what is below them. Returns the survivors, and the orphans of keepers that were
-        killed, which get no signal because nothing says whose they are. ``is_usual`` keeps a kill out of ``killed``.
+        ``others`` are ended together with their descendants. Returns the survivors, and the orphans of killed keepers,
+        which get no signal because nothing tells to whom they belong. With ``is_usual``, a kill is not recorded in
+        ``killed``.
         """
         kept = self.of(labels)
         of_others = asyncio.ensure_future(_end_trees(await self.trees(labels, others), grace))
@@ -290,13 +305,17 @@ class Keepers:
         return alive
 
     async def trees(self, labels: Collection[str], roots: Collection[Identity]) -> list[Identity]:
-        """List living processes of ``roots`` that are below no keeper of these labels, with all that is below them."""
+        """List the living processes among ``roots`` that are not below a keeper of these labels, and their
+        descendants.
+        """
         kept = self.of(labels)
         apart = [each for each in roots if self.above(each) not in kept]
         return await asyncio.to_thread(_trees, apart) if apart else []
 
     async def _end(self, each: Keeper, grace: float) -> list[Left]:
-        """End all below one keeper. Returns the survivors. Those of a killed keeper are orphans, and not among them."""
+        """End all processes below one keeper and return the survivors. Processes of a killed keeper are orphans, which
+        are not included.
+        """
         try:
             if await each.end(grace):
                 return []
@@ -313,7 +332,7 @@ def _may_be_of(each: proc.Stat, lost: _Lost) -> bool:
 
 
 async def _end_trees(ahead: Collection[Identity], grace: float) -> tuple[list[Left], bool]:
-    """Send TERM, then KILL, to processes and all below them. Returns the survivors, and whether KILL was sent."""
+    """Send TERM, then KILL, to processes and their descendants. Returns the survivors, and whether KILL was sent."""
     rounds = [(signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILL_ROUNDS)] * KILL_ROUNDS]
     was_killed = False
     for sig, timeout in rounds:
@@ -326,7 +345,7 @@ async def _end_trees(ahead: Collection[Identity], grace: float) -> tuple[list[Le
 
 
 def _trees(roots: Collection[Identity]) -> list[Identity]:
-    """Return the living processes among ``roots`` and all below them. Blocks."""
+    """Return the living processes among ``roots`` and their descendants. Blocks."""
     living = [one for pid, start in roots if (one := proc.stat(pid)) and one.is_alive and one.start_ticks == start]
     found = {each.pid: each for root in living for each in (root, *proc.below(root.pid).values()) if each.is_alive}
     return [each.identity for each in found.values()]

@@ -25,7 +25,7 @@ from agent_shim.supervisor.plan import ProcessSpec
 
 MIN_POLL_S: Final = 0.001
 MAX_POLL_S: Final = 0.05
-"""Poll interval during a start. Grows from the minimum to the maximum."""
+"""Maximum poll interval during a start. The interval grows from the minimum to this."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -34,28 +34,33 @@ class Timing(msgspec.Struct, frozen=True):
     settle: float = 8.0
     """Uptime after which a process restarted after an unexpected exit counts as running."""
     backoff_first: float = 0.5
-    """Wait before the second restart in a row. The first is immediate."""
+    """Delay before the second restart in a row. The first is immediate."""
     backoff_limit: float = 10.0
-    """Longest wait. A longer uptime resets the back-off. No longer than a cycle of monit."""
+    """Longest delay. A longer uptime resets the back-off. It must not exceed a monit cycle."""
     eager: float = 60.0
-    """Time after a requested start in which a Director may wait for a process that fails until another one is up."""
+    """Period after a requested start in which a Director may be waiting for a process that fails until another one is
+    up.
+    """
     eager_limit: float = 1.0
-    """Longest wait meanwhile: with ``settle`` less than a cycle, after which monit would call the process running."""
+    """Longest delay during that period. Together with ``settle`` it is less than a cycle, after which monit would call
+    the process running.
+    """
     stop: float = 30.0
-    """Time to exit after TERM for a process without a stop program."""
+    """How long a process without a stop program may take to exit after TERM."""
     grace: float = 5.0
     """Time between TERM and KILL for processes left by a stop program."""
     linger: float = 2.0
-    """Time for the start program to exit once the process is up, and for a process to replace a doubtful one or one
-    that has become a daemon."""
+    """How long the start program may take to exit once the process is up, and how long to wait for a process that
+    replaces a doubtful one or one that has become a daemon.
+    """
     look: float = 1.0
-    """Poll interval for changes without a descriptor: a late process, a path."""
+    """Poll interval for changes that no descriptor reports: a late process or a path."""
     cycle: float = 10.0
-    """Length of a monit cycle, the unit of its rates."""
+    """Length of a monit cycle, which is the unit of its rates."""
 
 
 class LateError(HostError):
-    """No process appeared in time, but it may still do so."""
+    """No process appeared in time, but one may still appear."""
 
 
 class ProcessFinder:
@@ -68,28 +73,29 @@ class ProcessFinder:
         self.process: Process | None = None
         self.program: Process | None = None
         self.doubted: Process | None = None
-        """The last process, alive although its pidfile names no process."""
+        """The last process, which is alive although its pidfile names no process."""
         self.up_at = 0.0
-        """Start time of the process, monotonic."""
+        """Monotonic start time of the process."""
         self._is_there = True
-        """The path of a check without a process existed at the last look."""
+        """For a check without a process: whether the path existed at the last look."""
         self._keepers = keepers
         self.refused = ""
-        """Why the process named by the pidfile does not count as the service's."""
+        """Why the process named by the pidfile is not accepted as the service's."""
         self._refused: tuple[Pidfile, Identity] | None = None
-        """That pidfile and process."""
+        """The pidfile and process that were refused."""
         self._timing = timing
         self._changed = changed
 
     @property
     def pid(self) -> int:
-        """Process number, 0 without a process."""
+        """The pid, or 0 without a process."""
         return self.process.pid if self.process is not None else 0
 
     async def look(self, spec: ProcessSpec, record: ProcessRecord) -> bool:
-        """True if the process or path exists. Adopts a process of another agent, a late pidfile or a successor.
+        """Return True if the process or path exists. Adopts a process of another agent, one named by a late pidfile, or
+        a successor.
 
-        Records living and exited processes, and drops the handle of an exited one.
+        Records living and exited processes, and releases the handle of an exited one.
         """
         if not spec.is_process:
             return self._is_there
@@ -104,7 +110,8 @@ class ProcessFinder:
             if self.process is not None:
                 record.ended(self.process.identity)
                 if (last := process_record.read(spec.pidfile)) is not None and last.pid == self.process.pid:
-                    record.named_by = last  # even if rewritten: it never means the next process of this number
+                    # Even if it was rewritten, because it never means a later process with this pid.
+                    record.named_by = last
                 self.process = None
             self.refused, self._refused = "", None
             pidfile = process_record.read(spec.pidfile) if spec.pattern is None else None
@@ -115,11 +122,11 @@ class ProcessFinder:
 
     @property
     def lives_refused(self) -> bool:
-        """True while the process lives that ``refused`` is about."""
+        """Return True while the process to which ``refused`` refers is alive."""
         return self._refused is not None and proc.is_there(self._refused[1])
 
     def is_renamed(self, spec: ProcessSpec) -> bool:
-        """True if the pidfile names another living process than the watched one, and has not been refused."""
+        """Return True if the pidfile names a living process other than the watched one, which has not been refused."""
         if spec.pidfile is None or self.process is None or not self.process.is_alive:
             return False
         with watchdog.reading(spec.name, "its pidfile"):
@@ -129,10 +136,11 @@ class ProcessFinder:
         return proc.stat(named.pid) is not None
 
     async def follow(self, spec: ProcessSpec, record: ProcessRecord) -> bool:
-        """Watch the process that the pidfile names now if it is one of the service. True if it is.
+        """Watch the process that the pidfile names now if it belongs to the service. Return True if it does.
 
-        monit follows the pidfile in each cycle. After a reload the old process may run until its connections end; it
-        stays one of the service. A process that only the pidfile names is taken up when the old one has ended.
+        monit follows the pidfile in each cycle. After a reload the old process may run until its connections end, and
+        it still belongs to the service. A process that only the pidfile connects with the service is adopted once the
+        old one has ended.
         """
         before, pidfile = self.process, process_record.read(spec.pidfile)
         found = await self._find(spec, record, pidfile)
@@ -148,7 +156,7 @@ class ProcessFinder:
         return True
 
     def _adopt(self, record: ProcessRecord, pidfile: Pidfile | None, one: proc.Stat, relation: Tie) -> bool:
-        """Watch and record a process. False if it has just exited."""
+        """Watch and record a process. Return False if it has just exited."""
         if not self._take_up(one.identity):
             return False
         record.known, record.named_by, record.is_only_named = one.identity, pidfile, relation is Tie.NAMED
@@ -172,14 +180,14 @@ class ProcessFinder:
         return True
 
     def is_void(self, spec: ProcessSpec) -> bool:
-        """True if the process lives although its pidfile names no process."""
+        """Return True if the process is alive although its pidfile names no process."""
         if spec.pidfile is None or self.process is None or not self.process.is_alive:
             return False
         with watchdog.reading(spec.name, "its pidfile"):
             return process_record.is_void(spec.pidfile)
 
     def doubt(self, record: ProcessRecord) -> None:
-        """Give up the process until its pidfile names it again; it stays one of the service."""
+        """Stop watching the process until its pidfile names it again. It still belongs to the service."""
         self.doubted, self.process = self.process, None
         record.named_by = None
 
@@ -194,9 +202,9 @@ class ProcessFinder:
         return ending.PathMissing(spec.path)
 
     async def look_at_path(self, spec: ProcessSpec) -> bool:
-        """Return True if the path of a check without a process exists. An unreadable path does not.
+        """For a check without a process, return True if its path exists. An unreadable path counts as missing.
 
-        If no thread is available for the look, the last result stands.
+        If no thread is available for this, the last result is returned.
         """
         with contextlib.suppress(OSError):
             what = f"look for {spec.name}"
@@ -205,14 +213,14 @@ class ProcessFinder:
 
     @property
     def is_starting(self) -> bool:
-        """True while a start program runs that has not brought up the process."""
+        """True while a start program is running that has not brought up the process yet."""
         return self.program is not None and self.program is not self.process and self.program.is_alive
 
     async def arrival(self, spec: ProcessSpec, record: ProcessRecord) -> None:
-        """Wait for the process, and for the exit of the start program unless that is the process.
+        """Wait for the process, and for the exit of the start program unless the program itself is the process.
 
-        Raises ``HostError`` if none can follow, ``LateError`` at the timeout of the start program, which continues to
-        run, as under monit (monit 5.2.5 control.c, ``wait_start``).
+        Raises ``HostError`` if no process can follow. Raises ``LateError`` after the timeout of the start program,
+        which keeps running, as under monit (monit 5.2.5 control.c, ``wait_start``).
         """
         program = self.program
         assert program is not None
@@ -238,7 +246,7 @@ class ProcessFinder:
             pause = min(pause * 2, MAX_POLL_S)
 
     def resume(self, labels: Collection[str], record: ProcessRecord) -> None:
-        """Resume from another agent's record, including a start program that still runs."""
+        """Resume from another agent's record, including a start program that is still running."""
         if record.was_in_cgroup:
             for label in labels:
                 record.take_over(self._keepers.of_former_agent(label))
@@ -251,13 +259,13 @@ class ProcessFinder:
             self.process = process.ended(record.known, seen.status)
 
     def release_program(self) -> None:
-        """Release the start program. Any remaining processes of it keep running."""
+        """Stop watching the start program. Its remaining processes keep running."""
         if self.program is not None and self.program is not self.process:
             self.program.release()
         self.program = None
 
     def release(self) -> None:
-        """Release all processes, alive."""
+        """Stop watching all processes and leave them running."""
         self.release_program()
         self._release_doubted()
         if self.process is not None:
@@ -272,7 +280,7 @@ class ProcessFinder:
     async def _find(
         self, spec: ProcessSpec, record: ProcessRecord, pidfile: Pidfile | None
     ) -> tuple[proc.Stat, Tie] | None:
-        """Find the living process named by the pidfile or pattern, and its relation to the service."""
+        """Find the living process that the pidfile names or the pattern matches, and its relation to the service."""
         if spec.pattern is not None:
             return await asyncio.to_thread(match, self._keepers, spec, record)
         found = proc.stat(pidfile.pid) if pidfile else None

@@ -1,6 +1,6 @@
-"""Pidfiles, and the persistent record of a service's processes: numbers with start times.
+"""Pidfiles, and the persistent record of a service's processes, which are identified by pid and start time.
 
-Process numbers are reused, in a container very soon.
+Pids are reused, in a container very soon.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from agent_shim.host import guarded, proc, trusted_path
 from agent_shim.host.descriptors import closing
 
 Identity: TypeAlias = tuple[int, int]
-"""Process number and start ticks."""
+"""Pid and start ticks."""
 
 
 class Pidfile(NamedTuple):
-    """Content of a pidfile, and the attributes that change when it is rewritten."""
+    """The content of a pidfile, and the attributes that change when it is rewritten."""
 
     pid: int
     modified: float
@@ -33,7 +33,7 @@ class Pidfile(NamedTuple):
 
 
 def read(path: Path | str | None) -> Pidfile | None:
-    """Read a pidfile as monit does: a regular file that starts with a number above 0. None otherwise."""
+    """Read a pidfile as monit does. Return None unless it is a regular file that starts with a number above 0."""
     if path is None:
         return None
     try:
@@ -43,9 +43,9 @@ def read(path: Path | str | None) -> Pidfile | None:
 
 
 def is_void(path: Path | str) -> bool:
-    """Return True if a pidfile is missing or names no process that exists, which monit 5.2.5 takes for its absence.
+    """Return True if a pidfile is missing or names no existing process, which monit 5.2.5 treats alike.
 
-    False where it cannot be read, for lack of descriptors for example.
+    Return False if it cannot be read, for example because no descriptor is free.
     """
     try:
         found = _read(path)
@@ -66,9 +66,9 @@ def _read(path: Path | str) -> Pidfile | None:
 
 
 def read_own(path: Path) -> Pidfile | None:
-    """Read a pidfile that the agent wrote, in a directory that only it can write. None otherwise.
+    """Read a pidfile that the agent wrote in a directory to which only it can write. Return None for any other file.
 
-    Jobs can make directories in ``sys/run``.
+    Jobs can create directories in ``sys/run``.
     """
     trusted = trusted_path.trusted_users()
     try:
@@ -82,33 +82,35 @@ def read_own(path: Path) -> Pidfile | None:
 
 
 _SAVED_NAMES: Final = {"is_only_named": "is_guest", "was_in_cgroup": "is_caged", "others": "kin", "named_by": "heeded"}
-"""Names in the state of earlier agents."""
+"""Names of these fields in the state file, as earlier agents chose them."""
 
 
 class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
-    """What is to be known about a service's processes beside their keepers. Part of the agent's saved state."""
+    """What the agent has to remember about a service's processes in addition to their keepers. Part of its saved
+    state.
+    """
 
     known: Identity | None = None
-    """The service's process, while it may be alive."""
+    """The service's process, for as long as it may be alive."""
     is_only_named: bool = False
-    """Only a pidfile or a pattern names ``known``: it is watched, and never signalled."""
+    """``known`` is connected with the service only by a pidfile or a pattern, so it is watched but never signalled."""
     was_in_cgroup: bool = False
-    """An agent without keepers (0.2.0) tracked the processes by a cgroup."""
+    """An agent without keepers (0.2.0) tracked the processes with a cgroup."""
     program: Identity | None = None
-    """The start program, while it may be alive."""
+    """The start program, for as long as it may be alive."""
     others: list[Identity] = []
-    """Processes of the service that are below no keeper of it: taken over from scripts or rules, or from an agent
-    without keepers. What is below them belongs to the service too.
+    """Processes of the service that are not below one of its keepers, but were taken over from scripts or rules, or
+    from an agent without keepers. Their descendants belong to the service too.
     """
     begun: int = 0
     """Start tick of the last start program."""
     before: Pidfile | None = None
-    """The pidfile before that start."""
+    """The pidfile as it was before that start."""
     named_by: Pidfile | None = None
     """The pidfile that named ``known``."""
 
     def begin(self, program: Identity, pidfile: Pidfile | None) -> None:
-        """Record a started start program. ``pidfile`` preceded it."""
+        """Record that a start program was started. ``pidfile`` is the pidfile from before that."""
         self.program, self.begun = program, program[1]
         self.before = pidfile
 
@@ -120,9 +122,9 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
             self.program = None
 
     def take_over(self, processes: Iterable[Identity]) -> None:
-        """Record processes that are below no keeper of the service, and forget those that have ended."""
+        """Record processes that are not below a keeper of the service, and forget those that have ended."""
         self.others = sorted(each for each in {*self.others, *processes} if proc.is_there(each))
 
     def is_fresh(self, pidfile: Pidfile) -> bool:
-        """True if the pidfile was written since the last start."""
+        """Return True if the pidfile was written since the last start."""
         return self.begun > 0 and pidfile != self.before

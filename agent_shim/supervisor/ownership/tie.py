@@ -1,7 +1,7 @@
-"""What a process is to a service whose pidfile or pattern names it.
+"""How a process relates to a service whose pidfile or pattern refers to it.
 
-monit believes any number of a living process in a pidfile. Here the keeper that the process is below says whose it is,
-and a pidfile counts only if it was written after the process that it names began.
+monit trusts a pidfile if it has the pid of any living process. Here the keeper above the process tells to whom it
+belongs, and a pidfile counts only if it was written after the process had started.
 """
 
 from __future__ import annotations
@@ -17,37 +17,42 @@ from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecor
 from agent_shim.supervisor.plan import ProcessSpec
 
 PROGRAMS: Final = ("packages/", "jobs/", "data/packages/", "data/jobs/")
-"""Directories below the base with the programs of jobs. Only root can write to them."""
+"""Directories, below the base, that contain the programs of jobs. Only root can write to them."""
 TOLERANCE_S: Final = 0.1
-"""Error of the comparison of a file's time, from the wall clock, with the start of a process."""
+"""Tolerance when a file's modification time, which is from the wall clock, is compared with the start of a process."""
 
 
 class Tie(enum.Enum):
-    """Relation of a process to a service that names it."""
+    """The relation of a process to a service that refers to it."""
 
     OWNED = "owned"
-    """Below a keeper of the service, or taken over from an agent without keepers."""
+    """The process is below a keeper of the service, or was taken over from an agent without keepers."""
     SHARED = "shared"
-    """Below the scripts of its job or the rules of any job, which may have started processes of several services. A
-    stop ends it and what is below it."""
+    """The process was started by the scripts of its job or the rules of any job, which may have started processes of
+    several services. A stop ends it and its descendants.
+    """
     NAMED = "named"
-    """Below no keeper, but a program of a job: started by hand or by another program. Watched, and never signalled."""
+    """The process is not below a keeper, but it is a program of a job that was started by hand or by another program.
+    It is watched but never signalled.
+    """
     NONE = "none"
 
 
 def tie(
     keepers: Keepers, found: proc.Stat, spec: ProcessSpec, record: ProcessRecord, pidfile: Pidfile
 ) -> tuple[Tie, str]:
-    """Relate a process to the service whose pidfile names it. Explain ``Tie.NONE``. Blocks shortly."""
+    """Return the relation of a process to the service whose pidfile names it, with an explanation for ``Tie.NONE``.
+    Blocks for a moment.
+    """
     if found.identity == record.known:
         return (Tie.NAMED if record.is_only_named else Tie.OWNED), ""
     is_fresh = record.is_fresh(pidfile)
     is_older = was_written_after(pidfile, found)
-    # The owner of a pidfile may only name a process that it could signal itself.
+    # The pidfile counts only if its owner could signal the process itself.
     is_allowed = pidfile.owner in (0, os.geteuid(), proc.user(found.pid))
     if pidfile == record.named_by or (found.identity == record.program and not is_fresh):
         return Tie.NONE, "its pidfile is older than the process"
-    if found.pid == 1:  # a job without a process may write 1 into its pidfile
+    if found.pid == 1:  # a job without a process may write 1 to its pidfile
         return (Tie.NAMED, "") if is_fresh else (Tie.NONE, "it is process 1")
     owner = keepers.owner(found.identity)
     if owner in map(shortened, spec.labels) or found.identity in record.others:
@@ -68,15 +73,15 @@ def tie(
 
 
 def was_written_after(pidfile: Pidfile, found: proc.Stat) -> bool:
-    """Return True if a pidfile was written after the process began, so that it may mean it."""
+    """Return True if a pidfile was written after the process had started, so that it may refer to it."""
     return pidfile.modified + TOLERANCE_S > clock.wall_time_of(found.start_ticks)
 
 
 def match(keepers: Keepers, spec: ProcessSpec, record: ProcessRecord) -> tuple[proc.Stat, Tie] | None:
-    """Find the process whose command line matches the pattern: the known one, else the oldest. Blocks.
+    """Find the process whose command line matches the pattern: the known one if possible, otherwise the oldest. Blocks.
 
-    Any process qualifies that is not another service's, because monit uses patterns to find processes of other origin.
-    A start program that still runs as a script is the last choice.
+    Any process qualifies unless it belongs to another service, because monit files use patterns for processes that
+    monit did not start. A start program that is still running as a script is chosen last.
     """
     assert spec.pattern is not None
     processes = proc.table()
