@@ -1,4 +1,4 @@
-"""Listening sockets that a flood of connections cannot take from other callers."""
+"""Listening sockets that stay available to other callers during a flood of connections."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 PER_TURN: Final = 8
-"""Connections accepted in one iteration of the loop. If it accepted a whole flood, a server would close the first
-connections for the last ones before it has read a byte of them.
+"""Maximum number of connections accepted in one iteration of the loop. If a server accepted a whole flood at once, it
+would close the first connections to make room for the last before reading anything from them.
 """
 WAITING: Final = 128
-"""Connections that wait in the kernel."""
+"""Maximum number of connections that wait in the kernel."""
 
 
 async def listen(protocol: Callable[[], asyncio.BaseProtocol], host: str | None, port: int) -> asyncio.Server:
-    """Serve an address (None: all) with a protocol. Raises ``OSError``."""
+    """Serve an address (None for all) with a protocol. Raises ``OSError``."""
     server = await asyncio.get_running_loop().create_server(protocol, host, port, backlog=PER_TURN)
     for listener in server.sockets:
         with socket.socket(fileno=os.dup(listener.fileno())) as same:
@@ -29,7 +29,7 @@ async def listen(protocol: Callable[[], asyncio.BaseProtocol], host: str | None,
 
 
 def address_of(caller: socket.socket | None) -> str:
-    """Return the address of a connection's other end. "" if it has none."""
+    """Return the address of a connection's other end, or "" if it has none."""
     try:
         return str(caller.getpeername()[0]) if caller is not None else ""
     except OSError:

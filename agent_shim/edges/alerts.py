@@ -24,7 +24,9 @@ MAX_QUEUED: Final = 1000
 """Maximum number of alerts queued for the bus."""
 
 REPEAT_INTERVAL_S: Final = 10.0
-"""Seconds during which an identical alert is raised once: monit's ten-second cycle reports no more."""
+"""Seconds during which an identical alert is raised only once. monit with its ten-second cycle reports no more
+often.
+"""
 
 MAX_SUMMARY_CHARS: Final = 4096
 
@@ -58,9 +60,9 @@ IGNORED: Final = frozenset(
 
 
 def alert_of(service: str, event: str, action: str, description: str, ips: Iterable[str], now: float) -> bytes | None:
-    """Encode the alert for an event, None for a recovery. ``now`` is in seconds since 1970.
+    """Encode the alert for an event. Return None for a recovery. ``now`` is in seconds since 1970.
 
-    Each alert has its own id: the Health Monitor drops repeated ones.
+    Each alert has its own id, because the Health Monitor drops repeated ids.
     """
     if event.lower() in IGNORED:
         return None
@@ -78,8 +80,8 @@ def alert_of(service: str, event: str, action: str, description: str, ips: Itera
 class Alerts:
     """Queues alerts while disconnected. ``run`` is the root task.
 
-    ``publish`` sends to a subject and raises ``BusError`` while it cannot. ``encode`` makes the message of an event,
-    or None to send nothing.
+    ``publish`` sends to a subject, and raises ``BusError`` while that is impossible. ``encode`` returns the message for
+    an event, or None to send nothing.
     """
 
     def __init__(
@@ -92,15 +94,15 @@ class Alerts:
     ) -> None:
         self.sent = 0
         self.dropped = 0
-        """Alerts dropped in favour of newer ones."""
+        """Number of alerts dropped in favour of newer ones."""
         self.collapsed = 0
-        """Repeated alerts, not sent."""
+        """Number of repeated alerts that were not sent."""
         self._subject = f"hm.agent.alert.{agent_id}"
         self._publish = publish
         self._quiet = quiet
         self._encode = encode
         self.waiting: deque[bytes] = deque()
-        """Messages not sent yet, the oldest first."""
+        """Messages that have not been sent yet, oldest first."""
         self._raised_at: dict[tuple[str, str, str], float] = {}
         self._wake = asyncio.Event()
 

@@ -11,7 +11,9 @@ from agent_shim.core.errors import NoAgentError
 
 
 def ask(path: str | os.PathLike[str], request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:
-    """Send a request to the agent at ``path`` and wait for its reply. Raises ``NoAgentError`` without one. Blocks."""
+    """Send a request to the agent at ``path`` and wait for its reply. Raises ``NoAgentError`` if there is no agent.
+    Blocks.
+    """
     try:
         line = json.dumps(request, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError as exc:

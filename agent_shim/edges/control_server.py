@@ -1,8 +1,8 @@
-"""Control socket: the daemon answers commands of operators.
+"""The control socket, on which the daemon answers operators' commands.
 
-A Unix socket of mode 0600 for root and the agent's own user. One request per connection: a JSON object on one line,
-``{"method": …, "arguments": […]}`` as on the bus, or ``{"command": "status"}``. One JSON reply on one line.
-``control_client`` is the counterpart.
+It is a Unix socket with mode 0600, for root and the agent's own user. Each connection has one request, which is a JSON
+object on one line (``{"method": …, "arguments": […]}`` as on the bus, or ``{"command": "status"}``), and one JSON reply
+on one line. ``control_client`` is the counterpart.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUEST_TIMEOUT_S: Final = 10.0
 
 
 class Peer(NamedTuple):
-    """Process at the other end of the socket, as the kernel saw it connect."""
+    """The process at the other end of the socket, as the kernel identified it when it connected."""
 
     pid: int
     uid: int
@@ -42,7 +42,7 @@ Answer = Callable[[dict[str, Any], bytes, Peer], Awaitable[bytes]]
 
 @contextlib.asynccontextmanager
 async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
-    """Serve on ``path`` for the duration of the block. Replaces the socket of a dead agent."""
+    """Serve on ``path`` while in the block. Replaces the socket of a dead agent."""
     peers: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

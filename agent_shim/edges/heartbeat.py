@@ -1,7 +1,7 @@
 """Heartbeats to the Health Monitor, every 30 s and after each connection to the bus.
 
 The message is that of the Go agent (``agent/heartbeat.go``). The Health Monitor considers an agent dead after 60 s of
-silence, so a heartbeat waits for its vitals for a moment only. Everything else in it is current.
+silence, so a heartbeat waits only briefly for its vitals. Everything else in it is current.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ V = TypeVar("V")
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A heartbeat, without ``id`` and ``timestamp``: the Health Monitor drops repeated ids and non-integer times
-    (``events/base.rb``, ``events/heartbeat.rb``).
+    """A heartbeat. It has no ``id`` and ``timestamp``, because the Health Monitor drops repeated ids and non-integer
+    times (``events/base.rb``, ``events/heartbeat.rb``).
     """
 
     deployment: str
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(Generic[V]):
-    """Sends heartbeats on a grid of ``period`` seconds, and extra ones on request. ``run`` is the root task.
+    """Sends heartbeats every ``period`` seconds, and extra ones on request. ``run`` is the root task.
 
     ``collect`` measures the vitals. A heartbeat waits at most ``collect_s`` seconds for it. If it is late or fails, the
     previous vitals are sent. ``compose`` builds the message from the vitals (None before the first) and the current
@@ -66,7 +66,7 @@ class Heartbeat(Generic[V]):
         self._measuring: asyncio.Task[V] | None = None
 
     def beat_now(self) -> None:
-        """Send an extra heartbeat, after a reconnection or a change. The grid stays as it is."""
+        """Send an extra heartbeat after a reconnection or a change. This does not shift the regular ones."""
         self._now.set()
 
     async def run(self) -> NoReturn:

@@ -1,7 +1,8 @@
-"""Minimal HTTP server for scrapers, probes and clients of monit: one request and one answer per connection.
+"""A minimal HTTP server for scrapers, probes and clients of monit, with one request and one answer per connection.
 
-httptools (llhttp) parses requests strictly: 0.2 MB of an idle agent, mostly shared, versus 0.3 for h11 and 9 for
-aiohttp. The limits are enforced outside the parser: bytes per request, bytes per connection, time, connections.
+httptools (llhttp) parses requests strictly. In an idle agent it takes 0.2 MB, mostly shared, compared with 0.3 MB for
+h11 and 9 MB for aiohttp. The limits (bytes per request, bytes per connection, time, connections) are enforced outside
+the parser.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from agent_shim.edges import accepting
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES: Final = 8192
-"""Maximum size of a request with line, headers and body. Larger ones are refused."""
+"""Maximum size of a request, with its first line, headers and body. Larger ones are refused."""
 MAX_RECEIVED_BYTES: Final = 8 * MAX_REQUEST_BYTES
-"""Maximum bytes received on a connection. Data after a request is dropped unread. More closes the connection."""
+"""Maximum number of bytes received on a connection. Data after a request is dropped unread, and more than this closes
+the connection.
+"""
 MAX_CONNECTIONS: Final = 64
-"""One more closes the oldest of the busiest address: idle clients must not delay the kubelet's probe."""
+"""Maximum number of connections. One more closes the oldest from the busiest address, because idle clients must not
+delay the kubelet's probe.
+"""
 REQUEST_TIMEOUT_S: Final = 5.0
 """Seconds for a complete request."""
 ANSWER_TIMEOUT_S: Final = 10.0
@@ -50,7 +55,7 @@ _STATUS: Final = {
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request. ``target`` is the path with its query, names of ``headers`` are in lower case."""
+    """A request. ``target`` is the path with its query, and the names of ``headers`` are in lower case."""
 
     method: str
     target: str
@@ -59,7 +64,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Response(msgspec.Struct, frozen=True):
-    """An answer. ``headers`` complement the common ones."""
+    """An answer. ``headers`` are sent in addition to the common ones."""
 
     status: int
     body: bytes
@@ -79,7 +84,9 @@ class _Head:
 
     def __init__(self) -> None:
         self.parser: httptools.HttpRequestParser | None = None
-        """Set until method and version are read: the parser overwrites them with those of later requests."""
+        """Set until method and version have been read, because the parser overwrites them with those of later
+        requests.
+        """
         self.method = ""
         self.version = ""
         self.target = b""
@@ -93,7 +100,7 @@ class _Head:
             self.target += piece
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.has_head:  # later ones are trailers and do not count as headers
+        if not self.has_head:  # later ones are trailers, not headers
             key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
             self.headers[key] = ",".join(filter(None, [self.headers.get(key), text]))
 
@@ -113,7 +120,9 @@ class _Head:
 
 
 class _Connection(asyncio.Protocol):
-    """One request and one answer. A task only for an awaitable answer, and a timer against stalls."""
+    """A connection with one request and one answer. It uses a task only for an awaitable answer, and a timer against
+    stalls.
+    """
 
     def __init__(self, answer: Answer, methods: Sequence[str], connections: dict[_Connection, str]) -> None:
         self._answer = answer
@@ -149,7 +158,7 @@ class _Connection(asyncio.Protocol):
             self._send(refusal)
 
     def _read(self, data: bytes, *, is_over: bool) -> Response | None:
-        """Feed the parser and answer a complete request. Returns the refusal of a bad one."""
+        """Feed data to the parser and answer a complete request. Return the refusal of a bad one."""
         request = self._request
         try:
             self._parser.feed_data(data)
@@ -176,7 +185,7 @@ class _Connection(asyncio.Protocol):
         if request.method not in self._methods:
             allowed = ", ".join(self._methods)
             return Response(405, f"only {' and '.join(self._methods)}\n".encode(), headers={"Allow": allowed})
-        # The parser accepts only digits, but thousands of them and leading zeros.
+        # The parser accepts only digits, but allows leading zeros and thousands of digits.
         length = request.headers.get("content-length", "").lstrip("0")
         if len(length) > len(str(MAX_REQUEST_BYTES)) or int(length or 0) >= MAX_REQUEST_BYTES:
             return _TOO_LONG
@@ -188,7 +197,7 @@ class _Connection(asyncio.Protocol):
             self._send(found)
             return
         self._is_taken = True
-        # An answer that hangs or fails with a bug costs its connection.
+        # If producing an answer hangs or fails because of a bug, the connection is closed.
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
 
@@ -213,12 +222,12 @@ class _Connection(asyncio.Protocol):
 
 
 def connection(answer: Answer, methods: Sequence[str]) -> asyncio.Protocol:
-    """Create the protocol of a standalone connection."""
+    """Create the protocol for a single connection."""
     return _Connection(answer, methods, {})
 
 
 def parse_address(text: str) -> tuple[str, int] | None:
-    """Parse ``ADDR:PORT`` or ``[ADDR]:PORT`` into host and port. None for ``off``."""
+    """Parse ``ADDR:PORT`` or ``[ADDR]:PORT`` into host and port. Return None for ``off``."""
     if text == "off":
         return None
     match = re.search(settings.LISTENER, text)
@@ -231,7 +240,7 @@ def parse_address(text: str) -> tuple[str, int] | None:
 async def listening(
     address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD")
 ) -> AsyncIterator[tuple[str, int] | None]:
-    """Serve on ``address`` for the duration of the block. Yields the bound address, or None if off or unavailable."""
+    """Serve on ``address`` while in the block. Yields the bound address, or None if it is off or unavailable."""
     connections: dict[_Connection, str] = {}
     async with serving(address, lambda: _Connection(answer, methods, connections), purpose) as where:
         try:
@@ -245,7 +254,7 @@ async def listening(
 async def serving(
     address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str
 ) -> AsyncIterator[tuple[str, int] | None]:
-    """Listen with a protocol. An address in use is logged and not fatal, because jobs matter more."""
+    """Listen with a protocol. If the address is in use, that is only logged, because the jobs matter more."""
     where = parse_address(address)
     try:
         server = where and await accepting.listen(protocol, *where)

@@ -1,7 +1,7 @@
-"""Events as mails to a mail server, as monit 5.2.5 sends them (alert.c, sendmail.c).
+"""Sends events as mails to a mail server, as monit 5.2.5 does (alert.c, sendmail.c).
 
-The Go agent listens on port 2825 for them and reads the lines ``Service:`` to ``Description:`` and the ``Message-id``
-(jobsupervisor/alert_envelope.go), which become the alert of the Health Monitor.
+The Go agent accepts them on port 2825 and reads the lines ``Service:`` to ``Description:`` and the ``Message-id``
+(jobsupervisor/alert_envelope.go), from which it makes the alert for the Health Monitor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ DEFAULT_FORMAT: Final = {
     "subject": "monit alert --  $EVENT $SERVICE",
     "message": "Service: $SERVICE\nEvent: $EVENT\nAction: $ACTION\nDate: $DATE\nHost: $HOST\nDescription: $DESCRIPTION",
 }
-"""Where the control file has no ``set mail-format``: sender and subject of monit (alert.h), the Go agent's lines."""
+"""The format if the control file has no ``set mail-format``: monit's sender and subject (alert.h), and the lines that
+the Go agent reads.
+"""
 
 
 def compose(

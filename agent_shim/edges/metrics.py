@@ -1,6 +1,7 @@
 """Metrics and health checks over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``. Read-only and free of secrets.
 
-``Readings`` holds values of a scrape, ``Metrics`` counts events and renders both, ``Routes`` answers. Times in seconds.
+``Readings`` holds the values of a scrape, ``Metrics`` counts events and renders both, and ``Routes`` answers requests.
+Times are in seconds.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from prometheus_client.registry import Collector, CollectorRegistry
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PLAIN: Final = "text/plain; version=0.0.4; charset=utf-8"
-"""Media type of the text format. The library's constant has had this name and value only since 0.23."""
+"""Media type of the text format. The library has a constant with this value only since version 0.23."""
 
 # --- readings -------------------------------------------------------------------------------------------------------
 
 
 class BusReading(msgspec.Struct, frozen=True):
-    """Bus connection since the start of the agent. ``heartbeat_age`` is None before the first heartbeat."""
+    """The bus connection since the start of the agent. ``heartbeat_age`` is None before the first heartbeat."""
 
     connected: bool | None = False
     """None without a Director."""
@@ -58,7 +59,7 @@ class BusReading(msgspec.Struct, frozen=True):
 
 
 class DiskReading(msgspec.Struct, frozen=True):
-    """Persistent disk. ``migrated`` is the completed fraction of the current migration phase."""
+    """The persistent disk. ``migrated`` is the completed fraction of the current migration phase."""
 
     is_mounted: bool = False
     is_migrating: bool = False
@@ -66,7 +67,7 @@ class DiskReading(msgspec.Struct, frozen=True):
 
 
 class Readings(msgspec.Struct, frozen=True):
-    """Values of one scrape. Gathering them must be cheap: no disk access, no waiting."""
+    """The values of one scrape. Gathering them must be cheap, without disk access or waiting."""
 
     bus: BusReading = BusReading()
     figures: Figures = msgspec.field(default_factory=Figures)
@@ -80,7 +81,7 @@ class Readings(msgspec.Struct, frozen=True):
     jobs_blocked: bool = False
     """The jobs cannot be started or deployed."""
     processes: Sequence[ServiceInfo] = ()
-    """Figures are 0 while nothing runs: series that come and go complicate queries."""
+    """Figures are 0 while nothing runs, because series that come and go complicate queries."""
     tasks_running: int = 0
     tasks_waiting: int = 0
     firewall_enforced: bool = False
@@ -102,15 +103,17 @@ ACTION_BOUNDS: Final = (0.005, 0.05, 0.5, 2.0, 10.0, 60.0, 600.0)
 LAG_BOUNDS: Final = (0.005, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 LAG_PERIOD_S: Final = 10.0
 PAGE_TTL_S: Final = 1.0
-"""Cache lifetime of a rendered page: ten scrapers cost as much as one."""
+"""Cache lifetime of a rendered page, so that ten scrapers cost as much as one."""
 
 OUTCOMES: Final = frozenset({"done", "failed"})
 OTHER: Final = "other"
-"""Label for an unknown method or outcome: a caller cannot create new series."""
+"""Label for an unknown method or outcome, so that callers cannot create new series."""
 
 
 class Taken(Collector):
-    """Samples of one scrape. A thread makes them: 500 processes take 60 ms, and any neighbour may ask."""
+    """The samples of one scrape. They are rendered in a thread, because 500 processes take 60 ms and any machine nearby
+    may send requests.
+    """
 
     def __init__(self, readings: Readings) -> None:
         self._readings = readings
@@ -147,7 +150,7 @@ class Metrics:
         self._read_at = float("-inf")
         self._readings = Readings()
         self._pages: dict[tuple[bool, bool], bytes] = {}
-        """Pages of these readings by format and coding."""
+        """Pages rendered from these readings, by format and encoding."""
         self._rendering = asyncio.Lock()
 
     def action_done(self, method: str, outcome: str, seconds: float) -> None:
@@ -157,7 +160,7 @@ class Metrics:
         self._durations.labels(method).observe(seconds)
 
     async def watch_lag(self) -> None:
-        """Measure how late the event loop wakes a sleeper. Endless, runs as a root task."""
+        """Measure how late the event loop wakes a sleeping task. Runs endlessly as a root task."""
         while True:
             pause = clock.until_beat(LAG_PERIOD_S)
             due = self._clock() + pause
@@ -165,7 +168,9 @@ class Metrics:
             self._lag.observe(max(0.0, self._clock() - due))
 
     async def render(self, is_openmetrics: bool = False, is_packed: bool = False) -> bytes:
-        """Render all metrics as Prometheus text 0.0.4 or OpenMetrics 1.0, or as gzip. At most ``PAGE_TTL_S`` old."""
+        """Render all metrics as Prometheus text 0.0.4 or OpenMetrics 1.0, compressed with gzip if ``is_packed``. The
+        page is at most ``PAGE_TTL_S`` old.
+        """
         async with self._rendering:
             registry, pages, key = self.registry(), self._pages, (is_openmetrics, is_packed)
             if key not in pages:
@@ -194,7 +199,7 @@ def _page(registry: CollectorRegistry, is_openmetrics: bool, is_packed: bool) ->
 
 
 def _of_agent(readings: Readings) -> Iterator[Metric]:
-    """Yield the metric families with their samples, but for those of processes and of events."""
+    """Yield the metric families with their samples, except those of processes and of events."""
     build = {"version": __version__, "revision": __revision__, "python": ".".join(map(str, sys.version_info[:3]))}
     yield InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.", build)
     stemcell = dict(zip(("os", "version"), readings.stemcell, strict=True)) if readings.stemcell else None
@@ -249,7 +254,7 @@ _DIRECTIONS: Final = ("get", "put", "upload", "download")
 """Directions of blobs: with the blobstore, and with a client over HTTPS."""
 _TRANSFERS: Final = tuple((direction, outcome) for direction in _DIRECTIONS for outcome in ("done", "failed"))
 ALERT_OUTCOMES: Final = ("sent", "dropped", "collapsed")
-"""Sent on the bus; displaced by newer ones while disconnected; repeated."""
+"""Respectively: sent on the bus, displaced by newer ones while disconnected, or suppressed as a repetition."""
 INSTANCE: Final = ("deployment", "group", "index", "id", "az")
 """Labels of ``agent_shim_instance_info``."""
 JOB_STATES: Final = ("running", "starting", "failing", "stopped")
@@ -259,7 +264,7 @@ STATES: Final = ("running", "starting", "failing", "unknown")
 
 
 def _of_machine(figures: Figures) -> Iterator[Metric]:
-    """Metrics of the container and the host. Equal where nothing limits the container."""
+    """Yield metrics of the container and the host. They are equal if the container has no limits."""
     memory, cpu = figures.memory.items(), figures.cpu.items()
     rows: Rows = [((scope,), known.used) for scope, known in memory]
     yield _gauge("memory_used_bytes", "Memory in use, without reclaimable page cache.", rows, "scope")
@@ -284,7 +289,7 @@ def _of_machine(figures: Figures) -> Iterator[Metric]:
 
 
 def _of_file_systems(disks: Collection[tuple[str, os.statvfs_result]]) -> Iterator[Metric]:
-    """Disk usage by role: system, ephemeral (``data``), persistent (``store``), or the cid of a dynamic disk."""
+    """Yield disk usage by role: system, ephemeral (``data``), persistent (``store``), or the cid of a dynamic disk."""
     rows: Rows = [((role,), known.f_blocks * known.f_frsize) for role, known in disks]
     yield _gauge("disk_size_bytes", "Size of a disk.", rows, "disk")
     rows = [((role,), (known.f_blocks - known.f_bfree) * known.f_frsize) for role, known in disks]
@@ -326,14 +331,14 @@ def _of_processes(readings: Readings) -> Iterator[Metric]:
     memory: Rows = [(label, service.process.mem_kb * 1024) for label, service in named]
     yield _gauge("process_memory_bytes", "Resident memory of the process tree.", memory, "process")
     yield _counter("process_cpu_seconds", "Processor time of the process tree.", rows("cpu_seconds"), "process")
-    # Count them in this thread, because before Linux 6.2 counting means listing up to a million files of each process.
+    # Count them in this thread, because before Linux 6.2 that means listing up to a million files of each process.
     open_files: Rows = [(label, proc.open_files(service.pid) if service.pid else 0) for label, service in named]
     yield _gauge("process_open_files", "Open files of the process.", open_files, "process")
     yield _gauge("process_threads", "Threads of the process tree.", rows("threads"), "process")
 
 
 Rows = Iterable[tuple[tuple[str, ...], float | None]]
-"""Samples of one family: label values, and the value or None for no sample."""
+"""The samples of one family: label values, and the value or None for no sample."""
 
 
 def _one(value: float | None) -> Rows:
@@ -393,7 +398,7 @@ class Routes(msgspec.Struct, frozen=True):
 
 
 def _takes_gzip(accepted: str) -> bool:
-    """Return True if a list of codings has gzip, and not with the weight 0."""
+    """Return True if a list of encodings contains gzip with a weight other than 0."""
     for coding in accepted.lower().split(","):
         name, _, weight = coding.partition(";")
         if name.strip() == "gzip":
@@ -403,7 +408,7 @@ def _takes_gzip(accepted: str) -> bool:
 
 HTML: Final = "text/html; charset=utf-8"
 GZIP_LEVEL: Final = 1
-"""The lowest takes a fifth of the time of the default, and a tenth more bytes."""
+"""The lowest level takes a fifth of the default's time and produces a tenth more bytes."""
 _LANDING: Final = """\
 <!doctype html>
 <html lang="en">
@@ -438,7 +443,7 @@ th:first-child, td:first-child {{ padding-left: 0 }}
 
 
 def landing_page(readings: Readings, ready: tuple[bool, str]) -> str:
-    """Return the page at ``/`` in HTML, without scripts and words of jobs."""
+    """Return the HTML page at ``/``. It contains no scripts and no text from jobs."""
     instance, (is_ready, why) = readings.instance, ready
     name = f"{instance['deployment']} / {instance['group']}/{instance['id']}" if instance else ""
     rows = [
@@ -455,10 +460,10 @@ def landing_page(readings: Readings, ready: tuple[bool, str]) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape a text for HTML."""
+    """Escape text for HTML."""
     return html.escape(safetext.line(text))
 
 
 def listening(address: str, routes: Routes) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Serve on ``address`` for the duration of the block, see ``http_server.listening``."""
+    """Serve on ``address`` while in the block. See ``http_server.listening``."""
     return http_server.listening(address, routes.answer, "metrics and probes")

@@ -1,10 +1,11 @@
-"""HTTP interface of monit 5.2.5 for releases (http/cervlet.c, http/xml.c).
+"""The HTTP interface of monit 5.2.5, for releases (http/cervlet.c, http/xml.c).
 
 The Go agent reads ``GET /_status2?format=xml``, pxc's galera-agent ``GET /_status?format=xml``. Both send ``POST
 /SERVICE`` with ``action=start`` or another action, and galera-agent searches the returned page for ``start pending``.
 Callers need the password in ``/var/vcap/monit/monit.user``, which only root can read.
 
-Also serves the port on which the Go agent accepts monit's mails, which CPIs probe: it answers and refuses all mail.
+This also serves the port on which the Go agent accepts monit's mails, because CPIs probe it. Here it answers but
+refuses all mail.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ HTML: Final = "text/html"
 TYPES: Final = {"filesystem": 0, "directory": 1, "file": 2, "process": 3, "host": 4, "system": 5, "fifo": 6}
 MODES: Final = {"active": 0, "passive": 1, "manual": 2}
 MONITOR: Final = {"stopped": 0, "unmonitored": 0, "stopping": 0, "starting": 2, "settling": 2}
-"""Value by phase. 1 for all others."""
+"""The value by phase. It is 1 for all others."""
 PENDING: Final = {"starting": 6, "restarting": 2, "stopping": 3}
 MISSING: Final = 0x200
 FAILED: Final = 0x1000
@@ -47,29 +48,31 @@ Ask: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """Forwards a request to ``supervisor.monit.monit_api``. The reply also has ``uptime_secs`` of the agent."""
 
 Users: TypeAlias = Callable[[], Mapping[bytes, bool] | None]
-"""Reads ``user:password`` of all users, and whether each may act. None if anyone may. Raises ``OSError``."""
+"""Returns each user's ``user:password`` and whether the user may change services, or None if access is unrestricted.
+Raises ``OSError``.
+"""
 
 
 class About(msgspec.Struct, frozen=True):
-    """The daemon in the document, by default as on a stemcell."""
+    """Facts about the daemon in the document, by default as on a stemcell."""
 
     control_file: str = "/var/vcap/bosh/etc/monitrc"
     poll: int = 10
     address: str = "127.0.0.1"
     port: int = 2822
     id: str = ""
-    """By default a digest of the host's name."""
+    """By default a digest of the host name."""
     incarnation: int = 0
     """When the control file was read, in seconds since 1970. By default the start of this process."""
 
 
 def user_in(path: Path) -> Users:
-    """Return the only user in a file that this agent has written."""
+    """Return a function that reads the only user from a file that this agent has written."""
     return lambda: {files.read(path, is_own=True).strip(): True}
 
 
 class Api:
-    """Answers requests of ``users``."""
+    """Answers the requests of ``users``."""
 
     def __init__(self, ask: Ask, users: Users, about: Callable[[], About] = About) -> None:
         self._ask = ask
@@ -97,7 +100,7 @@ class Api:
 
     @functools.cached_property
     def _here(self) -> MachineFacts:
-        return MachineFacts()  # late: it imports psutil, which the first pong need not wait for
+        return MachineFacts()  # created late, because it imports psutil, which must not delay the first pong
 
     def _rights(self, given: str) -> bool | None:
         """Return True for a user who may act, False for one who may only read, and None for anybody else."""
@@ -126,7 +129,7 @@ class Api:
             return _refused(404, "There is no service by that name")
         if action not in ACTIONS:
             return _refused(400, "Invalid action")
-        if not is_known:  # the name of the machine, to which `monit … all` also sends the action
+        if not is_known:  # `monit … all` also sends the action for the machine's own name
             return _table([("Name", name), ("Status", f"running - {action} pending")])
         done = await self._ask({"action": action, "names": [name]})
         if "exception" in done:
@@ -139,12 +142,16 @@ def _named(shown: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _refused(status: int, why: str) -> Response:
-    """The command of monit 5.2.5 shows the text before ``<p>``, and crashes without ``</h2>`` (control.c)."""
+    """Return an error page. The command ``monit`` 5.2.5 shows the text before ``<p>``, and crashes if there is no
+    ``</h2>`` (control.c).
+    """
     return Response(status, f"<html><body><h2>{status}</h2>{_escaped(why)}<p></body></html>\n".encode(), HTML)
 
 
 def _page(shown: Mapping[str, Any], name: str, pending: str) -> Response:
-    """Render a service. Shows the requested action as pending even if already done, since scripts match it."""
+    """Render a service. The requested action is shown as pending even if it is already done, because scripts search for
+    that.
+    """
     service = _named(shown, name)
     if service is None:
         return _refused(404, "There is no service by that name")
@@ -183,7 +190,7 @@ class MachineFacts:
 
 
 def document(shown: Mapping[str, Any], here: MachineFacts, *, version: int, daemon: About = About()) -> str:  # noqa: B008 - frozen
-    """Render the status as one line of XML: version 1 has elements where version 2 has attributes."""
+    """Render the status as one line of XML. Version 1 has elements where version 2 has attributes."""
     services = shown.get("services", ())
     incarnation = daemon.incarnation or here.begun_at
     about = {"id": daemon.id or here.id, "incarnation": incarnation, "version": monit_text.VERSION}
@@ -248,7 +255,7 @@ def _service(service: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _response(response: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the element of a connection or echo request."""
+    """Return the XML element for a connection or echo request."""
     seconds = {"responsetime": f"{response['seconds']:.3f}"}
     match response["kind"]:
         case "ICMP":
@@ -283,7 +290,7 @@ def _state(status: int, hint: int, monitor: int, mode: int, pending: int) -> dic
 
 
 def _groups(services: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """List groups with their members in reverse order of the files, like monit's parser."""
+    """List groups with their members, in the reverse order of the files like monit's parser."""
     found: dict[str, list[str]] = {}
     for service in services:
         for group in service["groups"]:
@@ -295,7 +302,9 @@ _ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&
 
 
 def _escaped(text: str) -> str:
-    """Escape text for XML and HTML, including attributes. The module ``html`` loads a thousand more names."""
+    """Escape text for XML and HTML, including attributes. The module ``html`` is not used, because it loads a table of
+    thousands of entities.
+    """
     return safetext.line(text).translate(_ESCAPES)
 
 
@@ -306,7 +315,7 @@ class _Data(str):
 
 
 class _Parts(tuple[tuple[str, Any], ...]):
-    """Elements, each with its own name, without one around them."""
+    """Elements, each with its own name, that are not enclosed in another element."""
 
     __slots__ = ()
 
@@ -347,5 +356,5 @@ class _NoMail(asyncio.Protocol):
 
 
 def refusing_mail(address: str) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Accept connections on ``address`` for the duration of the block, for probes of the port. Refuses all mail."""
+    """While in the block, accept connections on ``address`` so that probes of the port succeed. Refuses all mail."""
     return http_server.serving(address, _NoMail, "probes of the mail port")

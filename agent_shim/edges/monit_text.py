@@ -1,6 +1,7 @@
-"""Service reports in the texts of monit 5.2.5, which scripts grep (http/cervlet.c).
+"""Formats service reports with the texts of monit 5.2.5, because scripts grep them (http/cervlet.c).
 
-Services are mappings of ``monit_api.describe``. Uses the standard library alone: the command starts quickly.
+Services are mappings made by ``monit_api.describe``. Imports only the standard library, so that the command starts
+quickly.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ VERSION: Final = "5.2.5"
 """Version of monit reported to scripts."""
 
 _GOOD: Final = {"process": "running", "system": "running", "host": "online with all services"}
-"""Status of a service without a fault. ``accessible`` for all other kinds."""
+"""Status of a service without a fault, by kind. All other kinds are ``accessible``."""
 _WORDS: Final = {
     "stopped": "not monitored",
     "unmonitored": "not monitored",
@@ -41,7 +42,7 @@ class Machine(NamedTuple):
 
 
 def summary(shown: Mapping[str, Any], machine: Machine) -> str:
-    """Format a header and a line per service, the system last, unless a job has a check of it."""
+    """Format a header and a line per service. The system comes last, unless a job has a check for it."""
     shown = safetext.value(shown)
     rows = [(_title(service), words(service)) for service in shown["services"]]
     if not has_system(shown):
@@ -50,7 +51,7 @@ def summary(shown: Mapping[str, Any], machine: Machine) -> str:
 
 
 def status(shown: Mapping[str, Any], machine: Machine) -> str:
-    """Format a header and a paragraph per service, the system last, unless a job has a check of it."""
+    """Format a header and a paragraph per service. The system comes last, unless a job has a check for it."""
     shown = safetext.value(shown)
     lines = [_header(shown), ""]
     load = {"load average": " ".join(f"[{number:.2f}]" for number in machine.load)}
@@ -78,7 +79,7 @@ def status(shown: Mapping[str, Any], machine: Machine) -> str:
 
 
 def has_system(shown: Mapping[str, Any]) -> bool:
-    """True if a job has a ``check system``. monit makes up one only if none has."""
+    """Return True if a job has a ``check system``. monit adds one of its own only if there is none."""
     return any(service["kind"] == "system" for service in shown["services"])
 
 
@@ -135,7 +136,7 @@ def words(service: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: int) -> str:
-    """Format seconds as ``1d 2h 3m ``, from the first non-zero unit on, with a blank after each."""
+    """Format seconds as ``1d 2h 3m ``, starting with the first non-zero unit and with a blank after each unit."""
     days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
     text = f"{minutes}m "
     if days or hours:

@@ -789,8 +789,8 @@ class Service:
         return f"{why} ({words})" if words else why
 
     def notify(self, event: str, action: str, description: str) -> None:
-        """Report an event to operators. For a passive service the action is reported as none, because events neither
-        start, stop nor restart it.
+        """Report an event to operators. A passive service is not started, stopped or restarted because of an event, so
+        that action is reported as ``alert``.
         """
         if self.spec.mode == "passive" and action in ("start", "stop", "restart"):
             action = "alert"

@@ -17,26 +17,26 @@ class State(enum.Enum):
     STOPPED = "stopped"
     """No process runs or should run."""
     STARTING = "starting"
-    """Started, and not yet known to run."""
+    """The service was started, and is not yet known to run."""
     RUNNING = "running"
     DOWN = "down"
-    """Exited or failed to start. Due for a retry."""
+    """The process exited or failed to start, and a retry is due."""
     RESTARTING = "restarting"
     SETTLING = "settling"
-    """Running again, and not yet considered stable."""
+    """The process is running again, but not yet considered stable."""
     STOPPING = "stopping"
     BOUNCING = "bouncing"
-    """Stopping, and starting again afterwards."""
+    """The service is being stopped, and will be started again."""
     UNMONITORED = "unmonitored"
-    """Ignored, dead or alive."""
+    """The process is ignored, whether dead or alive."""
     STUCK = "stuck"
-    """Ignored, because a stop left processes alive."""
+    """The service is ignored, because a stop left processes alive."""
     BROKEN = "broken"
     """Its monit file is unusable."""
 
     @property
     def shown(self) -> str:
-        """The word for operators."""
+        """The name shown to operators."""
         return _SHOWN.get(self, self.value)
 
 
@@ -57,7 +57,7 @@ class Trigger(enum.Enum):
     """The next start is due."""
     SETTLED = "settled"
     EMPTIED = "emptied"
-    """No process of the service is left."""
+    """No process of the service remains."""
     STUCK = "stuck"
     """A process of the service cannot be ended."""
     FILE_BROKE = "file unusable"
@@ -67,11 +67,11 @@ class Trigger(enum.Enum):
 
 
 class Effect(enum.Flag):
-    """Changes to a service that come with a transition."""
+    """Changes to a service that accompany a transition."""
 
     NONE = 0
     FORGIVE = enum.auto()
-    """Failures in a row no longer lengthen the wait."""
+    """Consecutive failures no longer lengthen the delay."""
     CLEAR_REASON = enum.auto()
     CLEAR_COMPLAINTS = enum.auto()
     COUNT = enum.auto()
@@ -83,11 +83,11 @@ class Effect(enum.Flag):
 
 
 class Work(enum.Enum):
-    """Work of a service in a state. The value is the events that end it. A request interrupts it."""
+    """The work of a service in a state. The value is the set of events that complete it. A request interrupts it."""
 
     REST = frozenset[Trigger]()
     LAUNCH = frozenset({Trigger.APPEARED, Trigger.FAILED})
-    """Adopt the process; without one, run the start program."""
+    """Adopt the process or, without one, run the start program."""
     WATCH = frozenset({Trigger.DIED})
     SETTLE = frozenset({Trigger.DIED, Trigger.SETTLED})
     """Watch for a limited time."""
@@ -118,7 +118,7 @@ _WANTED: Final = {
     Trigger.FILE_BROKE: _BREAK,
     Trigger.REBOOTED: Move(State.STARTING),
 }
-"""Events of a service that should run."""
+"""Events of a service that is supposed to run."""
 _LEFT_ALONE: Final = {
     Trigger.START_ASKED: _START,
     Trigger.STOP_ASKED: _STOP,
@@ -162,7 +162,7 @@ NEXT: Final[Mapping[State, Mapping[Trigger, Move]]] = MappingProxyType(
             Trigger.EMPTIED: Move(State.STOPPED, _EMPTY | Effect.CLEAR_COMPLAINTS),
             Trigger.REBOOTED: Move(State.STOPPED),
         },
-        # A failed check remains in effect over a restart until it passes.
+        # A failed check remains in effect across a restart until it passes.
         State.BOUNCING: _ENDING
         | {Trigger.EMPTIED: Move(State.STARTING, _EMPTY), Trigger.REBOOTED: Move(State.STARTING)},
         State.UNMONITORED: _LEFT_ALONE,
@@ -200,7 +200,7 @@ FOLLOWING: Final = ACTIVE | {State.UNMONITORED}
 MONITORED: Final = frozenset(State) - ENDING - {State.STOPPED, State.UNMONITORED, State.STUCK}
 """States with a non-zero monitor flag in monit."""
 TO_RUN: Final = ACTIVE | {State.DOWN, State.BOUNCING}
-"""States after which another agent starts a process that has ended."""
+"""States in which the next agent starts a process that has ended."""
 
 _SHOWN: Final = {State.BOUNCING: "stopping", State.STUCK: "unmonitored"}
 _REPORTED: Final = {

@@ -1,6 +1,7 @@
-"""All services of this instance: requests of the Director and operators, and reports to them.
+"""Supervises all services of this instance. Takes requests from the Director and operators, and reports to them.
 
-Each change is saved, so the next agent resumes from it, however this one ends. Restarts are in ``service``.
+Each change is saved, so that the next agent can resume from it, however this one ends. Restarts are handled in
+``service``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 SCHEMA: Final = 1
 """Version of the saved state. Other versions are ignored."""
 SAVE_DELAY_S: Final = 0.02
-"""Seconds during which changes are gathered into one write."""
+"""Seconds for which changes are collected into one write."""
 SAVE_RETRY_S: Final = 10.0
 """Seconds until the next attempt after a write that failed."""
 STOP_TIMEOUT_S: Final = 300.0
@@ -89,10 +90,10 @@ class Supervisor:
         acted_on: frozenset[str] = frozenset(),
         on_saved: Callable[[bytes], None] = lambda _: None,
     ) -> None:
-        """With ``is_strict`` a bpm process that requests more than the container can give does not start. The
-        instance is ``starting`` for ``settling()`` seconds after ``start``. Without ``has_bpm`` the release's own bpm
-        runs. ``acted_on`` is that of ``plan.plan``. ``on_saved`` is called with each saved state (``Saved`` as JSON),
-        in a thread.
+        """With ``is_strict``, a bpm process that requests more than the container can provide does not start. The
+        instance is ``starting`` for ``settling()`` seconds after ``start``. Without ``has_bpm``, the release's own bpm
+        is used. ``acted_on`` is passed to ``plan.plan``. ``on_saved`` is called in a thread with each saved state
+        (``Saved`` as JSON).
         """
         self._has_bpm, self._acted_on = has_bpm, acted_on
         self._on_saved = on_saved
@@ -122,23 +123,27 @@ class Supervisor:
         self._obstacle = ""
         self._services: dict[str, Service] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
-        """``Service.run`` of each."""
+        """The task that runs ``Service.run``, by service."""
         self._bug: BaseException | None = None
         self._has_bug = asyncio.Event()
         self._files: Sequence[JobFile] = ()
         self._planned: Sequence[plan.ProcessSpec] = ()
         self._memory: dict[str, Record] = {}
-        """Records of services outside the current plan: an apply forgets, then configures again."""
+        """Records of services that are not in the current plan. An apply forgets all services, then configures them
+        again.
+        """
         self._is_wanted = False
         self._starting: Sequence[Service] = ()
-        """Services of a start that is being saved, still in the state before it."""
+        """Services of a start that is being saved. They are still in their previous state."""
         self._incarnation = proc.incarnation()
         self._is_dirty = False
         self._is_closed = asyncio.Event()
         self._marker_tells = True
-        """The saved state read beside the marker "stopped" says that no job of the Director should run."""
+        """True if the saved state that was read together with the marker "stopped" agrees that no job of the Director
+        should run.
+        """
         self._unsaved = ""
-        """Why the last write of the state failed. "" after one that did not."""
+        """Why the last write of the state failed, or "" if it succeeded."""
         self._is_sealed = False
         self.leaves_processes = False
         """True once ``close`` has released living processes."""
@@ -154,9 +159,11 @@ class Supervisor:
         await self.close()
 
     async def run(self) -> None:
-        """Run the endless work beside the services. Raises the error of a service that failed with a bug.
+        """Run the supervisor's endless tasks in addition to the services. Raises the error of a service that failed
+        because of a bug.
 
-        The daemon then exits, and the next agent takes over the processes and determines the state of the service.
+        In that case the daemon exits, and the next agent takes over the processes and determines the state of the
+        service.
         """
         cycle = self._shared.timing.cycle
         works: dict[str, Callable[[], Coroutine[Any, Any, NoReturn]]] = {
@@ -175,15 +182,16 @@ class Supervisor:
                 task.cancel()
 
     async def _trim_output(self) -> None:
-        """Bound the output of start programs, and count the kernel's kills."""
+        """Limit the size of start programs' output, and count the kernel's OOM kills."""
         with contextlib.suppress(OSError):
             await self._programs.trim()
         self._kills.count()
 
     async def check_pidfiles(self) -> None:
-        """Restart services whose pidfiles name no process, at two looks: a daemon may empty it before it writes it.
+        """Restart services whose pidfile names no process in two successive checks, because a daemon may empty its
+        pidfile before it writes it.
 
-        Follow pidfiles that name another process.
+        Also follow pidfiles that name another process.
         """
         doubtful = []
         for service in self._all():
@@ -200,7 +208,7 @@ class Supervisor:
 
     async def _watch_memory(self) -> NoReturn:
         """Kill processes above their memory limit in bpm.yml. They are restarted as after any exit."""
-        await self.bpm.used()  # most instances never use it
+        await self.bpm.used()  # most instances never use bpm
         while True:
             begun_at = time.monotonic()
             for kill in await asyncio.to_thread(self.bpm.kill_hogs):
@@ -217,7 +225,7 @@ class Supervisor:
             await asyncio.sleep(max(clock.until_beat(MEMORY_PERIOD_S), took / MEMORY_SHARE))
 
     async def close(self) -> None:
-        """Release all processes alive, and save the state for the next agent."""
+        """Leave all processes running, and save the state for the next agent."""
         self.leaves_processes = any(service.pid for service in self.services())
         for task in self._running.values():
             task.cancel()
@@ -235,11 +243,11 @@ class Supervisor:
     async def recover(self, *, root_is_new: bool = False) -> bool:
         """Resume from the saved state: watch running processes again, restart exited ones.
 
-        Returns False without a usable saved state. ``root_is_new`` marks a new container, even one with the process
-        numbers of its predecessor.
+        Return False if there is no usable saved state. ``root_is_new`` says that the container is new, even if it
+        shares the pid namespace of its predecessor.
 
-        The marker "stopped" decides about all jobs of the Director: beside it a saved state in which they are wanted
-        is older than the stop, which could not save another.
+        The marker "stopped" takes precedence for all jobs of the Director. If it exists and the saved state says that
+        they should run, that state is older than the stop, which could not save a new one.
         """
         saved = await asyncio.to_thread(read_saved, self._paths.supervisor_state)
         if saved is None:
@@ -282,7 +290,9 @@ class Supervisor:
         return not self._shared.may_start.is_set()
 
     def hold(self, obstacle: str = "") -> None:
-        """Start no program until ``end_hold``; with an ``obstacle`` the jobs are failing until then, not starting."""
+        """Start no program until ``end_hold``. Until then the jobs are starting, or failing if there is an
+        ``obstacle``.
+        """
         self._shared.may_start.clear()
         self._obstacle = obstacle
 
@@ -294,8 +304,8 @@ class Supervisor:
     async def configure(self, job_files: Sequence[JobFile], *, are_written: bool = True) -> None:
         """Supervise the services in these files. A known service keeps its state under its name.
 
-        A job with unusable files becomes one failing service named after the job. ``are_written`` leaves the files for
-        operators, too.
+        A job with unusable files becomes one failing service named after the job. With ``are_written``, the files are
+        also written to the place where operators expect them.
         """
         async with self._planning:  # the last request must win, and not the one that is parsed fastest
             if are_written:
@@ -303,7 +313,7 @@ class Supervisor:
             await self._take_plan(job_files, same_world=True)
 
     async def forget(self) -> None:
-        """Supervise nothing. Processes keep running, and ``configure`` recognises them again."""
+        """Stop supervising all services. Processes keep running, and ``configure`` recognises them again."""
         async with self._planning:
             await asyncio.to_thread(files.remove_tree, self._paths.monit_job)
             await self._take_plan((), same_world=True)
@@ -360,15 +370,16 @@ class Supervisor:
     # --- requests to all services -----------------------------------------------------------------------------------
 
     async def start(self, *, is_asked: bool = True) -> None:
-        """Start all jobs without waiting. Includes services of other groups, as monit starts them at a reload.
+        """Start all jobs without waiting. This includes services of other groups, because monit starts them at a
+        reload.
 
-        A start that ``is_asked`` for raises ``HostError`` and starts nothing if the next agent would not know of it.
+        If a start ``is_asked`` for but the next agent would not know of it, raise ``HostError`` and start nothing.
         """
         was_wanted, self._is_wanted = self._is_wanted, True
         self._starting = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         try:
-            # Save first: if this agent exits on the way, the next one knows every started process, and the marker is
-            # valid until it is gone.
+            # Save first. If this agent exits in between, the next one knows of every started process, and the marker
+            # stays valid until it is removed.
             if is_asked:
                 await self._require_saved()
             else:
@@ -385,19 +396,19 @@ class Supervisor:
             service.start()
 
     async def seal(self) -> None:
-        """Freeze the saved state: the container ends, and its jobs return with the next agent."""
+        """Freeze the saved state, because the container is ending and its jobs must return with the next agent."""
         await self._save()
         self._is_sealed = True
 
     def disown(self) -> None:
-        """Stop saving: another agent continues from the saved state."""
+        """Stop saving, because another agent continues from the saved state."""
         self._is_sealed = True
 
     async def stop(self, *, wait: bool, timeout: float = STOP_TIMEOUT_S) -> None:
-        """Stop all jobs and, unless sealed, write the marker; with ``wait``, return once no process of them is left.
-        A sealed supervisor also stops the services that the Director does not know.
+        """Stop all jobs and, unless sealed, write the marker. With ``wait``, return once none of their processes is
+        left. A sealed supervisor also stops services that the Director does not know.
 
-        Raises ``ActionError`` in the words of the Go agent (jobsupervisor/monit_job_supervisor.go). The Director
+        Raises ``ActionError`` with the Go agent's text (jobsupervisor/monit_job_supervisor.go), of which the Director
         matches "Timed out waiting for service". Raises ``HostError`` if the next agent would start a job again.
         """
         self._is_wanted = self._is_sealed and self._is_wanted
@@ -437,7 +448,7 @@ class Supervisor:
 
     @property
     def killed(self) -> list[str]:
-        """Services with processes that had to be killed since the last ``forget_killed``."""
+        """Services whose processes had to be killed since the last ``forget_killed``."""
         killed = self._programs.keepers.killed
         return sorted({each.name for each in self._services.values() if not killed.isdisjoint(each.spec.labels)})
 
@@ -451,13 +462,17 @@ class Supervisor:
             service.unmonitor()
 
     def _concerned(self) -> list[Service]:
-        """Services that a request to all concerns: those of group vcap, and at the end of the container each."""
+        """The services that a request to all services applies to: those of group vcap or, when the container ends,
+        all.
+        """
         return [service for service in self._services.values() if self._is_sealed or service.spec.is_vcap]
 
     # --- requests to one service ------------------------------------------------------------------------------------
 
     async def start_one(self, name: str) -> None:
-        """Start a service after its prerequisites, with the dependants that run or were stopped along with it."""
+        """Start a service after its prerequisites, together with the dependants that are running or were stopped with
+        it.
+        """
         service = self._named(name)
         for each in _closure([service], lambda it: it.prerequisites):
             each.start(is_leading=each is service)
@@ -477,14 +492,16 @@ class Supervisor:
         self._named(name).bounce()
 
     async def monitor_one(self, name: str) -> None:
-        """Monitor a service and its prerequisites. Starts those that do not run, and restarts their dependants."""
+        """Monitor a service and its prerequisites. Those that are not running are started, and their dependants
+        restarted.
+        """
         for each in _closure([self._named(name)], lambda it: it.prerequisites):
             each.start(is_leading=True)
 
     def trust_pidfile(self, name: str) -> None:
-        """Watch the process that a pidfile names, as the monit did whose jobs are taken over.
+        """Watch the process that a pidfile names, as did the monit from which the jobs are taken over.
 
-        It is below no keeper, and it may be no program of a job.
+        Such a process is not below a keeper, and may not be a program of a job.
         """
         service = self._named(name)
         named = process_record.read(service.spec.pidfile)
@@ -526,7 +543,7 @@ class Supervisor:
         return "starting" if state == "running" and time.monotonic() < self._settled_at else state
 
     def processes(self) -> list[ProcessInfo]:
-        """Processes as reported to the Director, in the order of the files."""
+        """The processes as reported to the Director, in the order of the files."""
         vcap = [service for service in self._services.values() if service.spec.is_vcap]
         return [info.process for info in self._readings.describe(vcap)]
 
@@ -561,7 +578,9 @@ class Supervisor:
         self._saving = None
 
     async def saved(self) -> None:
-        """Wait until each change so far is saved. A save under way may hold the last one. Raises ``HostError``."""
+        """Wait until all changes made so far are saved. A save in progress may already include the last one. Raises
+        ``HostError``.
+        """
         if self._is_dirty or self._writing.locked():
             await self._require_saved()
 
@@ -570,7 +589,7 @@ class Supervisor:
             raise HostError(self._unsaved)
 
     async def _save(self) -> bool:
-        """Save the present state. Log a failure once, and return False."""
+        """Save the current state. If that fails, log it once and return False."""
         if self._is_sealed:
             self._is_dirty = False
             return True
@@ -580,7 +599,7 @@ class Supervisor:
             for service in self._starting:
                 if service.record.state not in MONITORED:
                     services[service.spec.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
-            self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel refused the read
+            self._incarnation = self._incarnation or proc.incarnation()  # it is empty if the kernel refused to tell it
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             raw = msgspec.json.encode(saved)
             marker_tells = self._is_wanted or not any(each.state in TO_RUN for each in self._concerned())
@@ -608,7 +627,7 @@ async def _each_beat(period: float, work: Callable[[], Awaitable[None]]) -> NoRe
 
 
 def read_saved(path: Path) -> Saved | None:
-    """Read the state of the last supervisor. None if it is unusable."""
+    """Read the state of the last supervisor. Return None if it is unusable."""
     try:
         saved = wire.decode(files.read(path, is_own=True), Saved)
     except FileNotFoundError:
@@ -641,7 +660,7 @@ async def _stopped(services: Sequence[Service], timeout: float) -> None:
 
 
 def _closure(services: Iterable[Service], beyond: Callable[[Service], Iterable[Service]]) -> list[Service]:
-    """Return the services and all reachable through ``beyond``, each once, nearest first."""
+    """Return the services and all that are reachable from them through ``beyond``, each once, nearest first."""
     found: dict[str, Service] = {}
     ahead = list(services)
     for service in ahead:
@@ -652,10 +671,10 @@ def _closure(services: Iterable[Service], beyond: Callable[[Service], Iterable[S
 
 
 def write_monit_files(directory: Path, job_files: Sequence[JobFile]) -> None:
-    """Write the monit files where operators and scripts expect them, under the names of the Go agent.
+    """Write the monit files where operators and scripts expect them, under the names that the Go agent gives them.
 
-    Numbers run from the last job to the first (applier/jobs/rendered_job_applier.go). The agent itself never reads
-    them, and writes them at each start: they are not synced.
+    They are numbered from the last job to the first (applier/jobs/rendered_job_applier.go). They are not synced,
+    because the agent itself never reads them, and writes them again at each start.
     """
     jobs = list(dict.fromkeys(job_file.job for job_file in job_files))
     try:

@@ -9,7 +9,7 @@ from agent_shim.core.bus_stats import Stats
 from agent_shim.core.settings import Mbus
 
 Handle = Callable[[bytes], Awaitable[tuple[str, bytes] | None]]
-"""Handles a request. Returns reply subject and reply, or None to drop it."""
+"""Handles a request. Returns the reply subject and the reply, or None to drop the request."""
 
 
 class Bus(Protocol):
@@ -23,7 +23,7 @@ class Bus(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """True if, as far as known, a request can arrive now."""
+        """True if, as far as is known, requests can currently arrive."""
 
     async def run(self) -> NoReturn:
         """Serve endlessly, as a root task."""

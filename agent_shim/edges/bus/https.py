@@ -1,8 +1,9 @@
 """HTTPS server for ``bosh create-env``: requests at ``/agent``, blobs below ``/blobs/``.
 
 Paths, statuses and bodies are those of the Go agent (``mbus/https_handler.go``, ``mbus/https_dispatcher.go``). Only
-callers with the user and password of the address are served. Others get short answers and little time, and make way for
-new connections. The server never sends unsolicited messages. All times are seconds.
+callers with the user and password in the bus address are served. Others get short answers and little time, and their
+connections are closed first to make room for new ones. The server never sends unsolicited messages. All times are in
+seconds.
 
 This module imports aiohttp, which an agent on NATS never loads.
 """
@@ -54,7 +55,9 @@ class Bounds(msgspec.Struct, frozen=True):
     blob: int = 16 * 1024**3
     """Maximum size of a blob."""
     connections: int = 128
-    """Maximum number. One more closes the oldest unauthenticated one of the address with most of them, or itself."""
+    """Maximum number of connections. One more closes the oldest unauthenticated one from the address that has most of
+    them, or itself if there is none.
+    """
     handshake: float = 10.0
     idle: float = 30.0
     """Time before a connection without a complete request head is closed. The CLI polls every second."""
@@ -67,7 +70,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class _Caller(NamedTuple):
-    """A connection: its TLS handshake, and where it comes from."""
+    """A connection: its TLS handshake and its source address."""
 
     greeting: asyncio.Task[None]
     address: str
@@ -76,7 +79,8 @@ class _Caller(NamedTuple):
 class HttpsBus:
     """HTTPS server at the address of the settings. ``run`` is its root task.
 
-    ``handle`` answers requests; ``blobs`` is the directory of the blobs; ``on_connected`` is called at each bind.
+    ``handle`` answers requests, ``blobs`` is the directory of the blobs, and ``on_connected`` is called each time the
+    port is bound.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class HttpsBus:
     ) -> None:
         self.stats = Stats()
         self.mbus = mbus
-        """Address and certificate in use."""
+        """The address and certificate in use."""
         self._handle = handle
         self._blobs = blobs
         self._on_connected = on_connected
@@ -110,7 +114,9 @@ class HttpsBus:
         self._known: set[web.RequestHandler] = set()
         """Authenticated connections."""
         self._silent: dict[web.RequestHandler, asyncio.TimerHandle] = {}
-        """Connections without a request yet, and what closes them. aiohttp before 3.14.4 keeps them for ever."""
+        """Connections that have not sent a request yet, with the timers that close them. aiohttp before 3.14.4 keeps
+        such connections forever.
+        """
         self._answering: set[asyncio.Task[tuple[str, bytes] | None]] = set()
         self._kept_bytes = 0
 
@@ -121,7 +127,7 @@ class HttpsBus:
 
     @property
     def port(self) -> int:
-        """Port of the server. 0 while it does not listen."""
+        """Port of the server, or 0 while it is not listening."""
         return self._server.sockets[0].getsockname()[1] if self._server is not None else 0
 
     async def drain(self, timeout_s: float) -> None:
@@ -130,10 +136,12 @@ class HttpsBus:
             await asyncio.wait(set(self._answering), timeout=timeout_s)
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Do nothing: there is no Health Monitor here (``Send`` in mbus/https_handler.go)."""
+        """Do nothing, because there is no Health Monitor on this bus (``Send`` in mbus/https_handler.go)."""
 
     async def run(self) -> NoReturn:
-        """Serve endlessly. Retries a port in use. Cancellation leaves the last answers a moment to be sent."""
+        """Serve endlessly. If the port is in use, binding is retried. After a cancellation the last answers get a
+        moment to be sent.
+        """
         try:
             while True:
                 async with self._changing:
@@ -153,7 +161,9 @@ class HttpsBus:
             await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Switch certificate or address, keeping connections. ``ActionError`` and no change if they are unusable."""
+        """Switch to another certificate or address, keeping connections. If they are unusable, raises ``ActionError``
+        and changes nothing.
+        """
         async with self._changing:
             before, self.mbus = self.mbus, mbus
             try:
@@ -175,7 +185,7 @@ class HttpsBus:
             self.stats.last_error = str(exc)
 
     async def _listen(self) -> None:
-        """Listen at the address of the settings only. Raises ``BusError``."""
+        """Listen only at the address in the settings. Raises ``BusError``."""
         self.stats.attempts += 1
         context = tls.server_context(self.mbus)
         host, port = _host_port(self.mbus)
@@ -198,7 +208,7 @@ class HttpsBus:
         self._server = None
 
     def _admit(self, context: ssl.SSLContext, caller: socket.socket) -> None:
-        """Start TLS with a caller. At the limit, closes an unauthenticated connection."""
+        """Start TLS with a caller. If the limit is reached, close an unauthenticated connection."""
         connections = self._web.connections
         self._known.intersection_update(connections)
         callers = self._callers.items()
@@ -270,7 +280,7 @@ class HttpsBus:
         return web.Response(status=404)
 
     def _is_known(self, request: web.BaseRequest) -> bool:
-        """True if the caller has the password. Takes constant time."""
+        """Return True if the caller has the password. Takes constant time."""
         shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         expected = _credentials(self.mbus)
         if not expected or not hmac.compare_digest(shown, expected):
@@ -329,7 +339,7 @@ class HttpsBus:
         return web.Response(status=201)
 
     async def _write_blob(self, path: Path, body: AsyncIterator[bytes]) -> int:
-        """Write all of ``body``. Returns its size."""
+        """Write the whole ``body`` and return its size."""
         size = 0
         with ExitStack() as stack:
             file = stack.enter_context(files.replacing(path, mode=0o640))
@@ -353,7 +363,8 @@ class HttpsBus:
                 response.content_type = "application/octet-stream"
                 response.content_length = size
                 await response.prepare(request)
-                # A client with all bytes may disconnect before the last write returns or the end of the file is read.
+                # A client that has received everything may disconnect before the last write returns or the end of the
+                # file is read.
                 while sent < size and (chunk := await asyncio.to_thread(file.read, files.CHUNK_BYTES)):
                     sent += len(chunk)
                     async with asyncio.timeout(self._bounds.stall):
@@ -381,9 +392,10 @@ class HttpsBus:
 
 
 class _Arrival(asyncio.Protocol):
-    """Hands over a connection before any byte is read.
+    """Passes on a connection before any byte of it is read.
 
-    An asyncio server with TLS reports a connection only after its handshake: earlier ones could not be counted.
+    An asyncio server with TLS reports a connection only after the handshake, so connections in the handshake could not
+    be counted.
     """
 
     def __init__(self, give: Callable[[socket.socket], None]) -> None:
@@ -402,7 +414,7 @@ class _TooLargeError(Exception):
 
 
 def _host_port(mbus: Mbus) -> tuple[str | None, int]:
-    """Return host (None: all) and port of the address. Raises ``BusError``."""
+    """Return the host (None for all) and the port of the address. Raises ``BusError``."""
     try:
         address = urlsplit(mbus.urls[0])
         return address.hostname, 443 if address.port is None else address.port
@@ -412,7 +424,7 @@ def _host_port(mbus: Mbus) -> tuple[str | None, int]:
 
 
 def _credentials(mbus: Mbus) -> bytes:
-    """Return the header required of callers. Empty without a password."""
+    """Return the header that callers must send. Empty if there is no password."""
     user, _, password = urlsplit(mbus.urls[0]).netloc.rpartition("@")[0].partition(":")
     if not password:
         return b""

@@ -1,7 +1,8 @@
 """One connection to a NATS server with one subscription, by nats-py.
 
-The only module that uses nats-py. Its client reports itself connected although it has stopped reading or writing
-(an error in one of its tasks, an answer that came too late), so a connection that falls silent has ended too.
+This is the only module that uses nats-py. That client may claim to be connected although it has stopped reading or
+writing (after an error in one of its tasks, or an answer that came too late), so a connection that falls silent is
+treated as ended too.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ NEVER_S: Final = 10 * 365 * 24 * 3600
 MAX_SUBJECT_BYTES: Final = 1024
 """nats-server closes a connection that sends a line of more than 4096 characters (max_control_line)."""
 MAX_UNREAD_BYTES: Final = 8 * 1024 * 1024
-"""Bytes of a server without the end of a message (1 MiB at most) or an answer to a ping. Beyond that, the connection
-ends. nats-py scans an unfinished line again with each piece, which holds the loop."""
+"""Maximum number of bytes from a server without the end of a message (1 MiB at most) or an answer to a ping. Beyond
+that, the connection is ended, because nats-py scans an unfinished line again with each piece, which blocks the loop.
+"""
 MAX_BACKLOG_BYTES: Final = 8 * 1024 * 1024
-"""Bytes queued for a slow server. Beyond that, publishing fails, as in nats.go."""
+"""Maximum number of bytes queued for a slow server. Beyond that, publishing fails, as in nats.go."""
 
 GREETING: Final = b'INFO {"tls_required":true,"max_payload":%d}\r\n' % MAX_REPLY_BYTES
-"""Replaces the server's greeting, which comes before TLS and may be written by anyone on the way."""
+"""Replaces the server's greeting, which comes before TLS and may have been forged on the way."""
 
 
 async def look_up(url: ParseResult | SplitResult) -> list[str]:
@@ -58,12 +60,14 @@ async def look_up(url: ParseResult | SplitResult) -> list[str]:
 
 
 def host_port(url: str) -> str:
-    """Return host and port of an address, without its password."""
+    """Return the host and port of an address, without its password."""
     return bus_address(url).netloc.rpartition("@")[2] or "an unreadable address"
 
 
 class _Stream(asyncio.StreamReaderProtocol):
-    """Closes the connection when the server closes its half. TLS knows no half-closed state, and asyncio logs it."""
+    """Closes the connection when the server closes its half. TLS has no half-closed state, and asyncio would log a
+    warning.
+    """
 
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()
@@ -87,11 +91,11 @@ class _Wire(Transport):
         self._pipe: asyncio.Transport | None = None
         self._is_secure = False
         self.has_greeted = False
-        """True if a server has sent anything: it is alive, whatever the outcome of the connection."""
+        """True if a server has sent anything, which shows that it is alive even if the connection fails."""
         self.peer = ""
         """Address of the server."""
         self._read_by: asyncio.Task[Any] | None = None
-        """nats-py's task, which ends at a word that it cannot decode."""
+        """nats-py's read task, which ends if it cannot decode something."""
         self.reads = 0
         self.unread = 0
         """Bytes received since the link last got a message or an answer to a ping."""
@@ -129,7 +133,7 @@ class _Wire(Transport):
         self._is_secure = True
 
     async def readline(self) -> bytes:
-        """Read the next line of the handshake. News amid it are skipped."""
+        """Read the next line of the handshake. Announcements of the server in between are skipped."""
         while True:
             line = await self._reader.readline()
             self.has_greeted = self.has_greeted or line != b""
@@ -178,7 +182,7 @@ class _Wire(Transport):
         return self._reader.at_eof()
 
     def close(self) -> None:
-        """Close without TLS's closing message, and drop what holds the memory of TLS."""
+        """Close without the closing message of TLS, and drop the references that keep the memory of TLS alive."""
         if self._pipe is not None:
             self._pipe.abort()
             self._pipe, self._reader = None, asyncio.StreamReader()
@@ -188,7 +192,9 @@ class _Wire(Transport):
         """Return immediately: ``close`` aborts."""
 
     def __bool__(self) -> bool:
-        """True before the connection too, otherwise nats-py replaces the transport with its own."""
+        """True even before the connection is made, because nats-py would otherwise replace the transport with its
+        own.
+        """
         return True
 
 
@@ -203,14 +209,14 @@ class Link:
         self._on_denied = on_denied
         self._denial: Exception | None = None
         self._answers = 0
-        """Answered pings."""
+        """Number of answered pings."""
         self._messages = 0
         self._subscription: Subscription | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.wire = _Wire(self.end)
         self._client = Client()
-        # The one private name of nats-py: it has no parameter for a transport.
+        # This is the only private name of nats-py that is used, because it has no parameter for a transport.
         self._client._transport = self.wire  # noqa: SLF001
 
     async def open(self, context: ssl.SSLContext, agent_id: str, dial_timeout_s: float) -> None:
@@ -282,7 +288,7 @@ class Link:
         return asked.done() and self._answers > before and not self.is_over
 
     async def watch(self, interval: float, unanswered: int) -> None:
-        """Ping at the common beat. End the connection after several intervals without an answer."""
+        """Send pings at the beat common to all timers. End the connection after several intervals without an answer."""
         silent = 0
         await asyncio.sleep(clock.until_beat(interval))
         while silent < unanswered:
@@ -325,7 +331,7 @@ class Link:
             await self._client.flush(NEVER_S)
         except nats_errors.Error as exc:
             self.end(str(exc))
-        if self.wire.reads > before:  # if nats-py has stopped reading, it returns at once
+        if self.wire.reads > before:  # if nats-py has stopped reading, the call returns at once
             self._answers += 1
             self.wire.unread = 0
 
@@ -347,5 +353,7 @@ class Link:
         self.end("nats-py has closed it")
 
     async def _forget_servers(self) -> None:
-        """Drop the servers that a cluster announces: the settings have the addresses, and nats-py keeps them all."""
+        """Drop the servers that a cluster announces, because the addresses come from the settings, and nats-py would
+        keep all of them.
+        """
         self._client.set_server_pool([self._given_url])

@@ -1,4 +1,4 @@
-"""NATS connection of the agent: one subscription, replies to the subject in the request, automatic recovery.
+"""The agent's NATS connection: one subscription, replies to the subject named in the request, automatic recovery.
 
 A connection that ends or falls silent is discarded, and a new one replaces it. Reconnection, back-off and credential
 rotation are implemented here, because nats-py can give up or stop receiving without an error.
@@ -34,29 +34,33 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUESTS: Final = 10_000
 MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
-"""Concurrent requests, in number and size in memory. Requests beyond that are dropped, as in nats.go."""
+"""Limits on concurrent requests: their number and their size in memory. Requests beyond that are dropped, as in
+nats.go.
+"""
 PINGS: Final = 1000
 MAX_PING_BYTES: Final = 512
-"""Pings beyond that number: other requests may wait for long, and an agent without a pong counts as lost."""
+"""Maximum size of a ping, which is answered even beyond that number, because other requests may take long and an agent
+that does not answer pings counts as lost.
+"""
 OF_A_DIRECTOR: Final = re.compile(rb'"reply_to" ?: ?"director\.[^"]*\.[0-9a-f-]{36}"')
-"""A reply subject that names one request (``nats_rpc.rb``): the same bytes again are a copy."""
+"""A reply subject that is unique to one request (``nats_rpc.rb``). If the same bytes arrive again, they are a copy."""
 COPY_WINDOW_S: Final = 60.0
-"""Seconds during which a copy is recognised. The second connection of a rotation delivers it at once."""
+"""Seconds during which a copy is recognised. During a rotation the second connection delivers it at once."""
 MAX_SEEN: Final = 10_000
-"""Requests remembered for that. A copy of an older one is another request."""
+"""Number of requests remembered for that. A copy of an older one is treated as a new request."""
 
 REREAD_AFTER_FAILURES: Final = 3
-"""Consecutive failures before the settings are read again: the bus may have moved."""
+"""Number of consecutive failures before the settings are read again, because the bus may have moved."""
 
 
 class Timing(msgspec.Struct, frozen=True):
     """Timeouts and intervals of the bus. Tests shrink them."""
 
     connect: float = 10.0
-    """Timeout of one attempt at one address: look-up, TCP, TLS, subscription."""
+    """Timeout of one attempt at one address: lookup, TCP, TLS and subscription."""
     dial: float = 4.0
-    """Time for TCP within it, for each address of a name: a network that is gone answers no sooner for a longer wait,
-    and may be back for the next attempt. The kernel tries thrice in it.
+    """The part of it for TCP, for each address of a name. A longer wait would not make an unavailable network answer,
+    and it may be back for the next attempt. The kernel tries three times within this.
     """
     ping: float = 5.0
     """Interval between pings. After ``unanswered`` missed replies the connection counts as dead: 10 to 15 s."""
@@ -71,26 +75,30 @@ class Timing(msgspec.Struct, frozen=True):
     """
     early: float = 60.0
     early_step: float = 1.0
-    """Period after the start with a fixed pause of about ``early_step``: the server may not know the agent yet."""
+    """Period after the start in which the pause is fixed at about ``early_step``, because the server may not know the
+    agent yet.
+    """
     reply: float = 45.0
-    """Time a reply waits for a connection. The Director then gives up."""
+    """How long a reply waits for a connection. After that the Director gives up."""
     overlap: float = 2.0
-    """Time the old connection stays open beside the new one during a rotation."""
+    """How long the old connection stays open beside the new one during a rotation."""
     refused: float = 20.0
     unreachable: float = 120.0
-    """Time new credentials are tried while the server refuses them, and while only the old ones reach a server."""
+    """How long new credentials are tried while the server refuses them, and while only the old ones reach a server."""
     goodbye: float = 1.0
-    """Time for the last replies to be sent."""
+    """How long the last replies may take to be sent."""
     look: float = 20.0
     gone: int = 3
-    """Interval between look-ups of the server's name. After ``gone`` of them without our peer, reconnect."""
+    """Interval between lookups of the server's name. After ``gone`` lookups that do not return our peer's address,
+    reconnect.
+    """
 
     def pause(self, failures: int, slow: int = 0) -> float:
-        """Pause after consecutive failures. 0 failures means that a working connection broke.
+        """Return the pause after consecutive failures. 0 failures means that a working connection broke.
 
-        Each of up to two ``slow`` attempts, which a server greeted but did not complete in time, adds the pause once
-        more, and likewise the next attempt's timeout: a server to which thousands of agents return at once would
-        otherwise only start handshakes that time out.
+        The pause is added once more for each of up to two ``slow`` attempts, in which a server sent its greeting but
+        did not complete the handshake in time. The timeout of the next attempt grows likewise. Otherwise a server to
+        which thousands of agents return at once would only begin handshakes that time out.
         """
         if failures == 0:
             return random.uniform(0, self.step)  # noqa: S311 - no secret
@@ -98,11 +106,11 @@ class Timing(msgspec.Struct, frozen=True):
         return random.uniform(most / 5 if most < self.longest else most / 2, most) * min(1 + slow, 3)  # noqa: S311
 
     def handshake_timeout_s(self, slow: int) -> float:
-        """Timeout of an attempt."""
+        """Return the timeout of an attempt."""
         return self.connect * min(1 + slow, 3)
 
     def early_pause(self) -> float:
-        """Pause while nats-sync does not know the agent yet."""
+        """Return the pause while nats-sync does not know the agent yet."""
         return self.early_step * random.uniform(0.75, 1.25)  # noqa: S311
 
 
@@ -133,24 +141,26 @@ class NatsBus:
         self._timing = timing or Timing()
         self._link: Link | None = None
         self._links: set[Link] = set()
-        """All connections, also those in the making and the old one of a rotation."""
+        """All connections, including those being established and the old one during a rotation."""
         self._changed = asyncio.Event()
-        """Set by each connection, and by an attempt that a server greeted in vain."""
+        """Set by each new connection, and by each failed attempt in which a server sent its greeting."""
         self._greeted_at = 0
-        """Number of the last failed attempt that a server greeted."""
+        """Number of the last failed attempt in which a server sent its greeting."""
         self._slow = 0
-        """Consecutive attempts that a server greeted but did not complete in time."""
+        """Number of consecutive attempts in which a server sent its greeting but did not complete the handshake in
+        time.
+        """
         self._logged: set[str] = set()
         self._answering: set[asyncio.Task[None]] = set()
         self._answering_bytes = 0
         self._rotating = asyncio.Lock()
         self._retiring: asyncio.Task[None] | None = None
         self._seen: dict[int, float] = {}
-        """Times of recent requests of a Director, the oldest first."""
+        """Times of recent requests of a Director, oldest first."""
 
     @property
     def is_connected(self) -> bool:
-        """True if, as far as known, a message can be published and a request can arrive now."""
+        """True if, as far as is known, messages can currently be published and requests can arrive."""
         return self._link is not None and not self._link.is_over
 
     async def drain(self, timeout_s: float) -> None:
@@ -190,7 +200,9 @@ class NatsBus:
         await self._changed.wait()
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Send a message immediately or raise ``BusError``. Nothing is queued, since it would be outdated later."""
+        """Send a message immediately, or raise ``BusError``. Messages are not queued, since they would be outdated
+        later.
+        """
         if self._link is None:
             raise BusError(f"cannot publish to {subject!r}: not connected to the bus")
         try:
@@ -201,7 +213,7 @@ class NatsBus:
         self.stats.sent_bytes += len(data)
 
     async def run(self) -> NoReturn:
-        """Keep the agent connected, endlessly. Cancellation leaves published messages a moment to be sent."""
+        """Keep the agent connected, endlessly. After a cancellation, published messages get a moment to be sent."""
         early_until = time.monotonic() + self._timing.early
         failures = 0
         try:
@@ -246,11 +258,13 @@ class NatsBus:
         link = await self._connect(self.mbus)
         if self._link is None:
             self._activate(link)
-        else:  # a rotation was faster
+        else:  # a rotation has replaced the link meanwhile
             await self._abandon(link)
 
     async def _connect_persistently(self, mbus: Mbus) -> Link:
-        """Connect with new credentials, waiting out an absent bus. Raises ``ActionError`` if they are unusable."""
+        """Connect with new credentials, waiting for the bus if it is unavailable. Raises ``ActionError`` if they are
+        unusable.
+        """
         began, failures = time.monotonic(), 0
         while True:
             is_refused = False
@@ -263,7 +277,7 @@ class NatsBus:
             except TimeoutError:
                 why = "cannot connect to the bus: no answer in time"
             if not is_refused and not self.is_connected:
-                began = time.monotonic()  # the bus is unreachable, which does not show that the credentials are wrong
+                began = time.monotonic()  # an unreachable bus does not show that the credentials are wrong
             timeout_s = self._timing.refused if is_refused else self._timing.unreachable
             if time.monotonic() - began >= timeout_s:
                 raise ActionError(f"cannot use the new bus credentials: {why}")
@@ -287,7 +301,9 @@ class NatsBus:
         raise failure
 
     async def _open(self, url: str, mbus: Mbus) -> Link:
-        """Connect to an address; of several authorities with one name OpenSSL tries only the first."""
+        """Connect to an address. Authorities that share a name are tried one by one, because OpenSSL tries only the
+        first.
+        """
         try:
             return await self._attempt(url, mbus)
         except ssl.SSLCertVerificationError as exc:
@@ -333,7 +349,7 @@ class NatsBus:
         self._on_connected()
 
     async def _wait_for_loss(self) -> bool:
-        """Wait for the end of the current connection. True if it lasted longer than a ping."""
+        """Wait for the end of the current connection. Return True if it lasted longer than the interval of pings."""
         link, began = self._link, time.monotonic()
         assert link is not None
         why = await link.over()
@@ -344,7 +360,9 @@ class NatsBus:
         return time.monotonic() - began > self._timing.ping
 
     async def _follow(self, link: Link) -> None:
-        """Reconnect when the server's name resolves elsewhere. The server that lost the name may still answer."""
+        """Reconnect when the server's name resolves to another address, because the server that had the name before may
+        still answer.
+        """
         gone = 0
         while link is self._link:
             await asyncio.sleep(clock.until_beat(self._timing.look))
@@ -364,7 +382,7 @@ class NatsBus:
             await old.flushed(self._timing.overlap)
             await asyncio.sleep(self._timing.overlap)
             old.end("replaced")
-            await self._abandon(old)  # also here, because ``run`` may be pausing
+            await self._abandon(old)  # do this here too, because ``run`` may be pausing
 
     async def _abandon(self, link: Link) -> None:
         await link.close()
@@ -405,7 +423,9 @@ class NatsBus:
             self._answering_bytes += size
 
     def _is_copy(self, data: bytes) -> bool:
-        """True if a Director's request has come already: both connections of a rotation deliver it."""
+        """Return True if a Director's request has already arrived, because both connections of a rotation deliver
+        it.
+        """
         now, message = time.monotonic(), hash(data)
         while self._seen and (len(self._seen) >= MAX_SEEN or next(iter(self._seen.values())) < now - COPY_WINDOW_S):
             del self._seen[next(iter(self._seen))]
@@ -442,7 +462,7 @@ class NatsBus:
 
 
 def _failure(url: str, exc: Exception) -> BusError:
-    """Describe a failed attempt. ``CredentialsError`` if other credentials might help."""
+    """Describe a failed attempt. Returns a ``CredentialsError`` if other credentials might help."""
     if isinstance(exc, CredentialsError):
         return CredentialsError(f"cannot use the bus credentials: {exc}")
     where = f"cannot connect to the bus at {host_port(url)}"

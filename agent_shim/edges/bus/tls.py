@@ -1,7 +1,7 @@
-"""TLS contexts of the bus, built from PEM texts in the settings without a lasting file.
+"""TLS contexts for the bus, built from PEM texts in the settings without leaving a file behind.
 
-Rules of the Go agent (``mbus/nats_handler.go``, nats.go): TLS 1.2 or newer, always a client certificate, and a server
-verified by its chain, its subject alternative names (not its common name) and a name of its own kind.
+The rules are those of the Go agent (``mbus/nats_handler.go``, nats.go): TLS 1.2 or newer, always a client certificate,
+and a server verified by its chain, its subject alternative names (not its common name) and the form of its common name.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 SIGNATURE_FAILURE: Final = 7
 """X509_V_ERR_CERT_SIGNATURE_FAILURE: the authority that OpenSSL chose did not sign the certificate."""
 MAX_NAMESAKES: Final = 8
-"""Authorities tried one by one after that."""
+"""Maximum number of authorities that are then tried one by one."""
 MAX_KEY_CHARS: Final = 7000
-"""Length of a private key, which an RSA key of 8192 bits has: a handshake holds the event loop while it signs.
+"""Maximum length of a private key, as of an RSA key of 8192 bits, because signing in a handshake blocks the event loop.
 
 Servers written in Go refuse larger ones.
 """
@@ -33,11 +33,11 @@ SERVER_NAME: Final = re.compile(r"[a-zA-Z0-9*\-]*\.nats\.bosh-internal")
 
 
 def client_context(mbus: Mbus) -> ssl.SSLContext:
-    """Build the client context. Raises ``CredentialsError`` that names the faulty PEM text."""
+    """Build the client context. Raises a ``CredentialsError`` that names the faulty PEM text."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.hostname_checks_common_name = False
-    # As in Go, the CA of the settings is trusted even if another authority signed it.
+    # As in Go, the CA in the settings is trusted even if another authority has signed it.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if mbus.ca:
         context.load_verify_locations(cadata="".join(authorities(mbus.ca)))
@@ -49,7 +49,9 @@ def client_context(mbus: Mbus) -> ssl.SSLContext:
 
 @functools.lru_cache(maxsize=8)
 def authorities(ca: str) -> tuple[str, ...]:
-    """Return the readable certificates of a CA. Logs the others, once. Raises ``CredentialsError`` if there is none."""
+    """Return the readable certificates of a CA. Log the others once. Raises ``CredentialsError`` if none is
+    readable.
+    """
     good, bad = x509.readable(ca)
     if not good:
         raise CredentialsError("the CA is not a PEM certificate")
@@ -73,9 +75,9 @@ def server_context(mbus: Mbus) -> ssl.SSLContext:
 
 
 def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> None:
-    """Load the certificate (chain) and key of a context. Raises ``CredentialsError``.
+    """Load the certificate (chain) and key into a context. Raises ``CredentialsError``.
 
-    OpenSSL reads files only, so the pair passes through an anonymous file in memory.
+    OpenSSL can only read files, so the pair is passed in an anonymous file in memory.
     """
     if "-----BEGIN CERTIFICATE-----" not in certificate:
         raise CredentialsError("the certificate is not a PEM certificate")
@@ -83,13 +85,13 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
         raise CredentialsError("the private key is not a PEM key")
     if len(private_key) > MAX_KEY_CHARS:
         raise CredentialsError(f"the private key has more than {MAX_KEY_CHARS} characters (RSA: 8192 bits)")
-    if "ENCRYPTED" in certificate + private_key:  # the file determines the cost of decrypting it, which may be hours
+    if "ENCRYPTED" in certificate + private_key:  # the file determines how long decrypting takes, which may be hours
         raise CredentialsError("the private key is encrypted, and the settings hold no password for it")
     with open(os.memfd_create("bus"), "w") as file:
         file.write(f"{certificate}\n{private_key}\n")
         file.flush()
         try:
-            # A wrong password keeps OpenSSL from prompting on the terminal.
+            # Pass a wrong password to keep OpenSSL from prompting on the terminal.
             context.load_cert_chain(f"/proc/self/fd/{file.fileno()}", password="")
         except ssl.SSLError as exc:
             if exc.reason == "KEY_VALUES_MISMATCH":
@@ -98,11 +100,11 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
 
 
 def check_server_name(server: ssl.SSLObject) -> None:
-    """Refuse a server with a valid certificate that is not of a bus. Raises ``ssl.SSLCertVerificationError``."""
+    """Refuse a server whose certificate is valid but is not that of a bus. Raises ``ssl.SSLCertVerificationError``."""
     subject: Any = (server.getpeercert() or {}).get("subject", ())
     names = [value for part in subject for name, value in part if name == "commonName"]
     if not names or not SERVER_NAME.fullmatch(names[-1]):
-        # If a number precedes the text, it is shown unchanged.
+        # Pass an error number too, so that the text is shown unchanged.
         reason = "server Certificate CommonName does not match *.nats.bosh-internal"
         raise ssl.SSLCertVerificationError(ssl.SSL_ERROR_SSL, reason)
 
