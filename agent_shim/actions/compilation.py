@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class Compilation(msgspec.Struct, frozen=True):
-    """Compiles packages from ``store`` into ``store``. ``in_use`` are packages of jobs, which stay active."""
+    """Compiles packages from ``store`` and uploads the results to it. ``in_use`` are packages of jobs, which stay
+    active.
+    """
 
     bundles: Bundles
     compiler: Compiler
@@ -53,7 +55,7 @@ class Compilation(msgspec.Struct, frozen=True):
                 logger.warning("cannot clean up after compiling: %s", exc)
 
     async def _activate(self, dependencies: Sequence[Bundle] = ()) -> None:
-        """Activate the packages. ``bpm`` stays with the packages of jobs, whose scripts expect it there."""
+        """Activate the packages. If jobs use packages, ``bpm`` stays active too, because scripts of jobs expect it."""
         spared = (BPM,) if self.in_use else ()
         await self.bundles.activate_packages([*self.in_use, *dependencies], spared)
 

@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 
 class Dependency(msgspec.Struct, frozen=True):
-    """A compiled package that the compilation needs, from a signed URL or else from the blobstore by its id."""
+    """A compiled package that the compilation needs. It is fetched from a signed URL or, without one, from the
+    blobstore by its id.
+    """
 
     name: str = ""
     version: str = ""
@@ -56,7 +58,7 @@ async def compile_package(
     version: str,
     dependencies: dict[str, Dependency],
 ) -> dict[str, Any]:
-    """Compile a package from the blobstore into the blobstore (agent/action/compile_package.go)."""
+    """Compile a package from the blobstore and store the result there (agent/action/compile_package.go)."""
     package = Package(name, version, BlobRef(blob_id, digest=digest))
     done = await _compiled(agent, cancelled, package, dependencies)
     return {"result": {"blobstore_id": done.blob_id, "sha1": done.sha1}}
@@ -107,7 +109,7 @@ def _bundle(needed: Dependency) -> Bundle:
 async def _unless(cancelled: asyncio.Event, work: Awaitable[T]) -> T:
     """Return the result of ``work``.
 
-    If ``cancelled`` is set, cancel the work, wait for its end and raise ``ActionError``.
+    If ``cancelled`` is set, cancel the work, wait until it has ended, and raise ``ActionError``.
     """
     working = asyncio.ensure_future(work)
     try:

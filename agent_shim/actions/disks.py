@@ -40,7 +40,7 @@ async def unmount_disk(agent: Agent, cid: str) -> dict[str, str]:
 async def migrate_disk(agent: Agent, old: Any = "", new: Any = "") -> dict[str, str]:
     """Copy the disk on the store to the one on the migration target and swap them. The CLI names neither.
 
-    The Go agent takes no arguments here: an argument that is no cid counts as absent.
+    The Go agent takes no arguments here, so an argument that is not a cid counts as absent.
     """
     with errors_as("Migrating persistent disk", ShimError, OSError):
         await agent.disks.migrate(*(cid if isinstance(cid, str) else "" for cid in (old, new)))

@@ -63,8 +63,8 @@ class Action(msgspec.Struct, frozen=True):
     def bind(self, arguments: Any) -> dict[str, Any]:
         """Convert positional JSON arguments to named ones of the declared types.
 
-        Surplus arguments are ignored, as in Go. After an optional parameter, a variadic one in Go, they must have its
-        type.
+        Surplus arguments are ignored, as in Go. If the last parameter is optional, which corresponds to a variadic one
+        in Go, they must have its type.
         """
         if arguments is None:
             arguments = []
@@ -119,7 +119,9 @@ def action(
 
 
 def _of_a_value(hint: Any) -> Any:
-    """Strip None from an optional type: a JSON null means the zero value, also for an absent argument."""
+    """Strip None from an optional type, because a JSON null means the zero value even for an argument that may be
+    absent.
+    """
     arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
     return arms[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) and len(arms) == 1 else hint
 
@@ -135,7 +137,7 @@ class Dispatcher:
         """Reason to refuse actions that change the instance. Empty while they are accepted."""
 
     async def handle(self, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> tuple[str, bytes] | None:
-        """Answer a request. Returns the reply subject and the reply, or None for an unreadable request."""
+        """Answer a request. Return the reply subject and the reply, or None for an unreadable request."""
         try:
             request = wire.decode_request(data)
         except wire.RequestError as exc:
@@ -144,7 +146,7 @@ class Dispatcher:
         return request.reply_to, await self.reply(request, data, limit=limit)
 
     async def reply(self, request: wire.Request, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> bytes:
-        """Answer a decoded request. ``data`` are its bytes, stored with a persistent task."""
+        """Answer a decoded request. ``data`` is the request as received, which is stored with a persistent task."""
         begun_at, task_id = time.monotonic(), ""
         try:
             found = ACTIONS.get(request.method)
@@ -208,7 +210,7 @@ class Dispatcher:
     def failure(self, method: str, exc: BaseException) -> str:
         """Return the error text for the Director.
 
-        For an expected error it has the reason, for a bug only a general message.
+        It contains the reason of an expected error, but only a general message for a bug.
         """
         if isinstance(exc, ShimError | HostError):
             return safetext.lines(str(exc))
@@ -225,7 +227,7 @@ def write_audit(
 ) -> None:
     """Write an audit line. ``result`` is done, failed, accepted (as a task) or dropped (unreadable).
 
-    Texts are truncated: they are untrusted.
+    Texts are truncated, because they are untrusted.
     """
     seconds = round(time.monotonic() - begun_at, 6)
     members: dict[str, Any] = {"method": method[:100], "result": result, "seconds": seconds}

@@ -39,10 +39,10 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
     """Make ``wanted`` the state of this instance (agent/action/apply.go).
 
     Downloads, verifies and unpacks all bundles before it changes anything that runs. A spec without a configuration
-    hash is only stored: the Director marks a fresh instance that way.
+    hash is only stored, because the Director sends one to mark a fresh instance.
     """
     for package in wanted.packages.values():
-        if not package.sha1:  # the Go agent only fails when it stores the spec, after it has installed everything
+        if not package.sha1:  # the Go agent fails only later, when it stores the spec after installing everything
             raise ActionError(f"Persisting apply spec: package {package.name}: no digests have been provided")
     return await deploy(agent, wanted)
 
@@ -91,8 +91,8 @@ def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
 def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in address, netmask and gateway of dynamic networks in a spec. Leaves everything else unchanged.
 
-    Addresses are resolved only here (applyspec/concrete_v1_service.go), and once for a VM: a different address would
-    make the Director recreate the instance. The Director sends those that the VM before this one reported.
+    Addresses are resolved only here (applyspec/concrete_v1_service.go), and once per VM, because a different address
+    would make the Director recreate the instance. The Director sends the addresses that the previous VM reported.
     """
     resolved = dict(wanted)
     for name, members in wanted.items():
@@ -129,7 +129,8 @@ def missing_files(agent: Agent) -> str:
 async def start(agent: Agent) -> str:
     """Write the monit files and start all jobs without waiting (agent/action/start.go).
 
-    Fails if files of the jobs or the persistent disk of the store are missing: jobs would write below the mount point.
+    Fails if files of the jobs are missing, or the persistent disk, without which jobs would write below the mount
+    point.
     """
     problem = missing_files(agent)
     if not problem:
@@ -154,7 +155,7 @@ async def _monit_files(agent: Agent) -> list[JobFile]:
 def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
     """Read ``monit`` and ``*.monit`` of each job, in the order of the spec (applier/jobs/rendered_job_applier.go).
 
-    Reads just beyond the limits of size and number: ``plan`` refuses the job then.
+    Reads just beyond the limits on size and number, so that ``plan`` refuses the job.
     """
     found = []
     for job in names:

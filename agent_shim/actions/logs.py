@@ -1,4 +1,4 @@
-"""Log archives for operators: uploaded for the Director, or stored locally for the CLI."""
+"""Creates log archives for operators, which are uploaded for the Director or stored locally for the CLI."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ async def fetch_logs(agent: Agent, log_types: str, filters: list[str]) -> dict[s
 
 @action("fetch_logs_with_signed_url", Mode.TASK)
 async def fetch_logs_with_signed_url(agent: Agent, request: Signed) -> dict[str, str]:
-    """Upload a log archive to a URL. Only the Director knows the id (agent/action/fetch_logs_with_signed_url.go)."""
+    """Upload a log archive to a URL, whose blob id only the Director knows
+    (agent/action/fetch_logs_with_signed_url.go).
+    """
     store, url, headers = agent.settings.current.blobstore, request.signed_url, request.blobstore_headers
     done = await agent.logs.send(
         request.log_type, request.filters, store, agent.tasks.report, signed_url=url, headers=headers
@@ -44,7 +46,7 @@ async def fetch_logs_with_signed_url(agent: Agent, request: Signed) -> dict[str,
 
 @action("bundle_logs", Mode.NOW)
 async def bundle_logs(agent: Agent, request: Bundle) -> dict[str, str]:
-    """Store a log archive locally for a fetch by scp (agent/action/bundle_logs.go)."""
+    """Store a log archive locally, so that it can be fetched with scp (agent/action/bundle_logs.go)."""
     path, sha512 = await agent.logs.bundle(request.log_type, request.filters, request.owning_user)
     return {"logs_tar_path": str(path), "sha512": f"sha512:{sha512}"}
 

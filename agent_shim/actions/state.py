@@ -23,13 +23,13 @@ async def ping(agent: Agent) -> str:  # noqa: ARG001
 
 @action("info", Mode.NOW)
 async def info(agent: Agent) -> dict[str, int]:  # noqa: ARG001
-    """Return the API version. 1 allows errands by job name (agent/action/info.go)."""
+    """Return the API version. Version 1 supports errands by job name (agent/action/info.go)."""
     return {"api_version": 1}
 
 
 @action("get_task", Mode.NOW)
 async def get_task(agent: Agent, task_id: str) -> Any:
-    """Return the bare result of a task, or its running state. Repeatable (agent/action/get_task.go)."""
+    """Return the bare result of a task, or its running state. May be repeated (agent/action/get_task.go)."""
     task = await agent.tasks.poll(task_id)
     if task.state == "running":
         return {"agent_task_id": task.id, "state": "running"}
@@ -80,7 +80,7 @@ def _process_entry(process: Any) -> dict[str, Any]:
 async def record_health(agent: Agent) -> None:
     """Write ``instance/health.json`` for bosh-dns. Ignores a failed write (wrapper_job_supervisor.go).
 
-    It is not synced: another boot writes it again.
+    It is not synced, because the next boot writes it again.
     """
     health = msgspec.json.encode({"state": agent.supervisor.job_state()})
     with suppress(HostError):

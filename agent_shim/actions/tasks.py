@@ -27,40 +27,44 @@ from agent_shim.host import files
 logger = logging.getLogger(__name__)
 
 POLL_HOLD_S: Final = 3.0
-"""Seconds for which a poll of a running task is held. The Director polls immediately, then once a second."""
+"""Seconds for which the reply to a poll of a running task is delayed. The Director polls immediately, then once a
+second.
+"""
 
 MAX_HELD: Final = 100
-"""Polls held at a time. Further ones are answered at once. Each takes 6 KB, and the bus keeps thousands of requests."""
+"""Maximum number of polls held at the same time. Further ones are answered at once, because each takes 6 KB and the bus
+accepts thousands of requests.
+"""
 
 MAX_OUTCOME_BYTES: Final = 16 * 1024 * 1024
-"""JSON bytes of remembered outcomes. The newest is kept in any case, and an errand's has up to 1 MiB."""
+"""Maximum total size of remembered outcomes as JSON. The newest is always kept; that of an errand has up to 1 MiB."""
 MAX_WAITING: Final = 10_000
 MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
-"""Tasks in the queue, in number and in size of their arguments in memory. Further requests are refused."""
+"""Limits on queued tasks: their number, and the size of their arguments in memory. Further requests are refused."""
 MAX_JOURNAL_BYTES: Final = files.MAX_FILE_BYTES // 2
-"""Requests of stored tasks: a larger journal could not be read back."""
+"""Maximum size of the requests of stored tasks, because a larger journal could not be read back."""
 
 TaskWork = Callable[[], Awaitable[Any]]
 
 
 class Task(msgspec.Struct):
-    """One long action. ``state`` is running (queued too), done or failed. The wire shows only running.
+    """One long action. ``state`` is running (also while queued), done or failed. Replies contain only running.
 
-    Arguments are not kept: some are large or secret.
+    Arguments are not kept, because some are large or secret.
     """
 
     id: str
     method: str
     cancelled: asyncio.Event | None
     is_resumed: bool = False
-    """An earlier agent has accepted it, and perhaps begun."""
+    """An earlier agent has accepted the task, and may have begun it."""
     state: str = "running"
     size: int = 0
-    """Bytes of its arguments in memory until its end."""
+    """Size of its arguments in memory, in bytes, until it ends."""
     progress: str = ""
     """Current step, for operators."""
     outcome: Any = None
-    """Value of a finished task, or the text of a failed one."""
+    """The value of a finished task, or the error text of a failed one."""
     outcome_bytes: int = 0
     """Size of the outcome as JSON."""
     begun_at: float = 0.0
@@ -97,7 +101,7 @@ class Tasks:
 
     @property
     def waiting(self) -> int:
-        """Number of queued tasks, without the running one."""
+        """Number of queued tasks, not counting the running one."""
         return self._queue.qsize()
 
     def waiting_methods(self) -> set[str]:
@@ -113,7 +117,7 @@ class Tasks:
         task_id: str = "",
         size: int = 0,
     ) -> Task:
-        """Queue ``work`` and return its task; with ``cancelled`` the task can be cancelled.
+        """Queue ``work`` and return its task. With ``cancelled`` the task can be cancelled.
 
         ``size`` is that of a request (``wire.weight``). Raises ``ActionError`` if the queue is full.
         """
@@ -145,7 +149,8 @@ class Tasks:
     async def resume(self, resumed: Mapping[str, Callable[[bytes], TaskWork]]) -> None:
         """Queue the persistent tasks of an earlier agent under their old ids. Drops unknown ones.
 
-        A task that a resuming agent has begun and not ended fails: its request may end each agent.
+        A task fails if an agent has already resumed it and did not finish it, because its request may crash every
+        agent.
         """
         for task_id, method, request, is_begun in await asyncio.to_thread(_read_journal, self._journal):
             if method not in resumed:
@@ -163,7 +168,7 @@ class Tasks:
             logger.info("resuming task %s (%s) after a restart", task_id, method)
 
     async def poll(self, task_id: str) -> Task:
-        """Return the task, after a short wait for its end if it still runs."""
+        """Return the task. If it is still running, first wait a short time for its end."""
         task = self.find(task_id)
         if task.state == "running" and not self._released.is_set() and self._held < MAX_HELD:
             self._held += 1
@@ -176,7 +181,7 @@ class Tasks:
         return task
 
     def release_polls(self) -> None:
-        """Answer all held polls and hold no more, because the agent is about to exit."""
+        """Answer all held polls and hold no further ones, because the agent is about to exit."""
         self._released.set()
 
     def find(self, task_id: str) -> Task:
@@ -207,7 +212,7 @@ class Tasks:
             while True:
                 await self._run_next(failure)
         except Exception:
-            if self.running is not None:  # otherwise those who poll it would wait forever
+            if self.running is not None:  # otherwise its pollers would wait forever
                 self._finish(self.running, "failed", "an internal error of the agent (its log has the traceback)")
                 self.running = None
             raise
@@ -215,7 +220,7 @@ class Tasks:
     async def _run_next(self, failure: Callable[[str, BaseException], str]) -> None:
         task, work = await self._queue.get()
         self._waiting_bytes -= task.size
-        if task.state != "running":  # cancelled in the queue
+        if task.state != "running":  # it was cancelled while in the queue
             return
         self.running = task
         task.begun_at = time.monotonic()

@@ -9,7 +9,7 @@ class Stats(msgspec.Struct):
     """Counters of a bus since its creation."""
 
     attempts: int = 0
-    """Connections tried, successful ones included."""
+    """Number of connection attempts, including successful ones."""
     connects: int = 0
     received: int = 0
     received_bytes: int = 0
@@ -27,7 +27,7 @@ class Stats(msgspec.Struct):
     denied: int = 0
     """Messages refused by the server for lack of permission, and callers refused by the agent."""
     last_error: str = ""
-    """Reason for a missing connection, or the last problem on it. "" without a problem."""
+    """Why there is no connection, or the last problem on it. "" if there was none."""
 
     @property
     def reconnects(self) -> int:

@@ -1,4 +1,6 @@
-"""Mistakes of a configuration file: all members of a wrong type, and unknown keys with the nearest known one. Pure."""
+"""Finds mistakes in a configuration file: all members of a wrong type, and unknown keys with the nearest known one.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import msgspec
 def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
     """Yield a text for each member of ``value`` that does not fit ``wanted``, with its JSON path.
 
-    ``value`` has the names of ``wanted``. A type with a description is named by it.
+    ``value`` has the member names of ``wanted``. A type that has a description is named by that.
     """
     origin = typing.get_origin(wanted)
     is_union = origin in (types.UnionType, typing.Union)
@@ -52,9 +54,9 @@ def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``: did you mean WORD?`` with the nearest of the known words, or an empty string.
 
-    A known word with points is the path of an inner key; it is shown as JSON.
+    A known word that contains dots is the path of an inner key and is shown as JSON.
     """
-    import difflib  # late: only for an unknown word
+    import difflib  # imported late, because only an unknown word needs it
 
     by_case = {each.lower(): each for each in known}
     moved = [each for each in by_case if each.endswith(f".{word.lower()}")]
@@ -67,7 +69,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def all_keys(wanted: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of all keys, also of inner objects: ``monit.http`` for a key that was written flat."""
+    """Yield the paths of all keys, including those of inner objects, such as ``monit.http`` for a key that was written
+    at the top.
+    """
     for field in msgspec.structs.fields(wanted):
         yield f"{path}{field.encode_name}"
         if _is_struct(field.type):

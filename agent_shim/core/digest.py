@@ -1,7 +1,7 @@
-"""Digest strings: several digests of one blob, of which the strongest decides. Pure.
+"""Digest strings, which contain several digests of one blob. The strongest is the one that is checked. Pure.
 
 Grammar, choice and texts are those of bosh-utils (crypto/multiple_digest.go, crypto/digest.go): pieces joined by ``;``,
-each ``algorithm:hex`` or a bare hex, which means sha1.
+each of which is ``algorithm:hex``, or only hex digits for sha1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORD: Final = re.compile(r"[a-zA-Z\d]+")
 
 
 class Hasher(Protocol):
-    """A hash of ``hashlib``, which lets other threads run meanwhile for many bytes."""
+    """A hash of ``hashlib``, which releases the interpreter lock while it processes large data."""
 
     @property
     def name(self) -> str: ...
@@ -80,7 +80,7 @@ class MultipleDigest(msgspec.Struct, frozen=True):
         raise DigestError(f"Computing digest from stream: Unable to create digest of unknown algorithm '{given[0]}'")
 
     def check(self, hasher: Hasher) -> None:
-        """Compare the digest of ``hasher`` with the one of its algorithm, exactly. Raises ``DigestError``."""
+        """Compare the digest of ``hasher`` with the one for its algorithm, exactly. Raises ``DigestError``."""
         actual = Digest(hasher.name, hasher.hexdigest())
         if actual not in self.digests:
             (expected,) = (digest for digest in self.digests if digest.algorithm == hasher.name)

@@ -1,6 +1,7 @@
 """Exceptions, one class for each kind that is caught.
 
-Texts read ``cannot X: why`` and name thing and place. Those that a Director compares (the Go agent's) are kept exactly.
+Texts read ``cannot X: why`` and name the thing and the place. Texts of the Go agent that a Director compares are kept
+exactly.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ class BootError(ShimError):
 
 
 class AlreadyRunningError(ShimError):
-    """Another agent works on the same base directory."""
+    """Another agent uses the same base directory."""
 
     exit_code = 3
 
 
 class BusError(ShimError):
-    """The bus cannot be reached, or a message did not get onto it."""
+    """The bus cannot be reached, or a message could not be sent on it."""
 
     exit_code = 69
 
 
 class CredentialsError(BusError):
-    """Our side of a bus is unusable: certificate, key or CA cannot be read, or the server refuses them."""
+    """Our credentials for a bus are unusable: the certificate, key or CA cannot be read, or the server refuses them."""
 
 
 class NoAgentError(ShimError):
@@ -86,16 +87,16 @@ class BlobError(ActionError):
 
 
 class LastingError(BlobError):
-    """Another attempt would fail too: the disk of this machine is full, or the URL is unusable."""
+    """Another attempt would fail too, because the disk of this machine is full or the URL is unusable."""
 
 
 class HostError(OSError):
-    """A system call failed: keeps ``errno`` and names the attempt (``cannot mount /a on /b``)."""
+    """A system call failed. Keeps ``errno`` and says what was attempted (``cannot mount /a on /b``)."""
 
 
 @contextmanager
 def errors_as(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise an exception of these kinds, by default ``OSError``, as ``ActionError`` "WHAT: why"."""
+    """Convert an exception of these kinds, by default ``OSError``, to an ``ActionError`` "WHAT: why"."""
     wanted = kinds or (OSError,)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Waiting for an event in addition to other work, or for a limited time."""
+"""Functions that wait for an event in addition to other work, or for a limited time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 async def ended_before(event: asyncio.Event, work: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
-    """Wait for ``work``. Return False if the event is set or the time is over first. ``work`` continues in any case."""
+    """Wait for ``work``. Return False if the event is set or the time is over first. Either way ``work`` continues."""
     waiting = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({work, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Restart crashed endless tasks: log, count, back off. Other tasks are not affected."""
+"""Restarts endless tasks that crash, with logging, counting and back-off. Other tasks are not affected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 60.0
-"""Maximum pause before a restart. Each pause is twice the one before. A run of this length resets it."""
+"""Maximum pause before a restart, in seconds. Each pause is twice the one before, and a run of this length resets
+it.
+"""
 FAILURE_PERIOD_S: Final = 60.0
 MAX_FAILURES: Final = 5
 """Failures within ``FAILURE_PERIOD_S`` above which a vital task raises its error."""
@@ -53,6 +55,6 @@ async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vit
 
 
 def is_asked_to_end() -> bool:
-    """Return True if a caught cancellation was requested for the current task, and does not come from within it."""
+    """Return True if a caught cancellation was requested for the current task, rather than caused within it."""
     current = asyncio.current_task()
     return current is not None and current.cancelling() > 0

@@ -1,4 +1,4 @@
-"""Imports of libraries without what they import for features that this program does not use."""
+"""Imports libraries without the modules that they need only for features that this program does not use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class _StandIn(ModuleType):
 def preload(module: str, *unused: str) -> None:
     """Import ``module`` so that its imports of ``unused`` modules take no memory.
 
-    A module that uses more of them than their names stays unloaded: the import statement that follows loads it whole.
+    If importing ``module`` uses more of them than their names, it stays unloaded, and the following import statement
+    loads it completely.
     """
     stand_ins = {name: _StandIn(name) for name in unused if name not in sys.modules}
     before = set(sys.modules)
@@ -53,7 +54,7 @@ def without_authorities() -> Iterator[None]:
     """Create TLS contexts without CAs during an import, because reading the system's CAs takes 30 to 70 ms and 0.8
     MB.
     """
-    import ssl  # late: a command without TLS does without it
+    import ssl  # imported late, because a command without TLS does not need it
 
     real = ssl.create_default_context
     ssl.create_default_context = lambda *_, **__: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,4 +1,4 @@
-"""Logging: one line per fact, JSON for collectors or text for a terminal, never a secret.
+"""Logging: one line per fact, as JSON for collectors or text for a terminal, and never a secret.
 
 INFO is a timeline for operators; WARNING needs attention if it repeats; ERROR needs an operator.
 """
@@ -31,9 +31,9 @@ LARGEST: Final = 10_000_000
 """Size at which a log file is rotated. One older file is kept."""
 
 MAX_WAITING_BYTES: Final = 2 * 1024 * 1024
-"""Bound of the lines that wait for a reader of stderr."""
+"""Maximum size of the lines that wait for a reader of stderr."""
 FLUSH_TIMEOUT_S: Final = 1.0
-"""For waiting lines to be written at exit."""
+"""Timeout for writing the waiting lines at exit."""
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 
@@ -42,12 +42,12 @@ _SECRETS: Final = (
     re.compile(r"(?<=://)[^/@\s:]+:[^/@\s]+(?=@)"),
     re.compile(r"(?<=\?)[^\s\"'>]+(?=[\s\"'>]|$)"),
 )
-"""Private keys, ``user:password`` of a URL, query strings (signed links carry their signature there)."""
+"""Private keys, ``user:password`` in a URL, and query strings (which contain the signature of signed URLs)."""
 
 
 def redacted(text: str) -> str:
     """Remove secrets from a text. This is a safety net, because no secret should be logged in the first place."""
-    if "?" in text or "://" in text or "-----BEGIN " in text:  # each has one of these, most lines have none
+    if "?" in text or "://" in text or "-----BEGIN " in text:  # every secret has one of these, most lines have none
         for pattern in _SECRETS:
             text = pattern.sub("<redacted>", text)
     return text
@@ -57,7 +57,7 @@ _encode: Final = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def _members(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the extra members of a line: ``logger.info(text, extra={"members": {…}})``."""
+    """Return the additional members of a line, from ``logger.info(text, extra={"members": {…}})``."""
     members: dict[str, Any] = getattr(record, "members", {})
     return {name: redacted(value) if isinstance(value, str) else value for name, value in members.items()}
 
@@ -65,7 +65,7 @@ def _members(record: logging.LogRecord) -> dict[str, Any]:
 def _trace(error: BaseException | None) -> str:
     """Describe an error and its causes by location.
 
-    Only our own errors keep their text; any other may contain a secret.
+    Only our own errors keep their text, because any other may contain a secret.
     """
     parts: list[str] = []
     known: set[int] = set()
@@ -116,7 +116,7 @@ class JsonLines(logging.Formatter):
 class _File(logging.handlers.RotatingFileHandler):
     """A file that follows no link. A large one is renamed and kept for a while.
 
-    Failed writes (a full disk, a missing directory) are ignored: standard error has the line too.
+    Failed writes (full disk, missing directory) are ignored, because the line goes to standard error too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -128,10 +128,10 @@ class _File(logging.handlers.RotatingFileHandler):
 
 
 class _Stderr(logging.Handler):
-    """Standard error, whose reader may be slow: lines that it does not take at once wait for it in a thread.
+    """Standard error, whose reader may be slow. Lines that cannot be written at once are written later by a thread.
 
-    The descriptor may be shared, so it stays blocking: a write follows the kernel's word that ``PIPE_BUF`` bytes have
-    room. Lines beyond ``MAX_WAITING_BYTES`` are dropped and counted.
+    The descriptor may be shared, so it stays blocking, and data is written only once the kernel reports space for
+    ``PIPE_BUF`` bytes. Lines beyond ``MAX_WAITING_BYTES`` are dropped and counted.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class _Stderr(logging.Handler):
         return bool(select.select((), (self._fd,), (), timeout_s)[1])
 
     def _write(self, timeout_s: float) -> None:
-        """Write waiting lines as far as the reader takes them within the time."""
+        """Write as many waiting lines as the reader accepts within the time."""
         while self._waiting and self._has_room(timeout_s):
             end = self._waiting.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
             try:
@@ -170,7 +170,7 @@ class _Stderr(logging.Handler):
                 self._waiting.clear()
 
     def _write_later(self) -> None:
-        """Write as the reader makes room, until nothing waits."""
+        """Write whenever the reader makes room, until no lines are waiting."""
         while self._has_thread:
             self._has_room(None)
             self.acquire()
@@ -182,7 +182,7 @@ class _Stderr(logging.Handler):
             logger.warning("%d lines were dropped: the reader of stderr is too slow", dropped)
 
     def close(self) -> None:
-        """Wait briefly for the reader of the remaining lines."""
+        """Wait briefly for the remaining lines to be read."""
         self.acquire()
         self._write(FLUSH_TIMEOUT_S)
         self.release()
@@ -190,7 +190,7 @@ class _Stderr(logging.Handler):
 
 
 def is_json(form: str) -> bool:
-    """Return True for JSON lines; without a ``form`` a terminal gets text and anything else JSON."""
+    """Return True for JSON lines. Without a ``form`` a terminal gets text, and anything else JSON."""
     return form == "json" or (form != "text" and not sys.stderr.isatty())
 
 
@@ -224,7 +224,7 @@ def _is_svlogds(directory: Path) -> bool:
 def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> None:
     """Send all logging to stderr and, if given, to ``file``. ``form`` is json, text or "" (``is_json``).
 
-    Not to ``file`` where a svlogd writes our stderr into its directory, as on a stemcell with runit.
+    ``file`` is not used if a svlogd already writes our stderr to its directory, as on a stemcell with runit.
     """
     handlers: list[logging.Handler] = [_Stderr()]
     if file is not None and not _is_svlogds(file.parent):

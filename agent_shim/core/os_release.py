@@ -1,4 +1,4 @@
-"""The operating system in ``/etc/os-release``, under the name that stemcells give it. Pure."""
+"""Reads the operating system from ``/etc/os-release`` and returns it in the form used for stemcells. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 
 def operating_system(text: str) -> str:
-    """Return ``ubuntu-noble`` from the content of os-release. Raises ``ValueError``.
+    """Return a name such as ``ubuntu-noble`` from the content of os-release. Raises ``ValueError``.
 
-    The file ``operating_system`` of stemcells is no source of it: it has ``ubuntu`` on every stemcell, and here on
-    Debian too, because it is the Go agent's option ``-P``, for which that agent knows no Debian.
+    This cannot be read from the file ``operating_system`` of stemcells, which always contains ``ubuntu``, here even on
+    Debian, because it is passed to the Go agent as option ``-P``, and that agent does not know Debian.
     """
     members = dict(_assigned(text))
     for name in ("ID", "VERSION_CODENAME"):
@@ -20,7 +20,7 @@ def operating_system(text: str) -> str:
 
 
 def _assigned(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each line, quoted as for a shell."""
+    """Yield the name and value of each line, whose values are quoted as for a shell."""
     for line in text.splitlines():
         name, equals, value = line.strip().partition("=")
         if equals and not name.startswith("#"):

@@ -1,9 +1,8 @@
 """The file tree of an agent as one value.
 
-``Paths()`` is the tree of a BOSH machine. ``Paths(DIR)`` moves all of it below ``DIR``, which takes the place of
-``/var/vcap``. Files in ``/etc`` move to ``DIR/etc``, so nothing outside ``DIR`` is written, and no file of the real
-``/var/vcap`` is read. Names and locations are
-those of the Go agent (settings/directories/directories_provider.go).
+``Paths()`` is the tree of a BOSH machine. ``Paths(DIR)`` is the same tree below ``DIR``, which replaces ``/var/vcap``.
+Files in ``/etc`` move to ``DIR/etc``, so that nothing outside ``DIR`` is written, and no file of the real ``/var/vcap``
+is read. Names and locations are those of the Go agent (settings/directories/directories_provider.go).
 """
 
 from __future__ import annotations
@@ -14,36 +13,38 @@ VCAP = Path("/var/vcap")
 
 
 class Paths:
-    """Every path of the agent, without disk access."""
+    """Every path that the agent uses. Does not access the disk."""
 
     def __init__(self, base: Path = VCAP) -> None:
         self.base = base
         self.is_system = base == VCAP
-        """True for the real tree: only then may the agent change files outside ``base`` (``/etc``)."""
+        """True for the real tree. Only then may the agent change files outside ``base`` (``/etc``)."""
         self.etc = Path("/etc") if self.is_system else base / "etc"
         self.logrotate_rule = self.etc / "logrotate.d" / "vcap"
-        """The file by which cron and logrotate rotate the logs of jobs under the Go agent."""
+        """The rule with which logrotate, run by cron, rotates job logs under the Go agent."""
         self.system_log = Path("/var/log") if self.is_system else base / "var/log"
         """The directory that ``bosh logs --system`` packs."""
         self.shared_owner = "root:vcap" if self.is_system else None
-        """Owner of directories that jobs may read: ``root:vcap``. Below another base None, which changes nothing."""
+        """Owner of directories that jobs may read: ``root:vcap``, or None below another base, where owners are not
+        changed.
+        """
 
         # --- bosh: the agent's own state ---------------------------------------------------------------------------
         self.bosh = base / "bosh"
         self.bosh_etc = self.bosh / "etc"
         self.dev_tools_list = self.bosh_etc / "dev_tools_file_list"
-        """The list of files of compilers, one a line."""
+        """The list of compiler files, one per line."""
         self.static_libraries_list = self.bosh_etc / "static_libraries_list"
-        """The list of libraries that only a compiler needs, one a line."""
+        """The list of libraries that only a compiler needs, one per line."""
         self.bosh_bin = self.bosh / "bin"
         self.agent_log = self.bosh / "log"
         """The directory that ``bosh logs --agent`` packs."""
         self.settings_tmpfs = self.bosh / "settings"
-        """The directory of files with credentials if ``env.bosh.agent.settings.tmpfs`` is set."""
+        """The directory for files with credentials if ``env.bosh.agent.settings.tmpfs`` is set."""
         self.settings_cache = self.bosh / "settings.json"
         self.update_settings = self.bosh / "update_settings.json"
         self.former_mbus = self.bosh / "former_mbus.json"
-        """The credentials of the bus before the last rotation."""
+        """The bus credentials from before the last rotation."""
         self.spec = self.bosh / "spec.json"
         self.tasks = self.bosh / "tasks.json"
         self.disk_hints = self.bosh / "persistent_disk_hints.json"
@@ -53,14 +54,16 @@ class Paths:
         """The id of the instance that owns this root file system, and of the state backup that belongs to it."""
         self.agent_lock = self.bosh / "agent_shim.lock"
         self.control_socket = self.bosh / "agent_shim.sock"
-        """Away from ``data``: a listening socket keeps a file system mounted."""
+        """Not below ``data``, because a listening socket would keep that file system mounted."""
         self.keepers = self.bosh / "keepers"
-        """Directory of the sockets of keepers. Only the agent's user may enter it. Away from ``data`` likewise."""
+        """Directory of the keepers' sockets, which only the agent's user may enter. Not below ``data`` for the same
+        reason.
+        """
         self.shut_down = self.bosh / "shut_down"
         """Holds the id of an agent that the Director has shut down."""
         self.managed_disk = self.bosh / "managed_disk_settings.json"
         self.taken_down = self.bosh / "taken_down_disks.json"
-        """The unmounted disks whose own marker could not be changed."""
+        """The unmounted disks whose markers could not be changed."""
 
         # --- data: the ephemeral disk -------------------------------------------------------------------------------
         self.data = base / "data"
@@ -70,10 +73,10 @@ class Paths:
         """Installed package bundles: ``data/packages/<package>/<sha1>``."""
         self.blobs = self.data / "blobs"
         self.sensitive_blobs = self.data / "sensitive_blobs"
-        """Blobs that came over the bus by ``upload_blob``."""
+        """Blobs received over the bus with ``upload_blob``."""
         self.tmp = self.data / "tmp"
         self.bundled_logs = self.tmp / "logs"
-        """Archives of logs, to be fetched by ssh."""
+        """Log archives to be fetched over ssh."""
         self.compile = self.data / "compile"
         self.dynamic_disks = self.data / "dynamic_disks"
         self.mirror = self.data / "bosh"
@@ -83,7 +86,7 @@ class Paths:
         self.log = self.data_sys / "log"
         self.run = self.data_sys / "run"
         self.shim_run = self.run / "agent_shim"
-        """Run-time files of this agent: captured output."""
+        """Run-time files of this agent, such as captured output."""
 
         # --- what jobs see ------------------------------------------------------------------------------------------
         self.sys = base / "sys"
@@ -95,7 +98,9 @@ class Paths:
         self.monit = base / "monit"
         self.monit_job = self.monit / "job"
         self.empty = base / "empty"
-        """Working directory of scripts and programs of jobs. Scripts read ``../jobs``, so it is directly below."""
+        """Working directory of scripts and programs of jobs. It is directly below the base, because scripts read
+        ``../jobs``.
+        """
         self.stopped_marker = self.monit / "stopped"
         self.monit_user = self.monit / "monit.user"
         self.instance = base / "instance"
@@ -105,5 +110,7 @@ class Paths:
         self.ssh_home = base / "bosh_ssh"
 
     def moved(self, path: Path) -> Path:
-        """Return the place in this tree of a path below ``/var/vcap``, and any other path as it is."""
+        """Return the path in this tree that corresponds to a path below ``/var/vcap``. Any other path is returned
+        unchanged.
+        """
         return path if self.is_system or not path.is_relative_to(VCAP) else self.base / path.relative_to(VCAP)

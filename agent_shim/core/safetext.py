@@ -1,8 +1,8 @@
 """Escaping of untrusted text for a terminal, a log line, JSON or a metric label.
 
-Jobs choose log lines, last words, names of files and processes, titles. An escape sequence controls the terminal of the
-reader, a line break forges a line, a bidirectional override disguises text, and a lone surrogate (a byte of invalid
-UTF-8) breaks its encoder. Each such character is replaced by its number.
+Jobs control log lines, the last output of processes, file and process names, and titles. In these, an escape sequence
+could control the reader's terminal, a line break could forge a line, a bidirectional override could disguise text, and
+a lone surrogate (a byte of invalid UTF-8) could not be encoded. Each such character is replaced by its number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MAX_LABEL_CHARS: Final = 200
 
 
 def line(text: str) -> str:
-    r"""Return the text in one line for terminals and logs, other characters escaped like ``\u001b``."""
+    r"""Return the text as one line for terminals and logs, with unsafe characters escaped like ``\u001b``."""
     return text if text.isprintable() else _escaped(text, "")
 
 
@@ -33,12 +33,12 @@ def number(character: str) -> str:
 
 
 def label(text: str) -> str:
-    """Return the text as a label value: in one line, at most ``MAX_LABEL_CHARS`` long."""
+    """Return the text as a label value: on one line, and at most ``MAX_LABEL_CHARS`` long."""
     return line(text[:MAX_LABEL_CHARS])
 
 
 def value(found: Any) -> Any:
-    """Escape each text in a JSON value, keys included: for answers of an agent before they are shown."""
+    """Escape every text in a JSON value, including keys, so that an agent's answer can be shown."""
     match found:
         case str():
             return line(found)

@@ -1,1 +1,1 @@
-"""The daemon: boot, the wiring of services and edges, recovery of jobs, shutdown, the worker process."""
+"""The daemon: boot, wiring of services and edges, recovery of jobs, and shutdown."""

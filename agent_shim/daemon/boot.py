@@ -1,4 +1,5 @@
-"""The boot: named idempotent steps, each timed and logged with its outcome or the reason it was skipped.
+"""The boot: named idempotent steps, each of which is timed and logged with its outcome or the reason why it was
+skipped.
 
 Order and modes follow the Go agent (agent/bootstrap.go, platform/linux_platform.go). Steps that
 configure machines (interfaces, partitions, mounts over system directories) are omitted in a container.
@@ -46,7 +47,7 @@ GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - public, no secret
 """The Go agent's fixed password in monit.user."""
 
 RUN: Final = Path("/run")
-"""Directory of root's daemons, an emptyDir where the root file system is read-only."""
+"""Directory of root's daemons. It is an emptyDir if the root file system is read-only."""
 
 NOT_ROOT: Final = "not root of a container with the real /var/vcap"
 
@@ -58,7 +59,7 @@ Run = Callable[[], Awaitable[str | None]]
 class Step(msgspec.Struct, frozen=True):
     """One idempotent action. Only a ``vital`` one may stop the boot.
 
-    A ``late`` step is required neither by the bus nor by a request: it runs in parallel with the connection.
+    A ``late`` step is required neither by the bus nor by any request, so it runs while the connection is made.
     """
 
     name: str
@@ -83,7 +84,7 @@ async def boot(steps: list[Step]) -> None:
 
 
 def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
-    """Directories with modes and owners, as after the Go agent's bootstrap."""
+    """Return the directories with the modes and owners that they have after the Go agent's bootstrap."""
     own = "root:root" if paths.is_system else None
     shared = paths.shared_owner
     return [
@@ -117,8 +118,9 @@ def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
 def make_tree(paths: Paths) -> None:
     """Create the directories and the link ``sys``.
 
-    A volume loses the right of others to write, with which the kubelet makes an emptyDir: a job could exchange the
-    directories of programs that root runs. Every user may pass it: some provisioners make volumes with mode 0750.
+    The kubelet creates an emptyDir that others may write to. That permission is removed from volumes, because a job
+    could otherwise replace directories of programs that root runs. Every user gets permission to traverse them, because
+    some provisioners create volumes with mode 0750.
     """
     if os.geteuid() == 0:
         for path in filter(Path.is_dir, (paths.base, paths.data)):
@@ -129,19 +131,19 @@ def make_tree(paths: Paths) -> None:
     for path, mode, owner in directories(paths):
         if path == paths.data and path.is_dir():
             continue
-        # All users may make entries in sys/run.
+        # All users may create entries in sys/run.
         make = files.make_own_dir if path == paths.shim_run else files.make_dir
         make(path, mode, owner)
     if not paths.sys.is_symlink() or paths.sys.readlink() != paths.data_sys:
         files.swap_link(paths.data_sys, paths.sys)
     try:
-        files.remove_tree(paths.tmp / "outcomes")  # earlier versions kept results of tasks there
+        files.remove_tree(paths.tmp / "outcomes")  # earlier versions stored results of tasks there
     except HostError as exc:
         logger.warning("%s", exc)
 
 
 def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> list[Step]:
-    """The steps after the settings are known."""
+    """Return the steps that follow once the settings are known."""
     paths, settings = agent.paths, agent.settings.current
     bosh = settings.source.env.bosh
 
@@ -164,7 +166,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         return await agent.disks.problem() or None
 
     def as_root(run: Callable[..., Awaitable[str | None]], *arguments: Any, **options: Any) -> Run:
-        """Skip a step unless the agent is root of a container with the real tree."""
+        """Skip a step unless the agent is root in a container and uses the real tree."""
 
         async def checked() -> str | None:
             return await run(*arguments, **options) if owns_system(paths) else NOT_ROOT
@@ -193,7 +195,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         Step("trusted certificates", authorities, late=True),
         Step("names of other instances", names),
         Step("leftovers of interrupted work", leftovers),
-        # Before the first ``apply``, for scripts and operators.
+        # Do this before the first ``apply``, for scripts and operators.
         Step("command bpm", partial(asyncio.to_thread, install_bpm_wrapper, paths)),
         Step("monit user", partial(_write_monit_user, paths, monit_password)),
         Step("links and files of the instance", partial(_restore_instance, agent), vital=True),
@@ -244,9 +246,9 @@ async def _write_time_servers(paths: Paths, servers: list[str]) -> str | None:
 
 
 def _kill_one_process() -> str | None:
-    """Let the kernel kill one process of this container when memory runs out, instead of the agent and all jobs.
+    """Make the kernel kill a single process of this container when memory runs out, instead of the agent and all jobs.
 
-    The kernel allows it where the cgroup of the container is writable, as in privileged pods.
+    This is possible if the container's cgroup is writable, as in privileged pods.
     """
     try:
         if not cgroups.end_oom_group(cgroups.find()):
@@ -263,7 +265,7 @@ def _make_temporary_files(paths: Paths) -> None:
 
 
 async def _write_monit_user(paths: Paths, password: str) -> str | None:
-    """Keep an existing password, because releases read it when they start."""
+    """Write monit's user and password. An existing password is kept, because releases read it when they start."""
     try:
         found = (await asyncio.to_thread(files.read, paths.monit_user, is_own=True)).decode()
     except (OSError, ValueError):
@@ -297,17 +299,17 @@ async def _make_job_directories(agent: Agent) -> str | None:
 
 
 def owns_system(paths: Paths) -> bool:
-    """True for root in a container with the real tree, the condition for changing users and /tmp."""
+    """Return True for root in a container with the real tree. Only then may users and /tmp be changed."""
     return paths.is_system and os.geteuid() == 0
 
 
 def tree_step(paths: Paths) -> Step:
-    """The step before the settings are known."""
+    """Return the step that precedes the settings."""
 
     async def tree() -> str | None:
         try:
             await asyncio.to_thread(make_tree, paths)
-            # Before the first write: a killed agent leaves temporary files that it had not renamed.
+            # Do this before the first write, because a killed agent leaves temporary files that it had not renamed yet.
             await asyncio.to_thread(files.sweep, [paths.bosh, paths.mirror, paths.monit, paths.instance])
         except HostError as exc:
             raise BootError(f"cannot boot: {exc}") from exc

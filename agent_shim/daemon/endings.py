@@ -2,7 +2,7 @@
 
 | ending | cause | the bus |
 |---|---|---|
-| orderly stop | the container ends | the Director is answered until the end |
+| orderly stop | the container ends | the agent answers the Director until the end |
 | shutdown | the Director deletes the instance | left once the jobs are stopped. A restarted agent stays idle |
 | takeover stop | another agent has taken a volume | left at once |
 """
@@ -32,7 +32,9 @@ TAKEOVER_STOP_TIMEOUT_S: Final = 10.0
 
 
 class Endings:
-    """``phase`` is the phase of the agent once one has begun, "" before; then ``leaves_bus`` is set in due time."""
+    """Begins and runs the endings. ``phase`` is "" until one begins, then the agent's phase. ``leaves_bus`` is set when
+    it is time to disconnect.
+    """
 
     def __init__(self, agent: Agent, dispatcher: Dispatcher) -> None:
         self.phase = ""
@@ -43,7 +45,7 @@ class Endings:
         self._ending: asyncio.Task[None] | None = None
 
     def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
-        """Stop all jobs in order, once. Refuse all later changes of the machine."""
+        """Stop all jobs in order, once. All later changes of the machine are refused."""
         if self.orderly_stop is None or self._ending is None:
             self.phase = self._dispatcher.refusing = STOPPING_IN_ORDER
             self.orderly_stop = OrderlyStop(grace)
@@ -59,7 +61,7 @@ class Endings:
     def begin_shutdown(self) -> None:
         """Stop the jobs and leave the bus.
 
-        Nobody waits for this, because the Director deletes the container without the reply.
+        Nobody waits for this, because the Director deletes the container without waiting for the reply.
         """
         self.phase = SHUT_DOWN
         self._ending = asyncio.create_task(self._shut_down(), name="shutdown")
@@ -78,7 +80,9 @@ class Endings:
             self.leaves_bus.set()
 
     def begin_takeover_stop(self, why: str) -> None:
-        """Stop writing, leave the bus and stop the jobs. Otherwise the Director would get two replies."""
+        """Stop writing, leave the bus and stop the jobs. If the agent stayed on the bus, the Director would get two
+        replies.
+        """
         if self._ending is None:
             logger.critical("%s; the jobs are ended, and nothing more is done here", why)
             self.phase = self._dispatcher.refusing = f"fenced off: {why}"
@@ -94,7 +98,7 @@ class Endings:
 
 
 def write_termination_log(text: str, path: Path = TERMINATION_LOG) -> None:
-    """Write the outcome for Kubernetes. The file is Kubernetes' mount, and is never created."""
+    """Write the outcome for Kubernetes. The file is mounted by Kubernetes and never created here."""
     try:
         with path.open("r+") as opened:
             opened.write(text)

@@ -1,8 +1,9 @@
-"""Prepare state and jobs for a take-over by the Go agent and monit, while every process keeps running.
+"""Prepares state and jobs for a take-over by the Go agent and monit, while every process keeps running.
 
-The files below ``bosh`` already have the Go agent's names and formats. ``hand_back`` removes files that would mislead
-it: markers on disks (it moves data between disks without them), the backup of the state (it does not update it), and
-monit files of stopped jobs (monit would start them: its own state is older). logrotate gets the logs of jobs back.
+The files below ``bosh`` already have the Go agent's names and formats. ``hand_back`` removes files that would become
+wrong or misleading: markers on disks (the Go agent moves data between disks without updating them), the backup of the
+state (it does not update that either), and monit files of stopped jobs (monit would start them, because its own state
+is older). logrotate rotates the logs of jobs again.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ READY: Final = "the BOSH agent and monit may be started now"
 
 
 def hand_back(paths: Paths) -> list[str]:
-    """Prepare the take-over and return a report in lines. Repetition is harmless.
+    """Prepare the take-over and return a report as lines. It may be repeated safely.
 
-    Raises ``AlreadyRunningError`` while an agent runs, ``NotThereError`` without the base, else ``HostError``. Nothing
-    is removed if a file that names jobs or disks cannot be read: their marks would stay, and the backup would be lost.
+    Raises ``AlreadyRunningError`` while an agent is running, ``NotThereError`` if the base does not exist, and
+    otherwise ``HostError``. Nothing is removed if a file that names jobs or disks cannot be read, because some markers
+    would then stay although the backup would be gone.
     """
     if not paths.base.is_dir():
         raise NotThereError(f"cannot hand back: there is no directory {paths.base} (-b names the base)")
@@ -107,7 +109,9 @@ def _disks(paths: Paths, known: Mapping[str, hints.DiskSettings]) -> Iterator[st
 
 
 def _firewall(paths: Paths) -> Iterator[str]:
-    """Remove the agent's table: the Go agent has its own, and this one would block a bus at a later address."""
+    """Remove the agent's nftables table. The Go agent has its own, and this one might block a bus at a later
+    address.
+    """
     if paths.is_system and nftables.is_installed():
         try:
             asyncio.run(nftables.remove())

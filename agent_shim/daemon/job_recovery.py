@@ -1,8 +1,9 @@
-"""Start the jobs again after a restart of the container, without a request of the Director.
+"""Starts the jobs again after a restart of the container, without a request of the Director.
 
-The jobs start after their disk is on the store and, on a new root file system, after their pre-start scripts, whose
-files outside ``/var/vcap`` are lost. An obstacle is retried with growing pauses. Meanwhile the instance is failing. The
-Director has precedence: a request that changes the jobs ends the attempt, and a ``start`` ends the pause.
+The jobs start once their disk is on the store. On a new root file system their pre-start scripts run first, because the
+files that those created outside ``/var/vcap`` are lost. If there is an obstacle, attempts are repeated with growing
+pauses, and meanwhile the instance is failing. The Director takes precedence: a request that changes the jobs ends the
+attempt, and a ``start`` ends the pause.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ GO_FIRST: Final = frozenset({"apply", "drain", "migrate_disk", "run_script", "st
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """Seconds: the first and the longest pause between attempts, and how often to check for a waiting Director."""
+    """In seconds, the first and the longest pause between attempts, and how often to check for a waiting Director."""
 
     first: float = 1.0
     limit: float = 30.0
@@ -42,11 +43,13 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 class JobRecovery:
-    """``begin`` is the boot step for jobs, ``run`` the task for longer work. ``alert`` gets each new obstacle."""
+    """``begin`` is the boot step for jobs, and ``run`` the task for longer work. ``alert`` is called with each new
+    obstacle.
+    """
 
     def __init__(self, agent: Agent, alert: Callable[[Event], None], *, pace: Pace = Pace()) -> None:
         self.obstacle = ""
-        """The reason the jobs cannot be started. "" without one."""
+        """The reason why the jobs cannot be started, or ""."""
         self._agent = agent
         self._alert = alert
         self._pace = pace
@@ -70,8 +73,8 @@ class JobRecovery:
     async def _take_over(self) -> None:
         """Take over from monit, or start the jobs of the spec if the supervisor's state is lost.
 
-        Running processes that pidfiles name are watched (Go agent: ``monit/job``). A new root file system has no
-        files for monit, and a spec that was restored there was applied by this agent.
+        Running processes named by pidfiles are watched (the Go agent's files are in ``monit/job``). A new root file
+        system has no monit files, and a spec restored there was applied by this agent.
         """
         agent = self._agent
         monit, state = agent.paths.monit_job, agent.paths.supervisor_state
@@ -119,7 +122,7 @@ class JobRecovery:
         return missing_files(self._agent) or await self._agent.disks.problem()
 
     def _record_obstacle(self, obstacle: str) -> None:
-        """Pause. Log and alert a new obstacle once."""
+        """Record an obstacle and begin a pause. A new obstacle is logged and reported as an alert once."""
         self.obstacle = obstacle
         self._agent.supervisor.hold(obstacle)
         if obstacle not in ("", self._reported):
@@ -128,7 +131,7 @@ class JobRecovery:
             self._alert(Event("agent", "Execution failed", "alert", f"cannot start the jobs: {obstacle}"))
 
     async def _pre_start(self) -> bool:
-        """Run pre-start scripts if they are due. False if a request of the Director takes precedence."""
+        """Run pre-start scripts if they are due. Return False if a request of the Director takes precedence."""
         agent = self._agent
         if agent.state_backup.is_prepared:
             return True
@@ -150,9 +153,9 @@ class JobRecovery:
 
 
 def jobs_live(paths: Paths) -> bool:
-    """Return True if a process of a job lives that an agent started or watched in this container. Blocks.
+    """Return True if a job's process is alive that an agent started or watched in this container. Blocks.
 
-    No container begins with one.
+    A new container has none.
     """
     saved = read_saved(paths.supervisor_state)
     if saved is not None and saved.incarnation == proc.incarnation() != "":
@@ -164,7 +167,8 @@ def jobs_live(paths: Paths) -> bool:
 
 
 def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:
-    """Name a disk of this agent_id in use by another agent, such as the predecessor, and that agent. "" without one.
+    """If a disk of this agent_id is in use by another agent, such as the predecessor, return a text that names both;
+    otherwise "".
 
     Blocks on the disks. An unreadable disk counts as unused.
     """

@@ -1,6 +1,6 @@
 """The daemon process: sockets and signals, from its start until the settings name the agent.
 
-``runtime`` does the further work. This module passes the requests of operators and observers to it.
+From then on ``runtime`` does the work. This module passes operators' and observers' requests on to it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from agent_shim.supervisor.bpm import bpm_api
 logger = logging.getLogger(__name__)
 
 THREADS: Final = 6
-"""Threads for blocking calls, independent of the number of processors."""
+"""Number of threads for blocking calls, independent of the number of processors."""
 NAME: Final = "bosh-agentmonit"
-"""Name of the process, of 15 characters at most: `pgrep monit` of scripts finds it, and so does `pgrep bosh-agent`."""
+"""Name of the process, which can have at most 15 characters. It is found by `pgrep monit`, which scripts use, and by
+`pgrep bosh-agent`.
+"""
 RIVAL_POLL_S: Final = 1.0
 """Interval of checks for the end of another agent on the same volumes, in seconds."""
 
 
 class Options(msgspec.Struct, frozen=True):
-    """The command line of ``agent-shim run``. None or "" means the value of agent.json."""
+    """The command line of ``agent-shim run``. None or "" means that the value in agent.json is used."""
 
     config: Path | None
     paths: Paths
@@ -55,7 +57,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def main(options: Options) -> int:
-    """Run until told to stop. Returns the exit code."""
+    """Run until told to stop, then return the exit code."""
     unknown: list[str] = []
     config = _read_config(options.config, unknown)
     why_not = _show_as_vcap(options.paths) if config.shim.spec and not options.paths.is_system else ""
@@ -66,18 +68,19 @@ def main(options: Options) -> int:
     for key in unknown:
         logger.warning("ignoring an %s of %s", key, options.config)
     if options.job_logs or config.shim.job_logs:
-        from agent_shim.services.logs import tail  # late: usually a collector reads the files
+        from agent_shim.services.logs import tail  # imported late, because usually a collector reads the files
 
         tail.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
     process.take_name(NAME)
-    # asyncio.run then sets no handler, whose replacement would describe its task with inspect (0.4 MB).
+    # This keeps asyncio.run from installing its handler. Replacing that would load inspect to describe the task (0.4
+    # MB).
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return asyncio.run(Daemon(options, config).serve())
 
 
 def _show_as_vcap(paths: Paths) -> str:
-    """Let jobs find the tree at ``/var/vcap``. Return the reason if they cannot."""
-    from agent_shim.host import tree_namespace  # late: only for a tree elsewhere
+    """Make the tree visible to jobs at ``/var/vcap``. Return the reason if that is impossible."""
+    from agent_shim.host import tree_namespace  # imported late, because only a tree elsewhere needs it
 
     try:
         files.make_dir(paths.base, 0o755)
@@ -118,7 +121,7 @@ class Daemon:
         return self._stage if self._live is None else self._live.phase
 
     async def serve(self) -> int:
-        """Boot, answer requests, and end on SIGTERM or SIGINT without touching the jobs.
+        """Boot, answer requests, and exit on SIGTERM or SIGINT without touching the jobs.
 
         As process 1 of a container it first stops the jobs in order, because these signals end the container.
         """
@@ -214,7 +217,7 @@ class Daemon:
     def _settings_store(self) -> SettingsStore:
         if not self._config.shim.spec:
             return SettingsStore(self._paths, self._config.settings_files(self._paths))
-        from agent_shim.daemon import standalone  # late: most agents have a Director
+        from agent_shim.daemon import standalone  # imported late, because most agents have a Director
 
         source = standalone.write_settings(self._paths, Path(self._config.shim.spec))
         return SettingsStore(self._paths, [source], needs_bus=False)
@@ -265,7 +268,7 @@ class Daemon:
 
 
 def _was_shut_down(paths: Paths, agent_id: str) -> bool:
-    """True if the Director has sent ``shutdown`` to this agent_id."""
+    """Return True if the Director has sent ``shutdown`` to this agent_id."""
     try:
         return files.read(paths.shut_down, is_own=True) == agent_id.encode()
     except OSError:
@@ -273,12 +276,14 @@ def _was_shut_down(paths: Paths, agent_id: str) -> bool:
 
 
 def _import_https_bus() -> None:
-    """Import aiohttp, which takes 0.2 s, in a thread: the event loop answers probes meanwhile."""
+    """Import aiohttp. This takes 0.2 s and is called in a thread, so that the event loop can answer probes
+    meanwhile.
+    """
     from agent_shim.edges.bus import https  # noqa: F401
 
 
 def _order(request: dict[str, Any]) -> str | None:
-    """Return an operator's order as text for the audit log, or None for a query."""
+    """Return an operator's command as text for the audit log, or None for a query."""
     match request:
         case {"command": "drain"}:
             return "drain"

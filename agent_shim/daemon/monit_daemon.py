@@ -1,8 +1,8 @@
-"""The supervisor alone, in monit's place beside another agent: ``agent-shim monit -c MONITRC``.
+"""Runs only the supervisor, as a replacement of monit beside another agent: ``agent-shim monit -c MONITRC``.
 
-Reads monit's control file and job files, serves monit's HTTP, mails events, and ends and begins as monit does under
-runit and systemd: jobs run on, and the next daemon adopts them. Which services are monitored is kept in monit's own
-state file too, from which monit can continue at any moment (state.c).
+It reads monit's control file and job files, serves monit's HTTP interface, mails events, and starts and ends as monit
+does under runit and systemd: jobs keep running, and the next daemon adopts them. Which services are monitored is also
+stored in monit's own state file, from which monit can continue at any time (state.c).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from agent_shim.supervisor.supervisor import Event, Saved, Supervisor, Timing
 logger = logging.getLogger(__name__)
 
 NAME: Final = "monit"
-"""Name of the process, for ``pgrep``."""
+"""Name of the process, by which ``pgrep`` finds it."""
 THREADS: Final = 4
 ANY: Final = "0.0.0.0"  # noqa: S104 - where the control file names no address, as monit
 _COUNT: Final = struct.Struct("i")
@@ -48,11 +48,13 @@ _STATE: Final = struct.Struct("256s4iQ")
 """``State_T`` of monit 5.2.5: name, mode, starts, cycles, monitored (0: no), error."""
 RETRY_S: Final = 0.5
 QUEUE: Final = "agent_shim.json"
-"""Mails that wait, in the directory of ``set eventqueue``."""
+"""Name of the file with waiting mails, in the directory of ``set eventqueue``."""
 
 
 class Options(msgspec.Struct, frozen=True):
-    """The command line. ``http`` is the address of metrics and probes. Without ``has_bpm`` bpm is a program."""
+    """The command line. ``http`` is the address of metrics and probes. Without ``has_bpm``, bpm is run like any other
+    program.
+    """
 
     control_file: Path
     paths: Paths
@@ -62,7 +64,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def main(options: Options) -> int:
-    """Run until told to stop. Return the exit code. Raises ``ConfigError`` for a wrong control file."""
+    """Run until told to stop, then return the exit code. Raises ``ConfigError`` for an invalid control file."""
     control = control_file.read(options.control_file)
     log.setup(level=options.log_level, form="text", file=control.logfile)
     process.take_name(NAME)
@@ -74,7 +76,7 @@ class MonitDaemon:
 
     def __init__(self, options: Options, control: control_file.Control) -> None:
         self._options, self._paths = options, options.paths
-        # Not on a disk, because the agent unmounts those.
+        # Do not store this on a disk, because the agent unmounts disks.
         self._paths.supervisor_state = self._paths.bosh / "monit.json"
         self._control = control
         self._begun_at = time.monotonic()
@@ -101,7 +103,7 @@ class MonitDaemon:
         self._vitals = Vitals(self._paths, self._paths.store.is_mount)
 
     async def serve(self) -> int:
-        """Supervise until SIGTERM or SIGINT. SIGHUP reads the files again. The jobs run on."""
+        """Supervise until SIGTERM or SIGINT. SIGHUP makes it read the files again. The jobs keep running afterwards."""
         process.default_signals()
         process.raise_file_limit()
         asyncio.get_running_loop().set_default_executor(daemon_thread.pool(THREADS))
@@ -147,7 +149,7 @@ class MonitDaemon:
             action, known, control = "", {}, self._control
             address = f"{control.address or ANY}:{control.port}" if control.port else "off"
             async with monit_http.listening(address, self.answer, control.credentials, lambda: self._about) as where:
-                # A killed predecessor may hold the port for a moment.
+                # A killed predecessor may occupy the port for a moment longer.
                 pause = self._reload.wait() if where or not control.port else asyncio.sleep(RETRY_S)
                 await until_stopped(pause, self._stop)
             if self._reload.is_set():
@@ -158,7 +160,9 @@ class MonitDaemon:
                     logger.error("the former files stay in force: %s", exc)
 
     async def _take_files(self, monitored: Mapping[str, bool]) -> None:
-        """Supervise the services in the files. New ones start, unless monit had them unmonitored (``monitored``)."""
+        """Supervise the services in the files. New ones are started, unless monit did not monitor them
+        (``monitored``).
+        """
         before = {service.process.name.lower() for service in self._supervisor.services()}
         await self._supervisor.configure(self._control.job_files, are_written=False)
         for service in self._supervisor.services():
@@ -174,7 +178,7 @@ class MonitDaemon:
     def _describe(self) -> monit_http.About:
         """Describe the daemon for the status document.
 
-        Every incarnation has a different number, even within the same second.
+        Every incarnation has a different number, even if several start within the same second.
         """
         control, path = self._control, self._paths.bosh / "monit.incarnation"
         try:
@@ -194,14 +198,14 @@ class MonitDaemon:
     # --- monit's state ----------------------------------------------------------------------------------------------
 
     def _monitored_by_monit(self) -> dict[str, bool]:
-        """Return the services in the state file that monit has left, and whether each is monitored."""
+        """Return the services in the state file left by monit, and whether each is monitored."""
         with suppress(OSError, struct.error):
             rows = _STATE.iter_unpack(files.read(self._control.statefile)[_COUNT.size :])
             return {row[0].partition(b"\0")[0].decode("latin-1").lower(): row[4] != 0 for row in rows}
         return {}
 
     def _write_state_of_monit(self, saved: bytes) -> None:
-        """Write the state from which monit can continue, provided that it starts in a later second."""
+        """Write the state from which monit can continue, if it starts in a later second."""
         rows = [
             _STATE.pack(name.encode("utf-8", "surrogateescape")[:255], 0, 0, 0, record.state in MONITORED, 0)
             for name, record in msgspec.json.decode(saved, type=Saved).services.items()
@@ -215,7 +219,7 @@ class MonitDaemon:
         self._alerts.raise_alert(event.service, event.event, event.action, event.description, ())
 
     async def _retry_mails(self) -> NoReturn:
-        """Once a cycle, send the waiting mails, and keep those that could not be sent for the next daemon."""
+        """Once per cycle, send the waiting mails. Those that cannot be sent are stored for the next daemon."""
         kept: list[bytes] | None = None
         while True:
             queue, waiting = self._control.queue, list(self._alerts.waiting)[-self._control.slots :]
@@ -271,8 +275,9 @@ class MonitDaemon:
         return state in ("running", "stopped"), f"jobs are {state}"
 
     def _observed(self) -> AbstractAsyncContextManager[object]:
-        """Serve metrics and probes for the length of the block."""
-        from agent_shim.edges import metrics  # late: its libraries take a third of the start, and 4 MB
+        """Serve metrics and probes while in the block."""
+        # Imported late, because its libraries take 4 MB and a third of the start time.
+        from agent_shim.edges import metrics
 
         def read() -> metrics.Readings:
             told = self._alerts

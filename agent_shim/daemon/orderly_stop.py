@@ -1,8 +1,9 @@
-"""The orderly stop of all jobs at the end of a container, run by a preStop hook, SIGTERM to process 1 and ``drain``.
+"""The orderly stop of all jobs when a container ends, triggered by a preStop hook, SIGTERM to process 1, or ``drain``.
 
-All steps fit into the grace: pre-stop and drain scripts of all jobs (every process stays up until the last drain has
-ended), stop, post-stop. No script of jobs runs that a ``stop`` has stopped. The last seconds are reserved for KILL. The
-Director's wanted state is unchanged: no marker is written, and the jobs return with the container.
+All steps fit into the grace period: pre-stop and drain scripts of all jobs (every process stays up until the last drain
+has ended), stop, and post-stop. Scripts do not run if a ``stop`` has already stopped the jobs. The last seconds are
+reserved for KILL. The state that the Director wants is unchanged: no marker is written, and the jobs return with the
+container.
 
 ``main`` handles SIGTERM and decides between this stop and an exit that leaves the jobs running.
 """
@@ -25,11 +26,11 @@ from agent_shim.services.scripts import SHUTDOWN_ARGUMENTS
 logger = logging.getLogger(__name__)
 
 KILL_RESERVE_S: Final = 3.0
-"""Seconds before the end of the grace at which scripts are cut short."""
+"""Seconds before the end of the grace period at which scripts are cut short."""
 MIN_STOP_S: Final = 1.0
 """Minimum seconds for the stop."""
 HURRIED_SCRIPT_END_S: Final = 0.2
-"""Time for scripts to end in a hurry: a kubelet that evicts a pod kills it two seconds after the signal."""
+"""Time for scripts to end in a hurry. A kubelet that evicts a pod kills it two seconds after the signal."""
 NEXT_STATES: Final = dict.fromkeys(
     ("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep"
 )
@@ -46,7 +47,7 @@ class OrderlyStop(msgspec.Struct):
     hurry: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     reasons: list[str] = msgspec.field(default_factory=list)
     ends_at: float = 0.0
-    """Monotonic time of the end of the grace."""
+    """Monotonic time at which the grace period ends."""
 
     @property
     def summary(self) -> str:
@@ -54,7 +55,7 @@ class OrderlyStop(msgspec.Struct):
         return "all jobs stopped in order" if not self.reasons else "not clean: " + "; ".join(self.reasons)
 
     async def run(self, agent: Agent) -> None:
-        """Stop the jobs. Always returns within the grace."""
+        """Stop the jobs. Always returns within the grace period."""
         ends_at = self.ends_at = time.monotonic() + self.grace
         reserve = min(KILL_RESERVE_S, self.grace / 2)
         is_stopped = await asyncio.to_thread(agent.paths.stopped_marker.exists)

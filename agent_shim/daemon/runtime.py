@@ -1,8 +1,8 @@
-"""The agent with known settings: the wiring of services and edges, named root tasks, and shutdown.
+"""The agent once its settings are known: the wiring of services and edges, named root tasks, and shutdown.
 
-Root tasks handle the failures of their environment, so the end of one is a bug. It is restarted, and the others are not
-affected. If the bus, the lane of tasks or the heartbeat keeps failing, or the supervisor loses a service, the daemon
-exits with a traceback, and the init of the container restarts the agent. Jobs keep running in each case.
+Root tasks handle failures of their environment, so it is a bug if one ends. It is then restarted, and the others are
+not affected. If the bus, the task lane or the heartbeat keeps failing, or the supervisor loses a service, the daemon
+exits with a traceback, and the container's init restarts the agent. Jobs keep running in each case.
 """
 
 from __future__ import annotations
@@ -68,15 +68,17 @@ logger = logging.getLogger(__name__)
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
 BUS: Final = "AGENT_SHIM_BUS"
-"""The value `off` keeps the agent away from the bus: `sv stop agent` leaves supervision, which is monit's."""
+"""Environment variable. Its value `off` keeps the agent away from the bus, because `sv stop agent` must not end
+supervision, which belongs to monit.
+"""
 VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
 """Essential root tasks: the agent restarts if one of them keeps failing."""
 LAST_REPLIES_TIMEOUT_S: Final = 1.0
-"""Seconds for replies to waiting polls before the agent disconnects from the bus."""
+"""Seconds to reply to waiting polls before the agent disconnects from the bus."""
 
 
 class Runtime:
-    """One agent_id with its services and edges. ``serve`` runs it. ``vitals`` has the vitals of the last heartbeat."""
+    """One agent_id with its services and edges. ``serve`` runs it. ``vitals`` are those of the last heartbeat."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class Runtime:
         self.vitals: dict[str, Any] = {}
         self._begun_at = time.monotonic()
         self._health: tuple[str, tuple[int, int, int] | None] = "", None
-        """State of the jobs, and version of its file, at the last heartbeat."""
+        """State of the jobs and version of the health file at the last heartbeat."""
         self._shim = shim
         self._leases = leases
         self._metrics = metrics
@@ -147,14 +149,15 @@ class Runtime:
             return NoBus()
         agent_id, mbus, handle = store.current.agent_id, store.current.mbus, self.dispatcher.handle
         if is_https(mbus):
-            from agent_shim.edges.bus.https import HttpsBus  # late: aiohttp is 9 MB that an agent on NATS does not need
+            # Imported late, because aiohttp takes 9 MB that an agent on NATS does not need.
+            from agent_shim.edges.bus.https import HttpsBus
 
             return HttpsBus(mbus, partial(handle, limit=None), paths.blobs, on_connected=self._connected)
         return NatsBus(agent_id, mbus, handle, on_connected=self._connected, reread=store.other_mbus)
 
     @property
     def phase(self) -> str:
-        """The progress as text, ``running`` when requests are answered."""
+        """The progress as text. It is ``running`` when requests are answered."""
         return self.endings.phase or ("running" if self.is_booted else "booting")
 
     # --- serving ----------------------------------------------------------------------------------------------------
@@ -169,14 +172,14 @@ class Runtime:
             if not await until_stopped(boot.boot([step for step in steps if not step.late]), self._stop):
                 return
             await agent.tasks.resume(self.dispatcher.resumed())
-            gc.freeze()  # objects created during the boot are permanent, so later collections skip them
+            gc.freeze()  # let later collections skip the objects created during the boot, which are permanent
             self.is_booted = True
             users = monit_http.user_in(paths.monit_user)
             async with monit_http.listening(http, self.answer_monit, users), monit_http.refusing_mail(mail):
                 await self._run([step for step in steps if step.late])
 
     async def _run(self, late: list[boot.Step]) -> None:
-        """Run the root tasks until ``stop`` is set; without those that use the bus once it is left."""
+        """Run the root tasks until ``stop`` is set. Those that use the bus end when the agent leaves it."""
         agent = self.agent
         booted = asyncio.Event()
 
@@ -241,7 +244,7 @@ class Runtime:
         self.alerts.flush()
 
     async def _measure(self) -> dict[str, Any]:
-        """Take the vitals. Write the health for bosh-dns again if it, or its file, has changed."""
+        """Measure the vitals. Write the health for bosh-dns again if it or its file has changed."""
         path, job_state = self.agent.paths.health, self.agent.supervisor.job_state()
         if (version := files.version(path)) is None or (job_state, version) != self._health:
             await state.record_health(self.agent)
@@ -272,7 +275,9 @@ class Runtime:
         await self.bus.publish(f"hm.agent.{kind}.{self.agent.settings.current.agent_id}", message)
 
     async def _announce_shutdown(self) -> None:
-        """Send the shutdown notice. Best effort, it only silences the Health Monitor (concrete_notifier.go)."""
+        """Send the shutdown notice. This is best effort, because it only silences the Health Monitor
+        (concrete_notifier.go).
+        """
         try:
             await self._publish("shutdown", b"null")
         except BusError as exc:
@@ -285,7 +290,7 @@ class Runtime:
         await self.bus.rotate(wanted)
 
     async def _settings_changed(self, found: settings.Effective) -> None:
-        """Apply new settings of the CPI. Invalid credentials do not end the current link."""
+        """Apply new settings of the CPI. Invalid credentials do not end the current connection."""
         if found.mbus == self.bus.mbus or os.environ.get(BUS) == "off":
             return
         try:
@@ -353,19 +358,19 @@ def assemble(
 
 
 def certificates(mbus: settings.Mbus) -> dict[str, str]:
-    """The agent's certificate and its authority as PEM texts, by their names in metrics and warnings."""
+    """Return the agent's certificate and its authority as PEM texts, by their names in metrics and warnings."""
     if is_https(mbus):
         return {certificate_watch.DOOR: mbus.certificate}
     return {"client": mbus.certificate, "CA": mbus.ca}
 
 
 def is_https(mbus: settings.Mbus) -> bool:
-    """True if the bosh CLI connects over HTTPS, instead of a Director over NATS."""
+    """Return True if the bosh CLI connects over HTTPS, rather than a Director over NATS."""
     return mbus.scheme == "https"
 
 
 def firewall_obstacle(paths: Paths, *, is_wanted: bool) -> str:
-    """The reason the agent manages no packet filter rules here. "" if it does."""
+    """Return the reason why the agent manages no packet filter rules here, or "" if it does."""
     if not is_wanted:
         return "it is switched off in agent.json"
     if not boot.owns_system(paths):

@@ -1,11 +1,11 @@
-"""Deploy the jobs and packages of a directory at the start of the agent, without a Director.
+"""Deploys the jobs and packages in a directory when the agent starts, without a Director.
 
 ``AgentShim.spec`` in agent.json names the directory. It contains ``jobs/NAME`` (rendered templates: ``monit``, ``bin``,
 ``config`` …) and ``packages/NAME`` (compiled), from an image or from volumes of a pod, which may be read-only; and
 optionally ``instance.json`` with a name. Jobs are copied, because they get modes, owners and links to the packages.
-Packages are used in place, but a package ``bpm`` is copied, because our ``bpm`` is installed in it. The order is the
-Director's: pre-start, start, post-start when all processes run. Probes, metrics, restarts and the orderly stop work as
-in every agent.
+Packages are used in place, except that a package ``bpm`` is copied, because our ``bpm`` is installed in it. The order
+is the Director's: pre-start, start, post-start when all processes run. Probes, metrics, restarts and the orderly stop
+work as in every agent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ INSTANCE: Final = "instance.json"
 TASK: Final = "deploy"
 FIRST_PAUSE_S: Final = 1.0
 MAX_PAUSE_S: Final = 30.0
-"""Between attempts."""
+"""Maximum seconds between attempts."""
 POLL_S: Final = 0.2
 """Interval of checks for running jobs, in seconds."""
 
@@ -58,7 +58,7 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """Content of the directory: the spec as a Director would send it, and the paths of its parts."""
+    """The content of the directory: the spec as a Director would send it, and the paths of its parts."""
 
     spec: ApplySpec
     jobs: Mapping[str, Path]
@@ -81,7 +81,9 @@ def instance(directory: Path) -> Instance:
 
 
 def write_settings(paths: Paths, directory: Path) -> Path:
-    """Settings as a CPI would write them for an agent without a bus. Blocks. Raises ``ConfigError``."""
+    """Write settings as a CPI would for an agent without a bus, and return their path. Blocks. Raises
+    ``ConfigError``.
+    """
     path = paths.bosh / "standalone.json"
     files.make_dir(path.parent, 0o700)
     document = {"agent_id": instance(directory).id.replace(".", "-")}
@@ -114,7 +116,7 @@ def read(directory: Path) -> Rendered:
 
 
 def _members(directory: Path, kind: str) -> dict[str, Path]:
-    """The directories below ``jobs`` or ``packages``, without entries of the kubelet (``..data``)."""
+    """Return the directories below ``jobs`` or ``packages``, without the kubelet's entries (``..data``)."""
     try:
         paths = sorted((directory / f"{kind}s").iterdir())
     except FileNotFoundError:
@@ -125,7 +127,7 @@ def _members(directory: Path, kind: str) -> dict[str, Path]:
 
 
 def _version(tree: Path) -> str:
-    """A digest of names, sizes, modes and times of all files in the tree."""
+    """Return a digest of the names, sizes, modes and times of all files in the tree."""
     seen = hashlib.sha256()
     for here, directories, names in os.walk(tree):
         directories[:] = sorted(name for name in directories if not name.startswith(".."))
@@ -172,16 +174,16 @@ class NoBus:
         raise AssertionError("read-only")
 
     async def drain(self, timeout_s: float) -> None:
-        """Return at once: there is no link."""
+        """Return at once, because there is no connection."""
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Log an alert. Drop a heartbeat."""
+        """Log alerts and drop heartbeats."""
         if subject.startswith("hm.agent.alert."):
             alert = msgspec.json.decode(data)
             logger.warning("alert: %s: %s", alert["title"], alert["summary"])
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Do nothing: there is no other bus."""
+        """Do nothing, because there is no other bus."""
 
 
 class Standalone:
@@ -189,9 +191,9 @@ class Standalone:
 
     def __init__(self, agent: Agent, directory: Path) -> None:
         self.obstacle = "the jobs are being deployed"
-        """The reason the jobs are not deployed. "" without one."""
+        """The reason why the jobs are not deployed, or ""."""
         self.failure = ""
-        """The error of the last attempt. "" after a success and before the first failure."""
+        """The error of the last attempt, or "" after a success and before the first failure."""
         self._agent = agent
         self._directory = directory
         self._is_new = False
@@ -227,7 +229,7 @@ class Standalone:
         return True
 
     async def _task(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run in the lane of tasks, one at a time. Raises ``ActionError`` with the text of a failure."""
+        """Run work in the task lane, one piece at a time. Raises ``ActionError`` with the text of a failure."""
         task = self._agent.tasks.submit(TASK, work)
         await task.ended.wait()
         if task.state != "done":

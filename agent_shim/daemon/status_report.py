@@ -20,13 +20,17 @@ from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
 
 _WORDS: Final = re.compile(r"( Jobs: [\w, .-]+?\.) [\w.-]+: .*", re.DOTALL)
-"""The last lines of failed scripts after the names of their jobs. Strangers may read ``readiness``."""
+"""The last lines of failed scripts, which follow the names of their jobs. They are removed, because anybody may read
+``readiness``.
+"""
 MAX_CULPRITS: Final = 3
-"""Services named by ``readiness``."""
+"""Maximum number of services named by ``readiness``."""
 
 
 def readiness(live: Runtime, level: str) -> tuple[bool, str]:
-    """Return readiness and its reason: boot complete (``level`` boot), also bus (agent), also jobs (jobs)."""
+    """Return the readiness and its reason. The ``level`` boot requires a completed boot, agent also the bus, and jobs
+    also the jobs.
+    """
     if live.phase != "running":
         return False, live.phase
     if level == "boot":
@@ -46,7 +50,7 @@ def readiness(live: Runtime, level: str) -> tuple[bool, str]:
 
 
 def _culprit(service: ServiceInfo) -> str:
-    """Name a service that is not running and the reason, without output of the job, because strangers may read this."""
+    """Name a service that is not running and the reason, without output of the job, because anybody may read this."""
     state = f"{service.state} after {service.last_exit}" if service.last_exit and not service.pid else service.state
     reasons = [*([] if service.state == "running" else [state]), *service.faults]
     return safetext.label(f"{service.process.name} ({', '.join(reasons)})")
@@ -70,7 +74,9 @@ def _blocked(live: Runtime) -> str:
 
 
 async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any]:
-    """The answer to ``agent-shim status``; without settings (``live`` None) all members exist with empty values."""
+    """Return the answer to ``agent-shim status``. Without settings (``live`` is None) all members exist with empty
+    values.
+    """
     found: dict[str, Any] = {
         "version": __version__,
         "phase": phase,
@@ -119,7 +125,9 @@ async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any
 
 
 def _firewall(live: Runtime) -> dict[str, Any] | None:
-    """``enforced`` and ``why`` not, for the rules that block jobs from the bus. None without a NATS bus."""
+    """Return whether the rules that keep jobs from the bus are ``enforced``, and ``why`` not. None without a NATS
+    bus.
+    """
     mbus, obstacle = live.bus.mbus, live.firewall.obstacle
     return None if not mbus.urls or is_https(mbus) else {"enforced": not obstacle, "why": obstacle}
 
@@ -140,7 +148,7 @@ def _warnings(live: Runtime) -> list[str]:
 
 
 async def _disk(agent: Agent) -> str:
-    """Describe the persistent disk in a line: the progress of a migration, a problem, ``mounted`` or ``none``."""
+    """Describe the persistent disk in one line: the progress of a migration, a problem, ``mounted`` or ``none``."""
     if (progress := agent.disks.progress) is not None:
         return f"migration, {progress}"
     return await agent.disks.problem() or ("mounted" if agent.disks.is_mounted else "none")
@@ -176,7 +184,7 @@ def readings(live: Runtime) -> metrics.Readings:
 
 
 def _instance(spec: ApplySpec) -> dict[str, str]:
-    """Return the labels of the instance, or None before the first ``apply``."""
+    """Return the labels of the instance. Empty before the first ``apply``."""
     if not spec.name:
         return {}
     index = "" if spec.index is None else str(spec.index)
