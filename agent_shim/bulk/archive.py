@@ -1,11 +1,11 @@
 """Unpack tar archives, and read their members.
 
-The digest of an archive is checked before it is read, so its author is trusted as the Director is. One size, one number
-of members and one deadline bound an archive made by mistake. :mod:`tarfile` reads the headers, and the entries are made
-here: Python versions differ in what ``tarfile`` writes.
+The digest of an archive is checked before the archive is read, so its author is trusted as much as the Director. Limits
+on the size, the number of members and the time protect against an archive made by mistake. :mod:`tarfile` only reads
+the headers. The entries are created here, because Python versions differ in how ``tarfile`` does that.
 
 The result is that of GNU tar run by root with ``--no-same-owner``, as the Go agent runs it (bosh-utils
-fileutil/tarball_compressor.go): modes and times are kept, and the unpacking user owns all files. As under that tar, an
+fileutil/tarball_compressor.go): modes and times are kept, and the unpacking user owns all files. As with that tar, an
 archive may be compressed in any format for which there is a program (``bulk.compression``).
 """
 
@@ -30,35 +30,35 @@ from agent_shim.host.descriptors import closing
 
 CHUNK_BYTES: Final = files.CHUNK_BYTES
 MAX_BYTES: Final = 20 * 1024**3
-"""Limit of an archive, unpacked."""
+"""Maximum size of an unpacked archive."""
 MAX_MEMBERS: Final = 1_000_000
 MAX_HEADER_BYTES: Final = 1024 * 1024
-"""Limit of an extended header, which ``tarfile`` reads into memory. Real ones hold a path or two."""
+"""Maximum size of an extended header, which ``tarfile`` reads into memory. Real ones contain a path or two."""
 TIMEOUT_S: Final = 3600.0
-"""Time for reading an archive, whose unpacking is a part of it."""
+"""Timeout for reading an archive, including unpacking it."""
 
 REGULAR: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE})
 EXTENDED: Final = frozenset(
     {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
 )
 LABEL: Final = b"V"
-"""GNU's volume label: a name without content."""
+"""Type of GNU's volume label, which is a name without content."""
 LATEST_S: Final = 2.0**33
-"""Latest time of a member, in seconds since 1970. File systems have no later one."""
+"""Latest time of a member, in seconds since 1970. File systems do not support later ones."""
 
 _BROKEN: Final[tuple[type[Exception], ...]] = (  # type: ignore[assignment]  # isal's is not typed
     *(ArchiveError, tarfile.TarError, isal_zlib.error, OSError, EOFError),
     *(ValueError, OverflowError, MemoryError, RecursionError),
 )
-"""Exceptions of a broken archive. Senseless numbers and endless headers raise the last four."""
+"""Exceptions that a broken archive may cause. Meaningless numbers and endless headers raise the last four."""
 
 
 def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
     """Unpack all of ``source``, a tar in any compression, into the new directory ``into``.
 
     With ``subtree`` the archive holds rendered templates: it must be gzip, and only the content of that directory
-    (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links lead to any path, in packages to
-    ``/var/vcap/packages/…``. Nothing is ever written through one. Raises ``ArchiveError`` after removing ``into``.
+    (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links may point to any path, in packages to
+    ``/var/vcap/packages/…``, but nothing is ever written through one. Raises ``ArchiveError`` after removing ``into``.
     """
     try:
         into.mkdir(mode=0o700)
@@ -71,7 +71,7 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
             found = _unpack(source, into, subtree)
         except _BROKEN as exc:
             raise ArchiveError(f"cannot unpack the archive: {exc}") from exc
-        if not found:  # the error text of agent/tarpath/detector.go
+        if not found:  # this is the error text of agent/tarpath/detector.go
             raise ArchiveError(f"Detecting prefix of package files: no file with prefix '{subtree}' found")
     except BaseException:
         files.remove_tree(into)
@@ -79,13 +79,13 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
 
 
 def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
-    """Unpack the members below ``subtree``. True if there are any."""
+    """Unpack the members below ``subtree``. Return True if there are any."""
     found = not subtree
     with closing(os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         tree = _Tree(fd)
         for member, path, data in _members(source):
             inner = _below(subtree, path)
-            # A file with the name of the subtree does not belong to it.
+            # A file (not a directory) with the name of the subtree does not belong to it.
             if inner is not None and (inner or member.isdir() or not subtree):
                 found = True
                 try:
@@ -98,7 +98,7 @@ def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
 
 
 def _below(directory: str, path: str) -> str | None:
-    """Return ``path`` relative to a directory, or None if it is outside. For "" every path is inside."""
+    """Return ``path`` relative to a directory, or None if it is outside. Every path is inside the directory ""."""
     if not directory:
         return path
     return path[len(directory) + 1 :] if f"{path}/".startswith(f"{directory}/") else None
@@ -126,10 +126,10 @@ def _place(tree: _Tree, member: tarfile.TarInfo, path: str, data: Iterator[bytes
 
 
 class _Blocks:
-    """The stream from which ``tarfile`` reads headers. A defective one is an error.
+    """The stream from which ``tarfile`` reads headers. A defective header raises an error.
 
-    ``tarfile`` takes most defects after the first header for the end of the archive. Its methods are not overridden:
-    which of them it calls for a header differs between security updates of one Python.
+    ``tarfile`` treats most defects after the first header as the end of the archive. Its methods are not overridden,
+    because even security updates of one Python version differ in which of them are called for a header.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -164,7 +164,7 @@ class _Blocks:
 def entries(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]:
     """Yield each member of ``source``, a tar in any compression, with its normalized path and its data.
 
-    The path has no leading ``./`` and no trailing ``/``. Data left unread is skipped. Raises ``ArchiveError``.
+    The path has no leading ``./`` and no trailing ``/``. Unread data is skipped. Raises ``ArchiveError``.
     """
     try:
         yield from _members(source)
@@ -216,7 +216,7 @@ def _data(stream: Any, member: tarfile.TarInfo) -> Iterator[bytes]:
 
 
 def _normalized(name: str) -> str:
-    """Return a path of an archive without empty and ``.`` parts. Refuses an absolute one, ``..`` and NUL."""
+    """Return a path from an archive without empty and ``.`` parts. Absolute paths, ``..`` and NUL are refused."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or "\0" in name:
         raise ArchiveError(f"{_quoted(name)}: it does not lie below the archive")
@@ -234,8 +234,9 @@ def _quoted(name: str) -> str:
 class _Tree(msgspec.Struct):
     """The tree unpacked so far into the directory with descriptor ``fd``.
 
-    Symbolic links are made last: until then no path can lead through one. Modes and times of directories follow: a
-    read-only directory must be filled first, and filling it changes its time.
+    Symbolic links are created after all other entries, so that no path can lead through one. Modes and times of
+    directories are set at the very end, because a read-only directory must be filled first, and filling it changes its
+    time.
     """
 
     fd: int

@@ -1,6 +1,7 @@
-"""Decompress archives in each format that GNU tar detects (src/buffer.c).
+"""Decompresses archives in each format that GNU tar detects (src/buffer.c).
 
-Gzip is decompressed here, faster than by the program. The other formats need the programs that tar would start.
+Gzip is decompressed in this process, which is faster than the program. The other formats need the programs that tar
+would run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PROGRAMS: Final[Mapping[bytes, tuple[str, ...]]] = {
 }
 """Programs that decompress, by the first bytes of an archive."""
 USTAR: Final = slice(257, 262)
-"""Place of ``ustar`` in the first header of an archive without compression."""
+"""Position of ``ustar`` in the first header of an uncompressed archive."""
 MAX_TEXT_BYTES: Final = 1000
 
 
@@ -60,7 +61,7 @@ def decompressed(source: BinaryIO) -> Iterator[Any]:
     """
     start = _start(source)
     program = next((each for magic, each in PROGRAMS.items() if start.startswith(magic)), None)
-    if start[USTAR] == b"ustar":  # a name may begin like one of the formats
+    if start[USTAR] == b"ustar":  # a file name may begin like one of the formats
         yield source
     elif start.startswith(GZIP):
         yield igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]

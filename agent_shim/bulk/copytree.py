@@ -1,11 +1,13 @@
-"""Copy a directory with GNU tar, as the Go agent migrates a disk (platform/linux_platform.go, MigratePersistentDisk).
+"""Copies a directory with GNU tar, as the Go agent does to migrate a disk (platform/linux_platform.go,
+MigratePersistentDisk).
 
-The copy has owners, modes, modification times, extended attributes, ACLs, hard links, holes, links and special files.
-Sockets are left out. The Go agent accepts that tar cannot store ACLs and attributes on a file system without them (NFS,
-FUSE drivers, ramfs). Here the copy succeeds too, and the caller learns what was lost. All other messages of tar end the
-copy, although the Go agent ignores those of the reading side, because each of them means that content is missing.
+The copy keeps owners, modes, modification times, extended attributes, ACLs, hard links, holes, symbolic links and
+special files. Sockets are left out. The Go agent accepts that tar cannot store ACLs and attributes on a file system
+without them (NFS, FUSE drivers, ramfs). Here the copy succeeds too, and the caller learns what was lost. All other
+messages of tar end the copy, although the Go agent ignores those of the reading side, because each of them means that
+content is missing.
 
-A copy that was killed begins again. Everything here blocks for as long as the data takes.
+A copy that was killed starts over. Everything here blocks for as long as the copying takes.
 """
 
 from __future__ import annotations
@@ -32,15 +34,17 @@ CHUNK_BYTES: Final = 1 << 20
 REPORT_PERIOD_S: Final = 0.5
 """Interval of progress reports."""
 MAX_ATTEMPTS: Final = 3
-"""Copies before a source that keeps changing is given up."""
+"""Maximum number of attempts to copy a source that keeps changing."""
 MAX_TEXT_BYTES: Final = 16384
 MIN_FREE_BYTES: Final = 1 << 20
-"""With less free space, an attribute that does not fit means a full disk and not a limit of the file system."""
+"""If less space than this is free, an attribute that does not fit means that the disk is full, rather than a limit of
+the file system.
+"""
 SHOWN_CHARS: Final = 200
-"""Characters of a message that are shown of its beginning and of its end. Between them are long names."""
+"""Number of characters shown from the beginning and from the end of a message, which may have long names in between."""
 
 _TAR: Final = (SETPRIV, "--pdeathsig", "KILL", "tar", "--numeric-owner")
-"""Ends with this process: the next copy into the same directory may begin at once."""
+"""tar ends together with this process, because the next copy into the same directory may begin at once."""
 _KEPT: Final = [
     f"--xattrs-include={each}" for each in ("user.*", "trusted.*", "security.capability", "system.posix_acl_*")
 ]
@@ -50,7 +54,7 @@ copy, so it fails on each file of a target without ACLs."""
 _ACLS: Final = ("system.posix_acl_access", "system.posix_acl_default")
 _KINDS: Final = {"system": "ACLs", "security": "file capabilities", "user": "user.* attributes"}
 _UNSET: Final = re.compile(r"\w+: Cannot set '([^']*)' extended attribute for file '(.*)': ([^:'\n]+)", re.DOTALL)
-"""Message of tar about an attribute, whose file name is not quoted and may have newlines."""
+"""Message of tar about an attribute. The file name in it is not quoted and may contain newlines."""
 _UNSET_START: Final = re.compile(r"\w+: Cannot set '")
 _UNLISTED: Final = re.compile(r"(.*): Warning: Cannot \w*listxattr\w*: (Argument list too long)")
 _FULL: Final = os.strerror(errno.ENOSPC)
@@ -58,17 +62,19 @@ _UNSUITABLE: Final = {
     os.strerror(each)
     for each in (errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.E2BIG, errno.ERANGE, errno.EINVAL, errno.ENOSPC)
 }
-"""Why a file system does not take an attribute, however often it is tried. ext4 reports too large ones as ENOSPC."""
+"""Reasons why a file system cannot store an attribute, however often it is tried. ext4 reports ENOSPC for attributes
+that are too large.
+"""
 _CHANGED: Final = re.compile("changed as we read it|removed before we read it|shrank by")
-"""Messages of tar about a file that changed meanwhile."""
+"""Messages of tar about a file that changed during the copy."""
 _TOTAL: Final = re.compile("Total bytes written: ([0-9]+)")
 
 
 def mirror(source: Path, target: Path, *, spared: Collection[str] = (), report: Report = ignore) -> list[str]:
     """Make ``target`` equal to ``source``. Everything else in ``target`` is removed.
 
-    Names in ``spared`` are skipped at the top of both. Returns a text for each kind of attribute that the file system
-    of ``target`` could not store. Raises ``HostError`` with the first message of tar.
+    Names in ``spared`` are skipped at the top of both directories. Returns a text for each kind of attribute that the
+    file system of ``target`` could not store. Raises ``HostError`` with the first message of tar.
     """
     what = f"copy {source} to {target}"
     with files.attempting(what):
@@ -105,7 +111,7 @@ def _empty(target: Path, spared: Collection[str]) -> None:
 
 
 def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -> _Messages:
-    """Copy once, up to the first problem."""
+    """Copy once, stopping at the first problem."""
     pack = [*_TAR, *_KEPT, "-C", str(source), "--create", "--sparse", "--atime-preserve=system"]
     pack += ["--warning=no-file-ignored", "--anchored", "--no-wildcards", *(f"--exclude=./{name}" for name in spared)]
     unpack = [*_TAR, *_KEPT, "-C", str(target), "--extract", "--preserve-permissions", "--same-owner"]
@@ -160,7 +166,7 @@ def _make_directories(source: Path, target: Path, spared: Collection[str]) -> No
 def _is_ours(directory: Path) -> bool:
     """Return True if this process may change the file's mode.
 
-    A kubelet gives a volume to the pod's group, not to its user.
+    A kubelet gives a volume to the pod's group, but not to its user.
     """
     return directory.stat().st_uid == os.geteuid()
 
@@ -193,7 +199,7 @@ class _Messages:
             thread.join()
 
     def losses(self) -> list[str]:
-        """Describe the lost attributes, one text for each kind and reason."""
+        """Describe the lost attributes with one text for each kind and reason."""
         return [
             f"{kind}: {count}, first of {_short(name)} ({why})" for (kind, why), (count, name) in self._lost.items()
         ]

@@ -1,7 +1,7 @@
-"""Rotation of a file that its writers keep open: its content moves to ``FILE.1.gz``, and it is truncated.
+"""Rotates a file that its writers keep open: its content is moved to ``FILE.1.gz``, and the file is truncated.
 
-This is copytruncate of logrotate. Jobs own the directories and may put anything there at any time: no link is followed,
-a file with a second hard link is refused, and every step works within an open directory.
+This is what logrotate calls copytruncate. Jobs own the directories and may put anything there at any time, so no link
+is followed, a file with a second hard link is refused, and every step works within an open directory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from agent_shim.host.descriptors import closing
 
 LEVEL: Final = 2
 MAX_SURPLUS: Final = 1000
-"""Limit of surplus archives of one log that one rotation removes."""
+"""Maximum number of surplus archives of one log that one rotation removes."""
 GZIP: Final = 31
-"""For zlib: a gzip header and the largest window."""
+"""Window parameter for zlib: a gzip header and the largest window."""
 
 
 class Moved(NamedTuple):
-    """Bytes of a log now in its archive, and bytes before them that are lost."""
+    """The number of bytes of a log that are now in its archive, and of bytes before them that are lost."""
 
     size: int = 0
     left_out: int = 0
@@ -33,11 +33,12 @@ class Moved(NamedTuple):
 def rotate(root: int, path: str, keep: int, most: int) -> Moved:
     """Rotate ``path`` below the directory with descriptor ``root`` and keep ``keep`` archives of it.
 
-    A log with more than ``most`` bytes loses all but that much of its end. The first line of its archive says so. Empty
-    files and those that are no longer regular are skipped. Raises ``HostError``, and the file is unchanged then.
+    Of a log with more than ``most`` bytes, only that much of its end is kept, which the first line of its archive says.
+    Empty files, and those that are no longer regular files, are skipped. Raises ``HostError``, in which case the file
+    is unchanged.
 
-    Bytes written during the copy are copied too, up to half of ``most``: a faster writer loses the rest. Bytes written
-    between the last read and the truncation are lost.
+    Bytes written during the copy are copied too, up to half of ``most``. If the writer is faster, the rest is lost. So
+    are bytes written between the last read and the truncation.
     """
     parent, _, name = path.rpartition("/")
     with files.attempting(f"rotate {guarded.shown(path)}"), closing(guarded.open_directory(root, parent)) as directory:
@@ -101,7 +102,7 @@ def _pack(source: int, target: int, size: int, most: int) -> Moved:
             moved += len(chunk)
             files.write_all(target, packer.compress(chunk))
     os.lseek(source, size, os.SEEK_SET)
-    # Sync the archive before the truncation.
+    # Sync the archive before truncating the log.
     files.write_all(target, packer.flush(isal_zlib.Z_SYNC_FLUSH))
     os.fsync(target)
     rest = 0

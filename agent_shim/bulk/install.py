@@ -1,6 +1,6 @@
-"""Installs: blobs become directories of jobs, packages and sources.
+"""Installs blobs as directories of jobs, packages and sources.
 
-Runs in worker processes only. A directory gets its name when it is complete and on disk.
+Runs only in worker processes. A directory gets its name once it is complete and on disk.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package d
 UNREACHED = Outcome("it was not reached")
 
 PATIENCE_S = 120.0
-"""Time in which transfers begin after the first failure: a store that stalls takes two minutes for each blob."""
+"""Time after the first failure in which further transfers may begin. A blobstore that stalls takes two minutes for each
+blob.
+"""
 
 
 class Piece(msgspec.Struct):
-    """One target, unpacked to ``temp``. Renamed to ``target.path`` when all are on disk."""
+    """One target. It is unpacked to ``temp``, and renamed to ``target.path`` when all targets are on disk."""
 
     target: Target
     temp: Path
@@ -44,9 +46,9 @@ class Piece(msgspec.Struct):
 
 
 async def install(request: Install, temps: list[Path]) -> list[Outcome]:
-    """Install all targets. Those of one blob share its transfer.
+    """Install all targets. Targets from the same blob share one transfer.
 
-    The failure of one does not affect the others, unless they would begin ``PATIENCE_S`` later.
+    The failure of one does not affect the others, except those that would begin more than ``PATIENCE_S`` later.
     """
     paths = Paths(Path(request.base))
     pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]
@@ -96,14 +98,14 @@ def _unpack(file: BinaryIO, piece: Piece, owner: str | None) -> None:
 
 
 def _newest(tree: Path) -> int:
-    """The latest modification time in the tree, without times in the future."""
+    """Return the latest modification time in the tree, ignoring times in the future."""
     now = tree.stat().st_ctime
     found = (Path(here, name).lstat() for here, _, names in os.walk(tree) for name in names)
     return int(max((each.st_mtime for each in found if stat.S_ISREG(each.st_mode) and each.st_mtime <= now), default=0))
 
 
 def finish(pieces: Sequence[Piece]) -> None:
-    """Sync unpacked directories, then rename them: a crash leaves complete directories or none."""
+    """Sync unpacked directories, then rename them, so that a crash leaves either complete directories or none."""
     places = {piece.temp.stat().st_dev: piece.temp.parent for piece in pieces}
     for place in places.values():
         files.sync_filesystem(place)

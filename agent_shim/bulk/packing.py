@@ -1,8 +1,8 @@
-"""Pack directories into tar archives: compiled packages and logs.
+"""Packs directories into tar archives: compiled packages and logs.
 
-Only short-lived processes import this module. The same tree always gives the same bytes: names sorted, owned by root,
-times those of the files. A tree of logs changes during the read, and vcap may write to it: no link is followed, nothing
-that could block is opened, and files that vanished are left out.
+Only short-lived processes import this module. The same tree always gives the same bytes, because names are sorted, root
+owns all entries, and times are those of the files. A tree of logs changes while it is read, and vcap may write to it,
+so no link is followed, nothing that could block is opened, and files that vanish are left out.
 """
 
 from __future__ import annotations
@@ -32,27 +32,34 @@ from agent_shim.host import files, guarded
 from agent_shim.host.descriptors import closing
 
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
-"""Errors of an open after a file vanished, or was replaced by a link or a socket."""
+"""Errors when opening a file that has vanished or was replaced by a link or a socket."""
 
 VANISHED: Final = "it vanished before it was read"
 
 PIECE_BYTES: Final = 512 * 1024
-"""Part of the archive that is compressed at once."""
+"""Size of the parts in which the archive is compressed."""
 LEVEL: Final = 2
-"""Compression level of isal, 0 to 3: as fast as the disk. 3 is half as fast for one per cent less."""
+"""Compression level of isal (0 to 3). This one is as fast as the disk. Level 3 is half as fast and saves one per
+cent.
+"""
 MAX_COMPRESSORS: Final = 2
-"""Threads that compress: a third would wait for the one that hashes and writes."""
+"""Maximum number of compressing threads. A third would wait for the thread that hashes and writes."""
 
 MAX_JOB_ENTRIES: Final = 20_000
-"""Entries packed below each directory at the top of a live tree: bounds the memory that a job can claim."""
+"""Maximum number of entries packed below each top-level directory of a live tree, which bounds the memory that a job
+can consume.
+"""
 MAX_REMARKS: Final = 1_000
 LIVE_TIMEOUT_S: Final = 1200.0
-"""Time for packing a live tree. After it the rest is left out."""
+"""Maximum time for packing a live tree. After that the rest is left out."""
 MAX_FIXED_BYTES: Final = archive.MAX_BYTES
-"""Size of the files of a tree that is not live: no agent would unpack more, and a hole of terabytes keeps a worker for
-hours."""
+"""Maximum total size of the files in a tree that is not live. No agent would unpack more, and a hole of terabytes would
+occupy a worker for hours.
+"""
 PERMISSIONS: Final = 0o777
-"""Mode bits kept of a live file: setuid and setgid would give a job's program the rights of the unpacking user."""
+"""Mode bits that are kept for a live file. Keeping setuid and setgid would give a job's program the rights of the
+unpacking user.
+"""
 
 
 class OutputError(OSError):
@@ -64,12 +71,13 @@ def pack(
 ) -> MultipleDigest:
     """Write ``trees`` as one archive, gzip by default; return its digests ``sha1;sha512``.
 
-    If several entries have one name, that of the last tree is packed. A time after ``newest`` (seconds since 1970)
-    becomes ``newest``: new files give the same bytes whenever they are made. Raises ``HostError``, and ``OutputError``
-    if ``out`` cannot be written.
+    If several entries have the same name, that of the last tree is packed. A time after ``newest`` (seconds since 1970)
+    becomes ``newest``, so that new files give the same bytes whenever they were created. Raises ``HostError``, and
+    ``OutputError`` if ``out`` cannot be written.
 
     With ``remarks`` the trees are live: other processes write to them. Renamed files are looked up again. A file that
-    cannot be read, is truncated, or is a link out of its tree is not an error but a line in an entry of this name.
+    cannot be read, is truncated, or is a link out of its tree is not an error, but is reported in an entry with this
+    name.
     """
     with ExitStack() as opened:
         sink = opened.enter_context(Sink(out, compressed=compressed, newest=newest))
@@ -103,7 +111,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
     @property
     def directory(self) -> tuple[_Root, str]:
-        """Its directory, by root and path. The root is in itself."""
+        """Its directory, as root and path. The root counts as being in itself."""
         return self.root, self.path.rpartition("/")[0]
 
     def open(self, directory: int) -> tuple[int, os.stat_result]:
@@ -142,7 +150,7 @@ class _Archive:
         return True
 
     def open(self, tree: Tree, opened: ExitStack) -> _Root | None:
-        """Open a tree. None if it is optional and missing."""
+        """Open a tree. Return None if it is optional and missing."""
         try:
             fd = os.open(tree.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as exc:
@@ -153,7 +161,9 @@ class _Archive:
         return _Root(fd, tree, (tree.root.rstrip("/"), os.path.realpath(tree.root)))
 
     def chosen(self, root: _Root) -> Iterator[_Entry]:
-        """Yield the entries to pack: all, with directories, or the files and links that match a pattern."""
+        """Yield the entries to pack: all of them, including directories, or only the files and links that match a
+        pattern.
+        """
         if not root.tree.patterns:
             yield _Entry(root, "", stat.S_IFDIR)
             yield from self._below(root)
@@ -192,7 +202,7 @@ class _Archive:
             self._add_of_directory(root, here, {name: wanted[name] for name in names})
 
     def _add_of_directory(self, root: _Root, here: str, found: Mapping[str, _Entry]) -> None:
-        """Pack entries of the directory ``here``, which stays open meanwhile."""
+        """Pack entries of the directory ``here``, which is kept open meanwhile."""
         try:
             directory = guarded.open_beneath(root.fd, here, os.O_PATH | os.O_DIRECTORY) if here else os.dup(root.fd)
         except OSError as exc:
@@ -257,7 +267,7 @@ class _Archive:
             header.type = tarfile.LNKTYPE
             header.linkname = first
         elif self._is_known(status):
-            return  # packed under its earlier name
+            return  # it was packed under an earlier name
         if header.type == tarfile.REGTYPE:
             runs = [(0, status.st_size)]
             header.size = status.st_size
@@ -288,7 +298,9 @@ class _Archive:
             self._remarks[name] = f"the last {grown} bytes were written during the read and are not packed"
 
     def _is_known(self, status: os.stat_result) -> bool:
-        """Return True if this file was packed before, unchanged. The time guards against a reused inode number."""
+        """Return True if this file was packed before and is unchanged. The time is compared in case the inode number
+        was reused.
+        """
         if not self._is_live:
             return False
         identity = status.st_dev, status.st_ino, status.st_mtime_ns
@@ -297,7 +309,7 @@ class _Archive:
         return known
 
     def _target(self, name: str, entry: _Entry, target: str) -> str:
-        """Return the target of a link as it is written, or "" if it leads out of a live tree."""
+        """Return the target of a link as it is to be written, or "" if it leads out of a live tree."""
         if not self._is_live:
             return target
         inner = _inner_target(entry, target)
@@ -317,7 +329,7 @@ class _Archive:
         self._remarks[name] = f"cannot read it: {os.strerror(exc.errno or 0)}"
 
     def finish(self, remarks: str) -> MultipleDigest:
-        """End the archive, with the entry ``remarks`` if there are any."""
+        """Finish the archive, adding the entry ``remarks`` if there are any."""
         if self._is_live and self._remarks:
             lines = [f"{guarded.shown(name)}: {what}\n" for name, what in sorted(self._remarks.items())]
             if len(lines) > MAX_REMARKS:
@@ -344,9 +356,9 @@ def _kind(entry: os.DirEntry[str]) -> int:
 
 
 def _inner_target(entry: _Entry, target: str) -> str:
-    """Return ``target`` relative to its link if by the names alone it stays below the root; else "".
+    """Return ``target`` relative to its link if, judging by the names alone, it stays below the root; otherwise "".
 
-    An absolute target becomes relative: it would be dangling where the archive is unpacked.
+    An absolute target is made relative, because it would be dangling where the archive is unpacked.
     """
     here = posixpath.dirname(entry.path)
     if target.startswith("/"):
@@ -359,7 +371,7 @@ def _inner_target(entry: _Entry, target: str) -> str:
 
 
 class _Digested(msgspec.Struct):
-    """The file of the archive, with the digests of all that is written to it.
+    """The archive's file, with the digests of all data written to it.
 
     Its first error is kept instead of raised, and nothing is written after it, because isal up to 1.8 waits forever for
     a thread that ended with an error.
@@ -382,13 +394,14 @@ class _Digested(msgspec.Struct):
         return len(data)
 
     def flush(self) -> None:
-        """Leave the flush to the owner of the file."""
+        """Do nothing, because the owner of the file flushes it."""
 
 
 class Sink:
-    """Output of the archive: through gzip and the digests to the file. A context manager.
+    """Output of the archive, which goes through gzip and the digests to the file. A context manager.
 
-    Threads compress and write. An error of one is raised by a later write. Their number does not change the archive.
+    Threads compress and write. An error in one of them is raised by a later write. The number of threads does not
+    affect the archive.
     """
 
     def __init__(self, out: BinaryIO, *, compressed: bool, newest: int | None) -> None:
@@ -417,7 +430,7 @@ class Sink:
         self._write(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a generated file, as old as the newest packed one."""
+        """Write a generated file with the time of the newest packed file."""
         content = text.encode("utf-8", "surrogateescape")
         header = tarfile.TarInfo(name)
         header.size, header.mtime = len(content), self._newest_seen
@@ -434,9 +447,9 @@ class Sink:
     def write_file(self, fd: int, runs: Sequence[tuple[int, int]], size: int) -> tuple[int, OSError | None]:
         """Write ``size`` bytes from ``runs``, and the padding.
 
-        A longer file is truncated, a shorter one is padded with zeros.
+        A file that has grown is cut, and one that has shrunk is padded with zeros.
 
-        Returns the number of bytes read, and the disk's error if it ended the reading.
+        Returns the number of bytes read, and the disk's error if that stopped the reading.
         """
         there, problem = 0, None
         for begin, end in runs:
@@ -491,7 +504,7 @@ _MEANING: Final = {
 
 
 MAX_PATTERN_CHARS: Final = 5_000
-"""Limit of all patterns of a tree, which take a quarter of a second to compile."""
+"""Maximum total length of a tree's patterns, which then take a quarter of a second to compile."""
 
 
 def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
@@ -508,14 +521,15 @@ def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
 
 
 def _expression(pattern: str) -> str:
-    """Translate one pattern: ``**`` spans directories, ``*``, ``?`` and ``[a-z]`` stay within one, ``{a,b}`` is either.
+    """Translate one pattern to a regular expression: ``**`` spans directories, ``*``, ``?`` and ``[a-z]`` stay within
+    one, and ``{a,b}`` is either.
 
-    A pattern without wildcards that names a directory means all in it.
+    A pattern without wildcards that names a directory stands for everything in it.
     """
     text = posixpath.normpath(pattern).strip("/")
     if text in ("", "."):
         return ".*"
-    # Chunks between ``**`` consist of steps between ``/``, which consist of parts between ``*``.
+    # The pattern is split into chunks at ``**``, the chunks into steps at ``/``, and the steps into parts at ``*``.
     depth, chunks = 0, [[[""]]]
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup or ""

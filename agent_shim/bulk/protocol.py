@@ -1,6 +1,6 @@
-"""Requests to a worker and its answers: one JSON document each, a line on a socket.
+"""Requests to a worker and its answers. Each is one JSON document on one line of a socket.
 
-They contain secrets: never in arguments, in the environment, or on a disk.
+They contain secrets, so they are never passed in arguments or the environment, or stored on a disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agent_shim.core.settings import Blobstore
 
 
 class BlobRef(msgspec.Struct, frozen=True):
-    """Location and digest of a blob; with a signed URL the id is ignored."""
+    """Location and digest of a blob. With a signed URL the id is ignored."""
 
     blob_id: str = ""
     signed_url: str = ""
@@ -32,7 +32,8 @@ class BlobRef(msgspec.Struct, frozen=True):
 class Target(msgspec.Struct, frozen=True):
     """A blob to fetch and unpack into the new directory ``path``.
 
-    A ``job`` is the part ``name`` of the rendered templates, a ``package`` is compiled, a ``source`` is to be compiled.
+    A ``job`` is the part ``name`` of the rendered templates, a ``package`` has been compiled, and a ``source`` is to be
+    compiled.
     """
 
     kind: Literal["job", "package", "source"]
@@ -61,7 +62,7 @@ class Get(msgspec.Struct, frozen=True, tag=True):
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-    """Upload the file ``path``: to the signed URL if given, else to the blobstore under a new id."""
+    """Upload the file ``path`` to the signed URL if there is one, otherwise to the blobstore under a new id."""
 
     base: str
     store: Blobstore
@@ -108,7 +109,9 @@ class CopyTree(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Progress of a request: ``uploading`` after packing. Counting or copying of a disk, in bytes of its archive."""
+    """Progress of a request: ``uploading`` after packing, or the counting or copying phase of a disk migration, in
+    bytes of its archive.
+    """
 
     phase: str
     size: int = 0
@@ -139,7 +142,7 @@ Request = Install | Get | Put | Pack | CopyTree | Rotate
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Outcome of one target: the error or "", and False if its archive was a bare tar.
+    """Outcome of one target: the error or "", and whether its archive was compressed.
 
     ``newest`` is the latest modification time of a source (seconds since 1970), ``left_out`` the bytes of a log that
     were dropped.

@@ -1,4 +1,4 @@
-"""Providers of blobstores in the settings (bosh-utils blobstore/provider.go)."""
+"""The blobstore providers that the settings may name (bosh-utils blobstore/provider.go)."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Provider(Protocol):
         """Return the content as an open file, after feeding it to ``hasher``. The caller closes it."""
 
     async def put(self, blob_id: str, path: Path) -> None:
-        """Store the content of ``path``, which nothing changes any more, under a new id."""
+        """Store the content of ``path``, which no longer changes, under a new id."""
 
 
 def environment(store: Blobstore) -> dict[str, str]:
-    """Return our environment with the proxies of the settings, in both spellings."""
+    """Return our environment with the proxies from the settings, in upper and lower case."""
     return {**os.environ, **store.proxies, **{name.upper(): value for name, value in store.proxies.items()}}
 
 
@@ -66,7 +66,7 @@ def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -
 
 
 class Dummy:
-    """A store that accepts every blob and stores none."""
+    """A blobstore that accepts every blob and stores none."""
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:  # noqa: ARG002 - nothing is hashed
         raise BlobError(f"cannot get {blob_id}: the blobstore is a dummy")
@@ -76,7 +76,7 @@ class Dummy:
 
 
 class Local:
-    """A directory with one file for each blob (local_blobstore.go)."""
+    """A blobstore in a directory with one file for each blob (local_blobstore.go)."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -99,14 +99,14 @@ class Local:
 
 
 class DavOptions(msgspec.Struct, frozen=True):
-    """Options of bosh-davcli, without those for signing."""
+    """Options of bosh-davcli, except those for signing."""
 
     endpoint: str
     user: str = ""
     password: str = ""
 
     def url(self, blob_id: str) -> str:
-        """Return the URL of a blob, in one of 256 directories by the first byte of the id's sha1."""
+        """Return the URL of a blob, which is in one of 256 directories chosen by the first byte of the id's sha1."""
         shard = hashlib.sha1(blob_id.encode(), usedforsecurity=False).hexdigest()[:2]
         return f"{self.endpoint.rstrip('/')}/{shard}/{quote(blob_id, safe='')}"
 
@@ -199,8 +199,8 @@ async def opened(path: Path, hasher: Hasher) -> BinaryIO:
 
 
 def open_blob(path: Path) -> BinaryIO:
-    """Open a blob in one of our directories or a local store, which may be a job's: no link is followed, no lease of
-    its owner is waited for. Raises ``BlobError``.
+    """Open a blob in one of our directories or a local blobstore. It may belong to a job, so no link is followed, and a
+    lease of the file's owner is not waited for. Raises ``BlobError``.
     """
     try:
         return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
@@ -221,7 +221,7 @@ class _TlsOptions(msgspec.Struct, frozen=True):
 
 
 def trusted_ca(store: Blobstore) -> str:
-    """Return ``options.tls.cert.ca``. "" without a value of that shape (blobstore_http_client.go)."""
+    """Return ``options.tls.cert.ca``, or "" if the options have another form (blobstore_http_client.go)."""
     try:
         return wire.convert(store.options, _TlsOptions).tls.cert.ca
     except msgspec.ValidationError:
@@ -254,7 +254,9 @@ NO_SECRET: Final = frozenset(
 
 MAX_ERROR_CHARS: Final = 1000
 MAX_OUTPUT_BYTES: Final = 1024 * 1024
-"""Bytes read of a failed program's output: so many more that no half of a secret is in the error."""
+"""Number of bytes read of a failed program's output. This is much more than is shown, so that no part of a cut secret
+ends up in the error.
+"""
 
 
 def harmless(text: str, options: dict[str, Any]) -> str:

@@ -15,14 +15,14 @@ class Timing(msgspec.Struct, frozen=True):
 
     connect: float = 10.0
     stall: float = 30.0
-    """An attempt fails if less than ``least`` bytes arrive in this time."""
+    """An attempt fails if fewer than ``least`` bytes arrive in this time."""
     least: int = 30 * 1024
     answer: float = 120.0
-    """For a server to answer after it received the last byte."""
+    """How long a server may take to answer after it has received the last byte."""
     hesitate: float = 1.0
-    """For "100 Continue", which some servers never send."""
+    """How long to wait for "100 Continue", which some servers never send."""
     pause: float = 5.0
-    """Between two attempts with a signed URL (blobstore_delegator.go)."""
+    """Pause between two attempts with a signed URL (blobstore_delegator.go)."""
 
 
 def trusting(ca: str) -> ssl.SSLContext:
@@ -32,8 +32,8 @@ def trusting(ca: str) -> ssl.SSLContext:
     except (ssl.SSLError, TypeError, ValueError) as exc:
         raise BlobError("cannot use the CA of the blobstore: it is not a PEM certificate") from exc
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # As in Go: every CA in the settings is trusted, and certificates may lack extensions of RFC 5280 (newer Pythons
-    # refuse them, BOSH makes them).
+    # As in Go, every CA in the settings is trusted, and certificates may lack extensions of RFC 5280. BOSH creates such
+    # certificates, but newer versions of Python refuse them by default.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context
@@ -42,7 +42,7 @@ def trusting(ca: str) -> ssl.SSLContext:
 def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str, str]) -> str | None:
     """Return the proxy for a host by the rules of Go (golang.org/x/net/http/httpproxy).
 
-    This machine itself is reached without a proxy. ``no_proxy`` lists names with all names below them, addresses and
+    No proxy is used for this machine itself. ``no_proxy`` lists names (which include their subdomains), addresses and
     networks, each with an optional port, or ``*``.
     """
 
@@ -56,7 +56,7 @@ def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str
 
 
 def is_excepted(host: str, port: int | None, exceptions: str) -> bool:
-    import ipaddress  # late: 0.2 MB for a proxy alone
+    import ipaddress  # imported late, because it takes 0.2 MB and only a proxy needs it
 
     try:
         address = ipaddress.ip_address(host)
@@ -81,7 +81,7 @@ def is_excepted(host: str, port: int | None, exceptions: str) -> bool:
 
 
 def _is_network(entry: str) -> bool:
-    import ipaddress  # late: as above
+    import ipaddress  # imported late, as above
 
     try:
         ipaddress.ip_network(entry, strict=False)

@@ -1,7 +1,7 @@
-"""Transfer of blobs over HTTP: signed URLs and DAV. Runs in worker processes only: it imports aiohttp.
+"""Transfers blobs over HTTP, with signed URLs and DAV. Only worker processes use it, because it imports aiohttp.
 
-Errors name the host and the status, never a path, a query string, a user or a password: signed URLs are secrets. The
-text before the host is that of the Go agent (agent/httpblobprovider/http_blob_provider.go).
+Errors name the host and the status, but never a path, a query string, a user or a password, because signed URLs are
+secrets. The text before the host is that of the Go agent (agent/httpblobprovider/http_blob_provider.go).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from yarl import URL
 
 MAX_REDIRECTS: Final = 10
 RESERVE_BYTES: Final = 64 << 20
-"""Free space of a volume that downloads leave to other programs. Only a part of it on a small volume."""
+"""Free space on a volume that downloads leave to other programs. On a small volume it is only a part of this."""
 RESERVED_PART: Final = 0.05
 SPACE_CHECK_BYTES: Final = 4 << 20
 """Bytes of a download between two checks of the free space."""
@@ -40,13 +40,14 @@ class Transfer:
     def __init__(self, ca: str, timing: Timing, scratch: Path, environment: Mapping[str, str] = os.environ) -> None:
         """``ca`` is PEM or "" for the authorities of the system. Downloads use ``scratch``.
 
-        ``environment`` names the proxies, as ``http_proxy`` and so on.
+        ``environment`` contains the proxies as ``http_proxy`` and related variables.
         """
         self._environment = environment
         self._timing = timing
         self._scratch = scratch
         self._session = aiohttp.ClientSession(
-            # No connection is reused: one closed by the server meanwhile would cost an upload its only attempt.
+            # Do not reuse connections, because one that the server has closed meanwhile would make an upload fail,
+            # which has only one attempt.
             connector=aiohttp.TCPConnector(ssl=trusting(ca), limit=10, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=timing.connect),
             request_class=_request_class(timing.hesitate),
@@ -67,7 +68,7 @@ class Transfer:
         try:
             await self._download(url, file, _merged({"Accept-Encoding": "identity"}, headers), hasher)
         except BaseException:
-            with suppress(OSError):  # for example from flushing its buffer
+            with suppress(OSError):  # for example when its buffer is flushed
                 file.close()
             raise
         return file
@@ -93,7 +94,9 @@ class Transfer:
                     target.flush()
 
     def _check_room(self) -> None:
-        """Raise ``OSError`` if only the reserve is left, because the length of a download is known only at its end."""
+        """Raise ``OSError`` if only the reserve is left. This is checked repeatedly, because the length of a download
+        is known only at its end.
+        """
         usage = shutil.disk_usage(self._scratch)
         if usage.free < min(RESERVE_BYTES, usage.total * RESERVED_PART):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,11 +1,11 @@
 """The worker: a process for heavy requests, whose exit returns its memory to the system.
 
-``python -m agent_shim.bulk.worker PARENT`` reads requests from standard input, one line each, executes one after the
-other, and writes the answers to standard output (``bulk.protocol``; the other end is ``bulk.workers``). Expected
-failures are part of the answer. Any other ends the worker with a traceback. It removes temporary files when it is
-terminated, also at the end of its parent.
+``python -m agent_shim.bulk.worker PARENT`` reads requests from standard input, one line each, executes them one after
+the other, and writes the answers to standard output (``bulk.protocol``; the other end is ``bulk.workers``). Expected
+failures are part of the answer. Any other failure ends the worker with a traceback. When the worker or its parent is
+terminated, it removes its temporary files.
 
-Its start delays the action, so each kind of request imports only its own modules.
+Starting it delays the action, so each kind of request imports only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from agent_shim.host.descriptors import closing
 
 PR_SET_PDEATHSIG: Final = 1  # include/uapi/linux/prctl.h
 OOM_SCORE: Final = 500
-"""Lowest oom_score_adj of a worker."""
+"""Minimum oom_score_adj of a worker."""
 
 
 def main() -> int:
-    """Execute requests until standard input ends. The exit code is 143 when terminated."""
+    """Execute requests until standard input ends. The exit code is 143 if the worker is terminated."""
     become_worker(int(sys.argv[1]))
     while line := sys.stdin.buffer.readline():
         temps: list[Path] = []
@@ -52,14 +52,16 @@ def main() -> int:
 
 
 def become_worker(parent: int) -> None:
-    """Set up a worker: it dies with ``parent``, is the OOM killer's choice before the agent, and dumps no core."""
+    """Turn this process into a worker that dies with ``parent``, is killed by the OOM killer before the agent, and
+    dumps no core.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # the parent died before it could be watched
         raise SystemExit(128 + signal.SIGTERM)
     process.disable_core_dumps(for_good=True)
     with suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
-        # The kubelet gives up to 1000 to the container, and so to the agent.
+        # The kubelet sets up to 1000 for the container, and so for the agent.
         score.write_text(str(max(OOM_SCORE, int(score.read_text()))))
 
 
@@ -105,7 +107,9 @@ async def _serve(request: Request, temps: list[Path]) -> Done:
 
 
 def _refused(request: Request, exc: OSError) -> str:
-    """Describe a failed system call: its file, else the file being written, and the free space."""
+    """Describe a failed system call with its file or, if that is unknown, the file being written, and with the free
+    space.
+    """
     if exc.filename is not None or not isinstance(request, Get | Pack):
         return f"cannot use {exc.filename or 'a file'}: {exc.strerror}"
     free = shutil.disk_usage(Path(request.path).parent).free
@@ -117,7 +121,8 @@ async def _get(request: Get) -> Done:
 
     async with Blobs(request.store, Paths(Path(request.base))) as blobs, blobs.fetched(request.source) as file:
         with files.replacing(Path(request.path), mode=request.mode) as out:
-            os.lseek(file.fileno(), 0, os.SEEK_SET)  # seek in the kernel, because the file object has a buffer
+            # Use lseek, because seeking the file object might only change its buffer.
+            os.lseek(file.fileno(), 0, os.SEEK_SET)
             files.copy_data(file.fileno(), out.fileno())
     return Done()
 
@@ -132,7 +137,8 @@ async def _put(request: Put) -> Done:
 async def _pack(request: Pack) -> Done:
     from agent_shim.bulk import packing
 
-    # A file is removed after it was uploaded. By then, its copy in a local store is synced.
+    # The file is not synced if it is uploaded, because it is removed afterwards. A copy in a local blobstore is synced
+    # itself.
     with files.replacing(Path(request.path), mode=request.mode, is_synced=request.put is None) as out:
         newest, remarks = request.newest, request.remarks
         digest = await asyncio.to_thread(
@@ -145,7 +151,7 @@ async def _pack(request: Pack) -> Done:
 def _copy_tree(request: CopyTree) -> Done:
     from agent_shim.bulk import copytree
 
-    # No clean-up: the next copy begins with an empty target.
+    # No clean-up is needed, because the next copy begins by emptying the target.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     losses = copytree.mirror(Path(request.source), Path(request.target), spared=request.spared, report=_send)
     return Done(losses=losses)
@@ -154,7 +160,7 @@ def _copy_tree(request: CopyTree) -> Done:
 def _rotate(request: Rotate) -> Done:
     from agent_shim.bulk import copytruncate
 
-    # Each step leaves complete files: the worker may be killed between any two.
+    # Each step leaves complete files, so the worker may be killed between any two steps.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     outcomes = []
     with closing(os.open(request.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:

@@ -1,7 +1,7 @@
-"""Worker processes of the agent: each executes one request at a time, and stays for half a minute after it.
+"""The agent's worker processes. Each executes one request at a time, and stays for half a minute afterwards.
 
-Bulk work takes memory and the interpreter. A process of its own returns the memory at its end. A worker that stays
-answers a small request in the time of the work alone: its start takes a tenth of a second.
+Bulk work takes memory and occupies the interpreter. A separate process returns the memory when it ends. A worker that
+has stayed answers a small request faster, because starting one takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import files, process
 
 GRACE_S: Final = 5.0
-"""For a cancelled worker to remove its temporary files."""
+"""How long a cancelled worker may take to remove its temporary files."""
 STAY_S: Final = 30.0
-"""Time for which a worker without a request stays."""
+"""How long a worker stays without a request."""
 CHUNK_BYTES: Final = 64 * 1024
 
 
 class Workers:
-    """The workers of an agent. A context manager, at whose end those without a request end."""
+    """The workers of an agent. A context manager, which ends idle workers when it is left."""
 
     def __init__(self) -> None:
         self._resting: dict[int, _Worker] = {}
-        """Workers without a request, by niceness: at most one of each."""
+        """Idle workers by niceness, at most one for each."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,7 +113,7 @@ class _Worker:
         """Return the answer to ``request``. Raises ``ActionError`` if the worker dies."""
         loop = asyncio.get_running_loop()
         received = b""
-        with suppress(ConnectionError):  # it has exited, and its status says more
+        with suppress(ConnectionError):  # the worker has exited, and its status is more informative
             await loop.sock_sendall(self._socket, msgspec.json.encode(request) + b"\n")
             while piece := await loop.sock_recv(self._socket, CHUNK_BYTES):
                 *lines, received = (received + piece).split(b"\n")
@@ -127,16 +127,16 @@ class _Worker:
         raise ActionError(f"cannot finish the work: the worker {_ending(status, errors)}")
 
     def rest(self, left: Callable[[], object]) -> None:
-        """Keep the worker for a while. If no request follows, end it and call ``left``."""
+        """Keep the idle worker for a while. If no request follows, end it and call ``left``."""
 
         def leave() -> None:
             left()
-            self._close()  # it reads end-of-file
+            self._close()  # the worker then reads end-of-file
 
         self._leaving = asyncio.get_running_loop().call_later(STAY_S, leave)
 
     def wake(self) -> bool:
-        """Prepare the worker for another request. Return False if it has exited meanwhile."""
+        """Prepare the idle worker for another request. Return False if it has exited meanwhile."""
         assert self._leaving is not None
         self._leaving.cancel()
         is_alive = self.process.is_alive  # read this once, because it may exit at any time
@@ -145,7 +145,7 @@ class _Worker:
         return is_alive
 
     async def end(self) -> None:
-        """End the worker and its process group, and wait for the end."""
+        """End the worker and its process group, and wait until they have ended."""
         if self._leaving is not None:
             self._leaving.cancel()
         try:
@@ -159,7 +159,9 @@ class _Worker:
 
 
 def _ending(status: int | None, errors: bytes) -> str:
-    """Describe the end of a worker. From a traceback only location and type are used: its text may contain a secret."""
+    """Describe how a worker ended. Only location and type are taken from a traceback, because its text may contain a
+    secret.
+    """
     if status is not None and status > 128:
         return f"was killed by {signal.Signals(status - 128).name}"
     lines = errors.decode(errors="replace").splitlines() or [""]
@@ -181,8 +183,8 @@ def _tidy(request: Request, pid: int) -> None:
 
 
 class Transfers:
-    """Counters of blobs since the process started: number by direction and outcome (done, failed), bytes of successful
-    ones.
+    """Counters of transferred blobs since the process started: their number by direction and outcome (done, failed),
+    and the bytes of successful ones.
 
     Directions are get and put for the blobstore, upload and download for clients over HTTPS.
     """

@@ -27,9 +27,9 @@ CPI_SETTINGS: Final = (
     Path("/var/vcap/bosh/instance_settings.json"),
     Path("/var/vcap/bosh/settings-source-file/config.json"),
 )
-"""Settings files of container CPIs. Every CPI writes the first, except for Kubernetes."""
+"""Settings files of container CPIs. Every CPI except that for Kubernetes writes the first."""
 MAX_MISTAKES: Final = 20
-"""Mistakes of a document in its error."""
+"""Maximum number of mistakes listed in the error of a document."""
 _PORT: Final = "(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 LISTENER: Final = rf"\A(?:off|(?P<host>.+):(?P<port>{_PORT}))\Z"
 Listener = Annotated[str, msgspec.Meta(pattern=LISTENER, description="ADDR:PORT or off")]
@@ -44,7 +44,7 @@ Level = Annotated[
 
 
 class Source(msgspec.Struct, frozen=True, rename="pascal"):
-    """One element of ``Infrastructure.Settings.Sources``. Only the type ``File`` has a meaning in a container."""
+    """One element of ``Infrastructure.Settings.Sources``. Only the type ``File`` makes sense in a container."""
 
     type: str
     settings_path: str = ""
@@ -73,17 +73,17 @@ class BpmOptions(msgspec.Struct, frozen=True):
 class MonitOptions(msgspec.Struct, frozen=True):
     """Ports of monit's API and of the Go agent's mail server for monit. A value is ``ADDR:PORT`` or ``off``.
 
-    Empty means the port of monit on the real tree, and off below another base directory.
+    Empty means monit's port on the real tree, and off below another base directory.
     """
 
     http: OptionalListener = ""
     mail: OptionalListener = ""
     password: str = ""
-    """Replaces the random password, for releases that rely on the Go agent's (``random-password``)."""
+    """Replaces the random password, for releases that rely on the Go agent's password (``random-password``)."""
 
 
 class LogOptions(msgspec.Struct, frozen=True, rename="camel"):
-    """Rotation of the logs of jobs. Sizes as in logrotate (``50M``). ``rotate`` false disables it."""
+    """Rotation of job logs. Sizes are written as in logrotate (``50M``). ``rotate`` false disables it."""
 
     rotate: bool = True
     size: Size = "50M"
@@ -103,11 +103,11 @@ class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
     log_format: Annotated[str, msgspec.Meta(pattern=r"\A(?:json|text)?\Z", description="json or text")] = ""
     log_level: Level = "info"
     grace: Annotated[float, msgspec.Meta(ge=0)] = 30.0
-    """Seconds for the orderly stop of all jobs. Less than the pod's terminationGracePeriodSeconds."""
+    """Seconds for the orderly stop of all jobs. Must be less than the pod's terminationGracePeriodSeconds."""
     spec: str = ""
     """Directory of rendered jobs and packages to deploy without a Director."""
     firewall: bool = True
-    """Block jobs from the bus by packet filter rules, where the agent may set them."""
+    """Block jobs from the bus with packet filter rules, if the agent may set them."""
     job_logs: bool = False
     """Copy the log files of jobs to standard output."""
     bpm: BpmOptions = BpmOptions()
@@ -123,10 +123,11 @@ class AgentConfig(msgspec.Struct, frozen=True):
     shim: ShimOptions = msgspec.field(default=ShimOptions(), name="AgentShim")
 
     def settings_files(self, paths: Paths) -> list[Path]:
-        """Return the possible settings files, in order, each in the tree of ``paths``.
+        """Return the possible settings files in order, each as a path in the tree of ``paths``.
 
-        Named files count alone, unless a container CPI writes one of them. The files of all container CPIs follow then,
-        because an official stemcell names only the first, and where none is named: a volume may hide agent.json.
+        Files named in agent.json are used alone, unless a container CPI writes one of them. In that case the files of
+        all container CPIs follow, because an official stemcell names only the first. They are also used if no file is
+        named, because a volume may hide agent.json.
         """
         sources = self.infrastructure.settings.sources
         named = [Path(each.settings_path) for each in sources if each.type == "File" and each.settings_path]
@@ -142,7 +143,8 @@ _OF_THE_GO_AGENT: Final = frozenset({"platform", "infrastructure"})
 def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -> AgentConfig:
     """Read agent.json. ``origin`` names it in errors, which list all mistakes.
 
-    ``unknown`` gets a line for each unknown key of the file and of ``AgentShim``. Other parts belong to the Go agent.
+    A line for each unknown key of the file and of ``AgentShim`` is appended to ``unknown``. Other parts belong to the
+    Go agent.
     """
     try:
         document = wire.decode_json(raw)
@@ -159,7 +161,7 @@ def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -
 
 
 class Cert(msgspec.Struct, frozen=True):
-    """A client certificate with its key and the CA of the bus, all PEM."""
+    """A client certificate with its key, and the CA of the bus, all in PEM."""
 
     ca: str = ""
     certificate: str = ""
@@ -172,12 +174,14 @@ class MbusSettings(msgspec.Struct, frozen=True):
 
 
 class Blobstore(msgspec.Struct, frozen=True):
-    """A blobstore: its type, and its options in the form of the Director's blobstore clients."""
+    """A blobstore: its type, and its options in the format of the Director's blobstore clients."""
 
     provider: str = "dummy"
     options: dict[str, Any] = {}
     proxies: Internal[dict[str, str]] = {}
-    """``http_proxy`` and related variables for its connections, from another part of the settings (``Env``)."""
+    """``http_proxy`` and related variables for its connections, which come from another part of the settings
+    (``Env``).
+    """
 
 
 class TmpfsDir(msgspec.Struct, frozen=True):
@@ -185,12 +189,12 @@ class TmpfsDir(msgspec.Struct, frozen=True):
     tmpfs_size: str = ""
 
     def size(self, default: str) -> str:
-        """Return the size in the form of mount(8), or ``default`` if the setting is no size."""
+        """Return the size in the format of mount(8), or ``default`` if the setting is not a size."""
         return self.tmpfs_size if re.fullmatch(r"[0-9]+[kmgKMG%]?", self.tmpfs_size) else default
 
 
 class RunDir(TmpfsDir, frozen=True):
-    """The tmpfs of the run directory. The Go agent always mounts it, and reads only its size."""
+    """The tmpfs for the run directory. The Go agent always mounts it and only reads its size."""
 
     tmpfs: Lenient[bool] = False
 
@@ -200,7 +204,7 @@ class AgentSettings(msgspec.Struct, frozen=True):
 
     tmpfs: bool = False
     settling_time: Lenient[Annotated[float, msgspec.Meta(ge=0, le=3600)]] = 0.0
-    """Seconds from ``start`` until the instance is ``running``, for scripts that rely on monit's first cycle."""
+    """Seconds from ``start`` until the instance may be ``running``, for scripts that rely on monit's first cycle."""
 
 
 class AgentEnv(msgspec.Struct, frozen=True):
@@ -232,7 +236,7 @@ class BoshEnv(msgspec.Struct, frozen=True):
 
 
 class Env(msgspec.Struct, frozen=True):
-    """``env``: the three proxies have the meaning of the variables with these names, and override them."""
+    """``env``. The three proxies have the meaning of the environment variables with these names, and override them."""
 
     bosh: BoshEnv = BoshEnv()
     http_proxy: Lenient[str] = ""
@@ -259,7 +263,7 @@ class Network(msgspec.Struct, frozen=True):
 
     @property
     def is_dynamic(self) -> bool:
-        """True if the address comes from the machine instead of the settings."""
+        """True if the address comes from the machine rather than the settings."""
         if self.type == "vip":
             return False
         return self.type == "dynamic" or self.use_dhcp or self.resolved or not (self.ip and self.netmask)
@@ -302,7 +306,9 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     trusted_certs: str = ""
 
     def merged(self, news: UpdateSettings) -> UpdateSettings:
-        """Return the result of another update: certificates and associations as given, bus and blobstores if given."""
+        """Return the result of another update. Certificates and associations are always replaced, bus and blobstores
+        only if given.
+        """
         return UpdateSettings(
             blobstores=self.blobstores if news.blobstores is None else news.blobstores,
             disk_associations=news.disk_associations,
@@ -314,8 +320,8 @@ class UpdateSettings(msgspec.Struct, frozen=True):
 def parse(raw: bytes, *, origin: str, ignored: list[str] | None = None) -> Settings:
     """Read and check a settings document.
 
-    ``origin`` names it in errors, which include the JSON path. ``ignored`` gets a line for each member of a wrong type
-    that the Go agent does not read.
+    ``origin`` names it in errors, which include the JSON path. For each member of a wrong type that the Go agent does
+    not read, a line is appended to ``ignored``.
     """
     settings = _decoded(raw, Settings, origin, ignored)
     if not settings.agent_id:
@@ -352,7 +358,7 @@ def _placed(exc: ValueError, raw: bytes) -> str:
 
 
 def _converted(document: Any, wanted: type[T], ignored: list[str] | None = None) -> T:
-    """Convert a document. Raises ``ValueError`` with the first ``MAX_MISTAKES``."""
+    """Convert a document. Raises ``ValueError`` with the first ``MAX_MISTAKES`` mistakes."""
     try:
         return wire.convert(document, wanted, ignored)
     except msgspec.ValidationError as exc:
@@ -389,7 +395,7 @@ class Mbus(msgspec.Struct, frozen=True):
 
     @property
     def scheme(self) -> str:
-        """``nats``, ``https`` or "" without a bus. The first address decides (mbus/handler_provider.go)."""
+        """``nats`` or ``https``, taken from the first address (mbus/handler_provider.go), or "" without a bus."""
         return self.urls[0].partition("://")[0] if self.urls else ""
 
 
@@ -405,18 +411,18 @@ class Effective(msgspec.Struct, frozen=True):
 
     @property
     def mbus(self) -> Mbus:
-        """Addresses and credentials of the bus after precedence.
+        """Addresses and credentials of the bus, chosen by precedence.
 
-        URLs come from update_settings, then ``env.bosh.mbus.urls``, then ``mbus``. Credentials come from
-        ``update_settings`` if they have a CA, unless the certificate of ``env.bosh.mbus`` begins later: then the
-        document was changed (for example as a rotated Secret) after the update of the Director.
+        URLs come from ``update_settings``, otherwise from ``env.bosh.mbus.urls``, otherwise from ``mbus``. Credentials
+        come from ``update_settings`` if they have a CA, unless the certificate in ``env.bosh.mbus`` begins later,
+        because then the document was changed (for example as a rotated Secret) after the Director's update.
         """
         theirs, env = self.update.mbus.cert, self.source.env.bosh.mbus.cert
         return self._mbus(theirs if theirs.ca and not _begins(env) > _begins(theirs) else env)
 
     @property
     def asked_mbus(self) -> Mbus:
-        """The bus of the last ``update_settings``, even if its certificate begins earlier than in
+        """The bus of the last ``update_settings``, even if its certificate begins earlier than that in
         ``env.bosh.mbus``.
         """
         return self._mbus(self.update.mbus.cert) if self.update.mbus.cert.ca else self.mbus
@@ -446,7 +452,7 @@ class Effective(msgspec.Struct, frozen=True):
 
     @property
     def name_servers(self) -> list[str]:
-        """DNS servers of the default network for DNS, else of the only network (settings/settings.go)."""
+        """Name servers of the default network for DNS, otherwise of the only network (settings/settings.go)."""
         networks = [network for network in self.source.networks.values() if network.type != "vip"]
         if len(networks) > 1:
             networks = [network for network in networks if "dns" in network.default]
@@ -454,13 +460,14 @@ class Effective(msgspec.Struct, frozen=True):
 
 
 NATS_PORT: Final = 4222
-"""Port of a NATS server whose address names none."""
+"""Port of a NATS server if its address does not have one."""
 
 
 def bus_address(url: str) -> SplitResult:
-    """Split an address of the bus. An invalid one has empty parts and the port None.
+    """Split an address of the bus. For an invalid address the parts are empty and the port is None.
 
-    If the password has a character that ends it early, the rest would be taken for host and port: it is invalid.
+    If the password contains a character that ends it early, the rest would be parsed as host and port, so such an
+    address is invalid.
     """
     with suppress(ValueError):
         parts = urlsplit(url)
@@ -470,5 +477,7 @@ def bus_address(url: str) -> SplitResult:
 
 
 def _begins(cert: Cert) -> float:
-    """Return the start of a certificate's validity, in seconds since 1970; for an unreadable one, minus infinity."""
+    """Return the start of a certificate's validity in seconds since 1970, or minus infinity if the certificate is
+    unreadable.
+    """
     return next((validity.begins for validity in x509.validities(cert.certificate)), float("-inf"))

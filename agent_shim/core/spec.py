@@ -1,7 +1,7 @@
 """The apply spec: what the Director wants on this instance, and the form in which it is stored and reported. Pure.
 
-Only the members that the Go agent knows survive storing (agent/applier/applyspec/v1_apply_spec.go): the Director reads
-the stored form in ``get_state``. ``networks`` and ``resource_pool`` are kept exactly as they came.
+Only the members that the Go agent knows are stored (agent/applier/applyspec/v1_apply_spec.go), because the Director
+reads the stored form in ``get_state``. ``networks`` and ``resource_pool`` are stored exactly as received.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Template(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """The instance group. ``templates`` are its jobs, the first of which names ``template`` and ``version``."""
+    """The instance group. ``templates`` are its jobs. ``template`` and ``version`` are those of the first job."""
 
     name: str | None = None
     release: str = ""
@@ -43,9 +43,9 @@ class Package(msgspec.Struct, frozen=True):
 
 
 class Archive(msgspec.Struct, frozen=True):
-    """The rendered templates of all jobs, one tarball.
+    """The tarball with the rendered templates of all jobs.
 
-    An empty digest goes only with an empty id, and is null then (applyspec/rendered_templates_archive_spec.go).
+    The digest may be empty only if the id is, and is then null (applyspec/rendered_templates_archive_spec.go).
     """
 
     sha1: str | None = None
@@ -70,7 +70,7 @@ class Properties(msgspec.Struct, frozen=True):
 
 
 class ApplySpec(msgspec.Struct, frozen=True):
-    """The stored form. Its members, in this order, open the value of ``get_state``."""
+    """The stored form. Its members come first, in this order, in the value of ``get_state``."""
 
     properties: Properties = Properties()
     job: Job = Job()
@@ -88,7 +88,7 @@ class ApplySpec(msgspec.Struct, frozen=True):
 
     @property
     def jobs(self) -> list[Template]:
-        """The jobs whose templates are rendered: none before the first full spec (v1_apply_spec.go, Jobs)."""
+        """The jobs whose templates are rendered. There are none before the first full spec (v1_apply_spec.go, Jobs)."""
         return [] if self.rendered_templates_archive is None else self.job.templates or []
 
     @property

@@ -1,7 +1,7 @@
-"""Codec of the envelope: bytes of a request to values, values to bytes of a reply. Pure.
+"""Decodes requests from bytes and encodes replies to bytes. Pure.
 
-Shapes and limits are the Go agent's (handler/request.go, handler/perform_handler_with_json.go). The leniency towards
-nulls and the case of member names is that of Go's encoding/json, on which callers may rely.
+Formats and limits are the Go agent's (handler/request.go, handler/perform_handler_with_json.go). Null values and the
+case of member names are treated as leniently as by Go's encoding/json, because callers may rely on that.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Lenient = Annotated[T, msgspec.Meta(extra={"lenient": True})]
 Internal = Annotated[T, msgspec.Meta(extra={"internal": True})]
 """A member that documents cannot set."""
 DigestText = Annotated[str, msgspec.Meta(extra={"digest": True})]
-"""A digest string. Text without a digest is a wrong type. Null means the digest ``null``, for the Go agent too."""
+"""A digest string. Text without a digest counts as a wrong type. As in the Go agent, null means the digest ``null``."""
 INT64: Final = msgspec.Meta(ge=-(2**63), le=2**63 - 1)
 UINT64: Final = msgspec.Meta(ge=0, extra={"most": 2**64 - 1})
-"""Ranges of Go's integers. msgspec compares only with signed 64-bit numbers."""
+"""Ranges of Go's integers. msgspec itself compares only with signed 64-bit numbers."""
 
 MAX_REPLY_BYTES: Final = 1024 * 1024
-"""Size of a reply over NATS. A longer one is cut or replaced (mbus/nats_handler.go)."""
+"""Maximum size of a reply over NATS. A longer one is cut or replaced (mbus/nats_handler.go)."""
 
 TRUNCATED: Final = "\n...[truncated]...\n"
 TOO_LONG: Final = "Response exceeded maximum allowed length"
@@ -40,7 +40,7 @@ TOO_DEEP: Final = "it is nested too deep"
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request. ``arguments`` is any JSON value: the binding checks it, not the decoder."""
+    """A request. ``arguments`` may be any JSON value, because it is checked only when it is bound to an action."""
 
     method: str = ""
     arguments: Any = None
@@ -49,11 +49,11 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RequestError(ValueError):
-    """Bytes that are not a request: dropped over NATS, answered with status 500 over HTTPS."""
+    """The bytes are not a request. They are dropped over NATS, and answered with status 500 over HTTPS."""
 
 
 def decode_request(data: bytes) -> Request:
-    """Read a request. ``null`` and missing members are their zero values, member names match in any case."""
+    """Read a request. ``null`` and missing members become zero values, and member names are not case-sensitive."""
     try:
         document = decode_json(data)
         return convert({} if document is None else document, Request)
@@ -64,20 +64,24 @@ def decode_request(data: bytes) -> Request:
 # --- JSON as Go reads it ----------------------------------------------------------------------------------------------
 
 MAX_DEPTH: Final = 400
-"""Levels of a document. A Director's have 100 at most (``max_nesting`` of Ruby's JSON)."""
+"""Maximum nesting of a document. A Director's have at most 100 levels (``max_nesting`` of Ruby's JSON)."""
 _BEFORE_VALUES: Final = b"[{,"
-"""A document has at least as many of these, in its texts too, as values, but for one."""
+"""Characters that precede a value. A document contains at most one value more than it contains these, even counting
+those in texts.
+"""
 
 _ESCAPE: Final = r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|(?s:.))"
-"""One escape of a string. A lone surrogate has the length of ``\\ud800``."""
+"""One escape in a string. That of a lone surrogate is as long as ``\\ud800``."""
 _DECODER: Final = msgspec.json.Decoder(float_hook=float)
-"""Python reads an exponent twenty times faster than msgspec, with which a megabyte of ``1e308`` takes 1.7 s."""
+"""Floats are parsed by Python, which reads exponents twenty times faster than msgspec. A megabyte of ``1e308`` would
+take 1.7 s.
+"""
 _MAX_INTEGER_DIGITS: Final = 100
-"""Python refuses to read very long integers, and no number of the protocol is that long."""
+"""Maximum number of digits. Python refuses to read very long integers, and no number in the protocol is that long."""
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Read a document of one type. Raises ``msgspec.DecodeError``, also if it is nested too deep or is no UTF-8."""
+    """Read a document of one type. Raises ``msgspec.DecodeError``, also if it is nested too deeply or is not UTF-8."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (RecursionError, ValueError) as exc:
@@ -105,11 +109,11 @@ def decode_json(data: bytes) -> Any:
 
 
 VALUE_BYTES: Final = 100
-"""Memory of a small decoded value: an empty list has 64 bytes, a member of an object 200."""
+"""Approximate memory of a small decoded value. An empty list takes 64 bytes, and a member of an object 200."""
 
 
 def weight(data: bytes) -> int:
-    """Return approximately how many bytes a request takes in memory. A megabyte of empty lists takes thirty."""
+    """Return approximately how many bytes a request takes in memory. A megabyte of empty lists takes 30 MB."""
     return len(data) + VALUE_BYTES * sum(map(data.count, _BEFORE_VALUES))
 
 
@@ -137,7 +141,7 @@ def _number(digits: str) -> int | float:
 
 
 def encode_value(value: Any, *, limit: int | None = None) -> bytes:
-    """Return ``{"value": …}``, or the exception of the Go agent if that exceeds ``limit`` bytes."""
+    """Return ``{"value": …}``, or the Go agent's exception if that exceeds ``limit`` bytes."""
     reply = b'{"value":' + msgspec.json.encode(value) + b"}"
     if limit is not None and len(reply) > limit:
         return _exception(TOO_LONG)
@@ -145,13 +149,15 @@ def encode_value(value: Any, *, limit: int | None = None) -> bytes:
 
 
 def encode_exception(message: str, *, limit: int | None = None) -> bytes:
-    """Return ``{"exception": {"message": …}}``. A message too long for ``limit`` bytes keeps its head and its tail."""
+    """Return ``{"exception": {"message": …}}``. If the message is too long for ``limit`` bytes, its beginning and end
+    are kept.
+    """
     reply = _exception(message)
     if limit is None or len(reply) <= limit:
         return reply
     keep = len(message)
     while len(reply) > limit:
-        # Escapes make the JSON longer than the text: shrink by the measured ratio, and by at least one character.
+        # Escapes make the JSON longer than the text, so shrink it by the measured ratio, and by at least one character.
         keep = min(keep - 1, int(keep * limit / len(reply)))
         head = keep // 2
         reply = _exception(message[:head] + TRUNCATED + message[len(message) - (keep - head) :])
@@ -165,19 +171,22 @@ def _exception(message: str) -> bytes:
 
 
 def convert(value: Any, wanted: type[T] | Any, ignored: list[str] | None = None) -> T:
-    """Convert a JSON value as leniently as Go: null is absent, names match in any case, unknown ones are ignored.
+    """Convert a JSON value as leniently as Go does: null counts as absent, names are not case-sensitive, and unknown
+    ones are ignored.
 
-    ``ignored`` gets a line for each ``Lenient`` member of a wrong type. Raises ``msgspec.ValidationError`` with the
-    JSON path.
+    A line for each ``Lenient`` member of a wrong type is appended to ``ignored``. Raises ``msgspec.ValidationError``
+    with the JSON path.
     """
     converted: T = msgspec.convert(normalized(value, wanted, [] if ignored is None else ignored), wanted)
     return converted
 
 
 def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
-    """Return ``value`` with the names of ``wanted`` and its zero values, without unknown members; as in ``convert``."""
+    """Return ``value`` with the names and zero values of ``wanted`` and without unknown members, as described for
+    ``convert``.
+    """
     if "digest" in _extra(wanted):
-        # The text that Go's ``MultipleDigest.UnmarshalJSON`` parses: JSON of any type, without quotes.
+        # This is the text that Go's ``MultipleDigest.UnmarshalJSON`` parses: JSON of any type, without the quotes.
         text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
         try:
             MultipleDigest.parse(text)
@@ -209,7 +218,9 @@ def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
 
 
 def _members(value: dict[str, Any], wanted: type[msgspec.Struct], ignored: list[str]) -> dict[str, Any]:
-    """Return the members of ``value`` under their names in ``wanted``. The last of two spellings counts."""
+    """Return the members of ``value`` under their names in ``wanted``. If a name occurs in two spellings, the last
+    counts.
+    """
     fields = _fields(wanted)
     members = {}
     for name, member in value.items():

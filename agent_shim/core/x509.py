@@ -1,4 +1,5 @@
-"""Certificates of a PEM text, and their validity: only the DER (X.690, RFC 5280) needed to find two times.
+"""Finds certificates in a PEM text, and their validity. Parses only as much DER (X.690, RFC 5280) as is needed to find
+the two times.
 
 Nothing is verified here.
 """
@@ -18,14 +19,16 @@ _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
 
 class Validity(NamedTuple):
-    """Start and end in seconds since 1970."""
+    """Start and end of a certificate's validity, in seconds since 1970."""
 
     begins: int
     ends: int
 
 
 def blocks(pem: str) -> Iterator[str]:
-    """Yield each certificate block of ``pem``, valid or not, in linear time. One without an end hides no other."""
+    """Yield each certificate block of ``pem``, valid or not, in linear time. A block without an end does not hide other
+    blocks.
+    """
     end = 0
     while (begin := pem.find(_BEGIN, end)) >= 0 and (end := pem.find(_END, begin)) >= 0:
         begin, end = pem.rfind(_BEGIN, begin, end), end + len(_END)
@@ -47,7 +50,7 @@ def readable(pem: str) -> tuple[list[str], list[int]]:
 
 
 def validity(pem: str) -> Validity:
-    """Return the validity of the first certificate in ``pem``. Raises ``ValueError`` without a readable one."""
+    """Return the validity of the first certificate in ``pem``. Raises ``ValueError`` if none is readable."""
     for block in blocks(pem):
         return _of_block(block)
     raise ValueError("there is no PEM certificate")
