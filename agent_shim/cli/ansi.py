@@ -1,4 +1,4 @@
-"""Colours for terminals, plain text for pipes. Pure except for the test of the stream."""
+"""Colours for terminals, and plain text for pipes. Pure, except that streams are examined."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from itertools import chain
 from typing import Final, TextIO
 
 Paint = Callable[[str, str], str]
-"""Add a colour of ``CODES`` to a text."""
+"""A function that adds a colour of ``CODES`` to a text."""
 
 BEGIN_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
-"""Changes to the alternate screen without a cursor: the scrollback stays."""
+"""Changes to the alternate screen and hides the cursor, so that the scrollback is kept."""
 END_SCREEN: Final = "\x1b[?25h\x1b[?1049l"
 _COLOUR: Final = re.compile("(\x1b\\[[0-9;]*m)")
 CODES: Final = {"good": "32", "limited": "33", "wrong": "1;31", "faint": "2", "strong": "1"}
@@ -46,14 +46,16 @@ def screen(page: str) -> str:
 
 
 def width(text: str) -> int:
-    """Return the columns of a text without colours. A wide character takes two, a combining one none."""
+    """Return the number of columns that a text without colours takes. A wide character takes two, a combining one
+    none.
+    """
     return sum(
         0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text
     )
 
 
 def wrapped(text: str, columns: int, indent: str) -> list[str]:
-    """Return the text as indented lines, broken between words, or within words that are longer than a line.
+    """Return the text as indented lines, broken between words, or within a word if that is longer than a line.
 
     Colour sequences take no columns.
     """
@@ -71,9 +73,9 @@ def wrapped(text: str, columns: int, indent: str) -> list[str]:
 
 
 def clipped(line: str, columns: int) -> str:
-    """Return the line, cut with an ellipsis if it is too long.
+    """Return the line, cut off with an ellipsis if it is too long.
 
-    Colour sequences take no columns and end with the line.
+    Colour sequences take no columns. A colour that is still on is reset at the end of the line.
     """
     if width(_COLOUR.sub("", line)) <= columns:
         return line

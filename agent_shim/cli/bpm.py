@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 FAILED = 1
 ANSWER_TIMEOUT_S = 3600.0
-"""Timeout of the agent's answer. A start waits for its hook, a stop for its process."""
+"""Timeout for the agent's answer. A start waits for its hook, and a stop for its process."""
 SOCKET = "bosh/agent_shim.sock"
 """Path of the socket below the base."""
 
 TRUE = ("1", "t", "T", "true", "TRUE", "True")
 FALSE = ("0", "f", "F", "false", "FALSE", "False")
-"""Values of switches, as Go's ``strconv.ParseBool`` reads them."""
+"""Values that turn a switch off, as read by Go's ``strconv.ParseBool``."""
 
 NOT_ROOT = "bpm must be run as root. Please run 'sudo -i' to become the root user."
 NOT_RUNNING = "process is not running or could not be found"
 
 
 class BpmError(Exception):
-    """A message after bpm's ``Error:``, and the exit code."""
+    """A message to print after bpm's ``Error:``, and the exit code."""
 
     def __init__(self, text: str, code: int = FAILED) -> None:
         super().__init__(text)
@@ -42,11 +42,11 @@ class BpmError(Exception):
 
 
 class UsageError(BpmError):
-    """An invalid command line: the usage precedes the error."""
+    """An invalid command line. The usage text is printed before the error."""
 
 
 class Flag(NamedTuple):
-    """``--name`` or ``-short``. ``kind`` is "" for a switch, else the name of the value."""
+    """A flag, ``--name`` or ``-short``. ``kind`` is "" for a switch, otherwise the name of the value."""
 
     name: str
     short: str
@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``bpm``: return 0 if it is done, otherwise 1. ``run`` returns the exit code of the process."""
+    """Run ``bpm``. Return 0 on success and 1 otherwise. ``bpm run`` returns the exit code of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     base = os.environ.get("BPM_BOSH_ROOT") or "/var/vcap"
     try:
@@ -139,7 +139,7 @@ def _may_ask(base: str) -> bool:
 
 
 def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
-    """Parse flags and words in any order. Raises ``UsageError`` in the words of pflag, cobra's parser."""
+    """Parse flags and words in any order. Raises ``UsageError`` with the texts of pflag, which is cobra's parser."""
     name = next((word for word in arguments if not word.startswith("-")), "")
     verb = VERBS.get(name)
     rest = list(arguments)
@@ -174,9 +174,10 @@ def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
 
 
 def _joined(known: Sequence[Flag], words: Sequence[str]) -> list[str]:
-    """Spell flags as argparse reads them: a value may begin with a dash, and a switch may have ``=true`` or ``=false``.
+    """Rewrite flags for argparse, because in bpm a value may begin with a dash, and a switch may have ``=true`` or
+    ``=false``.
 
-    The last value of a repeated switch counts. Raises ``UsageError``.
+    If a switch is repeated, its last value counts. Raises ``UsageError``.
     """
     flags = {spelling: flag for flag in known for spelling in flag.spellings}
     joined: list[str] = []
@@ -308,7 +309,7 @@ def _log(call: Call, stream: str) -> Log:
 
 
 def _trace(call: Call) -> int:
-    """Trace the process and its children (bpm traces the init). Ctrl-C ends the trace with exit code 0."""
+    """Trace the process and its children, whereas bpm traces the init. Ctrl-C ends the trace with exit code 0."""
     tree = _ask(call, "tree")
     if not tree:
         raise BpmError(NOT_RUNNING)
@@ -336,7 +337,7 @@ def _shell(call: Call) -> int:
 
     def argv(terminal: int | None) -> tuple[list[str], int]:
         order["terminal"] = terminal
-        descriptor = os.memfd_create("order")  # in memory, because the environment may contain secrets
+        descriptor = os.memfd_create("order")  # keep it in memory, because the environment may contain secrets
         os.write(descriptor, json.dumps(order).encode() + b"\n")
         os.lseek(descriptor, 0, os.SEEK_SET)
         return [*reply["launcher"], str(descriptor)], descriptor
@@ -345,7 +346,7 @@ def _shell(call: Call) -> int:
 
 
 def _run(call: Call) -> int:
-    """Print the logs of the process until it ends. A signal ends the process."""
+    """Run the process, and print its logs until it ends. A signal ends the process."""
     import contextlib
     import signal
     import threading
@@ -365,7 +366,7 @@ def _run(call: Call) -> int:
             ended.append(exc)
 
     def ask_to_end() -> None:
-        with contextlib.suppress(BpmError, NoAgentError):  # the other request reports it
+        with contextlib.suppress(BpmError, NoAgentError):  # the other request reports the error
             _ask(call, "end run")
 
     def end(*_: object) -> None:

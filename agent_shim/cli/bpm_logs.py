@@ -1,4 +1,4 @@
-"""The logs of a process as ``bpm logs`` and ``bpm run`` show them.
+"""Shows the logs of a process for ``bpm logs`` and ``bpm run``.
 
 All functions block.
 """
@@ -20,12 +20,12 @@ POLL_S: Final = 0.1
 
 
 class Log(LogFile):
-    """One log file, as it is written to a terminal or a pipe."""
+    """One log file, formatted for a terminal or a pipe."""
 
     def __init__(self, path: str, root: str) -> None:
         super().__init__(path, root)
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        """Holds an incomplete character until its end is written."""
+        """Holds an incomplete character until the rest of it is written."""
 
     def open(self, *, at_end: bool = True) -> bool:
         try:
@@ -34,7 +34,9 @@ class Log(LogFile):
             raise OSError(exc.errno, f"cannot read {self.path}: {exc.strerror or exc}") from exc
 
     def shown(self, data: bytes, out: BinaryIO) -> bytes:
-        """Format the next bytes for ``out``: escape sequences made visible for a terminal, else unchanged."""
+        """Format the next bytes for ``out``. For a terminal, escape sequences are made visible; otherwise the bytes are
+        unchanged.
+        """
         if not out.isatty():
             return data
         return safetext.lines(self._decoder.decode(data)).encode(sys.stdout.encoding, sys.stdout.errors or "strict")
@@ -47,7 +49,9 @@ def copy(log: Log, out: BinaryIO) -> None:
 
 
 def show(logs: Sequence[Log], count: int, *, is_named: bool, follows: bool) -> None:
-    """Print the last ``count`` lines of each file with headers as by ``tail``, then follow them until interrupted."""
+    """Print the last ``count`` lines of each file, with headers like those of ``tail``, then follow the files until
+    interrupted.
+    """
     out = sys.stdout.buffer
     latest: Log | None = None
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the regular end

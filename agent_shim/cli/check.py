@@ -1,8 +1,9 @@
 """``agent-shim check``: validate configuration files without regard to this machine.
 
-Users, paths and modes do not matter. A ``depends on`` target that no given file defines is a warning: another job's.
-Two mistakes do not keep the daemon from starting: a program that is no absolute path, as in ``start progam "/x"``, and
-an unknown key of agent.json, which an older version than its author's ignores with a warning.
+Users, paths and modes do not matter. A ``depends on`` target that no given file defines is only a warning, because
+another job may define it. Two of the mistakes reported here would not keep the daemon from starting: a program that is
+not an absolute path, as in ``start progam "/x"``, and an unknown key of agent.json, which the daemon ignores with a
+warning because the author may have a newer version.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def kind_of(name: str) -> str:
 
 
 def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_strict: bool = False) -> int:
-    """Check each file, as ``kind`` or as its name says. Return the exit code of the worst.
+    """Check each file, as ``kind`` or as its name suggests. Return the exit code of the worst.
 
     With ``as_json`` print a list of ``{file, kind, is_good, mistakes, warnings}``. With ``is_strict`` statements and
     keys without effect are mistakes. Unknown keys of agent.json always are.
@@ -86,7 +87,7 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
 def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None:
     """Read a file as the daemon does. Raises ``ConfigError`` with all its mistakes.
 
-    ``unknown`` gets the keys and statements without effect, also of a file with mistakes.
+    Keys and statements without effect are appended to ``unknown``, even for a file with mistakes.
     """
     text, origin = report.file.read_bytes(), str(report.file)
     if report.kind == "monit":
@@ -139,7 +140,7 @@ def _job_of(file: Path) -> str:
 
 
 def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
-    """Name the processes that the programs of a check start but that the bpm.yml of their job does not define."""
+    """Name the processes that the programs of a check start although the bpm.yml of their job does not define them."""
     for verb, program in (("start", check.start), ("stop", check.stop)):
         call = plan.bpm_call(program.argv) if program is not None else None
         if call is None:
@@ -185,7 +186,7 @@ class _Report:
     mistakes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     next_step: str = ""
-    """The next act of the daemon after it has read the file."""
+    """What the daemon does next after reading the file."""
 
     def show(self) -> None:
         for warning in self.warnings:

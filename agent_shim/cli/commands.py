@@ -33,7 +33,7 @@ REACHED: Final = {
     "stop": frozenset({"stopped"}),
     "unmonitor": frozenset({"unmonitored", "stopped"}),
 }
-"""The phases of a service after a completed action."""
+"""The phases that a service may have after a completed action."""
 
 CHANGES: Final = {
     "start": "start services and their dependencies",
@@ -46,14 +46,16 @@ CHANGES: Final = {
 
 DEFAULT_LINES: Final = 25
 STATUS_LINES: Final = 3
-"""Lines of each log file below the status of a process."""
+"""Number of lines of each log file shown below the status of a process."""
 SHELLS: Final = {"bash": "agent-shim.bash", "zsh": "_agent-shim", "fish": "agent-shim.fish"}
-"""Shells with the names of their files in ``cli/completion``."""
+"""Shells, with the names of their files in ``cli/completion``."""
 KINDS: Final = ("monit", "bpm", "agent", "settings")
 
 
 def main(argv: Sequence[str]) -> int:
-    """``agent-shim``: parse the command line, run the command, return the exit code (listed in docs/commands.md)."""
+    """Run ``agent-shim``: parse the command line, run the command, and return the exit code (listed in
+    docs/commands.md).
+    """
     grammar = parser()
     args, surplus = grammar.parse_known_args(argv)
     if surplus:
@@ -73,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         _complain(str(exc))
         return exc.exit_code
     except BrokenPipeError:
-        # The reader closed the pipe, as `head` does: not an error.
+        # The reader closed the pipe, as `head` does. This is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return code
     except OSError as exc:
@@ -82,14 +84,14 @@ def main(argv: Sequence[str]) -> int:
         is_not_there = exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
         return NotThereError.exit_code if is_not_there else NO
     except KeyboardInterrupt:
-        # The signal ends the process, so that a shell ends a loop around the command, too.
+        # Let the signal end the process, so that a shell also ends a loop around the command.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
         raise
 
 
 def bosh_agent(argv: Sequence[str]) -> int:
-    """``bosh-agent``: the daemon with the flags of CPIs and unit files, in the syntax of Go's flag package.
+    """Run ``bosh-agent``: the daemon with the flags of CPIs and unit files, in the syntax of Go's flag package.
 
     ``bosh-agent compile`` compiles releases instead.
     """
@@ -190,11 +192,11 @@ EXAMPLES: Final[dict[str, str]] = {
     "version": """
   agent-shim version""",
 }
-"""Examples that ``--help`` shows below the options of a command."""
+"""Examples that ``--help`` shows below a command's options."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors name the nearest known word."""
+    """A parser whose errors name the nearest known word."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and exit."""
@@ -208,7 +210,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``agent-shim``. ``run`` of the parsed arguments is the command's function."""
+    """Return the parser of ``agent-shim``. The attribute ``run`` of the parsed arguments is the command's function."""
     top = Parser(
         prog="agent-shim",
         description="A BOSH agent and process supervisor for containers and pods.",
@@ -379,7 +381,7 @@ def _add_for_tools(command: Command) -> None:
 
 
 def _seconds(text: str) -> float:
-    """Return a positive number of seconds, at most a day."""
+    """Parse a positive number of seconds, at most a day."""
     try:
         value = float(text)
     except ValueError:
@@ -390,7 +392,7 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    """Return a number of lines."""
+    """Parse a number of lines."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not a number of lines")
     return int(text)
@@ -422,7 +424,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _daemon(program: str, args: argparse.Namespace, *options: Any) -> int:
-    """Run the daemon. Print its error and return the exit code."""
+    """Run the daemon. If it fails, print its error. Return the exit code."""
     try:
         from agent_shim.daemon import main as daemon
 
@@ -459,7 +461,9 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _check_call(args: argparse.Namespace, arguments: list[Any]) -> None:
-    """Exit with a usage error unless the action takes these arguments. Over the bus, surplus ones are ignored."""
+    """Exit with a usage error unless the action takes these arguments. On the bus, surplus arguments would be
+    ignored.
+    """
     from agent_shim.actions import dispatch
     from agent_shim.daemon import runtime  # noqa: F401 - importing registers the actions
 
@@ -513,7 +517,7 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    from agent_shim.core import config_check  # late: only for an unknown word
+    from agent_shim.core import config_check  # imported late, because only an unknown word needs it
 
     return config_check.did_you_mean(word, known)
 
@@ -537,7 +541,7 @@ def _status(args: argparse.Namespace) -> int:
         return code
     from agent_shim.cli import ansi
 
-    # A terminal redraws one page, a pipe gets one page after the other.
+    # On a terminal one page is redrawn, while a pipe gets one page after the other.
     is_screen = ansi.is_for_people(sys.stdout) and not args.json
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:
         if is_screen:
@@ -572,15 +576,15 @@ def _status_page(args: argparse.Namespace) -> tuple[str, int]:
 
 
 def _terminal_size() -> tuple[int, int]:
-    """Return columns and lines of the terminal on stdout, 0 for a pipe."""
-    import shutil  # late: with it come compression libraries, which the daemon does not need
+    """Return the columns and lines of the terminal on stdout, or zeros for a pipe."""
+    import shutil  # imported late, because it loads compression libraries that the daemon does not need
 
     if not sys.stdout.isatty():
         return 0, 0
     columns, lines = shutil.get_terminal_size()
     try:
         "…".encode(sys.stdout.encoding)
-    except UnicodeEncodeError:  # three dots take its place at the end of a clipped line
+    except UnicodeEncodeError:  # a clipped line ends with three dots instead
         columns -= 2
     return columns, lines
 
@@ -594,7 +598,7 @@ def _last_lines(args: argparse.Namespace, job: str) -> list[str]:
 
 
 def _named(names: Sequence[str], processes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the processes with these names. Raises ``NotThereError`` for one without a process."""
+    """Return the processes with these names. Raises ``NotThereError`` for a name without a process."""
     known = {process["name"]: process for process in processes}
     if unknown := [name for name in names if name not in known]:
         raise NotThereError(f"cannot show {', '.join(unknown)}: there is no such process{_hint(unknown[0], known)}")
@@ -619,7 +623,7 @@ def _logs(args: argparse.Namespace) -> int:
 
     def show(line: tail.Line) -> None:
         prefix = "" if args.agent else f"{paint(safetext.line(f'{line.job}/{line.file} |'), 'faint')} "
-        # A terminal would execute escape sequences. A pipe or file gets the original bytes.
+        # Escape the text for a terminal, which would execute escape sequences. A pipe or file gets the original bytes.
         text = encoded(safetext.lines(line.text)) if is_terminal else line.raw
         sys.stdout.buffer.write(encoded(prefix) + text + b"\n")
         if args.follow:
@@ -646,7 +650,7 @@ def _logs(args: argparse.Namespace) -> int:
 
 
 def _refuse_missing(paths: Paths, directory: Path, job: str, *, is_agent: bool) -> None:
-    """Raise ``NotThereError`` unless such logs exist."""
+    """Raise ``NotThereError`` unless the requested logs exist."""
     what = "the agent's log" if is_agent else "logs"
     try:
         paths.base.stat()

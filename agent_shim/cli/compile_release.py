@@ -40,7 +40,7 @@ FAILED: Final = 1
 INTERRUPTED: Final = 128 + signal.SIGINT
 
 _LONG_FLAG: Final = re.compile(r"^-(?=[a-z]{2})")
-"""The one dash of a flag such as ``-output-directory``. Go's package flag takes one or two."""
+"""The single dash of a flag such as ``-output-directory``. Go's package flag accepts one dash or two."""
 
 DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's; the file there is made under a random name, then renamed
 
@@ -48,16 +48,17 @@ DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's; the file th
 def main(argv: Sequence[str]) -> int:
     """Return 0 when all releases are compiled, 1 at the first failure, 2 for wrong flags, 130 after SIGINT or SIGTERM.
 
-    In each case processes and unpacked files of the compilation are removed.
+    In every case the processes of the compilation are ended and its unpacked files removed.
     """
     args = parser().parse_args([_LONG_FLAG.sub("--", word) for word in argv])
     paths = Paths(args.base.absolute())
     process.default_signals()
     process.disable_core_dumps()
-    # SIGTERM acts as SIGINT does in asyncio: a cancelled task, KeyboardInterrupt outside a loop.
+    # SIGTERM has the same effect as SIGINT: in an event loop it cancels the task, elsewhere it raises
+    # KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    date = time.strftime("%Y/%m/%d %H:%M:%S ")  # only the first line has a date, as with the Go agent
+    date = time.strftime("%Y/%m/%d %H:%M:%S ")  # only the first line has a date, as in the Go agent
     try:
         args.output_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         stemcell = stemcell_slug(paths)
@@ -154,7 +155,7 @@ class _Release:
                 _log(f"Copying package {name} to {path}")
 
     async def _compile_packages(self, packages: Sequence[SourcePackage]) -> None:
-        with reaper.reaping():  # if this is process 1 of a container, nobody else does
+        with reaper.reaping():  # needed if this is process 1 of a container
             try:
                 for package in release_tarball.in_order(packages):
                     with errors_as(f"failed to compile package {package.name}/{package.version}", ShimError, OSError):
@@ -205,7 +206,7 @@ def stemcell_slug(paths: Paths) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration of more than a millisecond in Go's format: ``12.5ms``, ``1.25s``, ``2m3.5s``, ``1h0m3.5s``."""
+    """Format a duration of more than a millisecond as Go does: ``12.5ms``, ``1.25s``, ``2m3.5s``, ``1h0m3.5s``."""
     if seconds < 1:
         return f"{_plain(seconds * 1000)}ms"
     whole, rest = divmod(seconds, 60)

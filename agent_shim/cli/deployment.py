@@ -1,4 +1,4 @@
-"""Read deployment manifests and releases, as far as commands without a Director need them.
+"""Reads deployment manifests and releases, as far as commands that work without a Director need them.
 
 A release is a checkout, or a tarball of sources or of compiled packages. Mistakes raise ``ConfigError`` or
 ``NotThereError`` with their place.
@@ -21,7 +21,7 @@ from agent_shim.cli import yaml_errors
 from agent_shim.core.errors import ConfigError, NotThereError
 
 BPM: Final = "bpm"
-"""The agent brings this job itself, so nobody has to give its release. It provides and consumes no links."""
+"""The agent itself provides this job, so its release need not be given. The job neither provides nor consumes links."""
 ERRAND: Final = "errand"
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Job(msgspec.Struct):
 
 
 class Network(msgspec.Struct):
-    """A network of an instance group. ``default`` says what it is the default for."""
+    """A network of an instance group. ``default`` lists the purposes for which it is the default."""
 
     name: str
     static_ips: list[str] | str | None = None
@@ -56,7 +56,7 @@ class Disk(msgspec.Struct):
 
 
 class Resources(msgspec.Struct):
-    """``vm_resources``; memory and disk in MiB."""
+    """``vm_resources``, with memory and disk in MiB."""
 
     cpu: float = 0
     ram: int = 0
@@ -85,7 +85,7 @@ class Group(msgspec.Struct):
 
     @property
     def network_names(self) -> list[str]:
-        """Return the names of the networks in order, of which there is at least one."""
+        """Return the names of the networks in order. There is at least one."""
         return [each.name for each in self.networks or ()] or ["default"]
 
     @property
@@ -98,11 +98,11 @@ class Group(msgspec.Struct):
         return self.network_names[0]
 
     def az(self, index: int) -> str | None:
-        """Return the zone of an instance. Zones are assigned in turn, as by a Director in a first deployment."""
+        """Return the zone of an instance. Zones are assigned in turn, as a Director does in a first deployment."""
         return self.azs[index % len(self.azs)] if self.azs else None
 
     def static_ip(self, index: int, network: str) -> str | None:
-        """Return the static address of an instance in a network. None without one. Raises ``ConfigError``."""
+        """Return the static address of an instance in a network, or None. Raises ``ConfigError``."""
         for each in self.networks or ():
             if each.name == network:
                 given = [each.static_ips] if isinstance(each.static_ips, str) else each.static_ips or ()
@@ -134,11 +134,13 @@ class Manifest(msgspec.Struct):
         return found[0]
 
     def properties_of(self, group: Group, job: Job) -> dict[str, Any]:
-        """Return the properties of a job: its own, else those of its group over those of the manifest."""
+        """Return the properties of a job: its own if it has any, otherwise those of the manifest overridden by those of
+        its group.
+        """
         return _merged(self.properties or {}, group.properties or {}) if job.properties is None else job.properties
 
     def version_of(self, release: str) -> str:
-        """Return the version of a release, "" if the manifest names none."""
+        """Return the version of a release, or "" if the manifest does not name one."""
         return next((str(each.version) for each in self.releases or () if each.name == release), "")
 
 
@@ -178,7 +180,7 @@ def _addresses(group: str, given: Sequence[str]) -> Iterator[str]:
 
 
 class Consumed(msgspec.Struct):
-    """A link that the spec of a job consumes."""
+    """A link that a job consumes according to its spec."""
 
     name: str
     type: str
@@ -186,7 +188,7 @@ class Consumed(msgspec.Struct):
 
 
 class Provided(msgspec.Struct):
-    """A link that the spec of a job provides, with paths of properties."""
+    """A link that a job provides according to its spec, with the paths of its properties."""
 
     name: str
     type: str
@@ -209,7 +211,7 @@ class JobSpec(msgspec.Struct):
 
 
 class Release(NamedTuple):
-    """A release in a directory, and its name, which is "" if no file tells it."""
+    """A release in a directory, and its name, which is "" if no file contains it."""
 
     directory: Path
     name: str
@@ -243,7 +245,7 @@ def open_release(path: Path, scratch: Path) -> Release:
 
 
 def find_job(job: Job, releases: Sequence[Release]) -> ReleaseJob | None:
-    """Return a job of the release that the manifest names, else of the first one that has it. None if none has."""
+    """Return a job from the release that the manifest names, otherwise from the first release that has it, or None."""
     having = [release for release in releases if (release.directory / "jobs" / job.name).is_dir()]
     if not having:
         return None
@@ -267,7 +269,7 @@ def unpack(tarball: Path, directory: Path) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves a date as text, because Ruby gets JSON, which has no dates."""
+    """A loader that leaves dates as text, because Ruby gets JSON, which has no dates."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
@@ -284,12 +286,12 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path, wanted: type[T]) -> T:
-    """Return the document of a file."""
+    """Read a YAML file as one document of the type ``wanted``."""
     return parse_yaml(read_text(path), str(path), wanted)
 
 
 def parse_yaml(text: str, place: str, wanted: type[T]) -> T:
-    """Return the document of a text, which may be empty if all members have defaults."""
+    """Parse YAML text as one document of the type ``wanted``. It may be empty if all members have defaults."""
     try:
         document = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
         return msgspec.convert({} if text.strip() == "" else document, wanted)

@@ -1,7 +1,7 @@
-"""``agent-shim render --kubernetes``: write the objects of Kubernetes that run an instance group, as plain manifests.
+"""``agent-shim render --kubernetes``: write the Kubernetes objects that run an instance group, as plain manifests.
 
 Each pod renders its own instance in an init container, from the manifest in a Secret and the releases in an image, so
-index, address and links are right for each. The agent then runs as in ``deploy/kubernetes/base``.
+that index, address and links are correct for each. The agent then runs as in ``deploy/kubernetes/base``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from agent_shim.core.errors import ConfigError
 from agent_shim.host import files
 
 ADDRESSES: Final = "{group}-{index}.{group}"
-"""The names of pods, by the Service of the group, which publishes pods that are not ready, too: peers wait for each
-other."""
+"""The DNS names of the pods. They are those of the group's Service, which also publishes pods that are not ready,
+because peers wait for each other.
+"""
 GROUP_ADDRESS: Final = "{group}-ready"
-"""The Service with the pods that are ready, as bosh-dns answers with healthy instances."""
+"""The Service that contains only the pods that are ready, just as bosh-dns returns only healthy instances."""
 AGENT_PORT: Final = 9190
 MAX_SECRET_BYTES: Final = 1024 * 1024
 GRACE_S: Final = 50
@@ -32,7 +33,7 @@ CAPABILITIES: Final = (
 )
 DNS_LABEL: Final = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 CONTAINERIZATION: Final = ("bosh_containerization", "quarks")
-"""Properties of a job in which releases for fissile and quarks name its ports."""
+"""Properties of a job in which releases made for fissile and quarks list its ports."""
 
 STATEFUL_SET: Final = """\
 The instances, which start one after the other, as a Director updates them. No livenessProbe or startupProbe: process 1
@@ -52,7 +53,7 @@ class Port(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the objects are made of. ``releases`` are paths below the directory in which the image is built."""
+    """The input for the objects. ``releases`` are paths below the directory in which the image is built."""
 
     deployment: str
     group: Group
@@ -67,7 +68,7 @@ class Parts(NamedTuple):
 def write(parts: Parts, out: Path) -> list[str]:
     """Write the manifests, a kustomization and the Dockerfile of the init container. Return the names of the files.
 
-    Raises ``ConfigError`` for a group that has no equal in Kubernetes.
+    Raises ``ConfigError`` for a group that cannot be represented in Kubernetes.
     """
     _check(parts)
     group = parts.group.name
@@ -98,9 +99,10 @@ def write(parts: Parts, out: Path) -> list[str]:
 
 
 def ports(jobs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]) -> list[Port]:
-    """Return the ports of jobs: those for fissile and quarks, then the numbers in their links called ``port``.
+    """Return the ports of jobs: those listed for fissile and quarks, then the properties called ``port`` of their
+    links.
 
-    A job is its properties and those of the links it provides.
+    Each job is given as its properties, and those of the links that it provides.
     """
     found: dict[tuple[int, str], Port] = {}
     for properties, provided in jobs:
@@ -197,7 +199,7 @@ def _stateful_set(parts: Parts) -> Document:
     group = parts.group
     changed = hashlib.sha256(parts.manifest.encode()).hexdigest()[:16]
     template = {
-        # A changed manifest replaces the pods, because each renders it when it starts.
+        # A changed manifest must replace the pods, because each pod renders it when it starts.
         "metadata": {"labels": _labels(parts), "annotations": {"agent-shim/manifest": changed}},
         "spec": _pod(parts),
     }
@@ -251,7 +253,7 @@ def _render_container(parts: Parts) -> Document:
             "runAsUser": 0,
             "readOnlyRootFilesystem": True,
             "allowPrivilegeEscalation": False,
-            # Packages keep their owners and modes.
+            # These are needed to keep owners and modes of packages.
             "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"]},
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -320,7 +322,7 @@ def _dockerfile(parts: Parts) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, and no anchors."""
+    """A dumper that writes multi-line texts as blocks, and no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - as it is called
         return True

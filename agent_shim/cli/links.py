@@ -1,9 +1,9 @@
-"""Resolve the links between the jobs of a manifest, as the Director does.
+"""Resolves the links between the jobs of a manifest, as the Director does.
 
-The rules are those of ``bosh/director/links`` in bosh: a link that ``consumes`` of the manifest does not mention is
-provided by the only job that provides its type; with ``from``, by the only one of that name and type; ``nil`` blocks
-it; and ``instances``, ``properties`` and ``address`` are its content. An optional link may be absent unless
-``consumes`` mentions it. Two providers are a mistake. What the Director knows of other deployments is not known here.
+The rules are those of ``bosh/director/links`` in bosh. A link that ``consumes`` in the manifest does not mention is
+provided by the only job that provides its type; with ``from``, by the only provider of that name and type. ``nil``
+blocks a link, and ``instances``, ``properties`` and ``address`` give its content. An optional link may be absent unless
+``consumes`` mentions it. Two possible providers are a mistake. Links to other deployments cannot be resolved here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from agent_shim.cli.deployment import BPM, Consumed, Group, Job, JobSpec, Manife
 from agent_shim.core.errors import ConfigError
 
 NIL: Final = "nil"
-"""Blocks a link where the manifest has it in place of a mapping."""
+"""Blocks a link if the manifest has it instead of a mapping."""
 MANUAL: Final = ("instances", "properties", "address")
 DOMAIN: Final = "bosh"
 
 Address = Callable[[Group, int, str, bool], str | None]
-"""Returns the address of an instance: its group, index and network, and whether it must be an IP. None if unknown."""
+"""Returns the address of an instance, given its group, index and network, and whether it must be an IP. None if
+unknown.
+"""
 
 
 class Addresses(NamedTuple):
@@ -46,14 +48,14 @@ class Provider(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The links of a job by their names, and the reason why a link is absent."""
+    """The links of a job by name, and the reasons why links are absent."""
 
     found: dict[str, dict[str, Any]]
     absent: dict[str, str]
 
 
 class Resolver:
-    """All providers of a manifest. ``specs`` has the specs of jobs by group and name, where known."""
+    """All providers in a manifest. ``specs`` has the specs of jobs by group and name, as far as they are known."""
 
     def __init__(self, manifest: Manifest, specs: Mapping[tuple[str, str], JobSpec], addresses: Addresses) -> None:
         self._manifest, self._specs, self._addresses = manifest, specs, addresses
@@ -104,7 +106,7 @@ class Resolver:
         return wanted.optional and not self._unknown and all(each.type != wanted.type for each in self.providers)
 
     def _add(self, links: Links, wanted: Consumed, source: Mapping[str, Any] | None, where: str) -> None:
-        """Add a link from a job of the manifest. ``source`` is its value in ``consumes``, None without one."""
+        """Add a link from a job of the manifest. ``source`` is its value in ``consumes``, or None."""
         of_type = [each for each in self.providers if each.type == wanted.type]
         if source is None:
             source, found = {}, of_type
@@ -210,7 +212,7 @@ class Resolver:
         self.warnings += [f"{job.name} provides no link {name}, so `provides` of it has no effect" for name in given]
 
     def _mapped(self, group: Group, job: Job, spec: JobSpec, link: str, paths: Sequence[str]) -> dict[str, Any]:
-        """Return the properties of a link: values of the manifest, else defaults, else null."""
+        """Return the properties of a link: values from the manifest, otherwise defaults, otherwise null."""
         mapped: dict[str, Any] = {}
         for path in paths:
             value: Any = self._manifest.properties_of(group, job)
@@ -235,7 +237,7 @@ class Resolver:
 
 
 def _mistakes(source: Any) -> Iterator[str]:
-    """Yield what the Director refuses in a value of ``consumes``."""
+    """Yield the mistakes for which the Director would refuse a value of ``consumes``."""
     if source == NIL:
         return
     if not isinstance(source, dict):

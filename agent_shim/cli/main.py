@@ -1,6 +1,6 @@
-"""The entry point ``agent-shim``, with a short path for probes, which run often.
+"""The entry point ``agent-shim``, with a fast path for probes, which run often.
 
-The image has links to it with the names ``bosh-agent``, ``bpm`` and ``monit``, which are commands of their own.
+The image has links to it named ``bosh-agent``, ``bpm`` and ``monit``, which are separate commands.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import io
 import sys
 
 PLAIN = {"…": "...", "●": "*"}
-"""ASCII in place of our own symbols."""
+"""ASCII replacements for our own symbols."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command of this name, by default ``agent-shim``. Return its exit code (listed in docs/commands.md)."""
+    """Run the command by whose name this was called, by default ``agent-shim``. Return its exit code (listed in
+    docs/commands.md).
+    """
     replace_unencodable()
     name = sys.argv[0].rpartition("/")[2] if argv is None else ""
     words = sys.argv[1:] if argv is None else argv
@@ -48,7 +50,7 @@ def replace_unencodable() -> None:
 
 
 def _replaced(exc: UnicodeError) -> tuple[str, int]:
-    from agent_shim.core import safetext  # late: a probe needs none of it
+    from agent_shim.core import safetext  # imported late, because a probe does not need it
 
     assert isinstance(exc, UnicodeEncodeError)
     missing = exc.object[exc.start : exc.end]

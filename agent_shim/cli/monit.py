@@ -1,7 +1,7 @@
 """The command ``monit`` for release scripts and operators: sends requests to the running agent.
 
-Options, texts and exit codes match monit 5.2.5 (monitor.c, control.c, http/cervlet.c): scripts grep them.
-Quick to start: imports the standard library alone, and modules of single actions inside them.
+Options, texts and exit codes match monit 5.2.5 (monitor.c, control.c, http/cervlet.c), because scripts depend on them.
+To start quickly, this imports only the standard library, and other modules only in the actions that need them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHANGES: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 
 
 class MonitError(Exception):
-    """A message after the name of the command. The exit code is 1."""
+    """A message to print after the name of the command. The exit code is 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Command:
     """A parsed command line."""
 
     name: str
-    """Name of the program, the prefix of its messages."""
+    """Name of the program, which is the prefix of its messages."""
     paths: Paths
     options: Mapping[str, str]
     words: Sequence[str]
@@ -63,7 +63,7 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``monit``: return 0 on success, and also for a status without an agent, otherwise 1."""
+    """Run ``monit``. Return 0 on success, and also for a status when there is no agent, otherwise 1."""
     name, code = Path(sys.argv[0]).name, 0
     try:
         given, words = _options(list(sys.argv[1:] if argv is None else argv))
@@ -75,13 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(safetext.lines(f"{name}: {exc}"), file=sys.stderr)
         return FAILED
     except BrokenPipeError:
-        # The reader closed the pipe, as `grep -q` does: not an error.
+        # The reader closed the pipe, as `grep -q` does. This is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return code
 
 
 def _options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split a command line. Raises ``MonitError`` in monit's words."""
+    """Split a command line into options and words. Raises ``MonitError`` with monit's text."""
     try:
         options, words = getopt.gnu_getopt(argv, "b:c:d:g:l:p:s:iItvVh")
     except getopt.GetoptError as exc:
@@ -113,7 +113,9 @@ def _act(command: Command, action: str) -> int:
     match action:
         case "summary" | "status":
             return _show(command)
-        case "reload":  # an agent only gets monit files from the Director. In monit's place it reads them again.
+        # An agent gets monit files only from the Director, so there is nothing to do. A daemon that replaces monit
+        # reads them again.
+        case "reload":
             _need(command, "reload")
             print("Reinitializing monit daemon", file=sys.stderr)
             return 0
@@ -126,7 +128,8 @@ def _act(command: Command, action: str) -> int:
                 return _daemon(command)
             print(f"{command.name} daemon at {_need(command, 'show')['pid']} awakened", file=sys.stderr)
             return 0
-        case "quit":  # unmonitors all services, which is the effect of quitting monit. The agent itself keeps running.
+        # This unmonitors all services, which is the effect of quitting monit. The agent itself keeps running.
+        case "quit":
             print(f"monit daemon with pid [{_need(command, 'quit')['pid']}] killed")
             return 0
     raise MonitError(f"invalid argument -- {action}  (-h will show valid arguments)")
@@ -152,7 +155,9 @@ def _daemon(command: Command) -> int:
 
 
 def _require_control_file(command: Command) -> None:
-    """Raise ``MonitError`` for ``-c`` with a missing file. The file of a stemcell stands for the agent."""
+    """Raise ``MonitError`` if ``-c`` names a missing file. The path of the file on a stemcell is always accepted,
+    because it stands for the agent.
+    """
     given = command.options.get("-c", "")
     if given and Path(given) != _control_file(command) and not Path(given).exists():
         raise MonitError(f"Cannot stat the control file '{given}' -- No such file or directory")
@@ -177,12 +182,12 @@ def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, 
 
 
 def _not_owned(command: Command) -> MonitError:
-    """Return the error for a user without permission, which also makes monit exit."""
+    """Return the error for a user without permission, with which monit exits too."""
     return MonitError(f"The control file '{_control_file(command)}' must be owned by you (use sudo).")
 
 
 def _change(command: Command, action: str) -> int:
-    """Request an action that has no output. Returns when the agent has accepted it, not when it is complete."""
+    """Request an action that has no output. Returns when the agent has accepted the action, not when it is complete."""
     names = command.words[1:2]
     if not names and not command.group:
         raise MonitError(f"please specify the configured service name or 'all' after {action}")
@@ -198,7 +203,9 @@ def _need(command: Command, action: str, names: Sequence[str] = ()) -> dict[str,
 
 
 def _validate(command: Command) -> int:
-    """Print the failing services. Return 0 if one is missing, of another type or silent, else 1, as monit 5.2.5."""
+    """Print the failing services. As in monit 5.2.5, return 0 if one is missing, of another type or does not answer,
+    otherwise 1.
+    """
     wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
     for service in wrong:
         print(safetext.line(f"'{service['name']}' {service['reason'] or 'process is not running'}"), file=sys.stderr)
@@ -229,7 +236,7 @@ def _match(command: Command) -> int:
 
 
 def _list(command: Command) -> None:
-    """Print the services in the words of ``monit -v``."""
+    """Print the services in the format of ``monit -v``."""
     services = safetext.value(_need(command, "show"))["services"]
     print(f"Runtime constants:\n Control file       = {_control_file(command)}")
     print(" Poll time          = 10 seconds with start delay 0 seconds\n")
@@ -244,7 +251,7 @@ def _list(command: Command) -> None:
 
 
 def _check(command: Command) -> int:
-    """Check the named files, else the files of the deployed jobs."""
+    """Check the named files or, without names, the files of the deployed jobs."""
     from agent_shim.supervisor.monit import parser
 
     named = [*command.words, *filter(None, [command.options.get("-c")])]
@@ -267,7 +274,7 @@ def _check(command: Command) -> int:
 
 
 def _show(command: Command) -> int:
-    """Print all services for ``summary`` and ``status``, ignoring names and groups. Returns 0 also without an agent."""
+    """Print all services for ``summary`` and ``status``, ignoring names and groups. Return 0 even without an agent."""
     try:
         shown = _ask(command, "show")
     except NoAgentError:

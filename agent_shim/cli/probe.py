@@ -1,9 +1,10 @@
-"""``agent-shim probe live|ready``, with minimal imports.
+"""``agent-shim probe live|ready``, implemented with minimal imports.
 
-A pod may probe every second, and an interpreter is expensive: this imports neither the daemon nor other commands.
+A pod may be probed every second, and starting an interpreter is expensive, so this imports neither the daemon nor other
+commands.
 
-``live`` asks whether the agent's process lives, and never the agent itself: one that is slow, stopped or starved of
-processor time is alive, and a restart of its container would end all jobs. ``ready`` asks the agent.
+``live`` checks whether the agent's process is alive, without asking the agent itself. An agent that is slow, stopped or
+starved of CPU time is still alive, and a restart of its container would end all jobs. ``ready`` does ask the agent.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import socket
 import sys
 
 SOCKET = "bosh/agent_shim.sock"
-"""``paths.Paths.control_socket`` below the base. A test compares both."""
+"""The path of ``paths.Paths.control_socket`` below the base. A test compares the two."""
 LOCK = "bosh/agent_shim.lock"
-"""``paths.Paths.agent_lock`` below the base, which an agent locks for its lifetime (``volume_lease``)."""
+"""The path of ``paths.Paths.agent_lock`` below the base. An agent keeps this file locked while it runs
+(``volume_lease``).
+"""
 ANSWER_TIMEOUT_S = 10.0
 NO, NO_AGENT = 1, 69
 
@@ -34,7 +37,7 @@ def read(words: list[str]) -> tuple[str, str] | None:
 
 
 def main(question: tuple[str, str]) -> int:
-    """Print the reason. Return 0 for yes, 1 for no, and 69 without an agent or an answer."""
+    """Print the reason. Return 0 for yes, 1 for no, and 69 if there is no agent or no answer."""
     kind, base = question
     return _live(base) if kind == "live" else _ready(base)
 
@@ -44,7 +47,7 @@ def _live(base: str) -> int:
     why = "no process has locked it"
     try:
         with open(path, "rb") as file:
-            # Without an agent the lock is granted and released at once. An agent that starts in that moment exits and
+            # Without an agent the lock is granted, and released at once. An agent that starts at that moment exits and
             # is restarted.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

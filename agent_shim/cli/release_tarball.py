@@ -1,9 +1,9 @@
-"""Read tarballs of BOSH source releases, and write them with compiled packages.
+"""Reads tarballs of BOSH source releases, and writes them with compiled packages.
 
 The members of release.MF, the order of packages and the layout of the result are the Go agent's
-(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). Differences: entries belong to root, ``./`` before
-a name and an entry for the directory ``packages`` are optional in the source, and a release that cannot be compiled is
-refused before anything is compiled. Only short-lived processes import this module.
+(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). Differences: entries are owned by root, ``./``
+before a name and an entry for the directory ``packages`` are optional in the source release, and a release that cannot
+be compiled is refused before anything is compiled. Only short-lived processes import this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """The first members of each part in release.MF. ``sha1`` is a digest string of its tarball."""
+    """The first members of each part in release.MF. ``sha1`` is the digest string of the part's tarball."""
 
     name: str = ""
     version: str = ""
@@ -85,7 +85,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class _Loader(yaml.BaseLoader):
-    """Reads every scalar except null as its text (a version ``1.10`` is no number)."""
+    """A loader that reads every scalar except null as text, because a version ``1.10`` is not a number."""
 
 
 _NULL: Final = "tag:yaml.org,2002:null"
@@ -94,7 +94,7 @@ _Loader.add_constructor(_NULL, lambda *_: None)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes also the texts that YAML 1.2 reads as numbers: a digest such as ``12e34``."""
+    """A dumper that also quotes texts that YAML 1.2 reads as numbers, such as a digest ``12e34``."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - as it is called
         super().increase_indent(flow, False)
@@ -108,7 +108,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 def read_manifest(tarball: Path) -> Manifest:
-    """The manifest of a release with sources. Raises ``ArchiveError`` or ``ConfigError``."""
+    """Return the manifest of a source release. Raises ``ArchiveError`` or ``ConfigError``."""
     with _opened(tarball) as source:
         for member, path, data in archive.entries(source):
             if path == MANIFEST:
@@ -134,7 +134,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _checked(manifest: Manifest) -> Manifest:
-    """Refuse names that lead outside the directory, since they become paths, and a release without sources."""
+    """Refuse a release without sources, and names that lead outside the directory, since names become paths."""
     checked_name("release", manifest.name)
     checked_name("release with the version", manifest.version)
     for package in manifest.packages:
@@ -146,7 +146,9 @@ def _checked(manifest: Manifest) -> Manifest:
 
 
 def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
-    """Order packages after their dependencies, else by name. Raises ``ConfigError`` for a cycle or an unknown name."""
+    """Order packages after their dependencies, and otherwise by name. Raises ``ConfigError`` for a cycle or an unknown
+    name.
+    """
     by_name = {package.name: package for package in packages}
     done: dict[str, SourcePackage] = {}
 
@@ -167,7 +169,8 @@ def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
 def extract_packages(tarball: Path, manifest: Manifest, directory: Path) -> Iterator[tuple[str, Path]]:
     """Copy the tarball of each package of ``manifest`` to ``directory/NAME.tgz``. Yields its name and that path.
 
-    Raises ``ArchiveError`` or ``DigestError`` for a package that is not in the manifest, missing, or of another digest.
+    Raises ``ArchiveError`` or ``DigestError`` for a package that is not in the manifest, is missing, or has another
+    digest.
     """
     digests = {package.name: package.sha1 for package in manifest.packages}
     seen: set[str] = set()
@@ -209,12 +212,12 @@ def _opened(tarball: Path) -> BinaryIO:
 
 
 def compiled_manifest(source: Manifest, packages: list[CompiledPackage]) -> Manifest:
-    """``source`` with compiled packages instead of sources."""
+    """Return ``source`` with compiled packages instead of sources."""
     return msgspec.structs.replace(source, packages=[], compiled_packages=packages)
 
 
 def render_manifest(manifest: Manifest) -> bytes:
-    """release.MF as YAML. Lists of jobs and packages without elements, and no license, are left out."""
+    """Return release.MF as YAML. Empty lists of jobs and packages, and a missing license, are left out."""
     optional = ("jobs", "packages", "compiled_packages", "license")
     document = {name: value for name, value in msgspec.to_builtins(manifest).items() if value or name not in optional}
     text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
@@ -224,7 +227,8 @@ def render_manifest(manifest: Manifest) -> bytes:
 def write_compiled(tarball: Path, into: Path, manifest: Manifest, packages: Mapping[str, Path]) -> None:
     """Write the release ``tarball`` to ``into`` with ``manifest`` and the compiled ``packages``, in their order.
 
-    Entries keep their order. Compiled packages replace the sources in place. ``into`` is complete or absent.
+    Entries keep their order, and compiled packages take the place of the sources. ``into`` is either complete or does
+    not exist.
     """
     with (
         _opened(tarball) as source,
@@ -257,7 +261,7 @@ def _write_packages(sink: packing.Sink, packages: Mapping[str, Path]) -> None:
 
 
 def _header(path: str, member: tarfile.TarInfo | None = None, *, size: int = 0) -> tarfile.TarInfo:
-    """An entry of root without a time: equal sources give equal bytes."""
+    """Return an entry that is owned by root and has no time, so that equal sources give equal bytes."""
     header = tarfile.TarInfo(f"./{path}")
     header.size, header.mode = size, FILE_MODE
     header.uname = header.gname = "root"

@@ -1,8 +1,9 @@
 """``agent-shim render``: evaluate the templates of an instance group without a Director, for ``AgentShim.spec``.
 
-The manifest describes a deployment and has all variables filled (``bosh interpolate``). Releases are directories with
-``jobs``, or tarballs. Packages of compiled tarballs are unpacked, too. Ruby evaluates the templates (``render.rb``)
-with properties and links as a Director would give them. Warnings name missing packages: those of source releases.
+The manifest describes a deployment, and all its variables have values (``bosh interpolate``). Releases are directories
+with ``jobs``, or tarballs. Packages of compiled tarballs are unpacked too. Ruby evaluates the templates (``render.rb``)
+with the properties and links that a Director would give them. Warnings name missing packages, which are those of source
+releases.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ EXECUTABLE: Final = 0o755
 COMPILE: Final = "give its compiled release (`bosh-agent compile` makes it), or put it into `packages`"
 LOOPBACK: Final = "127.0.0.1"
 INDEX: Final = "AGENT_SHIM_INDEX"
-"""Environment variables replace the options of the instance, so that the pods of a StatefulSet have equal arguments."""
+"""Environment variables such as this can replace the options for the instance, so that all pods of a StatefulSet can
+have the same arguments.
+"""
 ADDRESS: Final = "AGENT_SHIM_ADDRESS"
 AZ: Final = "AGENT_SHIM_AZ"
 BOOTSTRAP: Final = "AGENT_SHIM_BOOTSTRAP"
@@ -45,7 +48,7 @@ class Processes(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Instance:
-    """The instance of ``group`` that is rendered. ``az`` is None in a group without zones."""
+    """The instance of ``group`` that is to be rendered. ``az`` is None in a group without zones."""
 
     group: Group
     index: int
@@ -123,7 +126,7 @@ def _warn(warnings: Sequence[str]) -> None:
 
 
 def _below_here(release: Path) -> str:
-    """Return the path of a release for the Dockerfile, which reads only below the directory of its build."""
+    """Return the path of a release for the Dockerfile, which can read only files below its build directory."""
     path = os.path.relpath(release)
     if path.startswith(".."):
         raise ConfigError(f"cannot copy {release} into an image: run the command in a directory above it")
@@ -146,13 +149,13 @@ def _wanted(group: Group, only: Sequence[str], manifest: Path) -> list[Job]:
 
 
 def _known(manifest: Manifest, releases: Sequence[Release]) -> dict[tuple[str, str], ReleaseJob]:
-    """Return the jobs of all groups that one of the releases has, since any of them may provide a link."""
+    """Return those jobs of all groups that the releases contain, since any of them may provide a link."""
     every = ((group.name, job) for group in manifest.instance_groups for job in group.jobs)
     return {(group, job.name): found for group, job in every if (found := deployment.find_job(job, releases))}
 
 
 def _instance(group: Group, args: argparse.Namespace) -> Instance:
-    """Return the instance that options name, or variables of the environment. Raises ``ConfigError``."""
+    """Return the instance that is named by options or environment variables. Raises ``ConfigError``."""
     given = str(os.environ.get(INDEX, "") if args.index is None else args.index)
     number = re.search(r"(?:^|-)([0-9]+)$", given or "0")
     if number is None:
@@ -184,7 +187,7 @@ def _without_size(group: Group) -> list[str]:
 
 
 def _addresses(manifest: Manifest, instance: Instance, one: str, whole: str) -> links.Addresses:
-    """Return addresses: those of patterns of the options, that of ``instance``, and static ones."""
+    """Return the addresses: those from the patterns in the options, that of ``instance``, and static ones."""
 
     def of_instance(group: Group, index: int, network: str, must_be_ip: bool) -> str | None:
         if one and not must_be_ip:
@@ -214,7 +217,7 @@ def _filled(pattern: str, manifest: Manifest, group: Group, network: str, index:
 def _input(
     manifest: Manifest, instance: Instance, job: Job, found: ReleaseJob, resolver: links.Resolver
 ) -> dict[str, Any]:
-    """Return a job as ``render.rb`` reads it."""
+    """Return a job in the form in which ``render.rb`` reads it."""
     group = instance.group
     properties = _bound(manifest, group, job, found)
     resolved = resolver.resolve(group, job)
@@ -240,9 +243,9 @@ def _input(
 
 
 def _bound(manifest: Manifest, group: Group, job: Job, found: ReleaseJob) -> dict[str, Any]:
-    """Return the properties that the spec of the job has, with values of the manifest or defaults.
+    """Return the properties in the job's spec, with values from the manifest or defaults.
 
-    A Director gives a template no others. Members of mappings are sorted, as it sorts them.
+    A Director gives no other properties to a template. Members of mappings are sorted, as the Director does.
     """
     given = manifest.properties_of(group, job)
     bound: dict[str, Any] = {}
@@ -269,7 +272,7 @@ def _sorted(value: Any) -> Any:
 
 
 def _spec(manifest: Manifest, instance: Instance, job: Job) -> dict[str, Any]:
-    """Return ``spec`` of the templates, with the same address in all networks without a static one."""
+    """Return ``spec`` for the templates. Networks without a static address all have the same address."""
     group = instance.group
     return {
         "name": group.name,

@@ -17,13 +17,13 @@ _COLOURS: Final = {
     **dict.fromkeys(("failing", "broken", "down", "stuck"), "wrong"),
     **dict.fromkeys(("stopped", "unmonitored"), "faint"),
 }
-"""Colours of states, the Director's and the agent's. Other states have none."""
+"""Colours for the states of the Director and the agent. Other states have none."""
 
 
 def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines: int = 0) -> str:
-    """Header lines and a table of processes, failing ones first, from the control socket's answer to ``status``.
+    """Return header lines and a table of processes, failing ones first, from the control socket's answer to ``status``.
 
-    The table is clipped, other lines are wrapped to the ``columns`` and ``lines`` of a terminal. 0 is no limit.
+    The table is clipped, and other lines are wrapped, to the ``columns`` and ``lines`` of a terminal. 0 means no limit.
     """
     page: list[str] = []
     header = [*_header(status, paint), *_machine(status.get("vitals", {}), paint)]
@@ -79,7 +79,7 @@ def _moment(stamp: float) -> str:
 
 
 def shown_state(process: dict[str, Any]) -> str:
-    """Return the agent's state of a service, which is more detailed than the Director's; ``failing`` if a check
+    """Return the agent's state of a service, which is more detailed than the Director's, or ``failing`` if a check
     fails.
     """
     return "failing" if process["state"] == "failing" and process["phase"] == "running" else str(process["phase"])

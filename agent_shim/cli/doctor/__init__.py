@@ -1,7 +1,7 @@
-"""``agent-shim doctor``: probe what this container allows, and name consequences and changes.
+"""``agent-shim doctor``: probe what this container allows, and report the consequences and the necessary changes.
 
-Run inside the container as the agent's user. It changes nothing: the effects of each probe end with its child process.
-``PROBES`` is the table of probes, ``limits.LIMITS`` the one of consequences and changes.
+Run it inside the container as the agent's user. It changes nothing, because the effects of each probe end with its
+child process. ``PROBES`` is the table of probes, ``limits.LIMITS`` the one of consequences and changes.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from agent_shim.host.privilege_probes import error_of
 from agent_shim.services import address_watch
 
 ANSWER_TIMEOUT_S: Final = 3.0
-"""Timeout of an answer over the network."""
+"""Timeout for an answer over the network."""
 MAX_GREETING_BYTES: Final = 65536
 """Maximum length of a NATS server's greeting. A typical line has 500 bytes."""
 INITS: Final = frozenset({"s6-svscan", "systemd", "runsvdir", "init", "tini", "dumb-init", "catatonit"})
 LOGIN_PROGRAMS: Final = ("useradd", "usermod", "userdel", "sshd", "ssh-keygen")
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(?:etc-hosts|containers/(?P<container>[^/]+))")
-"""The directory on a node from which a kubelet mounts the hosts file and the termination log into containers."""
+"""Path on a node from which a kubelet mounts the hosts file and the termination log into containers."""
 DISKS_OF_WARDEN: Final = Path("/warden-cpi-dev")
 """The directory of the host below which the warden CPI mounts disks. Other CPIs mount each disk below that path."""
 MOUNTS_OF_LXD: Final = frozenset(map(Path, ("/dev/lxd", "/dev/.lxd-mounts", "/dev/incus", "/dev/.incus-mounts")))
@@ -84,7 +84,9 @@ DAY_S: Final = 86400
 
 @dataclass(frozen=True)
 class ContainerView:
-    """The subject of an examination: tree, configuration, and settings and status of a running agent, if any."""
+    """The subject of an examination: the tree, the configuration, and the settings and status of a running agent, if
+    any.
+    """
 
     paths: Paths
     scratch: Path
@@ -98,9 +100,10 @@ class ContainerView:
         return os.geteuid() == 0
 
     def judged(self, topic: str, found: str, limit: str | Limit = "", *, good: str = "", **words: str) -> Finding:
-        """Make a finding, good without a ``limit`` or an observation of one. A text is the name of a row in ``LIMITS``.
+        """Make a finding. It is good without a ``limit``, or if nothing was ``found``. A ``limit`` given as text is the
+        name of a row in ``LIMITS``.
 
-        The change is the one for the creator of this container.
+        The suggested change is the one for the creator of this container.
         """
         if not limit or not found:
             return Finding(topic, GOOD, good or found)
@@ -112,7 +115,7 @@ class ContainerView:
 def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -> Report:
     """Examine the container. ``config`` is agent.json, by default the one of stemcells.
 
-    Changes are those for ``creator``, by default the one that made this container.
+    Changes are those for ``creator``, by default the one that created this container.
     """
     with _scratch(paths) as scratch:
         settings = _settings(paths)
@@ -129,7 +132,7 @@ def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -
 
 
 def _tier(view: ContainerView, *, mounts_work: bool) -> str:
-    """Return the kind of the container. Root of a user namespace has no power over the host."""
+    """Return the kind of the container. Root in a user namespace has no power over the host."""
     if not view.is_root:
         return "restricted: no root"
     if user_namespace.is_inside():
@@ -138,9 +141,9 @@ def _tier(view: ContainerView, *, mounts_work: bool) -> str:
 
 
 def runtime(settings: Effective | None, paths: Paths) -> Runtime:
-    """The creator of the container, by a mount that only it makes; else a bus implies a CPI.
+    """Return the creator of the container, recognised by a mount that only it makes. Without one, a bus implies a CPI.
 
-    An agent with another base directory is one of a workstation.
+    An agent with another base directory runs on a workstation.
     """
     table = mounts.mounts()
     if "KUBERNETES_SERVICE_HOST" in os.environ or any(OF_A_KUBELET.search(mount.root) for mount in table):
@@ -153,13 +156,15 @@ def runtime(settings: Effective | None, paths: Paths) -> Runtime:
 
 
 def container_name() -> str:
-    """Return the name of this container in its pod, which the kubelet's mount of the termination log tells, or ""."""
+    """Return the name of this container in its pod, or "". It is taken from the kubelet's mount of the termination
+    log.
+    """
     found = (OF_A_KUBELET.search(mount.root) for mount in mounts.mounts())
     return next((match["container"] for match in found if match and match["container"]), "")
 
 
 def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
-    """A directory for probes. A pod with a read-only root file system may lack /tmp."""
+    """Return a directory for probes. A pod with a read-only root file system may lack /tmp."""
     for place in (None, paths.data, paths.base):
         with contextlib.suppress(OSError):
             return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=place)
@@ -249,7 +254,7 @@ def _isolation(view: ContainerView) -> Iterator[Finding]:
         "users": privilege_probes.user_namespace,
     }
     can = ", ".join(name for name, probe in tried.items() if not error_of(probe, view.scratch))
-    # A running agent knows its level; without one the probe asks the kernel.
+    # A running agent knows its level. Without one the probe determines it by trial.
     level = view.status.get("bpm", {}).get("level") or asyncio.run(sandbox.isolation()).level
     landlock = sandbox_exec.landlock_version() or "missing"
     found = f"level {level} (Landlock {landlock}; namespaces that can be made: {can or 'none'})"
@@ -354,7 +359,7 @@ def _space(view: ContainerView) -> Iterator[Finding]:
 
 
 def _free(view: ContainerView, path: Path) -> Finding:
-    """Judge the bytes and inodes of a file system. One without inodes reports 0 of them."""
+    """Judge the free bytes and inodes of a file system. One that has no inodes reports 0 of them."""
     status = os.statvfs(path)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     found = f"{path}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -402,7 +407,7 @@ def _clock(view: ContainerView) -> Iterator[Finding]:
 
 
 def _certificate(view: ContainerView, mbus: Mbus) -> Finding:
-    """Judge the certificate of the bus, or of the HTTPS door of ``create-env``."""
+    """Judge the certificate of the bus, or of the HTTPS endpoint for ``create-env``."""
     begins, ends = x509.validity(mbus.certificate)
     now = clock.wall_time_of(clock.boot_ticks())
     days = (ends - now) / DAY_S
@@ -482,7 +487,7 @@ def _addresses(view: ContainerView) -> Iterator[Finding]:
 
 
 def _applied(paths: Paths) -> Mapping[str, Any]:
-    """The networks of the applied spec."""
+    """Return the networks of the applied spec."""
     try:
         networks = wire.decode(files.read(paths.spec, is_own=True), dict[str, Any]).get("networks")
     except (OSError, ValueError):
@@ -491,7 +496,7 @@ def _applied(paths: Paths) -> Mapping[str, Any]:
 
 
 def _bus(view: ContainerView) -> Iterator[Finding]:
-    """Judge the bus, for which one address that answers is enough, and the rules that keep jobs from it."""
+    """Judge the bus, for which one responding address is enough, and the rules that keep jobs from it."""
     errors = {f"{place.hostname}:{place.port or NATS_PORT}": _bus_error(view, place) for place in _bus_places(view)}
     if not errors:
         return
@@ -503,15 +508,16 @@ def _bus(view: ContainerView) -> Iterator[Finding]:
 
 
 def _bus_places(view: ContainerView) -> list[SplitResult]:
-    """The addresses of the bus in the settings."""
+    """Return the bus addresses in the settings."""
     places = [bus_address(url) for url in view.settings.mbus.urls] if view.settings else []
     return [place for place in places if place.scheme == "nats" and place.hostname]
 
 
 def _bus_error(view: ContainerView, place: SplitResult) -> str:
-    """The error of the running agent's link, or of a handshake as it would make it. "" without one.
+    """Return the error of the running agent's connection or, without an agent, of a handshake like the agent's. "" if
+    there is none.
 
-    A handshake is completed: the server logs an earlier disconnect as an error.
+    The handshake is completed, because the server logs an earlier disconnect as an error.
     """
     if held := view.status.get("bus"):
         return "" if held["connected"] else str(held["error"]) or "there is no link yet"
@@ -536,7 +542,7 @@ def _read_line(one: socket.socket) -> None:
 
 
 def _firewall_obstacle(view: ContainerView) -> str:
-    """The reason the rules do not, or could not, keep jobs from the bus. "" if they do or could."""
+    """Return the reason why the rules do not, or could not, keep jobs from the bus, or ""."""
     if held := view.status.get("firewall"):
         return str(held["why"])
     if not view.is_root:
@@ -566,4 +572,4 @@ PROBES: Final[Mapping[str, Callable[[ContainerView], Iterator[Finding]]]] = {
     "addresses": _addresses,
     "bus": _bus,
 }
-"""The probes, in the order of the report. Each yields what it found."""
+"""The probes, in the order of the report. Each yields its findings."""

@@ -1,4 +1,4 @@
-"""Findings of the doctor, and the report of all. Pure."""
+"""The doctor's findings, and the report that contains them. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agent_shim.core import safetext
 
 GOOD: Final = "good"
 LIMITED: Final = "limited"
-"""A feature works with limits. Jobs may never notice."""
+"""A feature is limited. Jobs may never notice."""
 WRONG: Final = "wrong"
 """A required feature does not work."""
 
@@ -20,8 +20,10 @@ WIDTH: Final = 120
 SHOWN: Final = {GOOD: "ok", LIMITED: "limited", WRONG: "WRONG"}
 
 Runtime = Literal["pod", "cpi", "warden", "lxd", "engine"]
-"""The creator of the container, and thus the place of a change: a pod's manifest, ``cloud_properties`` of a CPI outside
-of Kubernetes, the host of Garden, the configuration of LXD, options of ``docker run`` and ``podman run``."""
+"""The creator of the container, which determines where a change is made: in a pod's manifest, in ``cloud_properties``
+of a CPI outside of Kubernetes, on Garden's host, in LXD's configuration, or in options of ``docker run`` and ``podman
+run``.
+"""
 
 CLOUD_PROPERTIES: Final = "cloud_properties of the VM"
 NO_PATCH: Final[Mapping[str, Any]] = {}
@@ -29,7 +31,8 @@ ON_HOST: Final = "the host of Garden: the warden CPI has no cloud property but p
 
 
 class Limit(NamedTuple):
-    """The consequence of a limit, and the change in each place. "" is that of a pod, for LXD that of a CPI.
+    """The consequence of a limit, and the change in each place. "" means the same change as for a pod, or for LXD as
+    for a CPI.
 
     ``patch`` is the change as a part of a pod's ``spec``, with the agent's container as ``container``. Its texts may
     contain ``{words}``.
@@ -68,11 +71,11 @@ class Finding(NamedTuple):
     follows: str = ""
     change: str = ""
     patch: Mapping[str, Any] = NO_PATCH
-    """The change as a part of a pod's manifest, if that alone decides."""
+    """The change as a part of a pod's manifest, if the manifest alone determines the feature."""
 
 
 class Report(NamedTuple):
-    """All findings. ``tier`` is the kind of this container."""
+    """All findings. ``tier`` is the kind of the container."""
 
     tier: str
     findings: Sequence[Finding]

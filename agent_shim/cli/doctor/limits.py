@@ -1,8 +1,9 @@
 """Limits of containers: the consequence of each, and the change that removes it.
 
 A change has up to four forms: for a pod, for a CPI outside of Kubernetes, for docker and podman, and for the LXD CPI.
-The second names ``cloud_properties`` of the Docker CPI (keys of Docker's HostConfig). Texts may contain ``{words}``.
-A change that a pod's manifest alone decides, and that gives it no power but what the agent needs, is also a patch.
+The second names ``cloud_properties`` of the Docker CPI (keys of Docker's HostConfig). Texts may contain ``{words}``. If
+a change can be made in a pod's manifest alone and gives the pod no more power than the agent needs, it is available as
+a patch too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STRONG: Final = {
     "NET_RAW": "jobs cannot ping",
     "IPC_LOCK": "jobs cannot keep secrets out of swap (vault, credhub)",
 }
-"""Capabilities that containers of CPIs usually have, and pods rarely."""
+"""Capabilities that containers of CPIs usually have, but pods rarely do."""
 KERNEL_FEATURES: Final = {
     "pidfd": "ends of processes that were adopted are noticed by looking, up to a second late",
     "Landlock": "processes of bpm.yml are not confined to their files",
@@ -238,7 +239,9 @@ def capabilities(*names: str, follows: str, more: str = "", verdict: str = LIMIT
 
 
 def _volume(kind: Mapping[str, str], path: str = "{path}", name: str = "{name}") -> Mapping[str, Any]:
-    """Return the patch that mounts an emptyDir. Its name has a prefix, so that it is none of the pod's own volumes."""
+    """Return the patch that mounts an emptyDir. Its name has a prefix, so that it differs from the pod's own
+    volumes.
+    """
     mount = {"mountPath": path, "name": f"agent-shim-{name}"}
     return {"container": {"volumeMounts": [mount]}, "volumes": [{"name": mount["name"], "emptyDir": kind}]}
 
@@ -250,11 +253,13 @@ PATCHES: Final[Mapping[str, Mapping[str, Any]]] = {
     "directory not writable": {"container": {"securityContext": {"readOnlyRootFilesystem": False}}},
     "little shared memory": _volume({"medium": "Memory", "sizeLimit": "256Mi"}, SHARED_MEMORY, "shm"),
 }
-"""The patches of rows of the table."""
+"""The patches for rows of the table."""
 
 
 def _rows(table: str) -> Iterator[tuple[str, Limit]]:
-    """Yield name and limit of each row: ``NAME = VERDICT: CONSEQUENCE``, then lines of changes for a place."""
+    """Yield the name and limit of each row: ``NAME = VERDICT: CONSEQUENCE``, followed by one line per place with the
+    change.
+    """
     for row in re.split(r"\n(?=\S)", table.strip()):
         head, *changes = (" ".join(part.split()) for part in re.split(r"\n  (?=\w+: )", row))
         name, _, rest = head.partition(" = ")
@@ -279,4 +284,4 @@ LIMITS: Final[Mapping[str, Limit]] = {
         more=", an image with nftables, a network of its own",
     ),
 }
-"""Each limit by its name."""
+"""The limits by name."""

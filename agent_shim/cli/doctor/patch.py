@@ -1,7 +1,8 @@
 """``agent-shim doctor --patch``: changes to a pod as a strategic-merge patch for kubectl. Pure.
 
-The patch has what a pod needs and what its manifest alone decides. What gives a container more power, needs a value or
-belongs to the node is a comment, because only its owner knows whether the jobs need it.
+The patch contains the changes that a pod needs and that can be made in its manifest alone. Changes that give a
+container more power, need a value or belong to the node are comments, because only the owner knows whether the jobs
+need them.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from agent_shim.cli.doctor.finding import Report
 from agent_shim.core import safetext
 
 PLACEHOLDER: Final = "CONTAINER"
-"""The container's name where nothing tells it. No container can have it, so kubectl refuses to add one."""
+"""Stands for the container's name if that is unknown. No container can have this name, so kubectl refuses to add
+one.
+"""
 Target = Literal["template", "pod"]
 """The subject of a patch: the template of a StatefulSet, Deployment or DaemonSet, or the manifest of a pod."""
 _WIDTH: Final = 100
 
 
 def patch(report: Report, container: str, held: Collection[str], target: Target) -> str:
-    """Return the patch as YAML with comments, ``{}`` without a change.
+    """Return the patch as YAML with comments, or ``{}`` if there is no change.
 
     ``held`` are the capabilities that the container has. A patch replaces both lists of capabilities, so it names them
     all.
