@@ -22,7 +22,7 @@ from agent_shim.demo.pki import DIRECTOR, HEALTH_MONITOR, Authority, Pair, agent
 from agent_shim.host import process
 
 SERVER_TIMEOUT_S: Final = 20.0
-"""Limit for a start, a reload and a stop of the server."""
+"""Timeout for starting, reloading and stopping the server."""
 
 
 def nats_server() -> str:
@@ -37,7 +37,7 @@ def nats_server() -> str:
 class NatsServer:
     """A nats-server on a free loopback port with its files in ``where``. An async context manager.
 
-    The port stays the same across restarts. A silent client is dropped after the same time as by a Director's server.
+    The port stays the same across restarts. It drops a silent client after the same time as a Director's server does.
     """
 
     def __init__(self, where: Path, authority: Authority | None = None) -> None:

@@ -32,7 +32,7 @@ STOP_LIMIT_S: Final = 300.0
 
 
 class RpcTimeoutError(ShimError):
-    """No reply came in time."""
+    """No reply arrived in time."""
 
 
 class RpcRemoteError(ShimError):
@@ -57,7 +57,7 @@ class Peer:
         self._hello = "\r\n".join([*lines, "PING", ""]).encode()
         self._on_message = on_message
         self.writer: asyncio.StreamWriter | None = None
-        """Its connection. None before the first."""
+        """The current connection, or None before the first one."""
         self._joined = asyncio.Event()
         self.published = 0
         """Number of messages sent."""
@@ -142,7 +142,7 @@ class Director:
         self.uuid = str(uuid.uuid4())
         self.poll = poll
         self.polls = 0
-        """Queries of tasks so far."""
+        """Number of task queries so far."""
         self.peer: Peer | None = None
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
 

@@ -46,7 +46,7 @@ NETWORKS = {"default": NETWORK}
 
 LIMIT_S = 120
 DRAIN_S = 20
-"""Limits for the story, and for the end of its jobs and agent."""
+"""Time limits in seconds for the whole demonstration, and for ending its jobs and its agent."""
 
 TO_TRY = """
 A Director has deployed three jobs, and the agent serves them until Ctrl-C. To try in another terminal:
@@ -135,7 +135,7 @@ class Story:
         self._agent: process.Process | None = None
         self._has_jobs = False
         self._now = "the start"
-        """The step that runs, or the last one."""
+        """The step that is running, or the last one."""
 
     def say(self, what: str, *details: str) -> None:
         _print(f"{time.monotonic() - self.begun_at:7.2f} s  {what}")
@@ -215,7 +215,7 @@ class Story:
         require(status == 0, f"the agent ended with status {status}")
 
     async def _end(self) -> int | None:
-        """End the agent, and its jobs, which would otherwise outlive it. Return the agent's exit status."""
+        """End the agent and its jobs, which would otherwise outlive it. Return the agent's exit status."""
         if self._agent is None:
             return 0
         if self._has_jobs:

@@ -1,4 +1,6 @@
-"""Privileges of this process, as the kernel reports them. Effects of seccomp and AppArmor are only found by trial."""
+"""Reads the privileges of this process, as reported by the kernel. The effects of seccomp and AppArmor can only be
+found by trial.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Final, NamedTuple
 
 PROC: Final = Path("/proc")
 
-# include/uapi/linux/capability.h: the position in the list is the number of the bit.
+# From include/uapi/linux/capability.h. The position in the list is the number of the bit.
 _IN_ORDER: Final = (
     "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
     "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN "
@@ -18,7 +20,9 @@ NAMES: Final = _IN_ORDER.split()
 
 
 class Privileges(NamedTuple):
-    """Capabilities without their prefix (``SYS_ADMIN``). One without a known name is its number (``41``)."""
+    """Capabilities without their prefix (``SYS_ADMIN``). A capability without a known name is given as its number
+    (``41``).
+    """
 
     effective: frozenset[str] = frozenset()
     no_new_privs: bool = False

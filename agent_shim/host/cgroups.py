@@ -1,7 +1,7 @@
 """Limits and usage of the container, from cgroup v1, v2 or both. Bytes, seconds.
 
-Nothing tells which cgroup is the container: the agent may be in a leaf below it, and with the host's cgroup namespace
-the hierarchy continues above it. So the limits decide: the level with the tightest one counts as the container; without
+There is no direct way to tell which cgroup is the container's. The agent may be in a leaf below it, and with the host's
+cgroup namespace the hierarchy continues above it. So the level with the tightest limit counts as the container. Without
 any limit the jobs can use the whole machine.
 """
 
@@ -30,7 +30,7 @@ class Hierarchy(msgspec.Struct, frozen=True):
 
 
 class Cgroup(msgspec.Struct, frozen=True):
-    """Cgroups of this process. None for a hidden controller. Version 1 accounts CPU time in ``cpuacct``."""
+    """The cgroups of this process, with None for a hidden controller. Version 1 accounts CPU time in ``cpuacct``."""
 
     memory: Hierarchy | None = None
     cpu: Hierarchy | None = None
@@ -89,9 +89,10 @@ def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | No
 
 
 def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
-    """Return memory and swap of the container. None if no limit is below the machine, which then counts.
+    """Return the memory and swap of the container, or None if no limit is lower than the machine's memory, which then
+    counts.
 
-    Page cache that was not used recently is free: the kernel reclaims it before it kills.
+    Page cache that was not used recently counts as free, because the kernel reclaims it before it kills a process.
     """
     hierarchy = cgroup.memory
     level = _tightest(hierarchy, host.total)
@@ -153,7 +154,8 @@ def oom_kills_of(version: int, level: Path) -> int | None:
 
 
 def oom_group(cgroup: Cgroup) -> Path | None:
-    """Return the file that makes an out-of-memory kill end all processes of this container. None if one ends alone.
+    """Return the file that makes an out-of-memory kill end all processes of this container, or None if only one is
+    killed.
 
     A kubelet sets it on every container in version 2, unless its ``singleProcessOOMKill`` is true. Only the top of the
     mount is the container: the root of a machine has no such file, and below it the group is the choice of an operator
@@ -166,7 +168,9 @@ def oom_group(cgroup: Cgroup) -> Path | None:
 
 
 def end_oom_group(cgroup: Cgroup) -> bool:
-    """Let an out-of-memory kill end one process of this container. False if it does. Raises ``OSError``."""
+    """Make an out-of-memory kill end only one process of this container. Return False if that is already so. Raises
+    ``OSError``.
+    """
     path = oom_group(cgroup)
     if path is not None:
         path.write_text("0")
@@ -225,7 +229,9 @@ def cpu_quota(version: int, level: Path) -> float | None:
 
 
 def _cpu_used(cgroup: Cgroup, index: int) -> tuple[float, float] | None:
-    """Return user and system CPU seconds of a level. In version 1 from its own hierarchy, at the same height."""
+    """Return the user and system CPU seconds of a level. In version 1 they come from a hierarchy of their own, at the
+    same depth.
+    """
     if cgroup.cpu is None:
         return None
     level = cgroup.cpu.levels[index]
@@ -243,7 +249,7 @@ def _cpu_used(cgroup: Cgroup, index: int) -> tuple[float, float] | None:
 def _text(path: Path) -> str:
     """Read a file. "" if it is missing or not readable."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a fifth of the time of read_text
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # takes a fifth of the time of read_text
         try:
             return os.read(descriptor, processes.MAX_KERNEL_BYTES).decode()
         finally:

@@ -1,7 +1,7 @@
-"""Clocks. Seconds are floats. Ticks are the unit of ``/proc/PID/stat``, since the kernel's boot.
+"""Clocks. Seconds are floats. Ticks, the unit of ``/proc/PID/stat``, are counted from the kernel's boot.
 
-``CLOCK_BOOTTIME`` and the start times in ``/proc`` share one origin, even in a time namespace. ``/proc/uptime`` differs
-where lxcfs replaces it: ages computed with it are negative.
+``CLOCK_BOOTTIME`` and the start times in ``/proc`` share one origin, even in a time namespace. Where lxcfs replaces
+``/proc/uptime``, that has another origin, and ages computed with it would be negative.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Final
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 """Ticks per second."""
 BEGUN_AT: Final = time.monotonic()
-"""Origin of the beats: agents of one node do not beat together."""
+"""Origin of the beats. It differs between the agents on a node, so that they do not wake at the same time."""
 
 
 def until_beat(period: float) -> float:
-    """Return the seconds until the next beat of ``period``: sleepers whose periods divide each other wake together."""
+    """Return the seconds until the next beat of ``period``. Tasks whose periods divide each other wake at the same
+    time.
+    """
     return period - (time.monotonic() - BEGUN_AT) % period
 
 
@@ -27,7 +29,7 @@ def boot_time() -> float:
 
 
 def boot_ticks() -> int:
-    """Return the current tick: a lower bound for the start time of a process made now."""
+    """Return the current tick, which is a lower bound for the start time of a process created now."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS)
 
 

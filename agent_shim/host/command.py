@@ -14,7 +14,7 @@ from agent_shim.host.descriptors import closing
 
 ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 MAX_OUTPUT_BYTES: Final = 64 * 1024
-"""Limit of the output that is read, from its start."""
+"""Maximum size of the output that is read, from its beginning."""
 
 
 async def run(
@@ -47,7 +47,7 @@ async def run(
 
 @contextlib.contextmanager
 def _in_memory(content: bytes = b"") -> Iterator[int]:
-    """Return a file in memory. Raises ``HostError``."""
+    """Yield an in-memory file with this content. Raises ``HostError``."""
     with files.attempting("make a file in memory"):
         made = os.memfd_create("agent_shim")
     with closing(made) as descriptor:

@@ -1,6 +1,7 @@
 """Daemon threads for work that may hang for ever (a dead file server, a silent name server).
 
-The threads of ``asyncio.to_thread`` are few, and the process waits for them at its end: a hanging one would block both.
+``asyncio.to_thread`` has only a few threads, and the process waits for them when it exits, so a hanging one would block
+both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 def run_in_daemon_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run ``work`` in a daemon thread and return a future. ``OSError`` if no thread can be started."""
+    """Run ``work`` in a daemon thread and return a future. Raises ``OSError`` if no thread can be started."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
@@ -41,12 +42,14 @@ def run_in_daemon_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 def pool(threads: int) -> ThreadPoolExecutor:
-    """Return a pool for ``asyncio.to_thread`` with all threads started: the machine may refuse new ones later."""
+    """Return a pool for ``asyncio.to_thread`` with all its threads started, because the machine may refuse new threads
+    later.
+    """
     made = ThreadPoolExecutor(threads, thread_name_prefix="blocking")
     together = threading.Barrier(threads)
     try:
         for _ in range(threads):
             made.submit(together.wait)
     except RuntimeError:
-        together.abort()  # make do with those that have started
+        together.abort()  # use only those that have started
     return made

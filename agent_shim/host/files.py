@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES: Final = 64 * 1024
 """Copy buffer. From 128 KiB on the allocator maps and unmaps each buffer: three times slower."""
 MAX_FILE_BYTES: Final = 16 * 1024 * 1024
-"""Limit of one document. The largest settings known have half a megabyte."""
+"""Maximum size of one document. The largest known settings have half a megabyte."""
 _ATTEMPTS: Final = 10
-"""Attempts to make a directory in a place where another user keeps putting something."""
+"""Number of attempts to create a directory in a place where another user keeps putting something."""
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
 
@@ -44,8 +44,8 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
     volumes.
 
     ``is_own`` marks a file that this agent or its predecessor wrote: no link is followed but to memory
-    (:func:`behind`). Raises ``OSError`` for anything but a regular file, of which a FIFO waits and a device has no end,
-    and beyond ``limit`` bytes.
+    (:func:`behind`). Raises ``OSError`` beyond ``limit`` bytes and for anything but a regular file, because a FIFO
+    would block and a device has no end.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     if is_own:
@@ -103,7 +103,7 @@ def attempting(what: str) -> Iterator[None]:
 
 
 def owner_ids(owner: str | None) -> tuple[int, int]:
-    """Return uid and gid of ``user:group``, without a group those of the user.
+    """Return the uid and gid of ``user:group``. Without a group the gid is that of the user.
 
     (-1, -1), which chown ignores, for None and unless we are root with CAP_CHOWN.
     """
@@ -127,7 +127,7 @@ def chown(path: Path | str, owner: str) -> None:
 
 
 def _settle(fd: int, mode: int, owner: str | None) -> None:
-    """Set owner, then mode (chown clears bits). Right values are not set again."""
+    """Set the owner, then the mode, because chown clears bits. Values that are already right are not set again."""
     uid, gid = owner_ids(owner) if owner else (-1, -1)
     now = os.fstat(fd)
     if uid not in (-1, now.st_uid) or gid not in (-1, now.st_gid):
@@ -201,8 +201,9 @@ def keep_unreadable(path: Path) -> None:
 def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` when the block succeeds and is removed when it fails.
 
-    It is synced before the rename: a crash leaves the old file or the new one. Unless ``is_synced`` a crash of the
-    machine may leave it empty: for files that are written again. A link at ``path`` is replaced.
+    It is synced before the rename, so that a crash leaves either the old file or the new one. Without ``is_synced``, a
+    crash of the machine may leave it empty, which is acceptable for files that are written again. A link at ``path`` is
+    replaced.
     """
     temp = sibling(path)
     fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -225,7 +226,7 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_syn
 def behind(path: Path) -> Path:
     """Return the file to read or write for ``path``: the target if it is a link made by the agent to a file in memory.
 
-    Such a link stays below its directory. Any other is a thing of strangers, and ``path`` itself is returned.
+    Such a link points below its own directory. Any other link was made by someone else, so ``path`` itself is returned.
     """
     target = path.readlink() if path.is_symlink() else None
     return path if target is None or target.is_absolute() or ".." in target.parts else path.parent / target
@@ -242,9 +243,9 @@ def write_atomic(
 ) -> None:
     """Replace the content of ``path`` atomically, by default on disk too (:func:`replacing`).
 
-    A file that is itself a mount point (``/etc/hosts`` in a pod) cannot be replaced: it is written in place and keeps
-    its mode and owner. A link to such a file is replaced as any other link. With ``if_changed`` a file of ours that has
-    this content already is not written.
+    A file that is itself a mount point (``/etc/hosts`` in a pod) cannot be replaced, so it is written in place and
+    keeps its mode and owner. A link to such a file is replaced as any other link. With ``if_changed`` a file of ours
+    that has this content already is not written.
     """
     if if_changed:
         with suppress(OSError):
@@ -263,7 +264,7 @@ def write_atomic(
 def version(path: Path) -> tuple[int, int, int] | None:
     """Return a value that changes with every change of a file. None without a file.
 
-    Uses the time of the inode: a copy may preserve the modification time.
+    It uses the inode's change time, because copying may preserve the modification time.
     """
     try:
         status = path.stat()
@@ -301,9 +302,9 @@ def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
 
 
 def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
-    """As :func:`make_dir`, where all users may make entries: an entry of another user is moved away.
+    """Like :func:`make_dir`, for places where all users may create entries. An entry of another user is moved away.
 
-    A directory taken over from a job would hold what the job has put there for us to find.
+    A directory taken over from a job could contain files that the job has planted.
     """
     for _ in range(_ATTEMPTS):
         move_away(path)
@@ -312,7 +313,7 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
                 if os.fstat(fd).st_uid in trusted_path.trusted_users():
                     _settle(fd, mode, owner)
                     return
-        except NotADirectoryError:  # put there meanwhile
+        except NotADirectoryError:  # a file was put there meanwhile
             continue
         except OSError as exc:
             raise failed(f"make the directory {path}", exc) from exc
@@ -320,9 +321,9 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
 
 
 def close_to_others(path: Path, owner: str | None, *, more: int = 0) -> None:
-    """Give an existing directory to ``owner``, and take the right to make entries in it from all others.
+    """Give an existing directory to ``owner``, and remove everybody else's permission to create entries in it.
 
-    ``more`` is a mode that the directory gets beside its own. Only root's links are followed. Raises ``HostError``.
+    ``more`` are mode bits to add to the directory's mode. Only root's links are followed. Raises ``HostError``.
     """
     with (
         attempting(f"close the directory {path} to others"),
@@ -342,7 +343,7 @@ def move_away(path: Path) -> None:
 
 
 def _open_made(path: Path, mode: int) -> int:
-    """Open a directory, made with missing ones above it."""
+    """Create a directory with its missing parents, and open it."""
     with closing(trusted_path.hold(path, make=mode)) as held:
         return guarded.open_directory(held, "")
 
@@ -383,7 +384,9 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _empty(top: int) -> None:
-    """Empty an open directory. A directory below moves up to it first: a job can nest ten thousand."""
+    """Empty an open directory. Nested directories are first moved up into it, because a job can nest ten thousand of
+    them.
+    """
     waiting, moved = _without_files(top), (f".{secrets.token_hex(8)}-{number}" for number in itertools.count())
     while waiting:
         name = waiting.pop()
@@ -432,14 +435,14 @@ def copy_data(source: int, target: int) -> None:
 
 
 def write_all(target: int, data: bytes | memoryview) -> None:
-    """Write all of ``data``: one call may write a part of it."""
+    """Write all of ``data``, because a single call may write only a part of it."""
     view = memoryview(data)
     while view:
         view = view[os.write(target, view) :]
 
 
 def sync_filesystem(path: Path) -> None:
-    """Sync the file system of ``path``: one call instead of thousands of fsyncs."""
+    """Sync the file system of ``path``, with one call instead of thousands of fsyncs."""
     import ctypes  # late import: half a megabyte that most processes never need
 
     with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:

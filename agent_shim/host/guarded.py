@@ -36,11 +36,11 @@ Skipped: TypeAlias = Callable[[str, OSError | None], None]
 DEADLINE_S: Final = 2.0
 """Default timeout of :func:`aside`."""
 MAX_THREADS: Final = 32
-"""Limit of threads that hang at the same time. Beyond it every call fails at once."""
+"""Maximum number of threads that hang at the same time. Beyond that every call fails at once."""
 MAX_ENTRIES: Final = 10_000
-"""Entries of one directory that are read."""
+"""Maximum number of entries read from one directory."""
 MAX_SEGMENTS: Final = 10_000
-"""Runs of content between the holes of a file."""
+"""Maximum number of runs of content between the holes of a file."""
 CHUNK_BYTES: Final = 64 * 1024
 BLOCK_BYTES: Final = 512
 """Unit of ``st_blocks``."""
@@ -52,7 +52,8 @@ BLOCK_BYTES: Final = 512
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
     """Open ``path`` below the directory with descriptor ``directory``, without following links or going up.
 
-    The walk goes step by step, by open directories: no rename on the way leads it out. Raises ``HostError``.
+    The path is opened one directory at a time, so that renaming a directory meanwhile cannot lead outside. Raises
+    ``HostError``.
     """
     here = directory
     try:
@@ -117,7 +118,8 @@ def _below(path: StrPath, root: StrPath) -> str:
 def open_file(path: StrPath, root: StrPath | None = None) -> int:
     """Open a regular file for reading. ``root`` as for :func:`held`.
 
-    Below ``root`` a file of root with a second hard link is refused: unless protected, jobs can link any file.
+    Below ``root`` a file that root owns is refused if it has a second hard link, because jobs can link any file unless
+    the kernel protects hard links.
     """
     with _named(path), held(path, root) as found:
         if root is not None:
@@ -187,9 +189,11 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def segments(descriptor: int, begin: int, end: int, limit: int = MAX_SEGMENTS) -> Iterator[tuple[int, int]]:
-    """Yield the runs of content between ``begin`` and ``end`` without the holes: first byte and end of each.
+    """Yield the runs of content between ``begin`` and ``end``, without the holes, as the first byte and the end of
+    each.
 
-    A hole costs its writer nothing, and a reader of terabytes hours. After ``limit`` runs the rest counts as a hole.
+    A hole of terabytes costs its writer nothing, but reading it takes hours. After ``limit`` runs the rest counts as a
+    hole.
     """
     at = begin
     while at < end and limit > 0:
@@ -217,7 +221,8 @@ def chunks(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]
 def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int:
     """Open a log for appending, created with ``mode`` and for ``owner`` if missing.
 
-    A file with a second hard link is refused. An existing file keeps its owner: a job may have moved one of root here.
+    A file with a second hard link is refused. An existing file keeps its owner, because a job may have moved one of
+    root's files here.
     """
     with _named(path), held(path.parent) as directory:
         # Retry if the file is removed between two steps. A rotation does that once, an attacker any number of times.
@@ -232,16 +237,17 @@ def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int
 def create(name: str, directory: int, mode: int, owner: tuple[int, int] = (-1, -1)) -> int:
     """Create a file in an open directory, for appending, with ``mode`` and for ``owner``, by default this process.
 
-    A job may give its directory the set-group-ID bit, or a default access list that lets it read all new files: until
-    both are without effect, the mode is 0.
+    A job may give its directory the set-group-ID bit, or a default ACL that lets it read all new files. So the file has
+    mode 0 until neither has any effect.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(name, flags, 0, dir_fd=directory)
     try:
         uid, gid = owner
-        with suppress(PermissionError) if gid == -1 else nullcontext():  # fails on a volume that maps all owners to one
+        # This fails on a volume that maps all owners to one.
+        with suppress(PermissionError) if gid == -1 else nullcontext():
             os.fchown(descriptor, uid, os.getegid() if gid == -1 else gid)
-        with suppress(OSError):  # no ACL, or a file system without ACLs
+        with suppress(OSError):  # there is no ACL, or the file system does not support them
             os.removexattr(descriptor, "system.posix_acl_access")
         os.fchmod(descriptor, mode)
     except BaseException:
@@ -274,7 +280,7 @@ class Entry(NamedTuple):
 
 
 def names(directory: int, limit: int = MAX_ENTRIES) -> list[str]:
-    """List at most ``limit`` names of an open directory, unsorted: there may be millions."""
+    """List at most ``limit`` names in an open directory, unsorted because there may be millions."""
     found: list[str] = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -333,8 +339,8 @@ _guard: Final = threading.Lock()
 async def aside(key: str, work: Callable[[], T], *, timeout: float = DEADLINE_S) -> T:
     """Run ``work`` in its own thread and return or raise its outcome within ``timeout`` seconds.
 
-    ``key`` names the owner of the files. Calls with one key run one after another, so that a hanging one keeps one
-    thread. Raises ``OSError`` (ETIMEDOUT) on timeout, whether ``work`` has started or not.
+    ``key`` names the owner of the files. Calls with the same key run one after another, so that a hanging owner
+    occupies only one thread. Raises ``OSError`` (ETIMEDOUT) on timeout, whether ``work`` has started or not.
     """
     # Commands without an event loop read files as well, and start in half the time without asyncio.
     import asyncio

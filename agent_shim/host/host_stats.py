@@ -1,6 +1,6 @@
 """Processor times, memory, swap and load of the whole machine. Bytes, seconds.
 
-psutil reads processor times and memory. Figures that no kernel writes raise ``ValueError``. Nothing here is negative.
+psutil reads processor times and memory. Figures that no kernel would report raise ``ValueError``. No value is negative.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CpuTimes(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Total and used bytes, of memory and of swap."""
+    """Total and used bytes of memory and of swap."""
 
     total: int
     used: int
@@ -36,7 +36,7 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def cpu_times(proc: Path = PROC) -> CpuTimes:
-    """Times of all processors together since boot. User and nice hold the time of guests already."""
+    """Return the times of all processors together since boot. User and nice time already include the time of guests."""
     try:
         times = _psutil(proc).cpu_times()
     except (LookupError, TypeError) as exc:
@@ -48,7 +48,7 @@ def cpu_times(proc: Path = PROC) -> CpuTimes:
 
 
 def memory(proc: Path = PROC) -> Memory:
-    """Memory and swap. The difference from the available memory is in use."""
+    """Return memory and swap. Memory that is not available counts as used."""
     psutil = _psutil(proc)
     try:
         with warnings.catch_warnings():  # about members of psutil's answer that are not used here
@@ -62,19 +62,21 @@ def memory(proc: Path = PROC) -> Memory:
 
 
 def memory_total() -> int:
-    """Memory alone, without psutil: the supervisor needs it before the first answer."""
+    """Return the total memory without using psutil, because the supervisor needs it before the first answer."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def load(proc: Path = PROC) -> tuple[float, float, float]:
-    """Load averages over 1, 5 and 15 minutes. A container has none of its own."""
+    """Return the load averages over 1, 5 and 15 minutes. A container does not have its own."""
     one, five, fifteen = (float(field) for field in (proc / "loadavg").read_bytes().split()[:3])
     _require_natural(one, five, fifteen)
     return one, five, fifteen
 
 
 def _psutil(proc: Path) -> ModuleType:
-    """psutil, reading below ``proc``. The import waits for the first reading: it takes 0.8 MB and 10 ms."""
+    """Return psutil, set to read below ``proc``. It is imported only for the first reading, because it takes 0.8 MB and
+    10 ms.
+    """
     import psutil
 
     psutil.PROCFS_PATH = str(proc)

@@ -1,4 +1,4 @@
-"""Host name of the container: decides whether the agent may set it, and sets it."""
+"""Decides whether the agent may set the container's host name, and sets it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _VALID: Final = r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?"
 def owner(table: Sequence[mounts.Mount] | None = None) -> str:
     """Return the reason why the agent must not set the host name, or "".
 
-    A runtime that names a container mounts ``/etc/hostname``; without a UTS namespace it names the whole machine.
+    A runtime that sets a container's host name mounts ``/etc/hostname``. Without a UTS namespace the name would be that
+    of the whole machine.
     """
     if Path("/proc/self/ns/uts").stat().st_ino == INITIAL_UTS_NAMESPACE:
         return "the host name is that of the machine"
@@ -32,7 +33,9 @@ def owner(table: Sequence[mounts.Mount] | None = None) -> str:
 
 
 def set_host_name(name: str) -> str:
-    """Set the host name as SetupHostname does (platform/linux_platform.go). Return why not, or "". Blocks."""
+    """Set the host name as SetupHostname does (platform/linux_platform.go). Return the reason of a failure, or "".
+    Blocks.
+    """
     if socket.gethostname() == name:
         return ""
     if re.fullmatch(_VALID, name) is None:

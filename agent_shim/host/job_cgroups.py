@@ -1,6 +1,7 @@
 """Cgroups that limit the processes of a job, and count those that the kernel kills.
 
-They are below or beside our own. This module makes the directories. ``host.sandbox_exec`` joins them before its exec.
+They are below or beside our own cgroup. This module creates the directories, and ``host.sandbox_exec`` joins them
+before its exec.
 
 Supports both versions, and uses a controller only if that takes no more than creating a directory: in version 2 the
 kernel delegates a controller only while our own cgroup contains no process, and moving all processes of a container out
@@ -19,10 +20,10 @@ from typing import Final
 from agent_shim.host import cgroups, proc
 
 MAX_DEPTH: Final = 16
-"""Levels of cgroups that a job creates below its own."""
+"""Maximum number of cgroup levels that a job may create below its own and that are examined."""
 _DIRECTORY: Final = "agent_shim"
 _NO_LIMIT: Final = 1 << 62
-"""Bytes. Version 1 reports a larger number without a limit."""
+"""In bytes. Version 1 reports a larger number if there is no limit."""
 
 _LIMITS: Final = {
     ("memory", 1): "memory.limit_in_bytes",
@@ -55,9 +56,9 @@ def offered() -> frozenset[str]:
 
 
 def members_of(name: str) -> list[tuple[int, int]]:
-    """Return the living processes in job cgroups of this name, and below, by pid and start time. Blocks.
+    """Return the living processes in job cgroups with this name and below them, as pid and start time. Blocks.
 
-    Agents without keepers (0.2.0) put each program into one.
+    Agents without keepers (0.2.0) put each program into such a cgroup.
     """
     below = f"/{_DIRECTORY}/{_escaped(name)}/"
     return [
@@ -92,7 +93,9 @@ class JobCgroup:
         self._all = dict.fromkeys(directory for _, _, directory in self._limited)
 
     def make(self, *, memory: int | None = None, processes: int | None = None) -> list[str]:
-        """Create them with limits (bytes; processes and threads). Return those to join. Raises ``OSError``."""
+        """Create the cgroups with these limits (in bytes; processes and threads together). Return those to join. Raises
+        ``OSError``.
+        """
         made = []
         for controller, hierarchy, directory in self._limited:
             limit = memory if controller == "memory" else processes
@@ -110,14 +113,14 @@ class JobCgroup:
         return list(dict.fromkeys(made))
 
     def remove(self) -> None:
-        """Remove them. One with a living process stays."""
+        """Remove the cgroups. One with a living process stays."""
         for directory in self._all:
             for each in reversed(_below(directory)):
                 with contextlib.suppress(OSError):
                     each.rmdir()
 
     def members(self) -> list[tuple[int, int]]:
-        """Return the living processes in them and below, by pid and start time."""
+        """Return the living processes in the cgroups and below, as pid and start time."""
         pids = set()
         for directory in self._all:
             for each in _below(directory):
@@ -126,7 +129,9 @@ class JobCgroup:
         return [stat.identity for pid in pids if (stat := proc.stat(int(pid))) is not None and stat.is_alive]
 
     def memory(self) -> tuple[int, int] | None:
-        """Return the number of OOM kills in it and its peak memory in bytes. None if its memory is not limited."""
+        """Return the number of OOM kills in the memory cgroup and its peak memory in bytes, or None if memory is not
+        limited.
+        """
         for controller, hierarchy, directory in self._limited:
             limit = cgroups.memory_limit(hierarchy.version, directory) if controller == "memory" else None
             if limit is not None and limit < _NO_LIMIT:

@@ -25,7 +25,7 @@ FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 _LISTEN: Final = "0A"
 NEIGHBOUR_TIMEOUT_S: Final = 30.0
 _LOOPBACK: Final = frozenset({f"{socket.htonl(0x7F000001):08X}", f"{'0' * 24}{socket.htonl(1):08X}"})
-"""In the kernel's format: words in the machine's byte order."""
+"""Loopback addresses in the kernel's format, in which words have the machine's byte order."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ def _ipv6(digits: str) -> str:
 def listeners(port: int) -> set[int]:
     """Return the users whose servers accept TCP connections from other machines on ``port``. Blocks.
 
-    The kernel lists listeners first, and the sockets of jobs after them are not read: there may be a million.
+    The kernel lists listeners first. The sockets of jobs that follow are not read, because there may be a million.
     """
     found: set[int] = set()
     for name in ("tcp", "tcp6"):
@@ -121,7 +121,9 @@ def family_of(text: str) -> socket.AddressFamily | None:
 
 
 def is_address(text: str) -> bool:
-    """Return True for an address, for one of IPv6 with a scope too (``fe80::1%eth0``), False for other text."""
+    """Return True for an address, including an IPv6 address with a scope (``fe80::1%eth0``), and False for other
+    text.
+    """
     address, percent, scope = text.partition("%")
     if percent and not (scope.isprintable() and scope.split() == [scope]):
         return False
@@ -131,7 +133,7 @@ def is_address(text: str) -> bool:
 def has_address(text: str) -> bool:
     """Return True if an interface has the address, or if the text is not an address.
 
-    Binds to it, which the kernel allows only for its own addresses (without ip_nonlocal_bind).
+    This is tested by binding to it, which the kernel allows only for its own addresses (without ip_nonlocal_bind).
     """
     if not is_address(text):  # bind would resolve the name
         return True
@@ -145,15 +147,18 @@ def has_address(text: str) -> bool:
 
 
 def is_of_machine() -> bool:
-    """Return True in a container with the machine's network: it sees devices of the machine, but not its processes."""
+    """Return True in a container with the machine's network, which is one that sees the machine's devices but not its
+    processes.
+    """
     is_contained = Path("/proc/self/ns/pid").stat().st_ino != FIRST_PID_NAMESPACE
     return is_contained and any(Path("/sys/class/net", name, "device").exists() for _, name in socket.if_nameindex())
 
 
 async def forget_neighbours(addresses: list[str]) -> None:
-    """Run ``ip neigh flush`` for each address; without the privilege or the program the entries stay.
+    """Run ``ip neigh flush`` for each address. Without the privilege or the program the entries stay.
 
-    One process with the timeout ``NEIGHBOUR_TIMEOUT_S``: a request may contain tens of thousands of addresses.
+    Only one process is started, with the timeout ``NEIGHBOUR_TIMEOUT_S``, because a request may contain tens of
+    thousands of addresses.
     """
     lines = "".join(f"neigh flush to {address}\n" for address in dict.fromkeys(addresses))
     with suppress(HostError):

@@ -25,7 +25,7 @@ def is_installed() -> bool:
 
 
 async def replace(chains: str) -> None:
-    """Replace the table by one with these chains. Raises ``HostError``, and the old one stays then."""
+    """Replace the table with one that has these chains. Raises ``HostError``, in which case the old table stays."""
     await _run(f"{_AWAY}table {TABLE} {{\n{chains}}}\n")
 
 
@@ -35,7 +35,7 @@ async def remove() -> None:
 
 
 async def look() -> None:
-    """Raise ``HostError`` if tables may not even be listed."""
+    """Raise ``HostError`` if this process may not even list tables."""
     await _run("list tables\n")
 
 

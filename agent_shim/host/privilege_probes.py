@@ -1,4 +1,5 @@
-"""Privileges of a container, found by trial: in a child that exits after the attempt and leaves nothing behind.
+"""Finds the privileges of a container by trial, in a child process that exits after the attempt and leaves nothing
+behind.
 
 Neither uid nor capabilities show the effect of seccomp, AppArmor, a user namespace or a runtime like gVisor.
 """
@@ -24,7 +25,9 @@ _BROKEN: Final = 255
 
 
 def error_of(probe: Callable[..., object], *args: object) -> int:
-    """Run ``probe`` in a child. Return its ``errno``, 0 on success. Not for a process with threads."""
+    """Run ``probe`` in a child process. Return its ``errno``, or 0 on success. A process with threads must not call
+    this.
+    """
     child = os.fork()
     if child == 0:
         code = _BROKEN

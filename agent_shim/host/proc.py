@@ -1,10 +1,10 @@
-"""Readings of other processes from ``/proc``, all in this module. They change nothing.
+"""Reads information about other processes from ``/proc``. Only this module does that, and it changes nothing.
 
-Two kinds of files. ``stat``, ``status`` and ``cgroup`` are short, written by the kernel alone, and cost 10 µs.
-``environ``, ``cmdline``, ``maps``, ``smaps_rollup`` and links of descriptors are controlled by the process: it decides
-their length (PR_SET_MM_MAP makes an environment of terabytes without any privilege) and can block their readers (with
-its memory lock, a userfaultfd, a FUSE file system of its own). These have a limit in bytes and a timeout: a thread
-reads them, and a process that blocks the thread is not read again until that read ends.
+There are two kinds of files. ``stat``, ``status`` and ``cgroup`` are short, written by the kernel alone, and take 10 µs
+to read. ``environ``, ``cmdline``, ``maps``, ``smaps_rollup`` and links of descriptors are controlled by the process: it
+decides their length (PR_SET_MM_MAP makes an environment of terabytes without any privilege) and can block their readers
+(with its memory lock, a userfaultfd, a FUSE file system of its own). These have a limit in bytes and a timeout: a
+thread reads them, and a process that blocks the thread is not read again until that read ends.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ T = TypeVar("T")
 
 PAGE_KB: Final = os.sysconf("SC_PAGE_SIZE") // 1024
 MAX_KERNEL_BYTES: Final = 64 * 1024
-"""Limit for a file that the kernel writes by itself."""
+"""Maximum size of a file that the kernel alone writes."""
 MAX_CHILDREN_BYTES: Final = 1 << 20
-"""Limit for a list of children. Each takes about eight bytes."""
+"""Maximum size of a list of children, each of which takes about eight bytes."""
 MAX_COMMAND_LINE_BYTES: Final = 4096
 """Length that monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
 MAX_MAPS_BYTES: Final = 16 << 20
 MAX_OPEN_FILES: Final = 1 << 20
 MAX_USES: Final = 10
-"""Files in use found for one process: a job may have a million descriptors."""
+"""Maximum number of files in use reported for one process, because a job may have a million descriptors."""
 MAX_LINKS: Final = 200_000
-"""Descriptors that one search for uses looks at. Each costs 5 µs. A job gets more by a fork, at hardly any cost."""
+"""Maximum number of descriptors that one search examines. Each takes 5 µs, and a job can easily get more by forking."""
 MAX_THREADS: Final = 16
-"""Threads of one process that are tried in the place of its first."""
+"""Maximum number of threads of a process that are tried instead of its first."""
 READ_TIMEOUT_S: Final = 2.0
-"""Time that one process may block a reader."""
+"""How long one process may block a reader."""
 MAX_HUNG_READS: Final = 4
-"""Limit of reads that hang at the same time. Beyond it no process is read in this way."""
+"""Maximum number of reads that hang at the same time. Beyond that no process is read in this way."""
 
 
 class Stat(msgspec.Struct, frozen=True, gc=False):
     """One line of ``/proc/PID/stat`` (proc(5)). Ticks as in ``host.clock``.
 
-    A struct, because hundreds are made at a time: a frozen dataclass takes six times as long.
+    This is a msgspec struct because hundreds are created at a time, and a frozen dataclass takes six times as long.
     """
 
     pid: int
@@ -59,7 +59,7 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
     group: int
     session: int
     cpu_ticks: int
-    """CPU time, user and system, without dead children."""
+    """User and system CPU time, without that of dead children."""
     start_ticks: int
     resident_kb: int
     threads: int = 0
@@ -76,7 +76,7 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Pid and start time: the kernel reuses pids."""
+        """Pid and start time. The pid alone is not enough, because the kernel reuses pids."""
         return self.pid, self.start_ticks
 
 
@@ -102,7 +102,7 @@ def parse(line: bytes) -> Stat:
 
 
 def stat(pid: int) -> Stat | None:
-    """Read the process with this pid, zombies included. None without one."""
+    """Read the process with this pid, zombies included. Return None if there is none."""
     line = _read(pid, "stat")
     if not line:
         return None
@@ -170,9 +170,10 @@ def descent(below: Mapping[int, list[int]], roots: Iterable[int]) -> set[int]:
 
 
 def below(root: int) -> dict[int, Stat]:
-    """Read all descendants of a process by pid, zombies included, without a look at others. Blocks.
+    """Read all descendants of a process by pid, zombies included, without looking at other processes. Blocks.
 
-    A process that forks meanwhile may have more. Below a child subreaper none leaves, so a further call finds those.
+    Processes may fork meanwhile and have more descendants. Below a child subreaper none can leave, so another call
+    finds those.
     """
     if not _has_children_files():
         processes = table()
@@ -188,12 +189,12 @@ def below(root: int) -> dict[int, Stat]:
 
 
 def nearest(identity: tuple[int, int], roots: Collection[int]) -> int | None:
-    """Return the first of ``roots``, which are child subreapers, among a process and its ancestors.
+    """Return the first of ``roots``, which are child subreapers, found among a process and its ancestors.
 
-    None if there is none, and without such a process. ``identity`` is its pid and start time.
+    Return None if there is none or the process is gone. ``identity`` is its pid and start time.
 
-    A parent may exit at any time, and its pid may be reused. So the parent's line counts only if the child still names
-    it afterwards: then it was read of a process that was the parent.
+    A parent may exit at any time, and its pid may be reused. So the parent's stat line counts only if the child still
+    has that parent afterwards, which shows that the line really was the parent's.
     """
     here = stat(identity[0])
     if here is None or here.identity != identity:
@@ -203,7 +204,7 @@ def nearest(identity: tuple[int, int], roots: Collection[int]) -> int | None:
             return None
         above, again = stat(here.parent), stat(here.pid)
         if again is None or again.identity != here.identity:
-            # It exited meanwhile, so its children have another parent. Start again below it.
+            # The process exited meanwhile, so its children have another parent. Start again below it.
             return nearest(identity, roots) if here.identity != identity else None
         if above is None and again.parent == here.parent:
             return None  # the kernel hides the parent from this user
@@ -311,12 +312,16 @@ def parse_maps(maps: bytes) -> Iterator[str]:
 
 
 def name(pid: int) -> str:
-    """Return the kernel's name of the process, 15 bytes that it can choose itself. Empty without such a process."""
+    """Return the kernel's name for the process: up to 15 bytes, which the process can choose itself. Empty if there is
+    no such process.
+    """
     return _read(pid, "comm", 64).decode(errors="replace").rstrip("\n")
 
 
 def executable(pid: int) -> str:
-    """Return the path of the program that it executes. Empty without such a process or the permission."""
+    """Return the path of the program that a process executes. Empty if there is no such process or the permission is
+    missing.
+    """
     try:
         return str(Path(f"/proc/{pid}/exe").readlink())
     except OSError:
@@ -324,12 +329,12 @@ def executable(pid: int) -> str:
 
 
 def user(pid: int) -> int | None:
-    """Return its real uid. None without such a process."""
+    """Return the real uid of a process, or None if there is none."""
     return _number_of(pid, b"Uid")
 
 
 def has_our_root(pid: int) -> bool:
-    """Return True if its root directory is ours. False also where the kernel does not show it."""
+    """Return True if a process has our root directory. Return False also if the kernel does not show it."""
     try:
         return Path(f"/proc/{pid}/root").samefile("/")
     except OSError:
@@ -337,7 +342,9 @@ def has_our_root(pid: int) -> bool:
 
 
 def groups(pid: int) -> dict[str, str]:
-    """Return its cgroup path by controller, as ``/proc/PID/cgroup`` shows it to us. ``""`` is version 2."""
+    """Return the cgroup paths of a process by controller, as ``/proc/PID/cgroup`` shows them to us. ``""`` is version
+    2.
+    """
     return parse_groups(_read(pid, "cgroup", MAX_KERNEL_BYTES).decode(errors="surrogateescape"))
 
 
@@ -351,18 +358,20 @@ def parse_groups(text: str) -> dict[str, str]:
 
 
 def _number_of(pid: int, field: bytes) -> int | None:
-    """Return the first number of a field of ``status``. None without such a process.
+    """Return the first number in a field of ``status``, or None if there is no such process.
 
-    The name comes before it, in which the kernel escapes newlines alone. A carriage return does not begin a line.
+    The process's name precedes the field, and the kernel escapes only newlines in it. So a carriage return must not
+    count as the start of a line.
     """
     _, is_there, rest = _read(pid, "status").partition(b"\n%s:" % field)
     return int(rest.split(None, 1)[0]) if is_there else None
 
 
 def incarnation() -> str:
-    """Identify this sequence of pids: it differs after a boot of the kernel and in another pid namespace (container).
+    """Return an identifier of the current pid namespace (container). It differs after a boot of the kernel and in
+    another namespace, so pids with the same identifier are comparable.
 
-    The inode of a namespace is reused, so the start time of its first process is part of the identity.
+    The inode of a namespace may be reused, so the start time of its first process is part of the identifier.
     """
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
@@ -380,7 +389,7 @@ def boot_id() -> str:
 
 
 def _shown(pid: int) -> Path:
-    """Return the directory with the files of a process: another thread's if its first one has ended."""
+    """Return the directory with the files of a process, or that of another thread if its first thread has ended."""
     found = stat(pid)
     is_headless = found is not None and found.state == "Z" and found.threads > 1
     others = _other_threads(pid) if is_headless else []
@@ -388,12 +397,14 @@ def _shown(pid: int) -> Path:
 
 
 def read_memory(pid: int, name: str, limit: int) -> bytes:
-    """Read a file about the memory of a process, which is empty once its first thread has ended: of another thread."""
+    """Read a file about the memory of a process. That of the first thread is empty once the thread has ended, so
+    another thread's is read then.
+    """
     return _read(pid, name, limit) or _read_of_threads(pid, name, limit)
 
 
 def _read_of_threads(pid: int, name: str, limit: int) -> bytes:
-    """Read a file of any thread but the first. Empty without one."""
+    """Read a file of any thread but the first. Empty if there is no other."""
     return next(filter(None, (_read(pid, f"task/{each}/{name}", limit) for each in _other_threads(pid))), b"")
 
 
@@ -406,7 +417,9 @@ def _other_threads(pid: int, limit: int = MAX_THREADS) -> list[str]:
 
 
 def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
-    """Read the first ``limit`` bytes of a file of a process. Empty without the process or the permission."""
+    """Read the first ``limit`` bytes of a file of a process. Empty if the process is gone or the permission is
+    missing.
+    """
     path = f"/proc/{pid}/{name}"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -445,7 +458,7 @@ def tell_shortage() -> None:
 def _content(descriptor: int, limit: int) -> bytes:
     content = b""
     try:
-        # A short read is not the end: the kernel fills a page or less at a time.
+        # A short read does not mean the end, because the kernel fills at most a page at a time.
         while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
             content += chunk
     except OSError:
@@ -456,14 +469,16 @@ def _content(descriptor: int, limit: int) -> bytes:
 
 
 _spare: int | None = os.eventfd(0, os.EFD_CLOEXEC)
-"""A descriptor whose place a file takes that is read without a free one."""
+"""A spare descriptor, which is closed to make room for a file if no other descriptor is free."""
 _spare_lock = threading.Lock()
 _blocked: dict[int, threading.Thread] = {}
-"""The threads that wait for a process which blocks its readers, by its pid."""
+"""The threads that are waiting for a process that blocks its readers, by its pid."""
 
 
 def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
-    """Apply ``work`` to each process, in a thread. One that blocks it is left out, now and until the thread returns."""
+    """Apply ``work`` to each process in a thread. A process that blocks it is left out, now and until the thread
+    returns.
+    """
     found: dict[int, T] = {}
     for pid in [pid for pid, reader in _blocked.items() if not reader.is_alive()]:
         _blocked.pop(pid, None)
