@@ -12,20 +12,20 @@
 #   docker build --target volume -t agent-shim-volume .          # only /opt/agent_shim, for a volume over an unmodified stemcell
 #   docker build --target renderer -t agent-shim-renderer .      # `agent-shim render` with ruby, for an init container
 #
-# Behind a mirror or a private CA: --secret id=pip_conf,src=pip.conf --secret id=ca_bundle,src=ca.crt; neither is stored in
+# Behind a mirror or a private CA, use --secret id=pip_conf,src=pip.conf --secret id=ca_bundle,src=ca.crt; neither is stored in
 # the image (docs/kubernetes.md).
 ARG BASE_IMAGE=ghcr.io/cloudfoundry/ubuntu-noble-stemcell:latest
 
 # --- /opt/agent_shim --------------------------------------------------------------------------------------------------
 FROM ${BASE_IMAGE} AS build
-# 3.11 or newer: the default of noble (3.12), bookworm (3.11) and trixie (3.13); python3.11 on jammy, whose default is 3.10.
+# Python 3.11 or newer: the default of noble (3.12), bookworm (3.11) and trixie (3.13), or python3.11 on jammy (default 3.10).
 ARG PYTHON=python3
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         ${PYTHON} ${PYTHON}-venv s6 patchelf binutils gcc musl-tools \
     && apt-get clean && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-# An interpreter and an init that upgrades and releases do not change.
+# An interpreter and an init that neither upgrades nor releases change.
 COPY stemcell_overlay/make make
 RUN ${PYTHON} make/interpreter /opt/agent_shim/python && make/init /opt/agent_shim/s6
 COPY requirements requirements
@@ -39,8 +39,8 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
     && /build/bin/pip --python /opt/agent_shim/bin/python3 install -r requirements/runtime.lock
 COPY LICENSE README.md pyproject.toml hatch_build.py ./
 COPY agent_shim agent_shim
-# Compile once, without docstrings: without these files the agent starts four times slower. Symbols take two thirds of the
-# libraries of wheels.
+# Compile once, without docstrings. Without the compiled files the agent would take four times as long to start. Symbols are
+# stripped, because they make up two thirds of the libraries in wheels.
 ARG REVISION=
 RUN export AGENT_SHIM_REVISION="${REVISION}" \
     && /build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /dist . \
@@ -48,7 +48,7 @@ RUN export AGENT_SHIM_REVISION="${REVISION}" \
     && for name in bosh-agent bpm monit; do ln -s agent-shim /opt/agent_shim/bin/${name} || exit; done \
     && /opt/agent_shim/bin/python3 make/compile /opt/agent_shim/lib /opt/agent_shim/python/lib \
     && find /opt/agent_shim/lib -name '*.so' -exec strip --strip-unneeded {} +
-# The overlay lies beside the program: the image applies it when it is built, an unmodified stemcell when it starts.
+# The overlay is stored beside the program. An image applies it when it is built, an unmodified stemcell when it starts.
 COPY stemcell_overlay/apply stemcell_overlay/manifest.toml stemcell_overlay/start /opt/agent_shim/overlay/
 COPY stemcell_overlay/rootfs /opt/agent_shim/overlay/rootfs
 COPY systemd /opt/agent_shim/systemd
@@ -75,7 +75,7 @@ ENTRYPOINT ["/opt/agent_shim/bin/agent-shim", "render"]
 
 # --- the packages of a stemcell ---------------------------------------------------------------------------------------
 FROM ${BASE_IMAGE} AS system
-# Programs that scripts of CPIs and of typical releases call; a stemcell has most of them.
+# Programs that scripts of CPIs and of typical releases call. A stemcell has most of them.
 ARG PACKAGES="bash bzip2 ca-certificates cron curl dnsutils file gawk iproute2 iptables less libcap2-bin locales \
     logrotate lsof mount net-tools netcat-openbsd nftables openssh-server openssl perl procps psmisc python3 rsync rsyslog \
     strace sudo tar tini tzdata unzip util-linux vim-tiny wget xz-utils zip zstd"
@@ -84,16 +84,17 @@ ARG TOOLS="iputils-arping iputils-ping tcpdump traceroute"
 ARG DEBUGGER=
 # Modules that syslog-release loads.
 ARG SYSLOG="rsyslog-gnutls rsyslog-openssl rsyslog-relp"
-# Installed if the distribution has them: Ubuntu 26.04 has no runit, and gets a stand-in for chpst. The LXD CPI leaves
-# addresses to DHCP.
+# Packages that are installed if the distribution has them. Ubuntu 26.04 has no runit and gets a stand-in for chpst. The LXD
+# CPI leaves addresses to DHCP.
 ARG OPTIONAL="runit udhcpc"
 # Compilers for BOSH packages.
 ARG COMPILERS="bison build-essential cmake flex gettext libssl-dev pkg-config zlib1g-dev libreadline-dev"
-# All packages of the tier `slim`: what agent, logins and bpm call, no cron and rsyslog, and nothing for release scripts.
+# All packages of the tier `slim`: those that the agent, logins and bpm need, without cron and rsyslog, and none for release
+# scripts.
 ARG TIER=full
 ARG SLIM="bash bzip2 ca-certificates curl iproute2 libcap2-bin libexpat1 libffi8 locales mount openssh-server openssl procps sudo \
     tar tzdata util-linux xz-utils zstd"
-# Neither manuals nor translations of messages are installed; licences are.
+# Manuals and translations of messages are not installed, but licences are.
 ARG EXCLUDED="/usr/share/doc/* /usr/share/man/* /usr/share/info/* /usr/share/locale/* /usr/share/lintian/*"
 # bpm guarantees its processes the locale en_US.UTF-8. Host keys belong to a machine, not to an image.
 # hadolint ignore=SC2086
@@ -116,12 +117,12 @@ RUN apt-get update \
 # --- the image --------------------------------------------------------------------------------------------------------
 FROM system
 COPY --from=build /opt/agent_shim /opt/agent_shim
-# Empty files: those below the builder's mounts come from the base, often with the resolver and name of a machine.
+# Empty files. Those hidden by the builder's mounts come from the base, often with the resolver and host name of a machine.
 COPY stemcell_overlay/blank /
 RUN PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /opt/agent_shim/overlay/apply /
 
-# Version for /var/vcap/bosh/etc and the stemcell's manifest; default: that of the base. The labels, for tools that inspect
-# images, default to the version of this project.
+# The version for /var/vcap/bosh/etc and the stemcell's manifest defaults to that of the base. The version in the labels, for
+# tools that inspect images, defaults to that of this project.
 ARG STEMCELL_VERSION=
 RUN if [ -n "${STEMCELL_VERSION}" ]; then printf %s "${STEMCELL_VERSION}" >/var/vcap/bosh/etc/stemcell_version; fi
 ARG VERSION=0.3.0-dev
@@ -137,8 +138,8 @@ LABEL org.opencontainers.image.title="agent_shim" \
     io.bosh.stemcell.version="${STEMCELL_VERSION:-0.3.0-dev}" \
     io.bosh.stemcell.api_version="3"
 
-# CPIs replace CMD by their own command; an entry point would precede it.
+# CPIs replace CMD with their own command, before which an entry point would be put.
 ENTRYPOINT []
 CMD ["/sbin/init"]
-# This init cannot catch SIGRTMIN+3, the signal that ends systemd.
+# Set the stop signal, because this init cannot catch SIGRTMIN+3, with which a base that uses systemd is stopped.
 STOPSIGNAL SIGTERM

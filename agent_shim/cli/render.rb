@@ -1,6 +1,6 @@
 # Evaluates ERB templates of jobs as a Director does. Standard input is [{name, properties, spec, links, absent, templates: [{source,
-# target, text}]}]. Standard output is {files: {name: {target: text}}, errors: [{job, source, line, text}]}. What a template prints
-# goes to standard error.
+# target, text}]}]. Standard output is {files: {name: {target: text}}, errors: [{job, source, line, text}]}. Anything that a template
+# prints goes to standard error.
 require 'digest'
 require 'erb'
 require 'ipaddr'
@@ -55,7 +55,7 @@ module Properties
   def find(name) = name.split('.').inject(@raw_properties) { |at, key| at.is_a?(Hash) ? at[key] : nil }
 end
 
-# The result of if_p and if_link: a missing value runs the block of else, a present one none.
+# The result of if_p and if_link. Its else runs the block only if the value is missing.
 Otherwise = Struct.new(:job) do
   def else = yield
   def else_if_p(*names, &block) = job.if_p(*names, &block)
@@ -94,7 +94,7 @@ class Link
     @instances = given['instances'].map { |one| LinkInstance.new(name, one, given['is_manual']) }
   end
 
-  # Only a Director's DNS knows other groups of instances than all, those of a zone, and one.
+  # Groups of instances other than all, those of a zone, and a single one are known only to a Director's DNS.
   def address(criteria = {})
     return @given['address'] if @given['is_manual']
     zones = criteria[:azs] || criteria['azs']
@@ -143,7 +143,7 @@ def deep(value)
   end
 end
 
-# The line in the template, and a text that tells which value is missing where ruby says only that something is nil.
+# Return the line in the template, and a text that says which value is missing if ruby only says that something is nil.
 def mistake(error, place, text)
   line = (error.backtrace || []).grep(/\A#{Regexp.escape(place)}:/).first.to_s[/:(\d+)/, 1]
   line ||= error.message[/#{Regexp.escape(place)}:(\d+)/, 1]

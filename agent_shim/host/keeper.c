@@ -2,26 +2,26 @@
  *
  *     keeper LISTENER SPEC [CGROUP...]
  *
- * The arguments are numbers of inherited descriptors. The keeper is a child subreaper (prctl(2)): a process below it stays
- * below it until it exits, whatever it does to its session, group, environment or parents. It reaps them all, tells a
- * connected agent when the program or a watched process has exited and when nothing is left, and kills everything below
- * on request. It outlives its agent: once nothing is left, it waits for an agent that has read the result and says
- * "release", or for SIGTERM.
+ * The arguments are numbers of inherited descriptors. The keeper is a child subreaper (prctl(2)), so a descendant stays a
+ * descendant until it exits, whatever it does to its session, group, environment or parents. The keeper reaps its children,
+ * tells a connected agent when the program or a watched process has exited and when no descendants are left, and kills all
+ * descendants on request. It outlives its agent: once no descendants are left, it waits for an agent that has read the
+ * result and says "release", or for SIGTERM.
  *
  * SPEC is a file of NUL-terminated strings "KEY=VALUE"; see run_program. LISTENER is a listening Unix socket of type
- * SOCK_SEQPACKET. The latest agent that connects is heard. Its requests, one a packet:
+ * SOCK_SEQPACKET. Only the latest agent that has connected is served. It sends one request per packet:
  *
  *     state                 answer only
- *     watch SLOT PID SINCE  remember in this slot how PID exits, or how it exited if that was after SINCE (in ms since the
- *                           boot: earlier exits are those of another process with this number)
- *     kill                  kill everything below, until nothing is left
- *     release               exit once nothing is left
+ *     watch SLOT PID SINCE  remember in this slot how PID exits, or how it exited if that was after SINCE (in ms since boot;
+ *                           earlier exits are those of another process that had this pid)
+ *     kill                  kill all descendants until none is left
+ *     release               exit once no descendants are left
  *
- * The answer is "ok", or "error" with a reason, and the state; see send_state. The agent also gets the state when it
- * connects and when it changes. Readers skip words that they do not know.
+ * The answer is "ok", or "error" with a reason, followed by the state; see send_state. The agent also gets the state when
+ * it connects and whenever the state changes. Readers skip words that they do not know.
  *
  * The command line names neither the program nor its service, because scripts of jobs search for both with pgrep. The
- * keeper allocates no memory, so it works on when there is none.
+ * keeper allocates no memory, so it keeps working when none is left.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -45,23 +45,23 @@
 
 enum { VERSION = 1, MAX_EXITS = 256, MAX_SLOTS = 17, MAX_REAPED = 65536, MAX_HELD = 16384, MAX_PAUSE_MS = 100 };
 
-struct ending { /* How a process ended. With at_ms == 0 it has not. */
+struct ending { /* How a process ended. If at_ms is 0, it has not ended. */
     pid_t pid;
     int status;      /* As from waitpid. */
-    long long at_ms; /* Since the boot. */
+    long long at_ms; /* Since boot. */
 };
 
-struct report { /* From the child: a step that failed. */
+struct report { /* Sent by the child: a step that failed. */
     char step[16];
     int error, is_fatal;
 };
 
 static struct ending slots[MAX_SLOTS]; /* The first is the program's. */
-static struct ending exits[MAX_EXITS]; /* A ring, for processes that an agent asks for too late. */
+static struct ending exits[MAX_EXITS]; /* A ring buffer, for processes that had exited before an agent asked about them. */
 static struct report failure, skipped;
 static unsigned long reaped;
 static int listener, agent = -1, reports = -1, children = -1;
-static int living, held; /* Children that the last round of kills found, alive and dead. */
+static int living, held; /* Number of living and of dead children that the last round of kills found. */
 static int is_childless, is_killing, is_released, is_unsent;
 
 /* --- the program ----------------------------------------------------------------------------------------------------- */
@@ -96,7 +96,7 @@ static int follow(const char *key, const char *value)
         return umask(number), 0;
     if (!strcmp(key, "group") && group_count < sizeof groups / sizeof *groups)
         return groups[group_count++] = number, 0;
-    if (!strcmp(key, "groups")) /* Those of the instructions before, or none. */
+    if (!strcmp(key, "groups")) /* Those of the preceding instructions, or none. */
         return setgroups(group_count, groups);
     if (!strcmp(key, "gid"))
         return setresgid(number, number, number);
@@ -106,8 +106,8 @@ static int follow(const char *key, const char *value)
     return -1;
 }
 
-/* Follow the instructions of the spec in their order, then execute the program. The agent chooses an order that works:
- * instructions that need root precede "uid". A key with a "?" before it may fail, which is reported. */
+/* Follow the instructions of the spec in order, then execute the program. The agent chooses an order that works, in which
+ * instructions that need root precede "uid". An instruction whose key begins with "?" may fail, which is only reported. */
 static void run_program(int spec, int to)
 {
     struct stat about;
@@ -116,7 +116,7 @@ static void run_program(int spec, int to)
         text = mmap(NULL, about.st_size, PROT_READ | PROT_WRITE, MAP_PRIVATE, spec, 0);
     if (text == MAP_FAILED || text[about.st_size - 1] != '\0')
         report(to, "spec", EINVAL, 1);
-    /* A string takes at least five bytes ("arg=" and NUL), so this is room for all and a NULL. */
+    /* A string takes at least five bytes ("arg=" and NUL), so this has room for all of them and a NULL. */
     argv = calloc(about.st_size / 5 + 1, sizeof *argv);
     env = calloc(about.st_size / 5 + 1, sizeof *env);
     if (!argv || !env)
@@ -144,7 +144,7 @@ static void run_program(int spec, int to)
     report(to, "exec", errno, 1);
 }
 
-/* Fork the program: in its own session, with signals as a login has them. */
+/* Fork the program, in a session of its own and with signals set as after a login. */
 static void start(int spec)
 {
     int ends[2];
@@ -173,14 +173,14 @@ static void read_report(void)
         *(got.is_fatal ? &failure : &skipped) = got;
         return;
     }
-    close(reports); /* The program runs, or the child has ended: its end of the pipe is closed. */
+    close(reports); /* The child's end of the pipe is closed, so either the program runs or the child has ended. */
     reports = -1;
     is_unsent = 1;
 }
 
 /* --- the processes below --------------------------------------------------------------------------------------------- */
 
-/* Reap the dead. Return whether there may be more. */
+/* Reap dead children. Return whether there may be more. */
 static int reap(void)
 {
     for (int count = 0; count < MAX_REAPED; count++) {
@@ -188,7 +188,7 @@ static int reap(void)
         struct ending ended;
         ended.pid = waitpid(-1, &ended.status, WNOHANG | __WALL);
         if (ended.pid <= 0) {
-            /* This is final: without a child there is no process that could leave an orphan here. */
+            /* This is final, because without a child there is no process that could leave an orphan to the keeper. */
             if (ended.pid < 0 && errno == ECHILD && !is_childless)
                 is_childless = is_unsent = 1;
             return 0;
@@ -207,8 +207,8 @@ static int reap(void)
 
 /* Kill a child and the group that it leads, and count it. Any other pid is ignored.
  *
- * This cannot hit another process. A child's number is its own until it is reaped, which only happens here, and a group
- * with that number was made by that child, in a session that began below. */
+ * This cannot hit another process. A child keeps its pid until it is reaped, which happens only here, and a group with
+ * that id was made by that child, in a session that began below the keeper. */
 static void kill_child(pid_t pid)
 {
     siginfo_t ended = {0};
@@ -240,7 +240,7 @@ static void kill_children(void)
             }
     if (children >= 0)
         return;
-    DIR *all = opendir("/proc"); /* A kernel without CONFIG_PROC_CHILDREN: try every process. */
+    DIR *all = opendir("/proc"); /* The kernel has no CONFIG_PROC_CHILDREN, so try every process. */
     for (struct dirent *each; all && (each = readdir(all));)
         if ((pid = atoi(each->d_name)) > 0)
             kill_child(pid);
@@ -257,8 +257,8 @@ static void hang_up(void)
     agent = -1;
 }
 
-/* Send the state. An agent that leaves its answers unread is disconnected. A change it gets once it reads again. One that
- * has left may have left requests, so it is heard until it has no more. */
+/* Send the state. An agent that does not read its answers is disconnected, while a change is sent once it reads again. An
+ * agent that has disconnected may have sent requests before, so they are read until there are no more. */
 static void send_state(const char *kind, int is_answer)
 {
     char text[2048];
@@ -286,7 +286,7 @@ static void answer(void)
     long long since_ms;
     ssize_t size = recv(agent, request, sizeof request - 1, MSG_DONTWAIT);
     if (size < 0 && errno == ECONNRESET)
-        return; /* The agent left with answers unread, but its last requests are still to be read. */
+        return; /* The agent disconnected with answers unread, but its last requests are still to be read. */
     if (size <= 0) {
         hang_up();
         return;
@@ -306,7 +306,7 @@ static void answer(void)
     send_state(kind, 1);
 }
 
-/* Let an agent connect, in the place of an earlier one. The modes of the socket and of its directory say who may. */
+/* Let an agent connect, replacing an earlier one. The modes of the socket and its directory determine who may connect. */
 static void accept_agent(void)
 {
     int caller = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
@@ -337,7 +337,7 @@ int main(int argc, char **argv)
     start(atoi(argv[2]));
     for (int i = 2; i < argc; i++)
         close(atoi(argv[i]));
-    for (int i = 0; i < 3; i++) /* The streams are the program's. */
+    for (int i = 0; i < 3; i++) /* Only the program uses the standard streams. */
         close(i);
 
     int pause_ms = 0;
@@ -349,7 +349,7 @@ int main(int argc, char **argv)
         pause_ms = pause_ms <= 0 ? 1 : pause_ms < MAX_PAUSE_MS ? 2 * pause_ms : MAX_PAUSE_MS;
         while (read(signals, &got, sizeof got) == sizeof got) {
             pause_ms = 0;
-            if (got.ssi_signo == SIGTERM) /* The machine shuts down, so nobody will say "release". */
+            if (got.ssi_signo == SIGTERM) /* The machine is shutting down, so nobody will send "release". */
                 is_released = 1;
         }
         if (ready[3].revents & ~POLLOUT)
@@ -358,8 +358,8 @@ int main(int argc, char **argv)
             accept_agent();
         if (ready[2].revents)
             read_report();
-        /* The dead are kept until none is alive: they count against the limits of processes, so a fork storm starves,
-         * however fast it is. A storm of few processes is found soon, because there are few to search. */
+        /* Do not reap dead children while any is alive. They count against process limits, so that a fork storm runs out
+         * of pids, however fast it is. A storm of few processes is caught soon, because there are few to search. */
         if (is_killing)
             kill_children();
         if ((!living || held > MAX_HELD) && reap())

@@ -1,7 +1,8 @@
-"""Mount table of this process, and the system calls that change it.
+"""The mount table of this process, and the system calls that change it.
 
-Calls raise :class:`HostError` with ``errno`` and a text that names both ends. A trial shows what a container allows
-(:func:`try_bind`): neither uid nor capabilities reveal the effect of seccomp and AppArmor.
+Calls raise :class:`HostError` with ``errno`` and a text that names both source and target. Only a trial
+(:func:`try_bind`) shows what a container allows, because neither uid nor capabilities reveal the effect of seccomp and
+AppArmor.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ CLONE_NEWNS: Final = 0x20000
 
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
 _ESCAPED = re.compile(rb"[ \t\n\\#]")
-"""Bytes that the kernel replaces in the table. ``#`` not all kernels."""
+"""Bytes that the kernel escapes in the table. Not all kernels escape ``#``."""
 
 
 _LOCAL: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs"})
-"""Kinds of file systems that one kernel writes: it keeps their contents in memory, and sees no change by another."""
+"""Types of file systems to which only one kernel can write. It keeps their contents in memory and would not see changes
+by another.
+"""
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -62,7 +65,7 @@ class Mount(msgspec.Struct, frozen=True):
 def parse(table: bytes) -> list[Mount]:
     """Parse a mountinfo table, oldest mount first. Invalid lines are skipped.
 
-    A line is ``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``: a dash ends a variable number of tags.
+    A line is ``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``. A dash ends the variable number of tags.
     """
     found = []
     for line in table.split(b"\n"):
@@ -89,8 +92,8 @@ def mounts() -> list[Mount]:
 def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
     """Return the mount that contains ``path``, after resolving links.
 
-    Descends as the kernel does: from a mount to its first child on the path. Neither the order of the table nor the
-    depth of a mount point decides, since a later mount higher up hides those below it.
+    This descends as the kernel does, from a mount to its first child on the path. It cannot be decided by the order of
+    the table or the depth of a mount point, since a later mount higher up hides those below it.
     """
     real = path.resolve()
     places = {real, *real.parents}
@@ -172,7 +175,7 @@ def leave_mount_namespace(flags: int = 0) -> None:
 
 
 def try_bind(scratch: Path) -> None:
-    """Bind mount a new directory below ``scratch`` on itself and unmount it. The error tells why it is forbidden."""
+    """Bind mount a new directory below ``scratch`` on itself and unmount it. The error says why this is forbidden."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="bind-", dir=scratch) as name:
