@@ -95,7 +95,7 @@ class Blobs:
 
 
 async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: MultipleDigest, what: str) -> BinaryIO:
-    """Return the fetched file, rewound, if its digest matches; else close it and raise ``BlobError``."""
+    """Return the fetched file, rewound, if its digest matches. Otherwise close it and raise ``BlobError``."""
     file = None
     try:
         hasher = digest.hasher()

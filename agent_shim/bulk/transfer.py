@@ -68,7 +68,7 @@ class Transfer:
         try:
             await self._download(url, file, _merged({"Accept-Encoding": "identity"}, headers), hasher)
         except BaseException:
-            with suppress(OSError):  # for example when its buffer is flushed
+            with suppress(OSError):  # closing may fail, for example when the buffer is flushed
                 file.close()
             raise
         return file

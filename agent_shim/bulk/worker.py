@@ -61,7 +61,7 @@ def become_worker(parent: int) -> None:
     process.disable_core_dumps(for_good=True)
     with suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
-        # The kubelet sets up to 1000 for the container, and so for the agent.
+        # The kubelet sets a score of up to 1000 for the container, and so for the agent.
         score.write_text(str(max(OOM_SCORE, int(score.read_text()))))
 
 

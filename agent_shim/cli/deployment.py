@@ -1,7 +1,7 @@
 """Reads deployment manifests and releases, as far as commands that work without a Director need them.
 
 A release is a checkout, or a tarball of sources or of compiled packages. Mistakes raise ``ConfigError`` or
-``NotThereError`` with their place.
+``NotThereError``, whose texts name the place.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class Group(msgspec.Struct):
 
     @property
     def default_network(self) -> str:
-        """Return the network of the instance's address: ``addressable``, else ``gateway``, else the first."""
+        """Return the network of the instance's address: the default for ``addressable``, otherwise for ``gateway``,
+        otherwise the first.
+        """
         for purpose in ("addressable", "gateway"):
             for network in self.networks or ():
                 if purpose in (network.default or ()):

@@ -34,7 +34,7 @@ class Hasher(Protocol):
 
 
 class Digest(msgspec.Struct, frozen=True):
-    """One algorithm and its value, spelled as received."""
+    """A digest: its algorithm and its value, spelled as received."""
 
     algorithm: str
     value: str
@@ -44,7 +44,7 @@ class Digest(msgspec.Struct, frozen=True):
 
 
 class MultipleDigest(msgspec.Struct, frozen=True):
-    """At least one digest, no two of the same algorithm, in the order received."""
+    """One or more digests in the order received, no two of them with the same algorithm."""
 
     digests: tuple[Digest, ...]
 

@@ -79,7 +79,7 @@ class DigestError(ActionError):
 
 
 class ArchiveError(ActionError):
-    """An archive is invalid or hostile. None of it was unpacked."""
+    """An archive is invalid or hostile. Nothing of it was unpacked."""
 
 
 class BlobError(ActionError):

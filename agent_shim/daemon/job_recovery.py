@@ -56,7 +56,7 @@ class JobRecovery:
         self._reported = ""
 
     async def begin(self) -> str | None:
-        """Adopt running processes and start wanted ones. Return the reason if that has to wait, else None."""
+        """Adopt running processes and start wanted ones. Return the reason if that has to wait, or None."""
         agent = self._agent
         obstacle = await self._find_obstacle()
         if obstacle or not agent.state_backup.is_prepared:

@@ -51,7 +51,7 @@ class OrderlyStop(msgspec.Struct):
 
     @property
     def summary(self) -> str:
-        """One line for the termination log."""
+        """Return one line for the termination log."""
         return "all jobs stopped in order" if not self.reasons else "not clean: " + "; ".join(self.reasons)
 
     async def run(self, agent: Agent) -> None:

@@ -77,7 +77,7 @@ class Readings(msgspec.Struct, frozen=True):
     """Values of ``INSTANCE``. Empty before the first ``apply``."""
     is_ready: bool = False
     job_state: str = ""
-    """One of ``JOB_STATES``. "" before the agent knows its settings."""
+    """One of ``JOB_STATES``, or "" before the agent knows its settings."""
     jobs_blocked: bool = False
     """The jobs cannot be started or deployed."""
     processes: Sequence[ServiceInfo] = ()

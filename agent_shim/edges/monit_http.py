@@ -103,7 +103,9 @@ class Api:
         return MachineFacts()  # created late, because it imports psutil, which must not delay the first pong
 
     def _rights(self, given: str) -> bool | None:
-        """Return True for a user who may act, False for one who may only read, and None for anybody else."""
+        """Return True for a user who may change services, False for one who may only read, and None for anybody
+        else.
+        """
         kind, _, coded = given.partition(" ")
         try:
             users = self._users()

@@ -1,4 +1,4 @@
-"""Limits and usage of the container, from cgroup v1, v2 or both. Bytes, seconds.
+"""Reads the limits and usage of the container from cgroup v1, v2 or both. Units are bytes and seconds.
 
 There is no direct way to tell which cgroup is the container's. The agent may be in a leaf below it, and with the host's
 cgroup namespace the hierarchy continues above it. So the level with the tightest limit counts as the container. Without
@@ -39,7 +39,7 @@ class Cgroup(msgspec.Struct, frozen=True):
 
 
 def find(proc: Path = host_stats.PROC) -> Cgroup:
-    """Find the cgroups of this process. Empty where ``/proc`` or the hierarchies are hidden."""
+    """Find the cgroups of this process. Empty if ``/proc`` or the hierarchies are hidden."""
     try:
         return parse_membership((proc / "self/cgroup").read_text(), parse((proc / "self/mountinfo").read_bytes()))
     except (OSError, ValueError):
@@ -71,13 +71,15 @@ def _visible(table: Sequence[Mount]) -> list[Mount]:
 def contains_this_process(hierarchy: Hierarchy) -> bool:
     """Return True if the kernel lists this process in the directory that we take for our own cgroup.
 
-    A path below another root, for example that of the host, can name a directory that exists and belongs to others.
+    A path below another root, for example the host's, may name an existing directory that belongs to other processes.
     """
     return str(os.getpid()) in _text(hierarchy.levels[0] / "cgroup.procs").split()
 
 
 def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | None:
-    """Find the directories of a path. For a path outside the mounted part (Docker with version 1): the mount itself."""
+    """Find the directories of a path. If the path is outside the mounted part (Docker with version 1), use the mount
+    itself.
+    """
     if not ours or not path:
         return None
     for mount in ours:
@@ -115,17 +117,17 @@ def memory_total(cgroup: Cgroup, host: int) -> int:
 
 
 def memory_limit(version: int, level: Path) -> int | None:
-    """Return the limit in bytes. None without one (version 1 reports a number near 2**63)."""
+    """Return the limit in bytes, or None if there is none (for which version 1 reports a number near 2**63)."""
     return _number(level / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
 
 
 def memory_current(version: int, level: Path) -> int | None:
-    """Return the charged bytes, page cache included."""
+    """Return the charged bytes, including page cache."""
     return _number(level / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
 
 
 def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
-    """Return limit and usage of swap. Version 1 reports them only together with memory."""
+    """Return the limit and usage of swap, which version 1 reports only together with memory."""
     if version == 2:
         return _number(level / "memory.swap.max"), _number(level / "memory.swap.current")
     limit, used = _number(level / "memory.memsw.limit_in_bytes"), _number(level / "memory.memsw.usage_in_bytes")
@@ -136,20 +138,24 @@ def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
 
 
 def oom_kills(cgroup: Cgroup, host: int) -> int | None:
-    """Return the OOM kills in the container on a host of that many bytes. None where the kernel reports none."""
+    """Return the number of OOM kills in the container, on a host with that many bytes. None if the kernel does not
+    report it.
+    """
     level = oom_level(cgroup, host)
     return oom_kills_of(*level) if level else None
 
 
 def oom_level(cgroup: Cgroup, host: int) -> tuple[int, Path] | None:
-    """Return the level that counts as the container for ``oom_kills_of``. None where no kills are reported."""
+    """Return the level that counts as the container for ``oom_kills_of``, or None if the kernel does not report
+    kills.
+    """
     if cgroup.memory is None:
         return None
     return cgroup.memory.version, _tightest(cgroup.memory, host) or cgroup.memory.levels[0]
 
 
 def oom_kills_of(version: int, level: Path) -> int | None:
-    """Return the number of OOM kills of a cgroup. None where the kernel does not report it."""
+    """Return the number of OOM kills in a cgroup, or None if the kernel does not report it."""
     return _member(level / ("memory.events" if version == 2 else "memory.oom_control"), "oom_kill")
 
 
@@ -178,7 +184,7 @@ def end_oom_group(cgroup: Cgroup) -> bool:
 
 
 def memory_peak(version: int, level: Path) -> int | None:
-    """Return the maximum of charged bytes. None where the kernel does not report it."""
+    """Return the maximum number of charged bytes, or None if the kernel does not report it."""
     return _number(level / ("memory.peak" if version == 2 else "memory.max_usage_in_bytes"))
 
 
@@ -192,7 +198,8 @@ def _tightest(hierarchy: Hierarchy | None, most: int) -> Path | None:
 
 
 def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
-    """Return the CPU seconds used, with the ``total`` of the quota in ``age`` seconds. None without a quota.
+    """Return the CPU seconds used, with those allowed by the quota in ``age`` seconds as ``total``. None without a
+    quota.
 
     Cgroups do not report the time spent waiting for disks.
     """
@@ -208,18 +215,18 @@ def cpu_used(cgroup: Cgroup) -> tuple[float, float] | None:
 
 
 def processors(cgroup: Cgroup) -> float | None:
-    """Return the CPUs that the container may use on average. None without a quota."""
+    """Return the number of CPUs that the container may use on average, or None without a quota."""
     return min(_quotas(cgroup), default=(None, 0))[0]
 
 
 def _quotas(cgroup: Cgroup) -> list[tuple[float, int]]:
-    """Return the quotas of the levels with one, each with the index of its level."""
+    """Return the quotas of those levels that have one, each with the index of the level."""
     quotas = [cpu_quota(cgroup.cpu.version, level) for level in cgroup.cpu.levels] if cgroup.cpu else []
     return [(quota, index) for index, quota in enumerate(quotas) if quota is not None]
 
 
 def cpu_quota(version: int, level: Path) -> float | None:
-    """Return the CPUs of a quota, for example 1.5. None without one."""
+    """Return a quota as a number of CPUs, for example 1.5. None without a quota."""
     if version == 2:
         fields = _text(level / "cpu.max").split()
         quota, period = (_natural(fields[0]), _natural(fields[1])) if len(fields) == 2 else (None, None)
@@ -247,7 +254,7 @@ def _cpu_used(cgroup: Cgroup, index: int) -> tuple[float, float] | None:
 
 
 def _text(path: Path) -> str:
-    """Read a file. "" if it is missing or not readable."""
+    """Read a file. Return "" if it is missing or not readable."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # takes a fifth of the time of read_text
         try:
@@ -263,11 +270,11 @@ def _number(path: Path) -> int | None:
 
 
 def _member(path: Path, name: str) -> int | None:
-    """Return a value of a file with ``name value`` lines."""
+    """Return a value from a file that consists of ``name value`` lines."""
     lines = _text(path).splitlines()
     return _natural(next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), "").strip())
 
 
 def _natural(text: str) -> int | None:
-    """Parse a natural number. None for ``max`` and -1, which mean no limit, and for any other text."""
+    """Parse a natural number. Return None for ``max`` and -1, which mean no limit, and for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None

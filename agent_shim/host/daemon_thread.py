@@ -1,4 +1,5 @@
-"""Daemon threads for work that may hang for ever (a dead file server, a silent name server).
+"""Daemon threads for work that may hang forever, for example because of a file server or name server that does not
+answer.
 
 ``asyncio.to_thread`` has only a few threads, and the process waits for them when it exits, so a hanging one would block
 both.

@@ -53,7 +53,7 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
     try:
         fd = os.open(path, flags)
     except OSError as exc:
-        if exc.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+        if exc.errno in (errno.ELOOP, errno.ENXIO):  # it is a link or a socket
             raise OSError(errno.EINVAL, "it is no regular file", str(path)) from exc
         raise
     with closing(fd):
@@ -112,7 +112,7 @@ def owner_ids(owner: str | None) -> tuple[int, int]:
     user, colon, group = owner.partition(":")
     try:
         known = pwd.getpwnam(user)
-    except (KeyError, ValueError):  # a name with a NUL
+    except (KeyError, ValueError):  # the name contains a NUL
         raise HostError(f"there is no user {user}") from None
     try:
         return known.pw_uid, grp.getgrnam(group).gr_gid if colon else known.pw_gid
@@ -262,7 +262,7 @@ def write_atomic(
 
 
 def version(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes with every change of a file. None without a file.
+    """Return a value that changes with every change of a file, or None if there is no file.
 
     It uses the inode's change time, because copying may preserve the modification time.
     """
@@ -350,7 +350,7 @@ def _open_made(path: Path, mode: int) -> int:
 
 def swap_link(target: Path, link: Path) -> None:
     """Point ``link`` to ``target`` atomically, unless it replaces a real directory, which is removed first."""
-    with suppress(OSError):  # missing, or not a link
+    with suppress(OSError):  # it is missing or not a link
         if os.readlink(link) == str(target):  # noqa: PTH115 - once for each package in each job
             return
     temp = sibling(link)
@@ -369,7 +369,7 @@ def swap_link(target: Path, link: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a whole directory without following links. A missing path is no error."""
+    """Remove a file, a link or a whole directory without following links. A missing path is not an error."""
     with attempting(f"remove {path}"), suppress(FileNotFoundError):
         if not stat.S_ISDIR(path.lstat().st_mode):
             path.unlink()

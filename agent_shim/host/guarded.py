@@ -9,8 +9,8 @@ sparse file of terabytes, a file that grows while it is read. So
   ``O_NONBLOCK`` refuses a file under a lease of its owner, for which the kernel would wait.
 * every read, listing and walk has a limit in bytes, entries or seconds.
 
-Everything blocks on the disk, and on a hung file server perhaps for ever; :func:`aside` makes it safe for the event
-loop: a thread for each call, a deadline, and no second call while one hangs. All failures are ``OSError``.
+Everything blocks on the disk, and perhaps forever on a file server that hangs. :func:`aside` makes it safe for the
+event loop, with a thread for each call, a deadline, and no second call while one hangs. All failures raise ``OSError``.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def held(path: StrPath, root: StrPath | None = None) -> Iterator[int]:
 
 
 def _below(path: StrPath, root: StrPath) -> str:
-    """Return the path below ``root``. "" for ``root`` itself."""
+    """Return the path below ``root``, or "" for ``root`` itself."""
     (begin, names), (top, above) = trusted_path.start(path), trusted_path.start(root)
     if begin != top or list(names)[: len(above)] != list(above):
         raise ValueError(f"{os.fspath(path)!r} is not below {os.fspath(root)!r}")
@@ -128,14 +128,14 @@ def open_file(path: StrPath, root: StrPath | None = None) -> int:
 
 
 def refuse_second_name(found: os.stat_result) -> None:
-    """Raise ``OSError`` for a file of root with more than one hard link. Files of a job may have many."""
+    """Raise ``OSError`` for a file owned by root that has more than one hard link. A job's own files may have many."""
     if found.st_nlink > 1 and found.st_uid == 0 and stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is a file of root with a second hard link")
 
 
 @contextmanager
 def _named(path: StrPath) -> Iterator[None]:
-    """Add the path to an ``OSError`` of the block."""
+    """Add the path to an ``OSError`` raised in the block."""
     try:
         yield
     except OSError as exc:
@@ -181,7 +181,7 @@ def tail(path: Path, limit: int, root: Path | None = None) -> bytes:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """Read a whole regular file. ``OSError`` (EFBIG) if it has more than ``limit`` bytes."""
+    """Read a whole regular file. Raises ``OSError`` (EFBIG) if it has more than ``limit`` bytes."""
     content = head(path, limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
@@ -323,7 +323,7 @@ def walk(
 
 
 def open_directory(top: int, below: str) -> int:
-    """Open a directory for listing. "" is ``top`` itself, even if that is an ``O_PATH`` descriptor."""
+    """Open a directory for listing. "" stands for ``top`` itself, even if that is an ``O_PATH`` descriptor."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     return open_beneath(top, below, flags) if below else os.open(".", flags, dir_fd=top)
 

@@ -132,7 +132,9 @@ def open_pidfd() -> None:
 
 
 def is_clock_synchronized() -> bool | None:
-    """Return True if a time server disciplines the kernel's clock. None if that is unknown (adjtimex(2))."""
+    """Return True if the kernel's clock is synchronized with a time server, or None if that is unknown
+    (adjtimex(2)).
+    """
     import ctypes
 
     state: int = _libc().adjtimex(ctypes.create_string_buffer(512))  # all zeros: change nothing

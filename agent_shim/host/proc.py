@@ -48,7 +48,7 @@ MAX_HUNG_READS: Final = 4
 
 
 class Stat(msgspec.Struct, frozen=True, gc=False):
-    """One line of ``/proc/PID/stat`` (proc(5)). Ticks as in ``host.clock``.
+    """One line of ``/proc/PID/stat`` (proc(5)). Ticks are those of ``host.clock``.
 
     This is a msgspec struct because hundreds are created at a time, and a frozen dataclass takes six times as long.
     """
@@ -241,7 +241,7 @@ def command_lines(pids: Collection[int]) -> dict[int, str]:
 
 
 def open_files(pid: int) -> int:
-    """Return the number of open files. 0 if it may not be read."""
+    """Return the number of open files, or 0 if it may not be read."""
     path = _shown(pid) / "fd"
     try:
         # Since Linux 6.2 it is the size of the directory.
@@ -251,7 +251,9 @@ def open_files(pid: int) -> int:
 
 
 def proportional_kb(pid: int) -> int:
-    """Return the memory in use, shared pages divided among their users. 0 if the kernel does not report it. Blocks."""
+    """Return the memory in use, with shared pages divided among their users, or 0 if the kernel does not report it.
+    Blocks.
+    """
     found = of_each([pid], lambda pid: read_memory(pid, "smaps_rollup", MAX_KERNEL_BYTES)).get(pid, b"")
     return next((int(line.split()[1]) for line in found.splitlines() if line.startswith(b"Pss:")), 0)
 
@@ -266,8 +268,9 @@ class Use(NamedTuple):
 def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Collection[int]) -> dict[int, list[Use]]:
     """Find some files that processes have open, run or map, if ``is_wanted`` accepts the path and it is on ``devices``.
 
-    Maps are read only for processes in our mount namespace: they name no device that ``stat`` knows. Those with the
-    fewest descriptors come first (since Linux 6.2), because of their limit. Blocks.
+    Maps are read only for processes in our mount namespace, because their device numbers may differ from those of
+    ``stat``, so that only the paths can be compared. Processes with the fewest descriptors come first (since Linux
+    6.2), because the number of descriptors examined is limited. Blocks.
     """
     left = MAX_LINKS
 

@@ -503,7 +503,7 @@ def spawned() -> set[int]:
 
 
 def is_spawned(identity: tuple[int, int]) -> bool:
-    """Return True if ``spawn`` started this process. False for an orphan of one of its children."""
+    """Return True if ``spawn`` started this process, and False for an orphan of one of its children."""
     return _spawned.get(identity[0]) == identity[1]
 
 

@@ -424,7 +424,7 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
 
 
 def _tree(place: BindMount, *, is_masked: bool) -> int | None:
-    """Clone the mount tree of a place with its mount attributes. None if its source does not exist."""
+    """Clone the mount tree of a place with its mount attributes. Return None if the source does not exist."""
     try:
         tree = _open_tree(place["source"])
     except FileNotFoundError:

@@ -46,7 +46,7 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 def checked_name(kind: str, name: str) -> str:
-    """Return ``name`` if it is a plain directory name; else raise ``ActionError``."""
+    """Return ``name`` if it is a plain directory name, otherwise raise ``ActionError``."""
     if not name.isprintable() or "/" in name or ".." in name or name[:1] in ("", ".", "-") or len(name.encode()) > 200:
         raise ActionError(f"cannot use {name[:100]!r} as the name of a {kind}")
     return name

@@ -1,6 +1,6 @@
 """Warns of certificates that are about to expire, with a metric, a line in ``status`` and a warning in the log.
 
-This is decided by the wall clock, on which nothing else depends.
+Only these reports depend on the wall clock.
 """
 
 from __future__ import annotations

@@ -250,11 +250,11 @@ class StateBackup:
 
     @property
     def is_prepared(self) -> bool:
-        """False until the pre-start scripts of the jobs to run have run on this root file system."""
+        """False until the pre-start scripts of the current jobs have run on this root file system."""
         return self._stamp is None or self._stamp.is_prepared
 
     async def prepared(self) -> None:
-        """Record that they have run."""
+        """Record that the pre-start scripts have run."""
         if self._stamp is not None and not self._stamp.is_prepared:
             self._stamp = msgspec.structs.replace(self._stamp, is_prepared=True)
             await asyncio.to_thread(self._write_stamps)

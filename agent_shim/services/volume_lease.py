@@ -245,7 +245,7 @@ class VolumeLeases:
 
 
 def _open(directory: Path) -> int:
-    """Open or create the file. Jobs may write to the volume: follows no link, waits for no pipe."""
+    """Open or create the file. Jobs may write to the volume, so links are not followed, and a pipe does not block."""
     files.make_dir(directory, 0o700)
     with guarded.held(directory, directory.parent) as top:
         descriptor = guarded.open_beneath(top, NAME, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
@@ -256,7 +256,9 @@ def _open(directory: Path) -> int:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Return True with the lock, False if another process holds it, None if the file system has no locks."""
+    """Return True if the lock was acquired, False if another process holds it, and None if the file system has no
+    locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -268,7 +270,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _decoded(raw: bytes) -> Lease | None:
-    """Decode a lease. None if it is empty or incomplete."""
+    """Decode a lease. Return None if it is empty or incomplete."""
     try:
         return wire.decode(raw, Lease)
     except ValueError:
@@ -279,7 +281,7 @@ def _decoded(raw: bytes) -> Lease | None:
 
 
 def _created(path: Path) -> int | None:
-    """Open the file of the lock. None on a full or read-only file system: an agent works there without it."""
+    """Open the lock file. Return None on a full or read-only file system, where an agent works without it."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as exc:
@@ -291,7 +293,7 @@ def _created(path: Path) -> int | None:
 
 @contextmanager
 def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
-    """Lock this root file system for one agent. ``AlreadyRunningError`` "cannot WHAT" for a second one."""
+    """Lock this root file system for one agent. Raises ``AlreadyRunningError`` "cannot WHAT" for a second one."""
     path = paths.agent_lock
     with files.attempting(f"{what}: {path}"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -164,7 +164,7 @@ class Programs:
                     await asyncio.to_thread(_cut, Path(entry.path), found.st_size)
 
     def _open(self, name: str, opened: contextlib.ExitStack) -> int | None:
-        """Open the output file. None if that fails, because a full disk must not prevent a start."""
+        """Open the output file. Return None if that fails, because a full disk must not prevent a start."""
         try:
             self._output.mkdir(mode=0o700, parents=True, exist_ok=True)
             output = guarded.open_log(self._output / f"{name.replace('/', '_')}.log", 0o640)

@@ -62,7 +62,7 @@ MAX_RECORDED_RESTARTS: Final = 64
 
 
 class Event(msgspec.Struct, frozen=True):
-    """An event for operators in monit's words (monit 5.2.5 event.c). ``action`` is the agent's reaction."""
+    """An event for operators, described in monit's words (monit 5.2.5 event.c). ``action`` is the agent's reaction."""
 
     service: str
     event: str

@@ -599,7 +599,7 @@ class Supervisor:
             for service in self._starting:
                 if service.record.state not in MONITORED:
                     services[service.spec.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
-            self._incarnation = self._incarnation or proc.incarnation()  # it is empty if the kernel refused to tell it
+            self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel refused to reveal it
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             raw = msgspec.json.encode(saved)
             marker_tells = self._is_wanted or not any(each.state in TO_RUN for each in self._concerned())

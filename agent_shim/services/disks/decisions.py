@@ -4,8 +4,8 @@
 carries out in their order. They depend on the view alone, and raise ``ActionError`` if the request is refused. A kill
 between any two steps leaves a state on disk from which the next :func:`restore` continues.
 
-:func:`plan` decides where each disk belongs: by its marker, never by the mount table. No data is lost: if two disks
-claim the store and nothing tells them apart, neither is mounted and the reason is reported.
+:func:`plan` decides where each disk belongs: by its marker, never by the mount table. No data is lost, because if two
+disks claim the store and cannot be told apart, neither is mounted and the reason is reported.
 
 | volume | decision |
 |---|---|

@@ -68,8 +68,8 @@ def read_program(reader: Reader, *, timed: bool = True) -> values.Program:
 
 
 def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | None:
-    """Parse a rule of a check of this kind. None for a test that the agent does not act on. ``address`` is the host of
-    a connection that names none.
+    """Parse a rule in a check of this kind. Return None for a test on which the agent does not act. ``address`` is the
+    host for connections that do not name one.
 
     A rule without a rate simply has none. (In monit 5.2.5 it gets the rate of the preceding rule if that one tests
     existence or a pid change, which is a bug in ``seteventaction`` in ``p.y``.)

@@ -289,7 +289,7 @@ class Keepers:
         ``others``.
 
         ``others`` are ended together with their descendants. Returns the survivors, and the orphans of killed keepers,
-        which get no signal because nothing tells to whom they belong. With ``is_usual``, a kill is not recorded in
+        which get no signal because it is unknown to whom they belong. With ``is_usual``, a kill is not recorded in
         ``killed``.
         """
         kept = self.of(labels)
