@@ -167,7 +167,8 @@ def is_leftover(name: str) -> bool:
 def sweep(places: Iterable[Path]) -> None:
     """Remove files named by :func:`sibling` in these directories. No other process may be writing there.
 
-    A leftover that cannot be removed stays: a disk that has become read-only must not keep an agent from starting.
+    A leftover that cannot be removed stays, because a disk that has become read-only must not keep an agent from
+    starting.
     """
     for place in places:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -274,7 +275,8 @@ def version(path: Path) -> tuple[int, int, int] | None:
 
 
 def _write_in_place(path: Path, data: bytes) -> None:
-    # Truncate after writing: a concurrent reader sees the new bytes with an old tail, never an empty file.
+    # Truncate after writing, so that a concurrent reader may see the new bytes with an old tail, but never an empty
+    # file.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as file:
         file.write(data)
         file.truncate()
@@ -334,7 +336,7 @@ def close_to_others(path: Path, owner: str | None, *, more: int = 0) -> None:
 
 
 def move_away(path: Path) -> None:
-    """Rename what neither root nor this user has put at ``path``, whatever it is."""
+    """Rename whatever is at ``path`` unless root or this user created it."""
     with attempting(f"move {path} away"), suppress(FileNotFoundError):
         owner = path.lstat().st_uid
         if owner not in trusted_path.trusted_users():
@@ -407,7 +409,7 @@ def _empty(top: int) -> None:
 
 
 def _without_files(directory: int) -> list[str]:
-    """Remove all but the directories from an open directory. Returns the names of these."""
+    """Remove everything except directories from an open directory. Return the names of the directories."""
     with os.scandir(directory) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_directory in found:
@@ -419,7 +421,7 @@ def _without_files(directory: int) -> list[str]:
 
 
 def _let_owner_write(name: str, directory: int | None = None) -> None:
-    """Let an ordinary user move and empty its directory. Caches of modules are read-only."""
+    """Let an ordinary user move and empty its directory. Module caches, for example, are read-only."""
     if os.geteuid() != 0:
         os.chmod(name, 0o700, dir_fd=directory)
 
@@ -428,7 +430,7 @@ def _let_owner_write(name: str, directory: int | None = None) -> None:
 
 
 def copy_data(source: int, target: int) -> None:
-    """Copy from the position of ``source`` to its end."""
+    """Copy from the current position of ``source`` to its end."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     while count := os.readv(source, [buffer]):
         write_all(target, buffer[:count])
@@ -443,7 +445,7 @@ def write_all(target: int, data: bytes | memoryview) -> None:
 
 def sync_filesystem(path: Path) -> None:
     """Sync the file system of ``path``, with one call instead of thousands of fsyncs."""
-    import ctypes  # late import: half a megabyte that most processes never need
+    import ctypes  # imported late, because it takes half a megabyte and most processes never need it
 
     with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:

@@ -51,7 +51,7 @@ def memory(proc: Path = PROC) -> Memory:
     """Return memory and swap. Memory that is not available counts as used."""
     psutil = _psutil(proc)
     try:
-        with warnings.catch_warnings():  # about members of psutil's answer that are not used here
+        with warnings.catch_warnings():  # ignore warnings about members of psutil's answer that are not used here
             warnings.simplefilter("ignore", RuntimeWarning)
             ram, swap = psutil.virtual_memory(), psutil.swap_memory()
     except (LookupError, ArithmeticError) as exc:

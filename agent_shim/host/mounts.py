@@ -199,7 +199,7 @@ def _refused(what: str) -> HostError:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    import ctypes  # late import: half a megabyte that most pods never need
+    import ctypes  # imported late, because it takes half a megabyte and most pods never need it
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)

@@ -53,7 +53,9 @@ def _default_ipv4() -> Address | None:
 
 
 def parse_route(text: str) -> tuple[str, str] | None:
-    """Return interface and gateway of the default route with the lowest metric in a ``/proc/net/route`` text."""
+    """Return the interface and gateway of the default route with the lowest metric, from the text of
+    ``/proc/net/route``.
+    """
     found = []
     for line in text.splitlines()[1:]:
         columns = line.split()
@@ -114,7 +116,7 @@ def parse_listeners(lines: Iterable[str]) -> dict[int, set[int]]:
 def family_of(text: str) -> socket.AddressFamily | None:
     """Return the family of an address without a scope, None for other text."""
     for family in (socket.AF_INET, socket.AF_INET6):
-        with suppress(OSError, ValueError):  # ValueError: text that C cannot have
+        with suppress(OSError, ValueError):  # ValueError: the text contains a NUL
             socket.inet_pton(family, text)
             return family
     return None

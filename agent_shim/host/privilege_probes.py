@@ -151,6 +151,6 @@ def _checked(result: int) -> int:
 
 
 def _libc() -> ctypes.CDLL:
-    import ctypes  # late import: half a megabyte, for the doctor alone
+    import ctypes  # imported late, because it takes half a megabyte and only the doctor needs it
 
     return ctypes.CDLL(None, use_errno=True)

@@ -328,7 +328,7 @@ def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None
         stat is None
         or not stat.is_alive
         or start_ticks not in (None, stat.start_ticks)
-        # It exited after the pidfd was opened, so the stat line may be that of another process.
+        # The process exited after the pidfd was opened, so the stat line may be that of another process.
         or (pidfd is not None and _is_readable(pidfd))
     ):
         if pidfd is not None:

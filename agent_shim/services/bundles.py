@@ -99,7 +99,7 @@ class Bundles:
             raise
         for (path, bundle), outcome in zip(missing.items(), done.outcomes, strict=True):
             if outcome.error:
-                with suppress(OSError):  # it has other versions
+                with suppress(OSError):  # other versions of it exist
                     await asyncio.to_thread(path.parent.rmdir)
                 raise ActionError(f"{doing.format(bundle)}: {outcome.error}")
 
@@ -234,7 +234,7 @@ class Bundles:
                 raise files.failed(f"remove {path}", exc) from exc
             aside = path
         files.remove_tree(aside)
-        with suppress(OSError):  # it has other versions
+        with suppress(OSError):  # other versions of it exist
             path.parent.rmdir()
 
     def _remove_strays(self, wanted: Collection[str]) -> None:

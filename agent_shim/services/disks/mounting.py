@@ -163,7 +163,7 @@ class DiskMounts:
             mode = place.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             return f"there is no {place}", False
-        except OSError as exc:  # a dead server, for example
+        except OSError as exc:  # for example on a dead server
             return f"cannot read {place}: {exc.strerror}", False
         if not stat.S_ISDIR(mode):
             return f"{place} is not a directory", True

@@ -287,7 +287,7 @@ class ProcessFinder:
         if pidfile is None or found is None or not found.is_alive or (found.pid != 1 and found.pid == os.getpid()):
             return None
         if spec.start is None:
-            return found, Tie.NAMED  # trusted, as monit does
+            return found, Tie.NAMED  # trusted, as by monit
         relation, why = await asyncio.to_thread(tie, self._keepers, found, spec, record, pidfile)
         if relation is Tie.NONE:
             self._refuse(pidfile, found, why)
