@@ -111,7 +111,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
     @property
     def directory(self) -> tuple[_Root, str]:
-        """Its directory, as root and path. The root counts as being in itself."""
+        """The root and path of the directory that contains the entry. For the root itself that is the root."""
         return self.root, self.path.rpartition("/")[0]
 
     def open(self, directory: int) -> tuple[int, os.stat_result]:

@@ -71,7 +71,9 @@ those in texts.
 """
 
 _ESCAPE: Final = r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|(?s:.))"
-"""One escape in a string. That of a lone surrogate is as long as ``\\ud800``."""
+"""Matches one escape in a string. A match as long as ``\\ud800`` is a lone surrogate, because a pair is twice as long
+and other escapes are matched only up to their second character.
+"""
 _DECODER: Final = msgspec.json.Decoder(float_hook=float)
 """Floats are parsed by Python, which reads exponents twenty times faster than msgspec. A megabyte of ``1e308`` would
 take 1.7 s.

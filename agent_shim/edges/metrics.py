@@ -178,7 +178,7 @@ class Metrics:
             return pages[key]
 
     def registry(self) -> CollectorRegistry:
-        """Return all metrics with the recent readings."""
+        """Return a registry of all metrics, with recent readings."""
         registry = CollectorRegistry()
         for each in (Taken(self.recent()), self._actions, self._durations, self._lag, self._of_process):
             registry.register(each)

@@ -174,7 +174,7 @@ def oom_group(cgroup: Cgroup) -> Path | None:
 
 
 def end_oom_group(cgroup: Cgroup) -> bool:
-    """Make an out-of-memory kill end only one process of this container. Return False if that is already so. Raises
+    """Make an out-of-memory kill end only one process of this container. Return False if it already does so. Raises
     ``OSError``.
     """
     path = oom_group(cgroup)

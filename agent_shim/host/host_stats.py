@@ -1,4 +1,4 @@
-"""Processor times, memory, swap and load of the whole machine. Bytes, seconds.
+"""Processor times, memory, swap and load of the whole machine. Units are bytes and seconds.
 
 psutil reads processor times and memory. Figures that no kernel would report raise ``ValueError``. No value is negative.
 """

@@ -171,6 +171,6 @@ def _forbid_swap(directory: Path, version: int, limit: int) -> None:
     with contextlib.suppress(OSError):
         (directory / name).write_text(str(value))
     if version == 2:
-        # A job that lost only a helper process is worse than a restarted one.
+        # Kill the whole job, because a job that has lost only a helper process is worse than one that is restarted.
         with contextlib.suppress(OSError):
             (directory / "memory.oom.group").write_text("1")

@@ -15,7 +15,7 @@ PROGRAM: Final = "nft"
 TABLE: Final = "inet agent_shim"
 
 _AWAY: Final = f"add table {TABLE}\ndelete table {TABLE}\n"
-"""Works with and without an existing table."""
+"""Commands that remove our table, whether or not it exists."""
 _TIMEOUT_S: Final = 10.0
 
 

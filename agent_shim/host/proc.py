@@ -387,7 +387,7 @@ def incarnation() -> str:
 
 @functools.cache
 def boot_id() -> str:
-    """Return the id of this boot of the kernel. Raises ``OSError`` where it is hidden."""
+    """Return the id of this boot of the kernel. Raises ``OSError`` if it is hidden."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

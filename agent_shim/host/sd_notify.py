@@ -1,4 +1,4 @@
-"""Notification of systemd (sd_notify(3)): ready, watchdog, stopping.
+"""Notifies systemd that the agent is ready, alive or stopping (sd_notify(3)).
 
 Does nothing without a socket. The variables of the protocol are removed from the environment so that jobs do not
 inherit them.
