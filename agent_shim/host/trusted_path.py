@@ -1,4 +1,4 @@
-"""Opens paths on which a job may put links. Only links that root made in places where only root can write are followed.
+"""Opens paths on which a job may put links. Only links that root placed are followed.
 
 ``host.sandbox_exec`` imports this in a process that becomes a job, so it uses only the standard library.
 """
@@ -80,12 +80,18 @@ def start(path: str | os.PathLike[str]) -> tuple[str, deque[str]]:
 
 
 def refuse_link(name: str, link: os.stat_result, directory: os.stat_result) -> None:
-    """Raise ``OSError`` for a link that a job may have made, or that root made and a job may have moved here."""
+    """Raise ``OSError`` for a link that a job may have made, or may have moved here from root's.
+
+    In a directory that only root can change, root placed it, even if a start program gave it away with ``chown -R``.
+    """
     trusted = trusted_users()
+    is_open = bool(directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    if directory.st_uid in trusted and not is_open:
+        return
     if link.st_uid not in trusted:
         raise OSError(errno.ELOOP, f"the path contains a link, {name!a}, of user {link.st_uid}")
-    is_open = directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not directory.st_mode & stat.S_ISVTX
-    if os.geteuid() == 0 and (directory.st_uid not in trusted or is_open):
+    is_sticky = is_open and directory.st_mode & stat.S_ISVTX
+    if os.geteuid() == 0 and not (directory.st_uid in trusted and is_sticky):
         raise OSError(errno.ELOOP, f"the path contains a link, {name!a}, in a directory that others may write")
 
 

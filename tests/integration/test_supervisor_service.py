@@ -425,7 +425,6 @@ async def test_host_and_system_checks_always_exist(world: World) -> None:
 
 
 async def test_reason_of_a_failed_start_names_an_unreadable_pidfile(world: World) -> None:
-    """An example is cubrid of PAAS-TA-CUBRID-RELEASE, which gives the link of its package to vcap."""
     async with world.supervising(world.job("web", "mkdir $pidfile", timeout=1)) as supervisor:
         await in_state(supervisor, "web", "down")
 

@@ -300,15 +300,16 @@ async def test_file_at_the_agents_run_directory_does_not_prevent_its_start(pod: 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: Path) -> None:
     """A link of root is followed, because images and operators make such links."""
-    for name in ("victim", "victim/there", "way"):
+    for name in ("victim", "victim/there", "way", "way/of_a_job"):
         (tmp_path / name).mkdir()
     (tmp_path / "way/ours").symlink_to(tmp_path / "victim")
-    (tmp_path / "way/theirs").symlink_to("../victim")
-    os.lchown(tmp_path / "way/theirs", VCAP, VCAP)
+    (tmp_path / "way/of_a_job/theirs").symlink_to("../../victim")
+    for path in (tmp_path / "way/of_a_job", tmp_path / "way/of_a_job/theirs"):
+        os.lchown(path, VCAP, VCAP)
 
     for name in ("new", "there", "deep/er"):
         with pytest.raises(HostError, match=r"the path contains a link, 'theirs', of user 1000"):
-            files.make_dir(tmp_path / "way/theirs" / name, 0o700, f"{VCAP}")
+            files.make_dir(tmp_path / "way/of_a_job/theirs" / name, 0o700, f"{VCAP}")
     files.make_dir(tmp_path / "way/ours/new", 0o711)
 
     assert sorted(path.name for path in (tmp_path / "victim").iterdir()) == ["new", "there"]

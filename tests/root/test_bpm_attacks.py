@@ -127,7 +127,7 @@ def test_bpm_volume_that_is_a_link_of_root_is_followed(inside: Inside, level: in
 def test_agent_without_root_follows_only_its_own_links_and_those_of_root(box: Machine, inside: Inside) -> None:
     """Links of other users are not followed."""
     box.run(
-        "mkdir -p -m 755 /var/vcap/links; cd /var/vcap/links; rm -f *;"
+        "mkdir -p /var/vcap/links; chmod 1777 /var/vcap/links; cd /var/vcap/links; rm -f *;"
         "for owner in 0 1000 65534; do ln -s /etc $owner; chown -h $owner $owner; done"
     )
     body = """

@@ -25,7 +25,7 @@ def status(mode: int, owner: int) -> os.stat_result:
     ("us", "owner", "of_directory", "mode", "is_followed"),
     [
         (0, 0, 0, 0o755, True),
-        (0, 1000, 0, 0o755, False),
+        (0, 1000, 0, 0o755, True),
         (0, 1000, 1000, 0o755, False),
         (0, 0, 1000, 0o755, False),
         (0, 0, 0, 0o777, False),
@@ -35,7 +35,9 @@ def status(mode: int, owner: int) -> os.stat_result:
         (0, 1000, 0, 0o1777, False),
         (1000, 1000, 1000, 0o777, True),
         (1000, 0, 1001, 0o755, True),
-        (1000, 1001, 1000, 0o755, False),
+        (1000, 1001, 1000, 0o755, True),
+        (1000, 1001, 1000, 0o775, False),
+        (1000, 1000, 1000, 0o775, True),
     ],
 )
 def test_trusted_path_follows_links_of_root_and_our_own(
