@@ -454,8 +454,8 @@ def _copier(vm: Vm, agent: AgentImage) -> Object:
 
 def _container_security(properties: VmProperties) -> Object:
     tier = properties.tier
-    # With a user, which is root in the image anyway, only that user may read the token. A Director runs its CPI as
-    # vcap.
+    # With runAsUser, the kubelet would let only that user read the token, and a Director runs its CPI as vcap. The
+    # image runs as root anyway.
     user: Object = {} if properties.service_account_token else {"runAsUser": 0}
     if tier == "privileged":
         return {"privileged": True, **user}

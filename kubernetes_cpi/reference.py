@@ -1,4 +1,4 @@
-"""``python -m kubernetes_cpi.reference`` prints the lists of properties of docs/cpi.md, generated from the types."""
+"""``python -m kubernetes_cpi.reference`` prints the property lists of docs/cpi.md, generated from the types."""
 
 from __future__ import annotations
 

@@ -358,9 +358,8 @@ def _until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> 
 def _check_bus(session: Session, vm: Vm, schemes: Sequence[str]) -> None:
     """Refuse a VM whose agent reports that it cannot reach the bus.
 
-    An agent whose certificate the bus rejects is accepted.
-
-    Directors admit an agent's certificate only after create_vm has returned.
+    A rejected certificate is no reason to refuse, because the Director admits the certificate only after create_vm
+    has returned.
     """
     until = time.monotonic() + session.config.timeouts.bus
     while "nats" in schemes and session.config.timeouts.bus:

@@ -117,9 +117,10 @@ class Tasks:
         task_id: str = "",
         size: int = 0,
     ) -> Task:
-        """Queue ``work`` and return its task. With ``cancelled`` the task can be cancelled.
+        """Queue ``work`` and return its task, which can be cancelled by setting ``cancelled`` if that is given.
 
-        ``size`` is that of a request (``wire.weight``). Raises ``ActionError`` if the queue is full.
+        ``size`` is the memory that the stored request takes, approximately (``wire.weight``).
+        Raises ``ActionError`` if the queue is full.
         """
         if size:
             self._require_room(method, size)

@@ -356,7 +356,7 @@ def _add_for_tools(command: Command) -> None:
     render.add_argument("--index", type=int, metavar="N", help=text)
     text = "its IP address (AGENT_SHIM_ADDRESS; default: its static IP, else 127.0.0.1)"
     render.add_argument("--address", metavar="IP", help=text)
-    text = "its zone (AGENT_SHIM_AZ; default: azs of the group in turn)"
+    text = "its zone (AGENT_SHIM_AZ; default: the azs of the group, in turn)"
     render.add_argument("--az", metavar="ZONE", help=text)
     text = "whether it is the bootstrap instance (AGENT_SHIM_BOOTSTRAP; default: if its index is 0)"
     render.add_argument("--bootstrap", action=argparse.BooleanOptionalAction, help=text)
@@ -364,14 +364,16 @@ def _add_for_tools(command: Command) -> None:
     render.add_argument("--addresses", default="", metavar="PATTERN", help=text)
     text = "address of a whole group, which bosh-dns would give"
     render.add_argument("--group-address", default="", metavar="PATTERN", help=text)
-    text = "write manifests of Kubernetes, whose pods render their own instances"
+    text = "write Kubernetes manifests for pods that render their own instances"
     render.add_argument("--kubernetes", action="store_true", help=text)
     text = "image of the pods with --kubernetes (default: agent-shim)"
     render.add_argument("--image", default="agent-shim", metavar="IMAGE", help=text)
-    text = "image of their init containers, made of the Dockerfile (default: agent-shim-releases)"
+    text = "image of their init containers, built from the Dockerfile (default: agent-shim-releases)"
     render.add_argument("--renderer", default="agent-shim-releases", metavar="IMAGE", help=text)
 
-    probe = command("probe", _probe, "say whether the agent's process lives, or the answer of /readyz, for exec probes")
+    probe = command(
+        "probe", _probe, "for exec probes: check whether the agent process is alive, or report the result of /readyz"
+    )
     text = "live looks for the process and asks it nothing, ready is /readyz"
     probe.add_argument("kind", choices=("live", "ready"), help=text)
     _base_option(probe)

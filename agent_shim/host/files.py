@@ -399,7 +399,8 @@ def _empty(top: int) -> None:
                 except OSError as exc:
                     if exc.errno != errno.EXDEV:
                         raise
-                    # A directory of an image layer cannot be moved. Layers are no deeper than their image.
+                    # overlayfs cannot rename a directory of an image layer, so empty it here. The depth is
+                    # limited, because jobs cannot nest directories in an image.
                     with closing(os.open(below, _DIRECTORY, dir_fd=here)) as layer:
                         _empty(layer)
                     os.rmdir(below, dir_fd=here)

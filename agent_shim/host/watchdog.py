@@ -69,7 +69,8 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
                 logger.critical(text, "".join(_reading), END_AFTER_S, extra={"members": {"stack": stack}})
                 faulthandler.cancel_dump_traceback_later()
             elif missed_s >= END_AFTER_S:
-                # This dump holds the GIL, but the timer's own may crash on a changing frame.
+                # This thread holds the GIL while it dumps. The dump by faulthandler's timer does not, and may
+                # crash if a frame changes meanwhile.
                 faulthandler.dump_traceback()
                 os._exit(1)
             elif not missed_s and before >= REPORT_AFTER_S:

@@ -272,7 +272,7 @@ async def _move(logs: Path, count: int) -> None:
 
 @dataclass
 class Watched:
-    """Records maxima in bytes for the duration of the block: resident memory, and files below ``data/tmp``."""
+    """Peak sizes in bytes: resident memory of the agent and of its worker, and files below ``data/tmp``."""
 
     memory: int = 0
     worker: int = 0

@@ -458,9 +458,7 @@ def test_default_attach_recreates_a_pod_that_keeps_its_address(cpi: Cpi, cluster
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_failed_admission_check_counts_as_a_refusal_of_live_attach(
-    cpi: Cpi, cluster: Cluster, server: Server, status: int
-) -> None:
+def test_failed_admission_dry_run_disables_live_attach(cpi: Cpi, cluster: Cluster, server: Server, status: int) -> None:
     """The restricted tier does not make this check."""
     cpi.write(server.config(disks={}))
     server.fail("POST pods/attach", status=status, message="admission webhook does not support dry run")

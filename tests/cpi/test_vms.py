@@ -377,7 +377,7 @@ IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z
             [{"matchExpressions": [IN_ZONE]}],
         ),
         ({"service_account": "a", "service_account_token": True}, "automountServiceAccountToken", True),
-        # The kubelet gives the token to the only user of the pod's containers. A Director runs its CPI as vcap.
+        # No runAsUser: the kubelet would let only that user read the token, and a Director runs its CPI as vcap.
         ({"service_account_token": True}, "container.securityContext.runAsUser", None),
         ({"service_account_token": True, "tier": "privileged"}, "container.securityContext", {"privileged": True}),
         ({"tier": "privileged"}, "container.securityContext.runAsUser", 0),

@@ -46,7 +46,7 @@ async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(instance: World
 
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
-async def test_agent_raises_its_file_limit_but_not_its_jobs_and_dumps_no_core(instance: World) -> None:
+async def test_agent_raises_only_its_own_file_limit_and_dumps_no_core(instance: World) -> None:
     """Jobs get the container's soft limit, as under the Go agent and monit.
 
     A job may have thousands of processes, each of which costs the agent a descriptor. A core file would contain the key

@@ -706,7 +706,9 @@ async def test_missing_disk_is_reported_as_a_problem(instance: Instance) -> None
 
 @each_way
 async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance: Instance) -> None:
-    """If a new machine mounts it, the Director has not yet sent the instance id with which disks are marked."""
+    """A restart leaves it unmounted. A ``mount_disk`` of the Director is obeyed, because a new machine gets it
+    before it has the instance id with which disks are marked.
+    """
     await instance.mount("a")
     instance.id = "i-2"
     await instance.disks.list()

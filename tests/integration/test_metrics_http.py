@@ -152,7 +152,7 @@ async def test_unknown_metrics_path_or_method_is_rejected(where: Where, request_
     assert (await get(where, "/healthz"))[0] == 200
 
 
-async def test_metrics_request_with_a_body_gets_the_whole_refusal(where: Where) -> None:
+async def test_client_that_sends_a_body_to_metrics_receives_the_whole_error(where: Where) -> None:
     """A client that still sends the forbidden body can read the answer."""
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"POST /metrics HTTP/1.1\r\nContent-Length: 20000\r\n\r\n")

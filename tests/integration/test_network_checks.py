@@ -117,7 +117,7 @@ async def test_http_check_sends_the_request_of_monit() -> None:
         (Protocol("http", "/p", checksum="0" * 32), "answers /p with another checksum"),
     ],
 )
-async def test_http_check_compares_the_page(protocol: Protocol, said: str) -> None:
+async def test_http_check_matches_content_and_checksum_of_the_page(protocol: Protocol, said: str) -> None:
     """It compares with a regular expression or by checksum."""
     why = await asked(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel", b"lo"), protocol)
 

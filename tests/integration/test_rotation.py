@@ -102,7 +102,7 @@ async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
 
 
 async def test_rotation_loses_lines_only_at_the_moment_of_truncation(logs: Path) -> None:
-    """A writer appends while its log is rotated many times. All lines arrive in order, and once."""
+    """A writer appends while its log is rotated many times. The lines stay in order, and none is duplicated."""
     log = logs / "web/web.log"
     code = """
 import os, sys

@@ -45,7 +45,7 @@ async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None
     return status, {name: value.strip() for name, _, value in lines}
 
 
-@pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
+@pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 async def test_sandboxed_program_has_no_capabilities_and_default_signals(tmp_path: Path) -> None:
     """It has no capabilities in any set and cannot gain any. Signals that Python ignores reach the program."""
     status, found = await run(tmp_path, order())
@@ -56,7 +56,7 @@ async def test_sandboxed_program_has_no_capabilities_and_default_signals(tmp_pat
     assert {found[f"Cap{name}"].strip("0") for name in ("Inh", "Prm", "Eff", "Amb")} == {""}
 
 
-@pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
+@pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 @pytest.mark.root
 async def test_sandboxed_user_has_no_groups_and_only_requested_capabilities(tmp_path: Path) -> None:
     """Only user and group are set. One capability is in all sets, and the others leave the bounding set."""

@@ -277,7 +277,7 @@ async def test_new_container_with_the_same_pids_is_recognized(world: World) -> N
 
 
 async def test_jobs_start_with_an_unreadable_supervisor_state(world: World) -> None:
-    """Cgroups and, for an ordinary user, the processes' marks tell which job a process belongs to."""
+    """The keepers still tell which job a process belongs to."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("web"))
         (world.paths.supervisor_state).write_text("{ half")

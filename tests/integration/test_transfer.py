@@ -203,7 +203,7 @@ async def test_put_sends_the_length_of_the_file(
 
 
 @pytest.mark.parametrize("how", ["403", "307", "redirect:http://127.0.0.1:1/"])
-async def test_rejected_put_is_reported_by_its_status(
+async def test_error_of_a_rejected_put_contains_the_status(
     server: Server, transfer: Transfer, tmp_path: Path, how: str
 ) -> None:
     """The server may reject it before it has read anything. A redirect counts as a rejection."""

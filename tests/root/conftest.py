@@ -39,7 +39,7 @@ except (ShimError, HostError) as exc:
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """Provide a machine for the tests of one module. Their changes to users, mounts and logs end with it."""
+    """Provide a machine for the tests of one module. Changes to users, mounts and logs are discarded with it."""
     with machine(tmp_path_factory.mktemp("machine")) as made:
         yield made
 

@@ -388,7 +388,7 @@ def test_bpm_keys_have_the_documented_effect(look: Callable[[int], Any], level: 
         assert seen == said, key
 
 
-@pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
+@pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_job_has_the_default_context_of_bpm(look: Callable[[int], Any], level: int) -> None:
     """It is the same at each level, and independent of bpm.yml."""
@@ -420,7 +420,7 @@ def test_bpm_job_has_the_default_context_of_bpm(look: Callable[[int], Any], leve
     assert set(web["writes"]) - {"/var/vcap/data/shown/x"} == COMMON_WRITES
 
 
-@pytest.mark.attack("a bpm process uses kernel interfaces that it does not need, as /proc/kcore")
+@pytest.mark.attack("a bpm process uses kernel interfaces that it does not need, such as /proc/kcore")
 def test_bpm_masks_kernel_paths(look: Callable[[int], Any]) -> None:
     """Level 1 masks the same paths as bpm, which are empty or read-only. A privileged process sees the real ones."""
     masked = {"/etc/sv", "/proc/kcore", "/proc/timer_list", "/sys/firmware"}
@@ -467,7 +467,7 @@ sandbox.isolation = lambda: isolation(memory=False, processes=False)
 """
 
 
-@pytest.mark.attack("a bpm process exceeds its limits of memory or processes")
+@pytest.mark.attack("a bpm process exceeds its memory or process limit")
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("has_cgroups", [True, False])
 def test_bpm_process_above_its_memory_limit_is_killed_and_named(inside: Inside, level: int, has_cgroups: bool) -> None:
@@ -526,7 +526,7 @@ return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reaso
 """
 
 
-@pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
+@pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_bpm_volume_may_be_the_root_directory(inside: Inside, level: int, is_writable: bool) -> None:
@@ -652,7 +652,7 @@ def test_mounts_below_shared_bpm_volumes_propagate_both_ways(inside: Inside) -> 
     assert "/var/vcap/data/own/inside/x" in inner
 
 
-@pytest.mark.attack("a bpm process exceeds its limits of memory or processes")
+@pytest.mark.attack("a bpm process exceeds its memory or process limit")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_limits_the_number_of_processes(inside: Inside, level: int) -> None:
     """Processes that already exist count. The limit needs a cgroup."""

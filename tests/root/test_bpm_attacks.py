@@ -52,7 +52,7 @@ return [sorted(set(log("web").splitlines())), log("web", "stderr"), sorted(refus
 """
 
 
-@pytest.mark.attack("a bpm process exchanges its directory or volume with a link before it is mounted")
+@pytest.mark.attack("a bpm process replaces its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("target", ["/var/vcap/jobs/other/config", "/etc"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_swapped_with_a_link_shows_no_other_files(inside: Inside, level: int, target: str) -> None:
@@ -93,7 +93,7 @@ def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
     return PLANTED.replace("VOLUME", volume).replace("OWNER", str(owner)).replace("MORE", more)
 
 
-@pytest.mark.attack("a bpm process exchanges its directory or volume with a link before it is mounted")
+@pytest.mark.attack("a bpm process replaces its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("more", ["mount_only: true", "mount_only: true, shared: true"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, more: str) -> None:
@@ -106,7 +106,7 @@ def test_bpm_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: in
     assert is_unchanged
 
 
-@pytest.mark.attack("a bpm process exchanges its directory or volume with a link before it is mounted")
+@pytest.mark.attack("a bpm process replaces its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_link_of_root_in_a_directory_of_the_job_is_refused(inside: Inside, level: int) -> None:
     """The job may have moved the link there."""
@@ -219,7 +219,7 @@ return log("web").splitlines()
 """
 
 
-@pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
+@pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_process_inherits_no_descriptor_of_the_agent(inside: Inside, level: int) -> None:
     """Files and sockets of other jobs are hidden only at level 1, because Landlock has no rules for modes and

@@ -120,8 +120,9 @@ class Site:
         assert await mounting == {}
 
     async def unmount_and_detach(self, cid: str) -> None:
-        """Do this as the Director does (unmount_disk_step.rb, detach_disk_step.rb), which only unmounts listed
-        disks.
+        """Unmount and detach a disk as the Director does (unmount_disk_step.rb, detach_disk_step.rb).
+
+        It unmounts only disks that ``list_disk`` returns.
         """
         if cid in await self.pod.run("list_disk"):
             reply = await self.pod.run("unmount_disk", cid)

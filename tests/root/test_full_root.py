@@ -1,4 +1,4 @@
-"""An agent whose root file system or data volume, a small real file system, is full or read-only."""
+"""An agent whose root file system or data volume is full or read-only. Both are small, real file systems."""
 
 from __future__ import annotations
 

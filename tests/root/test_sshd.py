@@ -172,7 +172,7 @@ def test_ssh_host_key_is_kept(alone: Alone) -> None:
 
 
 def test_failed_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> None:
-    """With a read-only /etc, an image cannot have users either, but one without ssh-keygen can."""
+    """ssh-keygen is hidden. With a read-only /etc the key would fail too, but then no user could be made first."""
     (alone.box.root / "etc/ssh/ssh_host_rsa_key.pub").unlink(missing_ok=True)
     alone.box.run("mount --bind /dev/null /usr/bin/ssh-keygen")
     try:
@@ -330,7 +330,7 @@ def test_existing_ssh_server_is_used(alone: Alone, stranger: Callable[[str], Non
 
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
-def test_job_on_the_port_of_sshd_is_reported(alone: Alone) -> None:
+def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
     """Users may bind port 22 in Docker. The operator gets this error instead of a wrong host key."""
     code = (
         "import os, socket, time; os.setresuid(1234, 1234, 1234);"

@@ -19,7 +19,7 @@ ONCE_SUCCESSFUL = (
     "a job outruns its stop by forking",
     "a job passes a setuid program to whoever unpacks its logs",
     "a job gives its logs names that are not UTF-8",
-    "a bpm process exchanges its directory or volume with a link before it is mounted",
+    "a bpm process replaces its directory or volume with a link before it is mounted",
     "a bpm process types into the terminal of `bpm shell`, or does not end with it",
     "a neighbour sends requests that are malformed or never end to an open port",
     "another agent forges a reply_to",

@@ -20,7 +20,7 @@ LOG_TREES: Final = {"job": "var/vcap/data/sys/log", "agent": "var/vcap/bosh/log"
 
 @dataclass(frozen=True)
 class Effects:
-    """The machine of agent ``agent_id``, whose local blobstore is ``blobs``."""
+    """Checks the effects of requests on a machine. ``blobs`` is the directory of the agent's local blobstore."""
 
     agent_id: str
     machine: Machine

@@ -1,8 +1,8 @@
-"""Verdicts of the Go agent on mutated documents: the table in ``go_verdicts.json``.
+"""Which mutated documents the Go agent accepts, from ``go_verdicts.json``.
 
-The verdicts are those of ``json.Unmarshal`` into ``settings.Settings`` and ``settings.UpdateSettings``, and of
-``agent/action/runner.go`` with the parameters of each action, of cloudfoundry/bosh-agent at the commit that the table
-names. A row has one letter for each of the table's values, used at the place that the row names.
+The results were recorded with ``json.Unmarshal`` into ``settings.Settings`` and ``settings.UpdateSettings``, and with
+``agent/action/runner.go``, at the commit of cloudfoundry/bosh-agent that is named in the table. Each row is one place
+in a document, with one letter for each value that was put there.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ async def measure(command: str, scale: float, figures: Figures) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         found = Path(scratch, "figures.json")
         argv = [sys.executable, "-m", "tools.bench.cpi", str(found), str(scale)]
-        # Messages of the node are part of the progress output.
+        # The messages of the node belong to the progress output, which goes to stderr.
         run = "import sys; from tests.support.kubernetes.run import run_as_node; sys.exit(run_as_node(sys.argv[1:]))"
         done = await asyncio.create_subprocess_exec(sys.executable, "-c", run, *argv, stdout=sys.stderr)
         code = await done.wait()

@@ -76,7 +76,7 @@ async def still(w: World, least: World, seconds: float) -> Figures:
 async def busy(w: World, size: int) -> Figures:
     """Measure pings while the agent installs, packs, starts and stops.
 
-    The same delays measured in an uninvolved process are those of the machine.
+    An uninvolved process is measured at the same time: its delays are caused by the machine, not by the agent.
     """
     await asyncio.to_thread(fill, w.base / "data/sys/log", 50, max(1, size // 50))
     async with watched(w) as watch:

@@ -231,9 +231,7 @@ def measure(copy: Path, stage: Stage, workers: int) -> None:
 
 
 def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
-    """Return, by file and line, the ids of the tests that reach it and that together take at most the seconds of the
-    stage.
-    """
+    """Return the tests that reach each line of each file, limited to those that run within the time of the stage."""
     durations = _durations(stage)
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     with contextlib.closing(sqlite3.connect(STORE / stage.name / "coverage")) as connection:

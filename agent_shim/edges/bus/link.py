@@ -119,7 +119,10 @@ class _Wire(Transport):
         """Return immediately: ``dial`` has connected."""
 
     async def connect_tls(self, uri: str | ParseResult, ssl_context: ssl.SSLContext, *_: int, **__: int) -> None:
-        """Upgrade to TLS with a new reader, so that plaintext received earlier is not taken for the server's."""
+        """Upgrade to TLS with a new reader.
+
+        Plaintext received before the handshake must not be read as data from the authenticated server.
+        """
         assert self._pipe is not None
         if self._pipe.is_closing():  # asyncio would otherwise wait for an answer
             raise ConnectionResetError("the server has closed the connection")

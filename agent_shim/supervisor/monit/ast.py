@@ -124,9 +124,9 @@ class Echo(msgspec.Struct, frozen=True):
 class Protocol(msgspec.Struct, frozen=True):
     """Protocol of a connection: monit's name for it, ``default`` (connect only) or ``generic`` (the ``dialogue``).
 
-    A ``send`` text may contain ``\\0xHH`` for bytes, including zero. The others belong to http: ``checksum`` is the
-    checksum of the page, which must have ``content``, a regular expression, or must lack it if ``is_negated``.
-    ``credentials`` are a user and a password.
+    A ``send`` text may contain ``\\0xHH`` for bytes, including zero. The remaining fields apply only to http.
+    ``checksum`` is the expected checksum of the page. ``content`` is a regular expression that the page must match, or
+    must not match if ``is_negated``. ``credentials`` are a user and a password.
     """
 
     name: str = "default"

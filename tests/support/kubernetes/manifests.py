@@ -13,7 +13,7 @@ DEPLOY = ROOT / "deploy/kubernetes"
 
 
 def manifests(name: str) -> str:
-    """Return the documents for a cluster."""
+    """Return the manifests in ``deploy/kubernetes/NAME`` as YAML, built by kustomize if it has a kustomization."""
     if not (DEPLOY / name / "kustomization.yaml").exists():
         return "---\n".join(path.read_text() for path in sorted((DEPLOY / name).glob("*.yaml")))
     if shutil.which("kubectl") is None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from agent_shim.host import mounts
 
-# An initramfs moved /proc below a newer root; /vol is bound with a blank in its name; /a covers what lay at /a/b.
+# An initramfs moved /proc below a newer root. /vol is a bind mount whose source path contains a space. /a is mounted
+# over an earlier mount at /a/b.
 TABLE = rb"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime shared:1 master:2 - ext4 /dev/vda rw,discard
 40 27 8:1 /pods/7\040x/vol /vol rw,nosuid - xfs /dev/sda1 rw

@@ -1,4 +1,4 @@
-"""Vitals: their format, whatever the kernel reports, and how long measuring may take."""
+"""The format of vitals for any output of the kernel, and the time limit for measuring them."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_lease_from_another_boot_is_taken_at_once_on_a_local_file_system(tmp_pat
     assert leases(boot="start 3").hold(tmp_path) == ""
 
 
-def test_lease_from_another_boot_is_waited_for_on_a_network_file_system(
+def test_agent_waits_for_a_lease_from_another_boot_on_a_network_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     """A lock that is free here proves nothing, because another kernel keeps its own locks."""

@@ -287,7 +287,9 @@ async def test_unhandled_exit_makes_the_service_failing() -> None:
     ("trigger", "are_kept"), [(Trigger.DIED, False), (Trigger.UNMONITOR_ASKED, False), (Trigger.RESTART_ASKED, True)]
 )
 @played
-async def test_rule_failures_end_with_the_process_unless_it_is_restarted(trigger: Trigger, are_kept: bool) -> None:
+async def test_rule_failures_are_cleared_when_the_process_exits_but_not_when_it_is_restarted(
+    trigger: Trigger, are_kept: bool
+) -> None:
     """They outlast a restart until their checks pass."""
     async with lived(Machine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")

@@ -358,5 +358,5 @@ def test_invalid_file_rule_is_rejected(text: str, expected: str) -> None:
 
 @pytest.mark.parametrize("url", ["https://h/ ", "ftp://h/ ", "http://h:x/ ", "http:///x "])
 def test_urls_that_monit_rejects_are_rejected(url: str) -> None:
-    """monit has no TLS, no other protocol, and reads a URL up to the next blank."""
+    """In URLs, monit supports only plain http. A URL ends at the next space."""
     assert "expected a URL like http://HOST:PORT/PATH" in refusal(f"if failed url {url}then alert")
