@@ -48,8 +48,11 @@ KILL_TIMEOUT_S: Final = 10.0
 """How long to wait until everything that was killed has ended. A process that is stuck in the kernel takes longer."""
 _PACKET_BYTES: Final = 4096
 _MAX_NAME_BYTES: Final = 220
-_NAME: Final = re.compile(r"(?P<label>[^@]+)@(?P<ticks>[0-9a-f]+)-[0-9a-f]{8}")
-"""Name of a socket: the quoted label and a time, in ticks since boot, before its keeper started."""
+_NAME: Final = re.compile(r"[^@]+@((?P<ticks>[0-9a-f]+)-)?[0-9a-f]{8}")
+"""Name of a socket: the quoted label and a time, in ticks since boot, before its keeper started.
+
+Earlier revisions left out the time.
+"""
 _NOT_EXECUTABLE: Final = 8
 """``MFD_NOEXEC_SEAL`` of ``linux/memfd.h`` (since Linux 6.3), which ``vm.memfd_noexec`` may require."""
 
@@ -506,7 +509,7 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
         except OSError as exc:
             if exc.errno != errno.ECONNREFUSED:
                 logger.error("cannot connect to the keeper %s: %s", name, exc)
-            ended[name] = _begun(name)
+            ended[name] = _begun(directory / name)
             continue
         found.append(keeper)
 
@@ -518,7 +521,7 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
             logger.error("cannot use the keeper %s: it does not answer", keeper.name)
         except HostError:
             found.remove(keeper)
-            ended[keeper.name] = _begun(keeper.name)
+            ended[keeper.name] = _begun(directory / keeper.name)
         else:
             if itself := proc.stat(keeper.pid):
                 keeper.since, keeper.parent = itself.start_ticks, itself.parent
@@ -527,10 +530,13 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
     return found, ended
 
 
-def _begun(name: str) -> int:
-    """Return the tick at which a keeper started, or a slightly earlier one."""
-    named = _NAME.fullmatch(name)
-    return int(named["ticks"], 16) if named else 0
+def _begun(path: Path) -> int:
+    """Return the tick at which the keeper of a socket started, or a slightly earlier one."""
+    named = _NAME.fullmatch(path.name)
+    if named and named["ticks"]:
+        return int(named["ticks"], 16)
+    age = clock.wall_time() - path.stat(follow_symlinks=False).st_mtime
+    return clock.boot_ticks() - int((age + 1) * clock.TICKS)
 
 
 def living(directory: Path) -> list[State]:

@@ -483,7 +483,7 @@ def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
     returns.
     """
     found: dict[int, T] = {}
-    for pid in [pid for pid, reader in _blocked.items() if not reader.is_alive()]:
+    for pid in [pid for pid, reader in list(_blocked.items()) if not reader.is_alive()]:
         _blocked.pop(pid, None)
     ahead = [pid for pid in pids if pid not in _blocked]
     while ahead and len(_blocked) < MAX_HUNG_READS:

@@ -24,10 +24,6 @@ class Launcher(Protocol):
     writes_pidfile: bool
     """True if the agent writes the pidfile, which therefore names no other process while this one runs."""
 
-    @property
-    def is_starting(self) -> bool:
-        """True while a start is in progress, perhaps beyond its timeout."""
-
     async def start(self, spec: ProcessSpec, pid: int) -> Process:
         """Start the process. Return it, or the program that brings it up. ``pid`` is the previous process, or 0.
 
@@ -49,7 +45,6 @@ class CtlLauncher:
     """Runs the start and stop programs of a monit file."""
 
     writes_pidfile = False
-    is_starting = False
 
     def __init__(self, programs: Programs, timing: Timing) -> None:
         self._programs = programs
@@ -110,6 +105,7 @@ class BpmLauncher:
 
     @property
     def is_starting(self) -> bool:
+        """True while a start is in progress, perhaps beyond its timeout."""
         return self._start is not None and not self._start.done()
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:  # noqa: ARG002

@@ -61,7 +61,7 @@ RAW: Mapping[str, Raw] = {
     "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory"})),
     "host.keeper": Raw(
         "sockets and specs of the agent alone; whether a program is there",
-        frozenset({"_bind", "_cannot_run", "_connect", "_names", "spec_file"}),
+        frozenset({"_begun", "_bind", "_cannot_run", "_connect", "_names", "spec_file"}),
     ),
     "cli.bpm": Raw(
         "methods of the log that goes through the door, and the place of our own socket",
