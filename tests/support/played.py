@@ -36,6 +36,8 @@ SPEC: Final = ProcessSpec(
 )
 START_TAKES: Final = {"well": 0.0, "slowly": 2.2, "not": 0.4, "late": 45.0}
 STOP_TAKES: Final = {"well": 0.0, "slowly": 3.3, "not": 1.1, "hangs": 1000.0}
+MAX_PID: Final = 2**22
+"""The kernel's limit. Simulated pids lie above it, because the service also looks into the real ``/proc``."""
 
 
 class Jumping(selectors.SelectSelector):
@@ -103,7 +105,7 @@ class Machine:
     """The event whose program cannot run."""
     orphans: list[Left] = field(default_factory=list)
     """Processes that may have been below a killed keeper."""
-    pids: int = 0
+    pids: int = MAX_PID
     ran: list[tuple[float, str]] = field(default_factory=list)
     """Time and event of each program."""
     graces: list[float] = field(default_factory=list)
