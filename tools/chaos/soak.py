@@ -122,6 +122,14 @@ class Record:
         third = max(1, len(values) // 3)
         return statistics.median(values[:third]), statistics.median(values[-third:])
 
+    def course(self) -> list[float]:
+        """Return the median memory of each twelfth of the run in MiB."""
+        twelfth = (self.until - self.begun_at) / 12
+        parts: list[list[int]] = [[] for _ in range(12)]
+        for moment, size in self.sizes:
+            parts[min(11, int((moment - self.begun_at) / twelfth))].append(size.memory)
+        return [round(statistics.median(part) / (1 << 20), 2) for part in parts if part]
+
     def gaps(self) -> list[tuple[float, float]]:
         """Return the time of each heartbeat and the gap before it, leaving out gaps in which the bus was down."""
         found = []
@@ -161,6 +169,7 @@ class Record:
             "seconds": round(self.until - self.begun_at),
             "done": self.done,
             "memory, first and last third after the first quarter, MiB": [round(one / (1 << 20), 1) for one in memory],
+            "memory in each twelfth, MiB": self.course(),
             "growth, MiB an hour": round(self.growth() / (1 << 20), 2),
             "descriptors": descriptors,
             "threads": threads,
