@@ -10,7 +10,9 @@ import sys
 from typing import Final, NoReturn
 
 ALLOCATIONS_BEFORE_COLLECTION: Final = 100_000
-"""Imports allocate fewer objects than this, and all of them stay, so collecting them would only take time."""
+"""Threshold of the garbage collector. The imports allocate fewer objects and keep all of them, so no collection runs
+during them.
+"""
 
 
 def take_stdout() -> int:
@@ -37,7 +39,7 @@ def run() -> NoReturn:
 
 
 COMMANDS: Final = ("doctor", "leftovers")
-"""For operators. Everything else is a request of a Director."""
+"""Commands for operators. Without one of them, the program serves a request of a Director."""
 
 
 def main() -> None:

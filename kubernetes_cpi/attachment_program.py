@@ -45,9 +45,11 @@ AT_STATX_DONT_SYNC = 0x4000
 KCMP_FILES, KCMP_FS = 2, 3
 OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
 STATX, KCMP = (332, 312) if os.uname().machine == "x86_64" else (291, 272)
-"""Numbers of system calls. Newer machines share one table (asm-generic/unistd.h)."""
+"""System call numbers. Architectures newer than x86-64 share one table (asm-generic/unistd.h)."""
 LINE_BYTES = 1 << 16
-"""Longest part of a mount table's line that is kept. Longer paths do not belong to disks of the CPI."""
+"""Longest part of a mount table line that is kept. Disks of the CPI have shorter paths, so a truncated line is never
+one of theirs.
+"""
 DISK = "/disk"
 DONE = "/tmp/done"  # noqa: S108 - in a container with a single process
 TERMINATION_LOG = "/dev/termination-log"
@@ -56,7 +58,7 @@ REPORT_S = 5.0
 STALE_S = 24 * 3600.0
 """Age in seconds at which an empty directory of a deleted VM is removed."""
 SWEEP_S = 10.0
-"""Time limit in seconds for finding out which of these directories are mounted in some process."""
+"""Time limit in seconds for finding out which of these directories are mounted in any process."""
 IN_USE = "the VM uses it"
 UNMAPPED = 2**32 - 2
 """A group that no user namespace of a pod maps, so its root cannot change anything in such a directory
@@ -107,13 +109,13 @@ def main(arguments: list[str]) -> None:
 
 
 def attach(disk: str, target: str, uid: str) -> None:
-    """Mount the disk, create a file as the sign of success, and wait for SIGTERM."""
+    """Mount the disk, create a file that reports success, wait for SIGTERM, and detach the disk."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     place = directory(target)
     wanted = mounted_on(disk)
     if found := points(wanted, target):
-        # An earlier container of this pod mounted the disk and was then killed.
+        # An earlier container of this pod mounted the disk before it was killed, so there is nothing left to mount.
         if target not in found:
             raise SystemExit(f"cannot mount the disk: the VM has moved it from {target}")
     elif is_mounted(target):
@@ -144,7 +146,7 @@ def detach(disk: Mount, target: str, uid: str, patience: float = float("inf")) -
     with contextlib.suppress(OSError):
         os.rmdir(target)
     if not any(processes(uid)):
-        # The VM is gone, so its directory is empty or belongs to other disks.
+        # The VM is gone, so its directory is removed too, unless other disks are still mounted in it.
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(target))
     say("unmounted")
@@ -156,7 +158,7 @@ def is_held(disk: Mount, target: str, uid: str) -> bool:
     if any(parent != view for parent in parents_in_vm(disk, uid)):
         return True
     for point in points(disk, target):
-        # Keep a clone so that the disk can be mounted again as it was. Kernels before 5.2 cannot clone a mount.
+        # Keep a clone of the mount so that an unmount can be undone. Kernels before 5.2 cannot clone a mount.
         tree = libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(point), OPEN_TREE_CLONE | os.O_CLOEXEC)
         try:
             if libc.umount2(os.fsencode(point), UMOUNT_NOFOLLOW) != 0:
@@ -164,7 +166,7 @@ def is_held(disk: Mount, target: str, uid: str) -> bool:
                     return True
                 raise SystemExit(f"cannot unmount the disk: {os.strerror(ctypes.get_errno())}")
             if any(parents_in_vm(disk, uid)):
-                # The VM has cut its directory off from the node and can still write to the disk.
+                # The VM no longer gets the node's unmounts in its directory, so it can still write to the disk.
                 place = directory(target)
                 flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
                 check(libc.syscall(MOVE_MOUNT, tree, b"", place, b"", flags), f"mount the disk again, and {IN_USE}")
@@ -177,7 +179,7 @@ def is_held(disk: Mount, target: str, uid: str) -> bool:
 
 
 def points(disk: Mount, target: str) -> list[str]:
-    """Return the places below the VM's directory on which the disk is mounted, topmost mount last."""
+    """Return the paths below the VM's directory on which the disk is mounted, topmost mount last."""
     above = os.path.realpath(os.path.dirname(target)) + "/"
     found = [one.point for one in mounts() if is_same(one, disk) and one.point.startswith(above)]
     name = os.path.basename(target)
@@ -187,8 +189,8 @@ def points(disk: Mount, target: str) -> list[str]:
 def parents_in_vm(disk: Mount, uid: str) -> Iterator[View]:
     """Return the mounts below which threads of the VM have the disk, or a part of it, mounted.
 
-    The view is empty for a mount without a parent, and for a mount that is in no table but that a thread holds open by
-    a descriptor.
+    The view is empty for a mount without a parent, and for a mount that is in no mount table but that a thread keeps
+    open with a descriptor.
     """
     pids = list(processes(uid))
     listed = bytearray()
@@ -204,7 +206,7 @@ def parents_in_vm(disk: Mount, uid: str) -> Iterator[View]:
                 yield View(one.device, one.root)
         if parents:
             yield View("", "")
-    # A job in a jail may hold descriptors of mounts that its own mount table lacks.
+    # A job with its own mount namespace may have open descriptors of mounts that its mount table does not list.
     if any(device == disk.device for pid in pids for device in devices_of_unlisted_mounts(pid, listed)):
         yield View("", "")
 
@@ -228,7 +230,7 @@ def devices_of_unlisted_mounts(pid: int, listed: bytearray) -> Iterator[str]:
 
 
 def links_of(pid: int) -> Iterator[str]:
-    """Return the links below /proc to the files and directories that the threads of a process have open."""
+    """Return the /proc links to the files and directories that the threads of a process have open."""
     for thread in different_threads(pid, KCMP_FS):
         yield f"/proc/{thread}/cwd"
         yield f"/proc/{thread}/root"
@@ -240,7 +242,7 @@ def links_of(pid: int) -> Iterator[str]:
 def different_threads(pid: int, what: int) -> Iterator[str]:
     """Return one thread for each distinct set of descriptors, root and mount namespace.
 
-    Usually all threads share one.
+    Usually all threads of a process share the same set, so there is only one.
     """
     found: list[int] = []
     for thread in threads(pid):
@@ -270,7 +272,7 @@ def has(numbers: bytearray, number: int) -> bool:
 
 
 def add(numbers: bytearray, number: int) -> None:
-    """Add a number to a set that has one byte per possible number.
+    """Add a number to a set that is stored as one byte per possible number.
 
     This stays small because the kernel gives a mount the lowest free id.
     """
@@ -280,7 +282,7 @@ def add(numbers: bytearray, number: int) -> None:
 
 
 def directory_of(path: str) -> View:
-    """Return the device and root of a directory. They are the same for every mount of it."""
+    """Return the device and root of a directory, which do not depend on the mount it is reached through."""
     real = os.path.realpath(path)
     around = (one for one in mounts() if real == one.point or real.startswith(one.point.rstrip("/") + "/"))
     inner = max(around, key=lambda one: len(one.point))
@@ -288,7 +290,7 @@ def directory_of(path: str) -> View:
 
 
 def disk_of(holder: str) -> Mount:
-    """Return the disk of an attachment, found through the process that has it mounted."""
+    """Return the disk of an attachment, read from the mount table of the process that mounted it."""
     for pid in processes(holder):
         for one in mounts(str(pid)):
             if one.point == DISK:
@@ -299,7 +301,7 @@ def disk_of(holder: str) -> Mount:
 def sweep(above: str) -> None:
     """Remove old, empty directories that no process has mounted. They belonged to VMs that are gone.
 
-    Nothing is removed if the tables of all processes cannot be read in time, or if this program is told to end
+    Nothing is removed if the mount tables of all processes cannot be read in time, or if this program gets SIGTERM
     meanwhile.
     """
     old = {}
@@ -326,8 +328,8 @@ def different_tables(tasks: Iterable[str]) -> Iterator[str]:
         with contextlib.suppress(OSError):
             fd = os.open(f"/proc/{task}/root", os.O_PATH | os.O_CLOEXEC)
             try:
-                # Kernels from 5.14 on show the inode in the link. The path alone is ambiguous if its directory was
-                # removed.
+                # Since Linux 5.14, fdinfo contains the inode. It is needed because the path in the link does not
+                # identify a directory that was removed.
                 root = text_of(f"self/fdinfo/{fd}"), os.readlink(f"/proc/self/fd/{fd}")
             finally:
                 os.close(fd)
@@ -370,15 +372,15 @@ def mount(disk: str, place: int, uid: str) -> None:
         flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
         check(libc.syscall(MOVE_MOUNT, tree, b"", place, b"", flags), "mount the disk")
     finally:
-        # Open descriptors of either would keep the mount busy.
+        # Close both descriptors, because either would keep the mount busy.
         os.close(tree)
         os.close(userns)
 
 
 def foreign_userns(uid: str) -> int | None:
-    """Return a descriptor of the VM's user namespace, or None if it is the one of this program.
+    """Return a descriptor of the VM's user namespace, or None if the VM shares that of this program.
 
-    The VM's oldest process determines it, because a job can create a user namespace of its own.
+    The namespace of the VM's oldest process counts, because jobs can create further user namespaces.
     """
     own = os.stat("/proc/self/ns/user").st_ino
     for pid in sorted(processes(uid), key=lambda pid: int(start_of(pid) or sys.maxsize)):
@@ -394,9 +396,10 @@ def foreign_userns(uid: str) -> int | None:
 def bound(directory: str) -> None:
     """Deny root of the VM's user namespace access to the VM's directory.
 
-    It could otherwise mount the directory writable and fill the node.
+    Otherwise, that user could mount the directory writable and fill the node's disk.
 
-    Directories that the kubelet later creates beside it for other VMs inherit the group.
+    Its parent directory is denied in the same way, and passes the group on to the directories that the kubelet later
+    creates for other VMs.
     """
     for path in (os.path.dirname(directory), directory):
         os.chown(path, -1, UNMAPPED)
@@ -433,7 +436,7 @@ def processes(uid: str) -> Iterator[int]:
     forms = (uid, uid.replace("-", "_"))
     for name in os.listdir("/proc"):
         for thread in threads(name)[-1:] if name.isdigit() else ():
-            # The first thread may have exited, and is then in no cgroup.
+            # Ask the last thread, because the first one may have exited and is then in no cgroup.
             text = text_of(f"{thread}/cgroup")
             if any(form in text for form in forms):
                 yield int(name)
@@ -447,7 +450,7 @@ def threads(pid: int | str) -> list[str]:
 
 
 def is_first(pid: int) -> bool:
-    """Return True for PID 1 of one of the pod's containers, but not for that of the sandbox or of a namespace within a
+    """Return True for PID 1 of one of the pod's containers, but not for PID 1 of the sandbox or of a namespace within a
     container.
     """
     fields = dict(line.split(":", 1) for line in text_of(f"{pid}/status").split("\n") if ":" in line)
@@ -463,7 +466,7 @@ def start_of(pid: int) -> str:
 
 
 def is_mounted(target: str) -> bool:
-    """Return True if a file system is mounted on the path, even the one of its parent directory.
+    """Return True if the path is a mount point, even of a bind mount of the same file system.
 
     Symlinks are not followed.
     """
@@ -493,7 +496,7 @@ def mounts(task: str = "self") -> Iterator[Mount]:
 
 
 def lines(file: BinaryIO) -> Iterator[bytes]:
-    """Return the lines of a file, each cut to a maximum length."""
+    """Return the lines of a file, each truncated to ``LINE_BYTES``."""
     while line := file.readline(LINE_BYTES):
         yield line
         while line and not line.endswith(b"\n"):

@@ -25,7 +25,9 @@ DISK: Final = "/disk"
 TARGET: Final = "/target"
 TARGET_MOUNT: Final = {"name": "target", "mountPath": TARGET, "mountPropagation": "Bidirectional"}
 WAIT_UNTIL_DONE: Final = {"exec": {"command": ["/bin/sh", "-c", "until [ -e /tmp/done ]; do sleep 0.02; done"]}}
-"""The kubelet reports a pod as ready when this hook returns, which is a second earlier than it would report an exit."""
+"""A postStart hook that returns when the helper has created its file. The kubelet then reports the pod as ready, a
+second earlier than it would report an exit.
+"""
 GRACE_S: Final = 365 * 24 * 3600
 """Grace period of an attachment, which waits until the VM no longer uses the disk and must not be killed before
 that.
@@ -37,7 +39,9 @@ CPU: Final = "50m"
 CPU_OF_ATTACHMENT: Final = "10m"
 """CPU request of an attachment, which only sleeps while the disk is attached. The mount takes 3.5 s with it."""
 POLICY: Final = "PodSecurity|denied the request"
-"""Text in refusals by Pod Security or a webhook. Quotas and Roles also refuse with 403."""
+"""Text that identifies a refusal by Pod Security or a webhook. The status does not, because quotas and Roles also
+refuse with 403.
+"""
 
 
 def manifest(session: Session, vm: Object, disk: str) -> Object:
@@ -106,7 +110,7 @@ def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None
 
     Raises ``CpiError`` while the VM uses the disk; the attachment then stays as it is.
 
-    Deleting the attachment instead would not do, because a deletion cannot be taken back.
+    Deleting the attachment would also unmount the disk, but a deletion cannot be undone if the VM uses the disk.
     """
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
     if not attachment["spec"].get("nodeName"):
@@ -127,9 +131,10 @@ def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None
 
 
 def bound(session: Session, vm: Object) -> None:
-    """Stop root of a VM's user namespace from filling the node beside the VM's live disks.
+    """Stop root of a VM's user namespace from filling the node's disk through the directory in which live disks are
+    mounted.
 
-    Call this before a job runs.
+    This must happen before the VM runs its first job.
     """
     if not manifests.live_disks(vm) or vm["spec"].get("hostUsers", True):
         return
@@ -169,8 +174,8 @@ def of(session: Session, vm: str) -> list[Object]:
 
 
 def disks_of(attachments: Sequence[Object]) -> list[str]:
-    """Return the disks of these attachments, including one that is being deleted but waits because the VM uses the
-    disk.
+    """Return the disks of these attachments, including attachments that are being deleted but wait for the VM to stop
+    using the disk.
     """
     kept = [pod for pod in attachments if not pods.has_stopped(pod)]
     return [claim for pod in kept for claim in manifests.claims_of(pod)]

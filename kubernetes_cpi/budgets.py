@@ -31,7 +31,7 @@ def keep(session: Session, namespace: str, group: str) -> None:
 
 
 def _is_kept(session: Session, namespace: str, group: str) -> bool:
-    """Adapt the budget once. Return False if another call changed it meanwhile."""
+    """Adapt the budget once. Return False if another call changed the budget meanwhile."""
     name = f"group-{group}"
     # Read the budget before counting the VMs, so that a change in between is detected as a conflict.
     found = session.client.find(BUDGETS, namespace, name)

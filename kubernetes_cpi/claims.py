@@ -1,8 +1,8 @@
-"""Claims of persistent disks: which VM holds each, and how a second VM is kept from it.
+"""Claims of persistent disks, and how each is reserved for one VM at a time.
 
-An annotation of the claim names the VM that holds the disk. It is only changed together with the claim's
-`resourceVersion`, so of two concurrent calls for one disk, one notices the other. Whether a VM still uses a disk is
-determined from the pods themselves.
+An annotation of the claim names the VM that holds the disk. Each change of it is conditional on the claim's
+`resourceVersion`, so if two calls for one disk run concurrently, one of them fails with a conflict. Whether a VM still
+uses a disk is determined from the pods themselves.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from kubernetes_cpi.errors import ApiError, CpiError, DiskNotFoundError, InputEr
 from kubernetes_cpi.session import Session
 
 ATTEMPTS: Final = 10
-"""How often a change is attempted if other changes come first."""
+"""How often a change is attempted if other calls change the claim first."""
 
 
 class InUseError(CpiError):
-    """A disk that another pod has mounted."""
+    """Another pod has the disk mounted."""
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A disk that a VM may mount once the VMs in ``lingering``, which are detaching it, have unmounted it."""
+    """A disk that a VM may mount as soon as the VMs in ``lingering`` have unmounted it. They are already detaching it."""
 
     lingering: list[str]
     detached_from: str
-    """The VM that last began to detach it."""
+    """The VM that last began to detach the disk."""
 
 
 def annotation(claim: Object, key: str) -> str:
@@ -75,7 +75,7 @@ def hold(session: Session, disk: str, vm: str) -> Held:
         lingering = check_free(claim, [pod for pod in users(session, namespace, disk) if owner_of(pod) != vm])
         holder, former = annotation(claim, names.HOLDER), annotation(claim, names.DETACHED_FROM)
         if holder not in ("", vm) and _exists(session, holder):
-            # The recorded holder may be about to mount the disk.
+            # No pod of the recorded holder mounts the disk yet, but the holder may be about to do so.
             raise InUseError(f"the disk {disk} is in use by {holder}")
         change = {names.HOLDER: vm} | ({names.DETACHED_FROM: None} if former == vm else {})
         if holder == vm or annotate(session, claim, change):
@@ -121,7 +121,7 @@ def users(session: Session, namespace: str, disk: str) -> list[Object]:
 
 
 def _exists(session: Session, vm: str) -> bool:
-    """Return True while the VM's Secret exists, which is from the first step of create_vm to the last of delete_vm."""
+    """Return True while the VM's Secret exists: from the first step of create_vm to the last step of delete_vm."""
     return session.client.find(SECRETS, session.namespace_of(vm), vm) is not None
 
 
@@ -152,7 +152,7 @@ def make(session: Session, namespace: str, body: Object) -> Object:
 
 
 def check_class(session: Session, body: Object) -> None:
-    """Refuse a claim whose StorageClass is known to be missing. A CPI that may not read classes skips the check."""
+    """Refuse a claim if its StorageClass does not exist. Without permission to read classes, the check is skipped."""
     name = body["spec"].get("storageClassName")
     try:
         if name and session.client.find(STORAGE_CLASSES, "", name) is None:
@@ -163,7 +163,7 @@ def check_class(session: Session, body: Object) -> None:
 
 
 def annotate(session: Session, claim: Object, annotations: Mapping[str, str | None]) -> bool:
-    """Update a claim, provided that it is still in the state that was read. Return False if it has changed."""
+    """Update a claim unless it has changed since it was read, in which case False is returned."""
     metadata = {"annotations": annotations, "resourceVersion": claim["metadata"]["resourceVersion"]}
     name = claim["metadata"]["name"]
     try:

@@ -30,7 +30,7 @@ RETRIED: Final = frozenset({429, 500, 502, 503, 504})
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
 WATCH_S: Final = 5
-"""Seconds after which a watch is restarted, because its connection may be dead without any sign."""
+"""Seconds after which a watch is restarted, because its connection may have been lost unnoticed."""
 DRY_RUN: Final = "dryRun=All"
 LIST_CHUNK: Final = 250
 ALREADY_EXISTS: Final = "AlreadyExists"
@@ -78,7 +78,7 @@ SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots"
 
 
 class Client:
-    """Client of one API server. Requests use one connection, one after the other."""
+    """Client of one API server. It sends its requests sequentially over one connection."""
 
     def __init__(self, access: Access, timeouts: Timeouts) -> None:
         self.access = access
@@ -124,7 +124,7 @@ class Client:
         return self._object("POST", resource.path(namespace), body, name=body["metadata"]["name"])
 
     def try_create(self, resource: Resource, namespace: str, body: Object) -> None:
-        """Let the cluster check an object without creating it (dry run).
+        """Ask the cluster, with a dry run, whether it would admit an object.
 
         Raises ``ApiError`` with the reason for a refusal.
         """
@@ -216,7 +216,7 @@ class Client:
     def _look(self, resource: Resource, namespace: str, name: str) -> tuple[Object | None, str]:
         """Return an object and a version to start watching from.
 
-        The object's own version cannot be used, because the server forgets it as other objects change.
+        The object's own version cannot be used, because it may be so old that the server no longer has its history.
         """
         query = urllib.parse.urlencode({"fieldSelector": f"metadata.name={name}"})
         page = self._object("GET", f"{resource.path(namespace)}?{query}", name=name)
@@ -250,7 +250,7 @@ class Client:
             except ssl.SSLCertVerificationError as exc:
                 raise InputError(f"cannot trust the API server {self.access.server}: {exc.verify_message}") from exc
             except ValueError:
-                # The messages of http.client repeat the headers, credentials included.
+                # Leave out the message of http.client, because it repeats the headers with the credentials.
                 raise InputError(f"cannot {what}: HTTP does not allow its path or headers") from None
             except (OSError, http.client.HTTPException) as exc:
                 self.close()
@@ -412,7 +412,9 @@ class _private_file:  # noqa: N801 - used as a function
 
 
 def _refusal(what: str, status: int, data: bytes) -> ApiError:
-    """Return the server's Status object as an error. The page of a proxy is included only if it is short."""
+    """Return the server's Status object as an error. If a proxy sent an error page instead, it is quoted only if it is
+    short.
+    """
     try:
         document = msgspec.json.decode(data, type=Object)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -25,7 +25,7 @@ AttachWay = Literal["auto", "live", "recreate", "never"]
 
 
 class Cluster(Strict, frozen=True):
-    """Address and credentials of the API server. By default those of the pod in which the CPI runs."""
+    """Address and credentials of the API server. The defaults are those of the pod in which the CPI runs."""
 
     server: Annotated[str, doc("URL of the API server. Empty: `https://kubernetes.default.svc`.")] = ""
     ca: Annotated[str, doc("CA of the API server, PEM. Empty: the one mounted into the pod.")] = ""
@@ -91,7 +91,7 @@ class Networks(Strict, frozen=True):
 
 
 class Stemcells(Strict, frozen=True):
-    """Settings for images."""
+    """Settings for stemcell images."""
 
     allow_mutable_images: Annotated[bool, doc("Accept stemcells that name an image without a digest.")] = False
     pull_policy: Annotated[Literal["IfNotPresent", "Always", "Never"], doc("When nodes pull the image.")] = (

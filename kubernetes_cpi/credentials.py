@@ -56,13 +56,13 @@ class Access(msgspec.Struct):
     origin: str = "the configuration"
 
     def renew(self) -> None:
-        """Read credentials that may have changed, and keep them out of the log."""
+        """Read the credentials again, because they may have changed, and register them as secrets of the log."""
         if self.token_file:
             self.token = _text(self.token_file, "token")
         if self.plugin:
             self._run_plugin(self.plugin)
         log.hide([self.token, self.key])
-        # Files and shell variables often end with a newline.
+        # Strip the token, because files and shell variables often end with a newline.
         self.token = self.token.strip()
         if not re.fullmatch(HEADER_VALUE, self.token):
             raise InputError(
@@ -88,7 +88,7 @@ class Access(msgspec.Struct):
         except OSError as exc:
             raise InputError(f"cannot get credentials from {command[0]}: {exc.strerror}") from exc
         except subprocess.SubprocessError as exc:
-            # The text of the exception would repeat the arguments.
+            # Leave out the text of the exception, because it would repeat the arguments.
             told = (getattr(exc, "stderr", None) or b"").decode(errors="replace").strip()
             raise InputError(f"cannot get credentials from {command[0]}: {told or type(exc).__name__}") from None
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -172,7 +172,7 @@ def _parsed(text: str, origin: str) -> dict[str, Any]:
         try:
             document = yaml.safe_load(text)
         except yaml.YAMLError as exc:
-            # The text of the exception can repeat a part of the token.
+            # Report only the position, because the text of the exception can repeat a part of the token.
             place = getattr(exc, "problem_mark", None)
             raise InputError(f"cannot read {origin}: no YAML{f' in line {place.line + 1}' if place else ''}") from None
     if not isinstance(document, dict):

@@ -1,8 +1,8 @@
 """Persistent disks: claims, and the four ways in which a disk reaches a VM.
 
-At creation: create_vm mounts the disks named in its request, and attach_disk has nothing to do. Reserved: the claim is
-created together with the VM, and create_disk returns it. Live: an attachment binds the disk into the running pod. By
-recreation: the pod is created again with the disk.
+At creation: create_vm mounts the disks named in its request, so attach_disk has nothing left to do. Reserved: the claim
+is created and mounted together with the VM, and create_disk later returns it. Live: an attachment binds the disk into
+the running pod. By recreation: the pod is replaced by one that mounts the disk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
     if vm and (reserved := _handed_out(session, vm, size_mib, request)):
         return reserved
     namespace = session.namespace_of(vm) if vm else session.namespace
-    # A Director numbers its requests, so repeating an interrupted request finds the disk that it created.
+    # A Director gives each request an id, so the name derived from it finds the disk again if the request is repeated.
     key = (request,) if session.request_id else (os.urandom(8).hex(),)
     body = manifests.disk_claim(
         names.cid("disk", namespace, *key), session.director, size_mib, properties, session.config
@@ -135,7 +135,8 @@ def set_metadata(session: Session, disk: Cid, metadata: Object) -> None:
 def resize(session: Session, disk: Cid, size_mib: int) -> None:
     """Grow the claim.
 
-    Its file system grows at the next mount. On ``NotSupportedError`` the Director copies the disk instead.
+    Its file system grows at the next mount. Raises ``NotSupportedError`` if the volume cannot grow, on which the
+    Director copies the disk instead.
     """
     claim = claims.get(session, disk)
     _grow(session, claim, size_mib)
@@ -220,7 +221,7 @@ def _pod(session: Session, vm: str) -> Object:
 
 
 def _free(session: Session, disk: str, held: claims.Held) -> None:
-    """End, or recreate without the disk, the pods that have detached it but still mount it."""
+    """End the pods that have detached the disk but still mount it, or recreate them without it."""
     for other in dict.fromkeys([*held.lingering, *filter(None, [held.detached_from])]):
         pod = session.find(PODS, other, names.KIND_VM)
         if pod is not None and disk in manifests.disks_of(pod):
@@ -228,7 +229,7 @@ def _free(session: Session, disk: str, held: claims.Held) -> None:
         elif pod is not None:
             recreation.finish(session, pod)
         elif intent := recreation.unfinished(session, other):
-            # A recreation of that VM was interrupted, so it is still waiting for its pod.
+            # A recreation of that VM was interrupted before it created the new pod, so complete it.
             recreation.carry_on(session, other, intent, is_enough=pods.has_started)
 
 
@@ -248,7 +249,7 @@ def _is_untouched(claim: Object) -> bool:
 
 
 def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
-    """Return the reserved disk of a VM for its first create_disk, or "" if there is none."""
+    """Return the disk that was reserved for a VM, if this is its first create_disk, otherwise ""."""
     namespace = session.namespace_of(vm)
     name = manifests.reserved_name(vm, namespace)
     for _ in range(claims.ATTEMPTS):
@@ -256,7 +257,7 @@ def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
         if claim is None:
             return ""
         if claims.annotation(claim, names.RESERVED_FOR) != vm:
-            # The disk was returned before, either to this request, whose response was lost, or to another one.
+            # The disk was returned before: to this request, if its response was lost, or to another request.
             return name if session.request_id and claims.annotation(claim, names.REQUEST) == request else ""
         if manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"]) < size_mib * MIB:
             _grow(session, claim, size_mib)

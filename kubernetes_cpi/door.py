@@ -24,7 +24,7 @@ USAGE: Final = "usage: python -m kubernetes_cpi [--config FILE] <REQUEST >RESPON
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request of a Director or the CLI. Unknown members are ignored."""
+    """A request from a Director or the CLI. Unknown members are ignored."""
 
     method: str
     arguments: list[Any] = []

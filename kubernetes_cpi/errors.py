@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class CpiError(Exception):
-    """A failed call. The Director decides by ``type_name`` and retries by ``ok_to_retry``."""
+    """A failed call. The Director's reaction depends on ``type_name``; it retries only if ``ok_to_retry`` is set."""
 
     type_name = "Bosh::Clouds::CloudError"
     ok_to_retry = False
@@ -19,19 +19,19 @@ class CpiError(Exception):
 
 
 class InputError(CpiError):
-    """An invalid request, configuration, cloud property or network. The message names the place."""
+    """An invalid request, configuration, cloud property or network. The message names the invalid member."""
 
     type_name = "Bosh::Clouds::CpiError"
 
 
 class NotSupportedError(CpiError):
-    """A method that this cluster or VM does not support for these arguments."""
+    """The cluster or VM does not support the method for these arguments."""
 
     type_name = "Bosh::Clouds::NotSupported"
 
 
 class NotImplementedByCpiError(CpiError):
-    """A method that the CPI or this cluster does not have. Directors fall back to another way if they know one."""
+    """The CPI or this cluster lacks the method. Directors then use a fallback if they have one."""
 
     type_name = "Bosh::Clouds::NotImplemented"
 
@@ -41,7 +41,7 @@ class VMNotFoundError(CpiError):
 
 
 class VMCreationFailedError(CpiError):
-    """A VM that could not be created and left nothing behind. With ``ok_to_retry`` a Director retries at once."""
+    """A VM could not be created, and all its objects were removed. With ``ok_to_retry`` a Director retries at once."""
 
     type_name = "Bosh::Clouds::VMCreationFailed"
 
@@ -55,7 +55,7 @@ class DiskNotAttachedError(CpiError):
 
 
 class ApiError(CpiError):
-    """A request that the API server refused. ``status`` and ``reason`` come from its Status object."""
+    """The API server refused a request. ``status`` and ``reason`` come from its Status object."""
 
     def __init__(self, message: str, *, status: int, reason: str = "", ok_to_retry: bool | None = None) -> None:
         super().__init__(message, ok_to_retry=ok_to_retry)
@@ -64,6 +64,6 @@ class ApiError(CpiError):
 
 
 class UnreachableError(CpiError):
-    """An API server that did not respond within the time limit of all attempts."""
+    """The API server did not respond within the time limit of all attempts."""
 
     ok_to_retry = True

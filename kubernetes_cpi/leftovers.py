@@ -14,7 +14,9 @@ from kubernetes_cpi.records import Records
 from kubernetes_cpi.session import Session
 
 KINDS: Final[tuple[Resource, ...]] = (PODS, CLAIMS, SERVICES, SNAPSHOTS)
-"""Kinds that the account may list. A Secret has the name of its VM's pod, and delete_vm removes it."""
+"""Kinds that the account may list. Secrets are left out, because each has the name of its VM's pod and delete_vm
+removes it.
+"""
 
 
 class Leftover(msgspec.Struct):
@@ -77,7 +79,8 @@ def _is_known(one: Object, owner: str, known: Records, orphaned: set[str]) -> bo
     labels, annotations = one["metadata"]["labels"], one["metadata"].get("annotations") or {}
     match labels.get(names.KIND):
         case names.KIND_DISK:
-            # A disk that a failed migration left behind is in no list, but its VM still holds it.
+            # After a failed migration, the Director does not list the old disk, although it is still attached to its
+            # VM.
             return owner in known.disks or annotations.get(names.HOLDER) in known.vms
         case names.KIND_SNAPSHOT:
             return owner in known.snapshots or labels.get(names.DISK) in orphaned

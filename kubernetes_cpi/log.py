@@ -12,10 +12,10 @@ from typing import Any, Final
 import msgspec
 
 MIN_SECRET_CHARS: Final = 6
-"""Minimum length of a secret. Shorter texts would match everywhere."""
+"""Minimum length of a secret. Shorter texts are not redacted, because they would match everywhere."""
 HIDDEN: Final = "<redacted>"
 NOT_SECRET: Final = frozenset({"group", "groups", "tags"})
-"""Keys of `env.bosh` that Directors also log (clouds/external_cpi.rb)."""
+"""Keys of `env.bosh` that Directors do not redact either (clouds/external_cpi.rb)."""
 
 _USERINFO: Final = re.compile(r"://([^/@\s]+)@")
 
@@ -30,7 +30,7 @@ def reset() -> None:
 
 
 def say(text: str) -> None:
-    """Write a line, or several."""
+    """Write one or more lines."""
     with contextlib.suppress(OSError):  # a reader that has gone away must not interrupt a call
         sys.stderr.write(redacted(text.rstrip("\n")) + "\n")
         sys.stderr.flush()

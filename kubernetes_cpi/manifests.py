@@ -29,13 +29,12 @@ AGENT_PORT: Final = 9190
 LIVE_DISKS: Final = "/var/vcap/disks"
 """Directory in which mounts of the node reach a running VM.
 
-Every user can enter it: if the VM may not mount, `/var/vcap/store` is a link into it, and `/var/vcap/bosh` is closed to
-jobs.
+All users can enter it, because `/var/vcap/store` is a link into it if the VM may not mount. It is therefore not below
+`/var/vcap/bosh`, which jobs cannot enter.
 """
 DISKS_AT_CREATION: Final = "/var/vcap/disks-at-creation"
 _FORMER_DISKS_AT_CREATION: Final = "/var/vcap/bosh/disks-at-creation"
-"""Directory for VMs without the annotation `names.DISKS_AT`, because the hints that their agents have stored name
-it.
+"""Directory of disks in VMs without the annotation `names.DISKS_AT`. Their agents have stored paths in this directory.
 """
 _LIVE_VOLUME: Final = "live-disks"
 AGENT_VOLUME: Final = "agent"
@@ -44,20 +43,24 @@ _UNITS: Final = {
     "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60,
 }  # fmt: skip
 PROGRAM: Final = "/opt/agent_shim"
-"""Directory of the agent, which is part of the image or, over an unmodified stemcell, a volume."""
+"""Directory of the agent. It is part of the image, or a volume if the stemcell is unmodified."""
 SETTINGS_DIRECTORY: Final = "/var/vcap/bosh/settings-source-file"
 SETTINGS: Final = "config.json"
 POD: Final = "pod.json"
-"""Key in a VM's Secret that contains the pod without disks, for recreations. It is not part of the settings' volume."""
+"""Key in a VM's Secret that contains the pod without disks, for recreations. The VM does not see it, because it is not
+part of the settings volume.
+"""
 DATA: Final = "/var/vcap/data"
 MARGIN_S: Final = 10
-"""Seconds by which the pod's grace period exceeds that of the jobs, because the kubelet counts from before the hook."""
+"""Seconds by which the pod's grace period exceeds that of the jobs, because the kubelet's period already begins before
+the preStop hook.
+"""
 
 BASE_CAPABILITIES: Final = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE", "SYS_CHROOT", "AUDIT_WRITE"),
 )
 _USER: Final = 1000
-"""vcap, in the tier without root."""
+"""UID and GID of vcap in the tier without root."""
 
 
 class Vm(msgspec.Struct, frozen=True):
@@ -74,11 +77,13 @@ class Vm(msgspec.Struct, frozen=True):
     groups: Sequence[str]
     """`env.bosh.groups`: director, deployment, instance group, and combinations of them."""
     attach: str
-    """live, recreate, never, or auto, in which case a disk must not reach the running VM by changing its address."""
+    """How a disk reaches the running VM: live, recreate, never, or auto, which excludes ways that change the VM's
+    address.
+    """
     pull_policy: str
     host_path: str
     storage_class: str
-    """The default of the configuration."""
+    """The default StorageClass of the configuration."""
 
     @property
     def has_data_claim(self) -> bool:
@@ -95,7 +100,7 @@ class Vm(msgspec.Struct, frozen=True):
 def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: Agent) -> Object:
     """Return the agent's settings document (settings/settings.go).
 
-    It contains no disks, because those are announced over the bus.
+    It contains no disks, because the Director announces those over the bus.
     """
     return {
         "agent_id": agent_id,
@@ -110,7 +115,7 @@ def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: Agent) -> Obj
 
 
 def secret(vm: Vm, settings: Object, pod: Object) -> Object:
-    """Return the Secret of a VM. It is immutable, since later settings arrive over the bus."""
+    """Return the Secret of a VM. It is immutable, because later settings arrive over the bus."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -205,7 +210,9 @@ def text(document: Object) -> str:
 
 
 def group_service(service: Service, vm: Vm) -> Object:
-    """Return a Service for the VM's instance group. Every VM that uses the Service changes its annotation."""
+    """Return a Service for the VM's instance group. An annotation names the VM, so that each VM of the group modifies
+    the Service.
+    """
     spec: Object = {
         "type": service.type,
         "selector": _members(vm),
@@ -295,9 +302,9 @@ def pod(vm: Vm) -> Object:
         "command": ["/usr/bin/env", "-i", f"AGENT_SHIM_GRACE={properties.grace}", _start(properties)],
         "securityContext": _container_security(properties),
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *_ports(properties)],
-        # There is no liveness probe, because it would end all jobs when the agent is slow; process 1 restarts an agent
-        # that has exited. Readiness does not depend on the bus, because Directors admit an agent only after create_vm
-        # and Services must survive outages of the bus.
+        # There is no liveness probe, because it would end all jobs when the agent is slow; PID 1 already restarts an
+        # agent that has exited. Readiness does not depend on the bus, because Directors admit an agent only after
+        # create_vm and Services must survive outages of the bus.
         "readinessProbe": {
             "httpGet": {"path": "/readyz?level=boot", "port": "agent"},
             "periodSeconds": 1,
@@ -356,7 +363,7 @@ def with_disks(pod: Object, disks: Sequence[str]) -> Object:
 def pinned(pod: Object, node: str) -> Object:
     """Return the pod bound to one node through the scheduler.
 
-    Setting `nodeName` would bypass it, and claims that bind on first use would stay unbound.
+    Setting `nodeName` would bypass the scheduler, and claims that bind on first use would stay unbound.
     """
     made = _copied(pod)
     term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
@@ -384,7 +391,7 @@ def claims_of(pod: Object) -> list[str]:
 
 
 def live_disks(pod: Object) -> str:
-    """Return the directory through which mounts of the node reach the VM, or "" if there is none."""
+    """Return the directory through which mounts of the node reach the VM, or "" if the pod has none."""
     mounts = pod["spec"]["containers"][0].get("volumeMounts") or []
     return next((one["mountPath"] for one in mounts if one["name"] == _LIVE_VOLUME), "")
 
@@ -415,12 +422,12 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
         volumes.append({"name": AGENT_VOLUME, **({"emptyDir": {}} if agent.copy else image)})
         mounts.append({"name": AGENT_VOLUME, "mountPath": PROGRAM, "readOnly": True})
     if vm.attach == "live":
-        # Never use an emptyDir here, because at the end of the pod the kubelet would empty the disks that are mounted
-        # in it.
+        # Never use an emptyDir here: when the pod ends, the kubelet deletes the content of an emptyDir, including that
+        # of the disks mounted in it.
         path = f"{vm.host_path}/{vm.cid}"
         volumes.append({"name": _LIVE_VOLUME, "hostPath": {"path": path, "type": "DirectoryOrCreate"}})
-        # The volume is read-only except for the disks, because the VM could otherwise move them and fill the node with
-        # files beside them.
+        # Everything in the volume except the disks is read-only. Otherwise, the VM could move the disks and fill the
+        # node with files in the volume.
         live: Object = {"name": _LIVE_VOLUME, "mountPath": LIVE_DISKS, "readOnly": True}
         mounts.append({**live, "mountPropagation": "HostToContainer"})
     for volume in properties.volumes:
@@ -433,9 +440,9 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
 
 
 def _start(properties: VmProperties) -> str:
-    """Return the program that becomes process 1.
+    """Return the program that becomes PID 1.
 
-    On an unmodified stemcell this is a program that first applies the overlay.
+    On an unmodified stemcell, the program applies the overlay first.
     """
     return f"{PROGRAM}/overlay/start" if properties.agent else "/usr/sbin/runsvdir-start"
 
@@ -513,8 +520,8 @@ def _resources(vm: Vm) -> Object:
     if properties.cpu_limit:
         limits["cpu"] = str(properties.cpu_limit)
     if not vm.has_data_claim:
-        # No limit is set, because the volume has its own, and the container's logs would count towards this one as
-        # well.
+        # No limit is set for the container, because the container's logs would count towards it as well, and the volume
+        # has its own limit.
         requests["ephemeral-storage"] = quantity(properties.ephemeral_disk.size)
     if properties.memory:
         requests["memory"] = limits["memory"] = quantity(properties.memory)
@@ -555,7 +562,7 @@ def _scheduling(vm: Vm) -> Object:
 
 
 def _require_node(affinity: Object, term: Object) -> None:
-    """Add ``term`` to each existing node affinity alternative."""
+    """Add ``term`` to each alternative of the existing node affinity."""
     rule = affinity.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
     terms = rule.setdefault("nodeSelectorTerms", []) or [{}]
     rule["nodeSelectorTerms"] = [

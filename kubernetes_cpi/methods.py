@@ -39,7 +39,7 @@ METHODS: Final[Mapping[str, Callable[..., Any]]] = {
 LOCAL: Final = frozenset({"create_stemcell", "delete_stemcell", "calculate_vm_cloud_properties"})
 """Methods that need no cluster. Their functions get the configuration instead of a session."""
 ENV: Final = slice(5, 6)
-"""Place of `env` in the arguments of create_vm."""
+"""Position of `env` in the arguments of create_vm."""
 
 
 def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: str) -> Any:
@@ -48,7 +48,7 @@ def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: 
     if serve is None:
         raise NotImplementedByCpiError(f"cannot {name}: this CPI does not have the method")
     if name == "create_vm":
-        # Redacted in the same way as Directors do.
+        # Directors redact the same part of the request.
         log.hide(list(arguments[ENV]))
     try:
         given = msgspec.structs.astuple(msgspec.convert(arguments, _arguments(serve)))

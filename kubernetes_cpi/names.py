@@ -16,7 +16,7 @@ Cid = Annotated[str, msgspec.Meta(min_length=1, max_length=253, pattern=r"^[a-z0
 """A cid of this CPI: the name of an object."""
 
 ARCHITECTURE: Final = "kubernetes.io/arch"
-"""Label of nodes."""
+"""Label of a node with its architecture."""
 
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 OURS: Final = "kubernetes-cpi"
@@ -52,12 +52,12 @@ INGRESS: Final = "cpi.bosh.io/ingress"
 """Annotation of a Service with an Ingress of the same name."""
 
 OWN_RULES: Final = {"ingress": "cpi.bosh.io/own-ingress", "egress": "cpi.bosh.io/own-egress"}
-"""Labels of pods whose group has rules of its own for a direction.
+"""Labels of pods with group-specific network rules, by direction.
 
-Policies are additive, so the namespace's policy excludes these pods.
+Policies are additive, so the namespace's policy must exclude these pods.
 """
 KEEP: Final = "cpi.bosh.io/keep"
-"""Label of a Service that outlives the VMs behind it."""
+"""Label of a Service that stays when the last VM behind it is deleted."""
 
 KIND_VM: Final = "vm"
 KIND_DISK: Final = "disk"

@@ -18,7 +18,7 @@ MAX_NAMESERVERS: Final = 3
 MULTUS: Final = "k8s.v1.cni.cncf.io/networks"
 DELEGATED: Final = "((delegated_prefix))"
 ADDRESS_OF_FORMER_VM: Final = ("ip", "netmask", "gateway")
-"""Members that may be out of date: in a dynamic network they are those of the instance's last VM
+"""Members to ignore in a dynamic network, because the Director fills in those of the instance's previous VM
 (network_settings.rb).
 """
 
@@ -30,9 +30,11 @@ class Network(msgspec.Struct, frozen=True):
     ip: str = ""
     netmask: str = ""
     prefix: str = ""
-    """Length of the prefix that is delegated to the VM, or of a single address. ``netmask`` has a different one."""
+    """Length of the prefix delegated to the VM, or the length that stands for a single address. It is unrelated to the
+    prefix length in ``netmask``.
+    """
     nic_group: str = ""
-    """Networks with the same text share an interface."""
+    """Networks with the same group share an interface."""
     gateway: str = ""
     dns: list[str] = []
     default: list[str] = []
@@ -40,7 +42,7 @@ class Network(msgspec.Struct, frozen=True):
 
 
 class Vip(msgspec.Struct, frozen=True):
-    """An address that leads to one VM."""
+    """A `vip` network: an address that leads to one VM."""
 
     ip: str
     ports: list[Port]
@@ -53,7 +55,7 @@ class Vip(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What the networks of a VM mean for its pod."""
+    """The pod's settings that follow from the networks of a VM."""
 
     settings: dict[str, Any]
     annotations: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Waiting for pods: until one is ready or the kubelet reports a failure, and until one has certainly ended."""
+"""Wait for pods to become ready, to fail, or to end with certainty."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ HOPELESS: Final = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
     | {"RegistryUnavailable", "CreateContainerConfigError"}
 )
-"""Reasons for which a container waits and that do not go away by waiting."""
+"""Reasons reported for a waiting container that will not disappear without intervention."""
 PASSING: Final = r"time-?out|timed out|connection (refused|reset)|eof|too ?many ?requests|429|50[0234]"
-"""Text of a failed pull that another attempt may fix."""
+"""Text of pull errors that may be temporary."""
 NEW_CLAIM: Final = r'persistentvolumeclaim "[^"]*" not found|unbound immediate PersistentVolumeClaims'
-"""Text of the scheduler for a claim that it has not seen yet or whose volume is being created."""
+"""Scheduler message about a claim that it has not seen yet or whose volume is being created."""
 HOPELESS_CLAIM: Final = r'storageclass\S* "[^"]*" not found|no storage class is set'
 """Text of an event for a claim that will never get a volume."""
 ROOM: Final = "Insufficient|Too many pods|free ports|max volume count|anti-affinity"
-"""Text of the scheduler when nodes are full, which may change when other VMs end."""
+"""Scheduler message when nodes are full, which may change when other VMs end."""
 NEVER_ADMITTED: Final = frozenset({"SysctlForbidden", "AppArmor", "PodOSNotSupported", "UnexpectedAdmissionError"})
-"""Reasons for which a kubelet will never admit the pod."""
+"""Reasons after which the kubelet will never admit the pod."""
 NEW_CLAIM_TIMEOUT_S: Final = 60
-"""A scheduler with 32 new pods needed more than ten seconds to see their claims."""
+"""Seconds that the scheduler gets to see a new claim. With 32 new pods it needed more than ten."""
 WRONG_CONFIGURATION: Final = 78
 """Exit code of an agent whose configuration has to be changed."""
 TELL_S: Final = 3
-"""Seconds after which the reason of an unchanged state is looked up in events and in the agent's log."""
+"""Seconds after which the reason for an unchanged state is looked up in events and in the agent's log."""
 LOG_LINES: Final = 50
 FORCED_END_S: Final = 30
 CLOCK_MARGIN_S: Final = 0.5
@@ -123,9 +123,9 @@ def end(
 ) -> bool:
     """Delete a pod and wait until its containers have ended. Return False if there is no pod.
 
-    If a pod of the same name is to follow, also wait until the object is gone. If the node does not confirm the end
-    within the grace period and `timeouts.delete_vm`, the pod is deleted by force, unless the node is known to be
-    healthy.
+    With ``is_name_needed``, also wait until the object is gone, so that a pod of the same name can be created. If the
+    node does not confirm the end within the grace period and `timeouts.delete_vm`, the pod is deleted by force, unless
+    the node is known to be healthy.
     """
     asked = session.client.delete(PODS, namespace, name, grace_s=grace_s)
     if asked is None:
@@ -274,7 +274,7 @@ class _Judge:
 
 
 def _kind(pod: Object) -> str:
-    """Return a word for what the pod is waiting for."""
+    """Classify what the pod is waiting for."""
     if (message := _unschedulable(pod)) is not None:
         if re.search(NEW_CLAIM, message):
             return "claim"

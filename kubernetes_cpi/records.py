@@ -31,7 +31,7 @@ class Records(msgspec.Struct, frozen=True):
     vms: frozenset[str]
     disks: frozenset[str]
     orphaned_disks: frozenset[str]
-    """The orphaned ones among ``disks``. The Director does not list their snapshots."""
+    """The members of ``disks`` that are orphaned. The Director does not list their snapshots."""
     snapshots: frozenset[str]
     lists_dynamic_disks: bool
     """False for a Director without `GET /dynamic_disks`, where any unknown disk may be a dynamic one."""
@@ -85,9 +85,9 @@ class _RefusedError(InputError):
 
 
 def director() -> str:
-    """Return the UUID of the Director that the environment names.
+    """Return the UUID of the Director that the CLI's environment variables select.
 
-    It is the same one that the Director passes to its CPI.
+    The Director passes the same UUID to its CPI.
     """
     uuid = _get("/info", _Info).uuid
     if not uuid:

@@ -35,8 +35,8 @@ def can_recreate(pod: Object) -> bool:
 
 
 def must_keep_address(session: Session, pod: Object) -> bool:
-    """Return True if the Director has read an address that another pod would not get, and no property allows a
-    change.
+    """Return True if the Director has already read the pod's address, a new pod would get another one, and no property
+    allows that.
     """
     is_undecided = (pod["metadata"].get("annotations") or {}).get(names.ATTACH) == "auto"
     return is_undecided and session.config.disks.attach != "recreate"
@@ -72,9 +72,10 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
 
 
 def release(session: Session, pod: Object, disk: str) -> None:
-    """End the pod of a VM that has detached a disk and still mounts it. If the VM is in use, a new pod follows.
+    """End the pod of a VM that has detached a disk but still mounts it. If the VM is in use, create a new pod without
+    the disk.
 
-    There is no new pod if the Director has shut the VM down or is deleting it at the same time.
+    No new pod is created if the Director has shut the VM down or is deleting it at the same time.
     """
     vm, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
     intent = unfinished(session, vm)
@@ -87,7 +88,8 @@ def release(session: Session, pod: Object, disk: str) -> None:
         if intent is None:
             intent = _begun(session, pod, [one for one in manifests.disks_of(pod) if claims.is_held(session, one, vm)])
         pods.end(session, namespace, vm, is_name_needed=True)
-        # Do not wait any longer, because a VM that was shut down a moment ago would start but never become ready.
+        # Do not wait until the pod is ready, because if the VM was shut down just before, the pod starts but never
+        # becomes ready.
         carry_on(session, vm, intent, is_enough=pods.has_started)
     except VMNotFoundError:
         log.say(f"pod {vm}: it is not made again, since its VM is being deleted")
@@ -106,7 +108,7 @@ def carry_on(
     if secret is None:
         raise VMNotFoundError(f"cannot make the pod of {vm} again: its Secret is gone")
     body = msgspec.json.decode(base64.b64decode(secret["data"][manifests.POD]), type=Object)
-    # The recreation may have been interrupted long ago.
+    # The recreation may have been interrupted long ago, so mount only disks that are still attached to the VM.
     held = [disk for disk in intent.disks if claims.is_held(session, disk, vm)]
     body = manifests.with_disks(body, held)
     metadata = body["metadata"]
@@ -114,7 +116,8 @@ def carry_on(
     metadata["annotations"] = {**metadata["annotations"], **intent.annotations, names.RECREATED: "true"}
     made, _ = session.client.ensure(PODS, namespace, body)
     if session.client.find(SECRETS, namespace, vm) is None:
-        # delete_vm looks for the pod again after it has removed the Secret.
+        # The VM was deleted meanwhile, so remove the new pod. If it is deleted after this check, delete_vm removes the
+        # pod, because it looks for one again after it has removed the Secret.
         pods.end(session, namespace, vm, grace_s=1)
         raise VMNotFoundError(f"cannot make the pod of {vm} again: its VM was deleted meanwhile")
     timeout_s = session.config.timeouts.create_vm

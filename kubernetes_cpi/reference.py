@@ -24,12 +24,12 @@ _PORT: Final = "ports[]."
 
 
 def tables() -> str:
-    """Return all lists as Markdown."""
+    """Return all property lists as Markdown."""
     return "\n".join(f"### {title}\n\n{table(struct)}" for title, struct in TABLES.items())
 
 
 def table(struct: type[msgspec.Struct]) -> str:
-    """Return one list as Markdown: key, type and default, meaning.
+    """Return the property list of one struct as Markdown: key, type and default, meaning.
 
     The keys of a port appear only in the list of VM properties.
     """

@@ -1,6 +1,6 @@
 """Parser that converts documents to types. An unknown key is an error that suggests the most similar known key.
 
-The tables of properties are generated from the types. A field is documented where it is declared: ``Annotated[str,
+The property tables are generated from the types, so each field is documented in its declaration: ``Annotated[str,
 doc("...")]``.
 """
 

@@ -18,7 +18,7 @@ from kubernetes_cpi.manifests import Vm
 from kubernetes_cpi.session import Session
 
 MAX_NAME_CHARS: Final = 63
-"""Length of the name of a Service, a DNS label that begins with a letter."""
+"""Maximum length of a Service name, which must be a DNS label that begins with a letter."""
 
 
 def make(session: Session, vm: Vm) -> None:
@@ -71,7 +71,7 @@ def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> Non
     spec: Object = {
         "clusterIP": "None",
         "selector": {names.VM: vm, names.KIND: names.KIND_VM},
-        # Members of a cluster must find each other before they are ready.
+        # The instances of a clustered service must find each other before they are ready.
         "publishNotReadyAddresses": True,
     }
     labels = names.labels(names.KIND_INSTANCE, session.director, **{names.VM: vm})
@@ -85,7 +85,7 @@ def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> Non
 def instance_name(deployment: str, group: str, index: str) -> str:
     """Return the name of an instance as a valid DNS label.
 
-    If the parts have to be changed for that, a digest keeps it unique.
+    If the parts have to be changed to make them valid, a digest keeps the name unique.
     """
     text = f"{deployment}-{group}-{index}"
     if len(text) <= MAX_NAME_CHARS and re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", text):

@@ -1,4 +1,4 @@
-"""The context of a CPI method: the configuration, the cluster, and the caller."""
+"""The context in which a CPI method runs: the configuration, the cluster, and the caller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kubernetes_cpi.errors import CpiError, InputError
 
 
 class Session(msgspec.Struct, frozen=True):
-    """The cluster as seen by one request. ``request_id`` differs from call to call, and is "" if the CLI calls."""
+    """The context of one request. ``request_id`` differs from call to call, and is "" for requests from the CLI."""
 
     config: Config
     client: Client

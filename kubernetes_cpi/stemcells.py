@@ -18,10 +18,10 @@ REFERENCE: Final = (
     r"(?:(?:localhost|[-a-zA-Z0-9]+(?=[.:])(?:\.[-a-zA-Z0-9]+)*)(?::[0-9]+)?/)?"
     rf"{_PART}(?:/{_PART})*(?::[A-Za-z0-9_][-A-Za-z0-9_.]{{0,127}})?"
 )
-"""A registry, a path in lower case and a tag, as container runtimes read them."""
+"""An image reference of an optional registry, a path in lower case and a tag, parsed as container runtimes do."""
 
 ARCHITECTURES: Final = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
-"""Values of nodes' label `kubernetes.io/arch` by the words of stemcells."""
+"""Values of the node label `kubernetes.io/arch` by the architecture names used in stemcells."""
 
 
 def create(config: Config, _image_path: str | None, properties: dict[str, Any]) -> str:

@@ -49,12 +49,12 @@ GRACE_OF_FAILED_S: Final = 1
 
 
 BUS: Final = "to the bus|bus credentials"
-"""Text of the agent about its bus connection."""
+"""Regular expression for log lines of the agent about its bus connection."""
 REACHED: Final = "connected to the bus|does not know us|refuses our certificate|bus credentials"
-"""Text of an agent that has reached a server."""
+"""Regular expression for log lines of an agent that has reached a server."""
 BUS_PAUSE_S: Final = 0.2
 BOOT_S: Final = 2.0
-"""Seconds that an agent may need to reach the bus after its container has started. Most need less than one."""
+"""Seconds that an agent gets to reach the bus after its container has started. Most need less than one."""
 
 
 class Mbus(msgspec.Struct, frozen=True):
@@ -115,13 +115,14 @@ def create(
 def delete(session: Session, vm: Cid) -> None:
     """Delete a VM with all its objects except persistent disks.
 
-    The pod is ended before the helper pods that mount disks into it.
+    The pod is ended before the helper pods that mount disks into it, because those wait until it no longer uses the
+    disks.
     """
     namespace = session.namespace_of(vm)
     pod, secret = _checked(session, vm)
     pods.end(session, namespace, vm)
     _remove_belongings(session, vm, secret)
-    # The budget of a group outlives an evicted VM, because the Health Monitor will bring the VM back.
+    # Keep the group's budget if the VM was evicted, because the Health Monitor will recreate the VM.
     if pod is not None and not pods.is_ending(pod) and not pods.has_ended(pod):
         _fit_budget(session, pod)
     # A recreation that looked for the Secret before it was deleted may have created another pod.
@@ -173,7 +174,7 @@ def set_metadata(session: Session, vm: Cid, metadata: Object) -> None:
 
 
 def get(session: Session, vm: str) -> Object:
-    """Return the pod of a VM. ``VMNotFoundError`` without one."""
+    """Return the pod of a VM. Raises ``VMNotFoundError`` if there is none."""
     pod = session.find(PODS, vm, names.KIND_VM)
     if pod is None:
         raise VMNotFoundError(f"cannot find the VM {vm}: the namespace {session.namespace_of(vm)} has no such pod")
@@ -255,15 +256,15 @@ def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> No
     secret = manifests.secret(vm, settings, base)
     _, is_good = _ensured(session, SECRETS, vm.namespace, secret, _has_same_data)
     if not is_good:
-        # An earlier attempt with this agent id had other settings, and its pod uses those.
+        # An earlier attempt with this agent id had different settings, so end its pod, which uses them.
         pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
         session.client.delete(SECRETS, vm.namespace, vm.cid)
         session.client.ensure(SECRETS, vm.namespace, secret)
 
 
 def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
-    """Return the disks that the pod can mount from its creation on. attach_disk later adds those that another VM
-    uses.
+    """Return the disks that the pod can mount from its creation on. Those that another VM still uses are left to
+    attach_disk.
     """
     held = []
     for disk in disks:
@@ -338,9 +339,9 @@ def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
 
 
 def _until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> Object:
-    """Wait until the agent's log says that it has reached the bus, or until the pod is ready.
+    """Wait until the agent logs that it has reached the bus, or until the pod is ready.
 
-    The kubelet only probes once a second.
+    Both are checked, because the kubelet probes readiness only once a second.
     """
     begun, timeout_s = time.monotonic(), session.config.timeouts.create_vm
     state = pods.until_ready(session, vm.namespace, pod, timeout_s=timeout_s, is_enough=pods.has_started)
@@ -392,7 +393,7 @@ def _check_address(pod: Object, wanted: str) -> None:
 def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> None:
     """Remove the objects of a failed create_vm.
 
-    The label marks what could not be removed, so that it can be removed later.
+    Objects that could not be removed keep their label, so that delete_vm finds them later.
     """
     log.say(f"cannot create the VM: {why}; its objects are removed")
     try:
