@@ -27,7 +27,9 @@ class InUseError(CpiError):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A disk that a VM may mount as soon as the VMs in ``lingering`` have unmounted it. They are already detaching it."""
+    """A disk that a VM may mount as soon as the VMs in ``lingering``, which are already detaching it, have unmounted
+    it.
+    """
 
     lingering: list[str]
     detached_from: str
