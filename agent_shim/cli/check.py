@@ -25,6 +25,7 @@ from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm import config
+from agent_shim.supervisor.bpm.calls import bpm_call
 from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.monit.ast import Check, Connection, Ignored, MonitFile
 from agent_shim.supervisor.monit.rules import UNSPOKEN_PROTOCOLS
@@ -142,7 +143,7 @@ def _job_of(file: Path) -> str:
 def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
     """Name the processes that the programs of a check start although the bpm.yml of their job does not define them."""
     for verb, program in (("start", check.start), ("stop", check.stop)):
-        call = plan.bpm_call(program.argv) if program is not None else None
+        call = bpm_call(program.argv) if program is not None else None
         if call is None:
             continue
         home = file.absolute().parent

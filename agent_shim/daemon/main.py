@@ -31,7 +31,7 @@ from agent_shim.host import daemon_thread, files, process, reaper, sd_notify, wa
 from agent_shim.services.settings_store import SettingsStore
 from agent_shim.services.state_backup import StateBackup
 from agent_shim.services.volume_lease import VolumeLeases, exclusive_agent
-from agent_shim.supervisor.bpm import bpm_api
+from agent_shim.supervisor import bpm_api
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from agent_shim.edges import alerts, control_server, mail, monit_http
 from agent_shim.host import clock, daemon_thread, files, process, reaper, sd_notify, watchdog
 from agent_shim.services.vitals import Vitals
 from agent_shim.services.volume_lease import exclusive_agent
-from agent_shim.supervisor.bpm import bpm_api
-from agent_shim.supervisor.monit import control_file, monit_api
+from agent_shim.supervisor import bpm_api, monit_api
+from agent_shim.supervisor.monit import control_file
 from agent_shim.supervisor.state import MONITORED
 from agent_shim.supervisor.supervisor import Event, Saved, Supervisor, Timing
 
@@ -235,7 +235,7 @@ class MonitDaemon:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer the command ``monit`` and clients of its API (see ``supervisor.monit.monit_api``)."""
+        """Answer the command ``monit`` and clients of its API (see ``supervisor.monit_api``)."""
         if asked := {"reload": self._reload, "quit": self._stop}.get(str(request.get("action"))):
             asked.set()
             found: dict[str, Any] = {"services": []}

@@ -57,7 +57,7 @@ from agent_shim.services.trusted_cas import TrustedCas
 from agent_shim.services.users import Users
 from agent_shim.services.vitals import Vitals
 from agent_shim.services.volume_lease import VolumeLeases
-from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import Event, Supervisor
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ class Runtime:
         return msgspec.json.encode(message)
 
     async def answer_monit(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer the command ``monit`` and clients of its API (see ``supervisor.monit.monit_api``)."""
+        """Answer the command ``monit`` and clients of its API (see ``supervisor.monit_api``)."""
         obstacle = "" if self.phase == "running" else self.phase
         found = await monit_api.answer(self.agent.supervisor, request, obstacle=obstacle)
         return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}

@@ -16,7 +16,7 @@ from agent_shim.core.spec import ApplySpec
 from agent_shim.daemon.runtime import Runtime, is_https
 from agent_shim.edges import metrics
 from agent_shim.host import files
-from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
 
 _WORDS: Final = re.compile(r"( Jobs: [\w, .-]+?\.) [\w.-]+: .*", re.DOTALL)

@@ -12,7 +12,7 @@ import time
 from typing import Protocol
 
 from agent_shim.host.process import Process
-from agent_shim.supervisor.bpm.runner import Bpm
+from agent_shim.supervisor.bpm_runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, last_word
 from agent_shim.supervisor.ownership.process_finder import LateError, Timing
 from agent_shim.supervisor.plan import ProcessSpec

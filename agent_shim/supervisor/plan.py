@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor import posix_regex
+from agent_shim.supervisor.bpm.calls import BpmCall, bpm_call, bpm_label
 from agent_shim.supervisor.monit import ast as values
 from agent_shim.supervisor.monit import parser
+from agent_shim.supervisor.monit.ast import JobFile
 
 VCAP: Final = "vcap"
 """The group of services that the Director starts, stops and reports. Services of other groups are supervised as
@@ -24,27 +25,6 @@ MAX_FILES: Final = 100
 """Maximum number of monit files of one job."""
 
 NEVER_RESTARTED: Final = "restart when it ends (it has no stop program)"
-
-_BPM: Final = ("/jobs/bpm/bin/bpm", "/packages/bpm/bin/bpm")
-_FLAG: Final = r"(?:-p\0|-p=?|--process\0|--process=)"
-_BPM_ARGUMENTS: Final = rf"(?:{_FLAG}(?P<before>[^\0]+)\0)?(?P<job>[^-\0][^\0]*)(?:\0{_FLAG}(?P<after>[^\0]+))?"
-"""Arguments of ``bpm start`` and ``bpm stop``, joined by NUL."""
-
-
-class JobFile(msgspec.Struct, frozen=True):
-    """A monit file of a job. ``name`` is empty for ``monit`` and ``x`` for ``x.monit``."""
-
-    job: str
-    name: str
-    text: str
-
-
-class BpmCall(msgspec.Struct, frozen=True):
-    """A call ``bpm start JOB -p PROCESS``, or the same with ``stop``."""
-
-    verb: Literal["start", "stop"]
-    job: str
-    process: str
 
 
 class RestartLimit(msgspec.Struct, frozen=True):
@@ -141,20 +121,6 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     def is_vcap(self) -> bool:
         """True if the Director manages the service."""
         return VCAP in self.groups
-
-
-def bpm_label(job: str, process: str) -> str:
-    """Return the label of a process of bpm.yml."""
-    return f"bpm/{job}/{process}"
-
-
-def bpm_call(argv: Sequence[str]) -> BpmCall | None:
-    """Parse a bpm start or stop command. Return None for any other command."""
-    if len(argv) < 3 or not argv[0].endswith(_BPM) or argv[1] not in ("start", "stop"):
-        return None
-    found = re.fullmatch(_BPM_ARGUMENTS, "\0".join(argv[2:]))
-    verb: Literal["start", "stop"] = "start" if argv[1] == "start" else "stop"
-    return BpmCall(verb, found["job"], found["before"] or found["after"] or found["job"]) if found else None
 
 
 def plan(

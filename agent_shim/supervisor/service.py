@@ -24,7 +24,7 @@ from agent_shim.host import guarded, proc, watchdog
 from agent_shim.host.descriptors import closing
 from agent_shim.host.process import Process
 from agent_shim.supervisor import event_kinds
-from agent_shim.supervisor.bpm.runner import Bpm
+from agent_shim.supervisor.bpm_runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.event_kinds import Complaint
 from agent_shim.supervisor.history import History

@@ -26,15 +26,16 @@ from agent_shim.host import clock, files, proc
 from agent_shim.host.keeper import shortened
 from agent_shim.host.process import Process
 from agent_shim.supervisor import plan
-from agent_shim.supervisor.bpm.runner import Bpm
+from agent_shim.supervisor.bpm.calls import bpm_label
+from agent_shim.supervisor.bpm_runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.history import Happening
+from agent_shim.supervisor.monit.ast import JobFile
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.keepers import Keepers, Left
 from agent_shim.supervisor.ownership.process_finder import Timing
 from agent_shim.supervisor.ownership.tie import was_written_after
-from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
 from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
@@ -212,7 +213,7 @@ class Supervisor:
         while True:
             begun_at = time.monotonic()
             for kill in await asyncio.to_thread(self.bpm.kill_hogs):
-                label = plan.bpm_label(kill.job, kill.process)
+                label = bpm_label(kill.job, kill.process)
                 names = [service.name for service in self._services.values() if label in service.spec.labels]
                 used, limit = (f"{size / (1 << 20):.1f} MiB" for size in (kill.used, kill.limit))
                 what = f"process {kill.process} of job {kill.job}"

@@ -19,6 +19,7 @@ from agent_shim.host import command
 from agent_shim.services.trusted_cas import TrustedCas
 from agent_shim.supervisor import plan, supervisor
 from agent_shim.supervisor.monit import parser
+from agent_shim.supervisor.monit.ast import JobFile
 from tests.support import jobs
 from tests.support.waiting import until
 from tests.support.world import World
@@ -281,7 +282,7 @@ async def test_a11_monit_files_above_their_limits_fail_only_their_jobs(
     """Parsing a megabyte blocked the event loop for 17 s. Now it is rejected, and the rest is parsed in a thread."""
     threads = set()
 
-    def planned(files: Sequence[plan.JobFile], **options: Any) -> tuple[plan.ProcessSpec, ...]:
+    def planned(files: Sequence[JobFile], **options: Any) -> tuple[plan.ProcessSpec, ...]:
         threads.add(threading.current_thread())
         return plan_of(files, **options)
 

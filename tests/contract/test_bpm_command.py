@@ -18,7 +18,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.edges import control_server
 from agent_shim.host import proc, process
 from agent_shim.services.bundles import install_bpm_wrapper
-from agent_shim.supervisor.bpm import bpm_api
+from agent_shim.supervisor import bpm_api
 from tests.support import bpm_keys
 from tests.support.programs import end_kept, is_alive
 from tests.support.terminals import Terminal

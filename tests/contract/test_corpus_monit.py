@@ -6,7 +6,8 @@ import pytest
 
 from agent_shim.cli import check
 from agent_shim.supervisor.monit import parser
-from agent_shim.supervisor.plan import JobFile, plan
+from agent_shim.supervisor.monit.ast import JobFile
+from agent_shim.supervisor.plan import plan
 from tests.support import corpus, monit_render
 
 ENTRIES = corpus.entries("monit")

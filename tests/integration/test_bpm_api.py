@@ -11,9 +11,9 @@ from unittest.mock import ANY, AsyncMock
 import pytest
 
 from agent_shim.host import proc, sandbox
-from agent_shim.supervisor.bpm import bpm_api
+from agent_shim.supervisor import bpm_api
 from agent_shim.supervisor.bpm.config import Volume
-from agent_shim.supervisor.bpm.runner import Bpm
+from agent_shim.supervisor.bpm_runner import Bpm
 from tests.support.programs import is_alive
 from tests.support.programs.jobs import World
 from tests.support.waiting import until

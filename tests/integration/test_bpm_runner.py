@@ -20,9 +20,9 @@ from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.host import capabilities, clock, files, job_cgroups, proc, process, sandbox, sandbox_exec
 from agent_shim.host.process import Process
-from agent_shim.supervisor.bpm import runner
+from agent_shim.supervisor import bpm_runner
+from agent_shim.supervisor.bpm.calls import BpmCall, bpm_label
 from agent_shim.supervisor.ctl_programs import Programs
-from agent_shim.supervisor.plan import BpmCall, bpm_label
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs import is_alive, number_in
 from tests.support.programs.jobs import World, in_state, info
@@ -153,8 +153,8 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
     world: World, monkeypatch: pytest.MonkeyPatch, has_time: bool
 ) -> None:
     """The wait for a signal ends once the process has printed its name. If no time is left, it is not waited for."""
-    monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 3600.0)
-    monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(bpm_runner, "SIGNAL_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(bpm_runner, "QUIT_TIMEOUT_S", 3600.0)
     file = job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
     wait, unsaid = Process.wait, ["TERM", "QUIT"]
 
@@ -532,7 +532,7 @@ def test_bpm_process_of_root_keeps_only_the_configured_capabilities(
     monkeypatch.setattr(capabilities, "privileges", lambda: held)
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
-    bpm = runner.Bpm(world.paths, Programs(world.paths), user=user, is_strict=True)
+    bpm = bpm_runner.Bpm(world.paths, Programs(world.paths), user=user, is_strict=True)
     isolation = sandbox.Isolation(3, "", memory=False, processes=False)
     order = bpm.order("web", bpm.definition("web", "web"), isolation)
 
@@ -589,7 +589,7 @@ async def test_memory_kill_outlives_its_cgroup_and_counts_for_one_exit(
             counted.append((6, 78) if kept else (1, 78))
         assert [bpm.was_killed_for_memory(START) for _ in range(2)] == [is_next_killed, False]
         peaks = [77, 78] if is_next_killed else [77]
-        assert bpm.kill_hogs() == [runner.MemoryKill("web", "web", peak, 64 << 20) for peak in peaks]
+        assert bpm.kill_hogs() == [bpm_runner.MemoryKill("web", "web", peak, 64 << 20) for peak in peaks]
         assert bpm.kill_hogs() == []
 
 
@@ -706,7 +706,7 @@ os.execv("/bin/sleep", ["sleep", "600"])
 @needs_landlock
 async def test_isolated_bpm_process_sees_only_the_paths_of_bpm(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """At level 2 it can open only its own files, and cannot signal or read processes outside."""
-    monkeypatch.setattr(runner, "SCRATCH", ("/dev", "/proc"))  # the scratch tree of the test is itself in /tmp
+    monkeypatch.setattr(bpm_runner, "SCRATCH", ("/dev", "/proc"))  # the scratch tree of the test is itself in /tmp
     script = world.paths.jobs / "web/look.py"
     extra = world.base / "extra"
     volumes = f"  ephemeral_disk: true\n  additional_volumes: [{{path: {extra}, writable: true}}]\n"

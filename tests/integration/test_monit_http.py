@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agent_shim.edges import monit_http
-from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.instance import World as Instance
 from tests.support.ports import free_port

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from agent_shim.edges import control_server
 from agent_shim.host import process
-from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until

@@ -16,7 +16,7 @@ import pytest
 
 from agent_shim.edges.alerts import alert_of
 from agent_shim.edges.monit_text import words
-from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import files, proc, process, reaper
-from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.ownership.process_finder import ProcessFinder
 from agent_shim.supervisor.ownership.process_record import ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec

@@ -546,7 +546,7 @@ def test_bpm_volume_may_be_the_root_directory(inside: Inside, level: int, is_wri
 
 
 PACKAGE_IN_PLACE = """
-from agent_shim.supervisor.plan import BpmCall
+from agent_shim.supervisor.bpm.calls import BpmCall
 there = paths.base / "release/packages/far"
 shutil.rmtree(there, ignore_errors=True)
 (there / "bin").mkdir(parents=True)
@@ -574,7 +574,7 @@ def test_bpm_job_can_run_packages_of_a_standalone_directory(inside: Inside, leve
 
 
 ALL_JOBS = """
-from agent_shim.supervisor.plan import BpmCall
+from agent_shim.supervisor.bpm.calls import BpmCall
 rendered = paths.data / "jobs/web/1"
 rendered.parent.mkdir(parents=True)
 (paths.jobs / "web").rename(rendered)

@@ -24,7 +24,7 @@ processes:
   ephemeral_disk: true
 ''')
 import textwrap
-from agent_shim.supervisor.plan import BpmCall
+from agent_shim.supervisor.bpm.calls import BpmCall
 call = BpmCall("start", "web", "web")
 await supervisor.bpm.run(call, [], {})
 home = paths.data / "web"
@@ -154,7 +154,7 @@ processes:
   executable: /bin/sh
   args: [-c, "cd /var/vcap/sys/log/web; cat NAME; mv -f post-start.stdout.log NAME; echo done"]
 ''')
-from agent_shim.supervisor.plan import BpmCall
+from agent_shim.supervisor.bpm.calls import BpmCall
 call = BpmCall("start", "web", "web")
 secret = paths.sys / "log/web/post-start.stdout.log"
 await supervisor.bpm.run(call, [], {})
@@ -196,7 +196,7 @@ print(said(socket.socket(socket.AF_UNIX).connect, "/var/vcap/data/tools/sock"))
 """
 REACHES = """
 import socket
-from agent_shim.supervisor.plan import BpmCall
+from agent_shim.supervisor.bpm.calls import BpmCall
 (paths.data / "shown/reaching.py").write_text(REACHING)
 own, sock = paths.data / "tools/own", paths.data / "tools/sock"
 own.write_text("of another job")
@@ -235,7 +235,7 @@ SHELL = """
 import fcntl, pty, struct, termios, msgspec
 from agent_shim.edges import control_server
 from agent_shim.services.bundles import install_bpm_wrapper
-from agent_shim.supervisor.bpm import bpm_api
+from agent_shim.supervisor import bpm_api
 install_bpm_wrapper(paths)
 
 async def answer(request, _line, _peer):

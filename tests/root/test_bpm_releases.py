@@ -21,7 +21,7 @@ AGENT = """
 import msgspec, socket, textwrap
 from agent_shim.edges import control_server
 from agent_shim.services.bundles import install_bpm_wrapper
-from agent_shim.supervisor.bpm import bpm_api
+from agent_shim.supervisor import bpm_api
 install_bpm_wrapper(paths)
 for name in ("web", "other"):
     shutil.rmtree(paths.jobs / name)

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from agent_shim.edges import monit_http, monit_text
 from agent_shim.host import process
-from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import JobFile
 from tests.support.programs.jobs import FAST, World
 

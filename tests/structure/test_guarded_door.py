@@ -246,7 +246,7 @@ RAW: Mapping[str, Raw] = {
     ),
     "services.sshd": Raw(OWN, frozenset({"Sshd._have_host_key", "Sshd._log_size"})),
     "daemon.standalone": Raw(NAMED, frozenset({"Standalone._holds", "_members", "_version"})),
-    "supervisor.bpm.runner": Raw(
+    "supervisor.bpm_runner": Raw(
         "bpm.yml is in a bundle; volumes are looked for, and opened by the jail",
         frozenset(
             {

@@ -18,7 +18,7 @@ PLACES: Mapping[str, str] = {
     "host.host_stats": "reads what is of the machine below the root that tests give it",
     "host.pseudo_terminal": "opens a pseudo-terminal in the root of a process that an operator asked for",
     "services.disks.mounting": "refuses it as the place of a disk",
-    "supervisor.bpm.runner": "names it as a place of a jail",
+    "supervisor.bpm_runner": "names it as a place of a jail",
 }
 """Modules that may contain such a text, and the reason."""
 

@@ -47,9 +47,8 @@ from agent_shim.edges.bus import tls
 from agent_shim.host import mounts, proc
 from agent_shim.services import dns, trusted_cas, volume_lease
 from agent_shim.services.disks import hints, markers
-from agent_shim.supervisor import service, supervisor
-from agent_shim.supervisor.bpm import bpm_api, config
-from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor import bpm_api, monit_api, service, supervisor
+from agent_shim.supervisor.bpm import config
 from agent_shim.supervisor.monit import parser as monitrc
 from agent_shim.supervisor.ownership import process_record
 

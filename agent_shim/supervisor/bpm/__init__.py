@@ -1,1 +1,1 @@
-"""Support for bpm: reads bpm.yml and runs its processes without runc."""
+"""The languages of bpm: bpm.yml, and the commands ``bpm start`` and ``bpm stop`` in monit files."""

@@ -1,1 +1,1 @@
-"""The monit control language: parser, and requests of the ``monit`` command."""
+"""The monit control language: lexer, parsers, and the values that they return."""

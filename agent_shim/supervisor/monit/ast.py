@@ -222,8 +222,16 @@ class Ignored(_Placed, frozen=True):
         return " ".join(words[: 3 if words[1].lower() in ("changed", "failed", "not") else 2])
 
 
+class JobFile(msgspec.Struct, frozen=True):
+    """A monit file of a job. ``name`` is empty for ``monit`` and ``x`` for ``x.monit``."""
+
+    job: str
+    name: str
+    text: str
+
+
 class MonitFile(_Placed, frozen=True):
-    """A control file. ``ignored`` lists the statements outside checks first."""
+    """A parsed control file. ``ignored`` lists the statements outside checks first."""
 
     services: tuple[Check, ...] = ()
     ignored: tuple[Ignored, ...] = ()

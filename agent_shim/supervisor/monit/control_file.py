@@ -23,8 +23,8 @@ import msgspec
 from agent_shim.core.errors import ConfigError
 from agent_shim.host import files
 from agent_shim.supervisor.monit import parser
+from agent_shim.supervisor.monit.ast import JobFile
 from agent_shim.supervisor.monit.reader import Reader
-from agent_shim.supervisor.plan import JobFile
 
 logger = logging.getLogger(__name__)
 

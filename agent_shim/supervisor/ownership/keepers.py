@@ -1,8 +1,8 @@
 """The keepers of one supervisor. They tell to whom a process belongs, and end all processes of a service.
 
 Each program runs below a keeper of its own (``host.keeper``), whose label names the owner: a service, a process of
-bpm.yml (``plan.bpm_label``), or the scripts or the rules of a job. All descendants of a keeper belong to its label.
-They cannot leave the keeper, so nothing else has to be known about a process.
+bpm.yml (``bpm.calls.bpm_label``), or the scripts or the rules of a job. All descendants of a keeper belong to its
+label. They cannot leave the keeper, so nothing else has to be known about a process.
 """
 
 from __future__ import annotations

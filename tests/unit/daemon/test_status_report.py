@@ -17,8 +17,8 @@ from agent_shim.core.settings import Mbus
 from agent_shim.core.spec import ApplySpec
 from agent_shim.daemon import status_report
 from agent_shim.daemon.runtime import Runtime
+from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.history import Happening
-from agent_shim.supervisor.monit import monit_api
 
 
 def live(tmp_path: Path, **others: Any) -> Runtime:

@@ -12,8 +12,9 @@ import pytest
 from agent_shim.host import guarded, trusted_path
 from agent_shim.supervisor import path_checks
 from agent_shim.supervisor.monit import parser
+from agent_shim.supervisor.monit.ast import JobFile
 from agent_shim.supervisor.path_checks import PathWatch
-from agent_shim.supervisor.plan import JobFile, plan
+from agent_shim.supervisor.plan import plan
 
 
 @pytest.fixture

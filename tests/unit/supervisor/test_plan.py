@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agent_shim.supervisor.monit import control_file, parser
-from agent_shim.supervisor.monit.ast import Action, Program
-from agent_shim.supervisor.plan import (
-    MAX_FILES,
-    BpmCall,
-    JobFile,
-    ProcessSpec,
-    RestartLimit,
-    bpm_call,
-    plan,
-)
+from agent_shim.supervisor.monit.ast import Action, JobFile, Program
+from agent_shim.supervisor.plan import MAX_FILES, ProcessSpec, RestartLimit, plan
 
 WEB = """
 check process web
@@ -219,29 +211,6 @@ def test_dependency_cycle_fails_one_job() -> None:
 def test_failing_process_does_not_use_a_name_in_use() -> None:
     """A process of another job may have the name of the job that fails."""
     assert names(JobFile("one", "", check("two")), JobFile("two", "", "nonsense")) == ["two", "two-monit"]
-
-
-BPM = "/var/vcap/jobs/bpm/bin/bpm"
-
-
-@pytest.mark.parametrize(
-    ("argv", "call"),
-    [
-        ((BPM, "start", "web"), BpmCall("start", "web", "web")),
-        ((BPM, "stop", "web"), BpmCall("stop", "web", "web")),
-        ((BPM, "start", "web", "-p", "worker"), BpmCall("start", "web", "worker")),
-        ((BPM, "start", "-p", "worker", "web"), BpmCall("start", "web", "worker")),
-        (("/var/vcap/packages/bpm/bin/bpm", "stop", "web", "--process=worker"), BpmCall("stop", "web", "worker")),
-        ((BPM, "start"), None),
-        ((BPM, "run", "web"), None),
-        ((BPM, "start", "web", "worker"), None),
-        ((BPM, "start", "-p", "worker"), None),
-        (("/var/vcap/jobs/web/bin/ctl", "start", "web"), None),
-    ],
-)
-def test_plan_recognizes_bpm_start_and_stop_commands(argv: tuple[str, ...], call: BpmCall | None) -> None:
-    """Without a process name, the process is the job's own."""
-    assert bpm_call(argv) == call
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ import pytest
 from msgspec.structs import replace
 
 from agent_shim.core.errors import HostError
+from agent_shim.supervisor.bpm.calls import BpmCall
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
 from agent_shim.supervisor.monit.ast import ALERT, Action, Connection, Limit, Program, Rule
 from agent_shim.supervisor.ownership.ending import Code, Ending, Signal
 from agent_shim.supervisor.ownership.keepers import Left
-from agent_shim.supervisor.plan import BpmCall, ProcessSpec, RestartLimit
+from agent_shim.supervisor.plan import ProcessSpec, RestartLimit
 from agent_shim.supervisor.service import Event, Record, Service, StopRequest
 from agent_shim.supervisor.state import State, Trigger
 from tests.support.played import SPEC, START_TAKES, TIMING, Machine, played, service_on

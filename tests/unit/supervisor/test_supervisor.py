@@ -19,8 +19,8 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import clock, proc
 from agent_shim.supervisor import plan
 from agent_shim.supervisor import supervisor as supervisors
-from agent_shim.supervisor.bpm.runner import MemoryKill
-from agent_shim.supervisor.plan import JobFile
+from agent_shim.supervisor.bpm_runner import MemoryKill
+from agent_shim.supervisor.monit.ast import JobFile
 from agent_shim.supervisor.service import Event, Service, StopRequest
 from agent_shim.supervisor.state import State
 from agent_shim.supervisor.supervisor import SCHEMA, Supervisor, read_saved

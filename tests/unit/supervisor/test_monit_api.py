@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent_shim.supervisor.monit import monit_api
+from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.process_stats import ProcessInfo, ServiceInfo
 
 ALL = ["Web", "db", "own"]

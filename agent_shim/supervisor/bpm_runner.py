@@ -32,10 +32,10 @@ from agent_shim.core.paths import VCAP, Paths
 from agent_shim.host import capabilities, clock, files, guarded, job_cgroups, keeper, proc, process, trusted_path
 from agent_shim.host.descriptors import closing
 from agent_shim.host.keeper import shortened
+from agent_shim.supervisor.bpm.calls import BpmCall, bpm_label
 from agent_shim.supervisor.ctl_programs import Programs, last_line
 from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.process_record import Identity
-from agent_shim.supervisor.plan import BpmCall, bpm_label
 
 if TYPE_CHECKING:
     # These are imported on use, because an agent without bpm jobs needs neither YAML nor ctypes.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.host import proc
-from agent_shim.supervisor.bpm.runner import Bpm, UnknownProcessError
-from agent_shim.supervisor.plan import BpmCall
+from agent_shim.supervisor.bpm.calls import BpmCall
+from agent_shim.supervisor.bpm_runner import Bpm, UnknownProcessError
 
 if TYPE_CHECKING:
     from agent_shim.supervisor.bpm import config

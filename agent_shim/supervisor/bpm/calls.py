@@ -1,0 +1,36 @@
+"""Parses the start and stop commands of monit files that call bpm. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import msgspec
+
+_BPM: Final = ("/jobs/bpm/bin/bpm", "/packages/bpm/bin/bpm")
+_FLAG: Final = r"(?:-p\0|-p=?|--process\0|--process=)"
+_ARGUMENTS: Final = rf"(?:{_FLAG}(?P<before>[^\0]+)\0)?(?P<job>[^-\0][^\0]*)(?:\0{_FLAG}(?P<after>[^\0]+))?"
+"""Arguments of ``bpm start`` and ``bpm stop``, joined by NUL."""
+
+
+class BpmCall(msgspec.Struct, frozen=True):
+    """A call ``bpm start JOB -p PROCESS``, or the same with ``stop``."""
+
+    verb: Literal["start", "stop"]
+    job: str
+    process: str
+
+
+def bpm_call(argv: Sequence[str]) -> BpmCall | None:
+    """Parse a bpm start or stop command. Return None for any other command."""
+    if len(argv) < 3 or not argv[0].endswith(_BPM) or argv[1] not in ("start", "stop"):
+        return None
+    found = re.fullmatch(_ARGUMENTS, "\0".join(argv[2:]))
+    verb: Literal["start", "stop"] = "start" if argv[1] == "start" else "stop"
+    return BpmCall(verb, found["job"], found["before"] or found["after"] or found["job"]) if found else None
+
+
+def bpm_label(job: str, process: str) -> str:
+    """Return the label of a process of bpm.yml."""
+    return f"bpm/{job}/{process}"
