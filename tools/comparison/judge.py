@@ -278,8 +278,10 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         verdict.not_played = f"Go agent: {go['error']}; this agent: {shim['error']}"[:300]
     lives = [{phase["name"]: phase for phase in life["phases"]} for life in (go, shim)]
     verdict.not_played = verdict.not_played or _obstacle(*lives)
-    late = next((phase for life in lives for phase in _late_phases(life)), "")
-    if any(life.get("waited", 0) > BUSY_WAIT for life in (go, shim)) and (late or go["error"] or shim["error"]):
+    # an agent that was not kept waiting itself is late for another reason
+    slowed = [played for life, played in zip((go, shim), lives, strict=True) if life.get("waited", 0) > BUSY_WAIT]
+    late = next((phase for played in slowed for phase in _late_phases(played)), "")
+    if late or (slowed and (go["error"] or shim["error"])):
         verdict.is_busy = True
         verdict.not_played = verdict.not_played or f"no answer in time: {late}"
     for one in [] if verdict.not_played else _differences(*lives):
