@@ -1,1 +1,1 @@
-"""Shared parts of tests: real servers, real peers, private directories."""
+"""Shared test helpers: real servers, real peers and private directories."""

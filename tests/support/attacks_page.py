@@ -24,12 +24,15 @@ ATTACKERS: Final[Mapping[str, str]] = {
     "settings": "Mistakes in settings",
     "a worker": "Defects of workers",
 }
-"""The words with which an attack begins, and the heading of its section."""
+"""Maps the words with which the description of an attack begins to the heading of its section."""
 
 
 @cache
 def attacks() -> Mapping[str, set[str]]:
-    """Return every attack that a test or a chaos case performs, with the names of the tests. Nothing is imported."""
+    """Return every attack that a test or a chaos case performs, with the names of the tests.
+
+    The source files are parsed, not imported.
+    """
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for name, attack in marks_in(path.read_text()):
@@ -40,7 +43,7 @@ def attacks() -> Mapping[str, set[str]]:
 def marks_in(source: str) -> Iterator[tuple[str, str]]:
     """Yield the name and the attack of each test and case that performs one.
 
-    Raises ``ValueError`` if the marker is not a text.
+    Raises ``ValueError`` if the marker's argument is not a string literal.
     """
     if "attack" not in source:
         return

@@ -1,5 +1,6 @@
-"""How far each key of bpm.yml is supported at each isolation level: the table of docs/bpm.md, which the root ring
-verifies.
+"""How far each bpm.yml key is supported at each isolation level.
+
+docs/bpm.md contains this as a table, and tests in ``tests/root`` verify it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HONOURED: Final[Mapping[str, tuple[str, str, str]]] = {
     "unsafe.host_pid_namespace": ("yes", "yes: may signal; every process sees all others", "always on"),
     "shutdown_signal": ("yes", "yes", "yes"),
 }
-"""Support for each key in levels 1, 2 and 3."""
+"""Support for each key at isolation levels 1, 2 and 3."""
 
 
 def table() -> str:

@@ -1,4 +1,4 @@
-"""The nats-server of the demonstration with further settings, and the faults that a server can have."""
+"""The demo's nats-server with additional settings, and ways to make it fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NatsServer(broker.NatsServer):
         return self._running.pid
 
     async def add_agents(self, agent_ids: Iterable[str], *, bootstrap: bool = True) -> None:
-        """Admit many agents with a single reload."""
+        """Add many agents to the server's users with a single reload."""
         self._agents.update(dict.fromkeys(agent_ids, (bootstrap, True)))
         await self.reload()
 
@@ -53,7 +53,7 @@ class NatsServer(broker.NatsServer):
         await self.reload()
 
     async def kill(self) -> None:
-        """Kill the server."""
+        """"""
         if self._process is not None:
             self._process.send(signal.SIGKILL)
             await self._process.wait()

@@ -33,11 +33,12 @@ FAST = Timing(
     unreachable=20.0,
     goodbye=0.2,
 )
-"""The timing of the bus in tests: short for everything that is waited for, long for everything that is only a limit."""
+"""Bus timing for tests: short for delays that tests have to sit out, long for limits that are normally never reached.
+"""
 
 
 async def echo(data: bytes) -> tuple[str, bytes] | None:
-    """Answers a request with its method. ``sleep`` with one argument first sleeps that many seconds."""
+    """Answer a request with the name of its method. The method ``sleep`` first sleeps for its argument in seconds."""
     request = json.loads(data)
     if request["method"] == "sleep":
         await asyncio.sleep(request["arguments"][0])
@@ -48,7 +49,7 @@ async def echo(data: bytes) -> tuple[str, bytes] | None:
 async def on_bus(
     mbus: Mbus, agent_id: str = "agent", handle: Handle = echo, *, timing: Timing = FAST, **options: Any
 ) -> AsyncIterator[NatsBus]:
-    """Run a ``NatsBus`` for the duration of the block. It need not be connected at the beginning."""
+    """Run a ``NatsBus`` for the duration of the block. The block may start before the bus is connected."""
     bus = NatsBus(agent_id, mbus, handle, timing=timing, **options)
     running = asyncio.create_task(bus.run(), name="bus")
     try:
@@ -72,7 +73,7 @@ class Talk:
 
 @asynccontextmanager
 async def talking(where: Path, *, agent_id: str = "agent", **options: Any) -> AsyncIterator[Talk]:
-    """Start a server, an agent on it that echoes, a Director and a Health Monitor."""
+    """Start a server, and connect an agent that echoes requests, a Director and a Health Monitor."""
     async with NatsServer(where) as server:
         await server.add_agent(agent_id)
         async with (
@@ -97,7 +98,7 @@ def sockets_to(port: int) -> set[Any]:
 
 
 class Wire:
-    """One connection of a client as a server sees it after TLS: it receives lines and sends bytes."""
+    """A client's connection from the point of view of the server, after the TLS handshake."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.lines: list[str] = []
@@ -108,14 +109,15 @@ class Wire:
         self._writer.write(data)
 
     async def push(self, data: bytes) -> None:
-        """Send, and wait until the client has taken it."""
+        """Send data and wait until the client has received it."""
         self._writer.write(data)
-        # Without a turn of the event loop, which notices that the connection is lost, drain() accepts data forever.
+        # The event loop has to run once to notice that the connection is lost. Otherwise drain() would accept data
+        # forever.
         await asyncio.sleep(0)
         await self._writer.drain()
 
     async def expect(self, start: str) -> str:
-        """Return the next line, which must begin with this text."""
+        """Return the next line, which must begin with ``start``."""
         line = (await self._reader.readuntil(b"\r\n")).decode().rstrip("\r\n")
         self.lines.append(line)
         assert line.startswith(start), f"{start!r} expected, not {line!r}"
@@ -125,7 +127,7 @@ class Wire:
         return (await self._reader.readexactly(size + 2))[:-2]
 
     async def greet(self) -> None:
-        """Perform the handshake up to the confirmed subscription."""
+        """Perform the NATS handshake until the client's subscription is confirmed."""
         await self.expect("CONNECT ")
         await self.expect("PING")
         self.send(b"PONG\r\n")
@@ -191,7 +193,7 @@ class FakeServer:
 
 @asynccontextmanager
 async def facing(*scripts: Script, info: bytes = INFO, **options: Any) -> AsyncIterator[NatsBus]:
-    """Return a bus whose server runs these scripts."""
+    """Run a bus that is connected to a ``FakeServer`` with these scripts."""
     fake = FakeServer(*scripts, info=info, authority=Authority())
     async with fake.serving() as server, on_bus(server.mbus, **options) as bus:
         yield bus

@@ -11,7 +11,7 @@ from agent_shim.cli import commands
 def tables() -> str:
     """Return a section for each command, in the order of ``--help``.
 
-    ``-b``, which most commands have, is described on the page.
+    ``-b``, which most commands have, is left out because the page describes it once.
     """
     return "\n".join(_section(name, parser) for name, parser in parsers().items())
 

@@ -24,7 +24,7 @@ def answering(base: Path, reply: Callable[[dict[str, Any]], Any]) -> Iterator[No
         while True:
             try:
                 connection, _ = server.accept()
-            except OSError:  # the socket was shut down
+            except OSError:  # the socket was shut down at the end of the block
                 return
             with connection, connection.makefile("rb") as lines:
                 connection.sendall(msgspec.json.encode(reply(msgspec.json.decode(lines.readline()))) + b"\n")

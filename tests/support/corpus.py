@@ -1,4 +1,4 @@
-"""The corpus in ``tests/data/corpus`` of real control files and of requests from a real Director."""
+"""The corpus in ``tests/data/corpus``: control files of real releases, and requests from a real Director."""
 
 from __future__ import annotations
 

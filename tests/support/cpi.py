@@ -1,7 +1,7 @@
-"""How each CPI treats its containers: its settings file, the places of its disks, and the way it attaches one.
+"""How each CPI treats its containers: where it writes the settings, where it mounts disks, and how it attaches them.
 
-Names, paths and modes are those of the CPIs. Paths at the top of their file trees are prefixed with ``/mnt``, because
-test machines cannot create directories there.
+Names, paths and modes are the ones that the CPIs use, except that their top-level directories are moved below ``/mnt``,
+because test machines cannot create any in their root directory.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ Deliver = Callable[[Machine, str, Document], None]
 
 
 def put(machine: Machine, path: str, document: Document) -> None:
-    """Write into the root file system, readable only by root."""
+    """Write the file into the root file system, readable only by root."""
     machine.write(path, document, mode=0o640)
 
 
 def put_for_all(machine: Machine, path: str, document: Document) -> None:
-    """Write in the way LXD's file push does."""
+    """Write the file as LXD's file push does, readable by everybody."""
     machine.write(path, document, mode=0o644)
 
 
 def unpack(machine: Machine, path: str, document: Document) -> None:
-    """Write as Docker does, which unpacks an archive in the running container: the file exists before its content is
-    complete.
+    """Write the file as Docker does, by unpacking an archive in the running container.
+
+    The file therefore exists before its content is complete.
     """
     raw = json.dumps(document).encode()
     packed = io.BytesIO()
@@ -58,14 +59,16 @@ def unpack(machine: Machine, path: str, document: Document) -> None:
 
 
 def mount_file(machine: Machine, path: str, document: Document) -> None:
-    """Mount a key of a ConfigMap by subPath, which is one read-only file."""
+    """Mount a single read-only file, as Kubernetes does for a ConfigMap key with ``subPath``."""
     machine.write("/mnt/config", document, mode=0o644)
     place = shlex.quote(path)
     machine.run(f"touch {place}; mount --bind /mnt/config {place}; mount -o remount,bind,ro {place}")
 
 
 def mount_secret(machine: Machine, path: str, document: Document) -> None:
-    """Mount a Secret as a directory of links into a directory that the kubelet replaces as a whole."""
+    """Mount a Secret as Kubernetes does: a directory of symlinks into a directory that the kubelet replaces
+    as a whole.
+    """
     place = Path(path)
     machine.write(f"/mnt/secret/..2026/{place.name}", document, mode=0o644)
     machine.run(
@@ -76,8 +79,9 @@ def mount_secret(machine: Machine, path: str, document: Document) -> None:
 
 @dataclass(frozen=True)
 class Cpi:
-    """A CPI. ``place`` is where the container has a disk, ``sources`` are the settings sources in its stemcell's
-    agent.json.
+    """A CPI.
+
+    ``place`` is the path of a disk in the container, ``sources`` are the settings sources in its stemcell's agent.json.
 
     ``attaches`` says what happens to the container when a disk is attached or detached. ``members`` are the settings
     members that only this CPI writes. ``start`` is what its start command does before the agent starts, and ``saves``
@@ -92,19 +96,23 @@ class Cpi:
     place: str = f"{BOSH}/disks/{{cid}}"
     is_hint_an_object: bool = False
     tells_the_agent: bool = True
-    """Whether its API has version 2, in which case the Director sends hints with ``add_persistent_disk``."""
+    """Whether the CPI implements API version 2, in which case the Director sends disk hints with
+    ``add_persistent_disk``.
+    """
     names_disks_to_migrate: bool = True
     attaches: Literal["live", "by restart", "by recreation"] = "by recreation"
     loses_data_unasked: bool = True
-    """Whether an unrequested event recreates the container, instead of restarting it in place."""
+    """Whether the container loses its data volume in a restart that nobody requested, for instance after a node
+    failure.
+    """
     members: Document = field(default_factory=dict)
     start: str = ""
     saves: tuple[str, ...] = ()
     finish: str = ""
-    """Its last step, for which it does not wait, so the agent is already up."""
+    """A shell command that the CPI runs last, when the agent is already running."""
 
     def disk(self, cid: str) -> str:
-        """Return where a disk is in the container."""
+        """Return the path of a disk in the container."""
         return self.place.format(cid=cid)
 
     def hint(self, cid: str) -> Any:
@@ -149,8 +157,8 @@ WARDEN_WITH_SYSTEMD: Final = Cpi(
     ),
     finish="umount /etc/hosts || true",
 )
-"""bosh-lite's way: the image's own process 1, settings streamed in afterwards, and Garden's hosts file unmounted
-late.
+"""bosh-lite's variant: process 1 is the image's own systemd, the settings are streamed in after it has started, and
+Garden's hosts file is unmounted late.
 """
 LXD: Final = Cpi(
     name="LXD",
@@ -186,7 +194,7 @@ SAP: Final = Cpi(
     deliver=mount_secret,
     tells_the_agent=False,
 )
-"""It can attach only one disk, because all its volumes have the same name."""
+"""This CPI can attach only one disk, because it gives all volumes the same name."""
 OURS: Final = Cpi(
     name="our Kubernetes CPI",
     settings=f"{BOSH}/settings-source-file/config.json",
@@ -207,4 +215,5 @@ OURS_LIVE: Final = Cpi(
     loses_data_unasked=False,
 )
 STATEFUL_SET: Final = Cpi(name="a StatefulSet", deliver=mount_file, place="/var/vcap/store", tells_the_agent=False)
-"""There is no CPI. The manifest mounts the volume where jobs expect it, and names that path in the settings."""
+"""Without a CPI, the StatefulSet's manifest mounts the volume where jobs expect it and names that path in the settings.
+"""

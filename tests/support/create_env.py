@@ -1,4 +1,4 @@
-"""The client of ``create-env`` as the bosh CLI implements it, plain HTTP over TLS, and a server of the agent for it.
+"""The HTTPS client that the bosh CLI uses during ``create-env``, and the agent's HTTPS server to test it against.
 
 Requests, statuses and polling follow cloudfoundry/bosh-agent ``agentclient/http`` and bosh-davcli ``client/client.go``.
 """
@@ -30,7 +30,7 @@ IN_URL = "p%2Fss%3Aw%25rd"
 
 @cache
 def authority() -> Authority:
-    """Return an authority with RSA keys, because the TLS 1.2 cipher suites require RSA."""
+    """Return a CA with an RSA key, because the TLS 1.2 cipher suites require RSA."""
     return Authority("bosh", bits=2048)
 
 
@@ -40,14 +40,14 @@ def pair() -> Pair:
 
 
 def mbus(port: int = 0, **changes: Any) -> Mbus:
-    """Return the address and certificate of an agent created by create-env."""
+    """Return the mbus settings, address and certificate, of an agent that create-env created."""
     good = {"certificate": pair().certificate, "private_key": pair().private_key, "ca": ""}
     return Mbus(**{"urls": (f"https://{USER}:{IN_URL}@127.0.0.1:{port}",)} | good | changes)
 
 
 @asynccontextmanager
 async def on_https(handle: Handle, blobs: Path, wanted: Mbus | None = None, **bounds: Any) -> AsyncIterator[HttpsBus]:
-    """Run an ``HttpsBus`` that listens for the duration of the block."""
+    """Run a listening ``HttpsBus`` for the duration of the block."""
     listening = asyncio.Event()
     bus = HttpsBus(wanted or mbus(), handle, blobs, on_connected=listening.set, bounds=Bounds(**bounds))
     running = asyncio.create_task(bus.run(), name="bus")
@@ -76,9 +76,9 @@ def basic(user: str = USER, password: str = PASSWORD) -> str:
 
 
 def trusting(ca: str) -> ssl.SSLContext:
-    """Return a TLS context that trusts one authority, as Go clients do.
+    """Return a TLS context that trusts one CA, as Go clients do.
 
-    Since Python 3.13, ``create_default_context`` refuses BOSH's.
+    Since Python 3.13, ``create_default_context`` rejects BOSH's CA certificates, so this context is not created by it.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=ca)
@@ -115,7 +115,9 @@ class Cli:
         return await self.send("GET", dav_path(blob_id))
 
     async def call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Send one request to the agent, without ``protocol`` and with a ``reply_to`` that has no meaning."""
+        """Send one request to the agent, without ``protocol`` and with a meaningless ``reply_to``, as the bosh CLI
+        does.
+        """
         body = json.dumps({"method": method, "arguments": arguments, "reply_to": "unused"}).encode()
         answer = await self.send("POST", "/agent", body)
         assert answer.status == 200, answer
@@ -129,7 +131,7 @@ class Cli:
         return reply["value"]
 
     async def run(self, method: str, *arguments: Any) -> Any:
-        """Return the result of an action that must be answered with a task, by polling that task."""
+        """Run an action that must be answered with a task id, poll that task, and return its result."""
         value = await self.value(method, *arguments)
         assert value["state"] == "running"
         task_id = value["agent_task_id"]
@@ -140,7 +142,7 @@ class Cli:
 
 
 def dav_path(blob_id: str) -> str:
-    """Return the path of a blob, which is spread over directories by the sha1 of its id."""
+    """Return the path of a blob. Its directory is derived from the SHA-1 of the blob id."""
     return f"/blobs/{hashlib.sha1(blob_id.encode()).hexdigest()[:2]}/{blob_id}"
 
 

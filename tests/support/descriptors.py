@@ -1,4 +1,4 @@
-"""Exhausts the file descriptors of a process."""
+"""Exhausts a process's file descriptors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def none_free() -> Iterator[None]:
-    """Use up all free descriptors, under a limit of 200, for the duration of the block."""
+    """Lower the descriptor limit to 200 and use up all free descriptors for the duration of the block."""
     taken: list[int] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))

@@ -1,4 +1,4 @@
-"""Finds where two values differ, for the message of a failed comparison of structs."""
+"""Finds where two structs differ, so that a failed comparison can report it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks what a request has changed on the agent's machine, from outside, through files and processes."""
+"""Checks what a request has changed on the agent's machine by inspecting its files and processes from outside."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ class Effects:
         return Paths(self.machine.vcap)
 
     def check(self, method: str, arguments: list[Any], value: Any) -> bool:
-        """Assert that a request that returned ``value`` had its effect. Return False for a request that leaves none."""
+        """Assert that a request which returned ``value`` had its effect. Return False if its method has no visible
+        effect.
+        """
         found: Callable[..., None] | None = getattr(self, f"_{method}", None)
         if found is not None:
             found(value, *arguments)
         return found is not None
 
     def processes(self) -> list[str]:
-        """Return the command lines of the processes that jobs have running."""
+        """Return the command lines of the jobs' processes."""
         lines = []
         for path in (self.machine.root / "proc").glob("[0-9]*/cmdline"):
             try:
@@ -183,7 +185,9 @@ class Effects:
         assert not self._is_there(self.paths.store_migration_target, old)
 
     def _is_there(self, place: Path, cid: str) -> bool:
-        """Return True if a disk is at a place, through a mount or a link. The agent's marker on the disk decides."""
+        """Return True if a disk is reachable at ``place``, whether mounted or linked, judging by the agent's marker on
+        the disk.
+        """
         if place.is_symlink():
             place = self._seen(place)
         marker = place / ".agent_shim/disk.json"
@@ -196,11 +200,11 @@ class Effects:
         return job in self._names(self.paths.jobs) and (self._seen(self.paths.jobs / job) / "bin" / name).exists()
 
     def _hooks(self) -> list[str]:
-        """Return what the job in the recordings has recorded about its own scripts."""
+        """Return the script runs that the recorded deployment's job has logged."""
         return (self.paths.log / "web/hooks.log").read_text().splitlines()
 
     def _seen(self, link: Path) -> Path:
-        """Return the outside path to which an absolute link inside the machine leads."""
+        """Resolve an absolute symlink inside the machine and return its target as a path outside."""
         return self.machine.root / str(link.readlink()).lstrip("/")
 
     def _in_use(self, links: Path) -> set[str]:

@@ -20,12 +20,12 @@ from tests.support.proxy import Proxy
 
 AGENT: Final = "agent-of-the-image"
 BLOBS: Final = "/blobs"
-"""Directory of the blobstore as containers see it."""
+"""Path of the blobstore directory inside the containers."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment. Containers connect to ``address``, from which ``proxy`` leads to ``server``."""
+    """An environment. Containers connect to ``address``, where ``proxy`` forwards connections to ``server``."""
 
     address: str
     proxy: Proxy
@@ -39,7 +39,9 @@ class Environment:
         return self.scratch / "blobs"
 
     def settings(self, *, bootstrap: bool = True, **members: Any) -> str:
-        """Return the settings of a CPI. With ``bootstrap`` they only contain the credentials for the first contact."""
+        """Return the settings that a CPI would write. With ``bootstrap`` they contain only the short-lived bootstrap
+        credentials.
+        """
         mbus = self.server.mbus(AGENT, bootstrap=bootstrap)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         store = {"provider": "local", "options": {"blobstore_path": BLOBS}}
@@ -53,8 +55,9 @@ class Environment:
         return json.dumps(document | members)
 
     async def replace_credentials(self) -> None:
-        """Complete the first contact: permanent credentials replace the first ones, which are then no longer
-        accepted.
+        """Replace the bootstrap credentials with permanent ones, as the Director does on first contact.
+
+        Afterwards the server rejects the bootstrap credentials.
         """
         mbus = self.server.mbus(AGENT)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
@@ -65,7 +68,7 @@ class Environment:
         return [f"nats://{self.address}:{self.proxy.port}"]
 
     async def until_pong(self) -> None:
-        """Ping until the agent answers."""
+        """Send pings until the agent answers."""
         async with asyncio.timeout(60):
             while True:
                 with contextlib.suppress(RpcTimeoutError):
@@ -81,7 +84,7 @@ class Environment:
         await self.until_state("running")
 
     async def until_state(self, wanted: str) -> None:
-        """Wait until the jobs have the given state. After a restart, the first request must reach an agent."""
+        """Wait until the jobs have the given state. After a restart, the first request must already reach an agent."""
         await self.until_pong()
         async with asyncio.timeout(60):
             while (await self.director.value(AGENT, "get_state"))["job_state"] != wanted:

@@ -20,7 +20,7 @@ from tests.support.machine import Machine, machine
 from tests.support.ports import free_port
 
 BLOBS = Machine.SCRATCH / "blobs"
-"""Directory of the local blobstore as a machine sees it."""
+"""Path of the local blobstore inside a machine."""
 
 CONFIG: dict[str, Any] = {
     "Platform": {"Linux": {"UseDefaultTmpDir": True, "SkipDiskSetup": True}},
@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass
 class Fleet:
-    """The machines by agent id. All of them end with the ``fleet`` block."""
+    """The machines by agent id. All of them are ended when the ``fleet`` block exits."""
 
     scratch: Path
     server: NatsServer
@@ -47,7 +47,7 @@ class Fleet:
         return self.scratch / agent_id / "blobs"
 
     def credentials(self, agent_id: str, *, bootstrap: bool = False) -> dict[str, str]:
-        """Return a new client certificate in the form that settings use."""
+        """Return a new client certificate in the format of the settings."""
         mbus = self.server.mbus(agent_id, bootstrap=bootstrap)
         return {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
 
@@ -96,14 +96,14 @@ class Fleet:
         return made
 
     def remove(self, agent_id: str) -> None:
-        """Remove a machine, as a CPI deletes it."""
+        """Delete a machine as a CPI does."""
         del self.machines[agent_id]
         self.ends.pop(agent_id).close()
 
 
 @asynccontextmanager
 async def fleet(scratch: Path) -> AsyncIterator[Fleet]:
-    """Run a bus and a Director that polls without pauses, initially without machines."""
+    """Run a bus and a Director that polls tasks without pauses. There are no machines at first."""
     director = Director(poll=0.01)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(NatsServer(scratch / "bus"))

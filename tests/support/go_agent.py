@@ -28,8 +28,9 @@ NAMES = ("web", "worker", "db")
 
 
 def leave_as_the_go_agent(machine: Machine) -> None:
-    """Write the tree that exists after ``apply`` and ``start`` (agent/applier, jobsupervisor), with a log of every
-    start.
+    """Write the directory tree that the Go agent leaves after ``apply`` and ``start`` (agent/applier, jobsupervisor).
+
+    Its job logs every start.
     """
     vcap, package = machine.vcap, "/var/vcap/data/packages/tool/digest"
     for path in ("monit/job", "bosh", "data/sys/run", "data/sys/log", "jobs", "packages", "instance"):
@@ -83,7 +84,7 @@ def start_monit(machine: Machine) -> subprocess.Popen[bytes]:
 
 
 def starts(machine: Machine) -> dict[str, list[str]]:
-    """Return the pids with which each job was ever started."""
+    """Return the pid of every start of each job."""
     return {
         name: path.read_text().split() if (path := machine.vcap / f"data/{name}/starts").exists() else []
         for name in NAMES
@@ -106,11 +107,11 @@ def alive(machine: Machine, numbers: dict[str, list[str]]) -> bool:
 
 
 TASK: Final = "task-of-before"
-"""A task that the previous agent had accepted and not finished."""
+"""Id of a task that the Go agent had accepted and not finished."""
 
 
 def write_all_state_files(machine: Machine, disk: str) -> None:
-    """Write all other files that the Go agent keeps below ``bosh``. ``disk`` is the one that it had mounted.
+    """Write all other files that the Go agent keeps below ``bosh``. ``disk`` is the disk that it had mounted.
 
     Formats: agent/task/concrete_manager.go, platform/linux_platform.go, platform/bootstrap_state.go, agent/bootonce.
     """

@@ -1,10 +1,11 @@
-"""A virtual machine for what this kernel cannot show: systemd as process 1, cgroup v2 only, hanging disks, clocks.
+"""A virtual machine for tests that the host cannot run: systemd as process 1, cgroup v2 only, hanging disks, changed
+clocks.
 
     python -m tests.support.guest [--limit SECONDS] COMMAND…
 
 runs a command as root on a copy of this project in the guest, and exits with its exit code. The processor is emulated,
-so the guest neither needs nor touches anything of the host. There is no network. Files go in as a tar archive on one
-disk and come out as another.
+so the guest needs no virtualization support and affects nothing on the host. It has no network. Files are copied in as
+a tar archive on one disk, and copied out as a tar archive on another.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ PACKAGES: Final = (
 LOCK: Final = ROOT / "requirements/dev.lock"
 PLATFORMS: Final = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 34)))
 PLACE: Final = "/opt/agent_shim"
-"""Its virtual environment, at the path of the image. Its Python imports the project in its packed form."""
+"""The guest's virtual environment, at the same path as in the image. Its Python imports the project from the packed
+archive.
+"""
 LIMIT: Final = 1800.0
-"""Seconds from power on to power off."""
+"""Maximum number of seconds from power-on to power-off."""
 OUT: Final = 1 << 30
-"""Maximum number of bytes that may come out."""
+"""Maximum size in bytes of the files copied out."""
 
 _SERVICE: Final = """
 [Unit]
@@ -76,7 +79,7 @@ _UNWANTED: Final = (
     "modprobe@fuse.service modprobe@efi_pstore.service systemd-journal-catalog-update.service timers.target "
     "systemd-udev-load-credentials.service systemd-hostnamed.socket"
 )
-"""Work that would take an emulated processor half a minute."""
+"""Services to disable, because they would take half a minute on an emulated processor."""
 _SITE: Final = "/project\n"
 
 
@@ -84,7 +87,7 @@ _SIGN: Final = Path("/etc/systemd/system/guest.service")
 
 
 def is_here() -> bool:
-    """Return True inside the guest, where a test may do anything."""
+    """Return True inside the guest, where tests may change anything."""
     return _SIGN.exists()
 
 
@@ -95,7 +98,8 @@ class GuestError(Exception):
 def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
     """Run a command in a new guest, in the directory of this project. Return its exit code.
 
-    Its output is passed to standard output at once. Files in its ``/out`` are copied to ``out``. Raises ``GuestError``.
+    The command's output is streamed to standard output. Files in the guest's ``/out`` are copied to ``out``. Raises
+    ``GuestError``.
     """
     base = _base()
     with tempfile.TemporaryDirectory(prefix="agent-shim-guest-") as name:
@@ -115,7 +119,7 @@ def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
 
 
 def _boot(base: Path, scratch: Path, limit: float) -> int | None:
-    """Run the guest until it powers off. Return the exit code of the emulator, or None if the time was up."""
+    """Run the guest until it powers off. Return the emulator's exit code, or None after a timeout."""
     disks = [f"file={base / 'root'},snapshot=on", f"file={scratch / 'in'},readonly=on", f"file={scratch / 'out'}"]
     line = "root=/dev/vda rw console=ttyS0 quiet panic=-1 init=/usr/lib/systemd/systemd"
     argv: list[str | Path] = [
@@ -136,7 +140,7 @@ def _boot(base: Path, scratch: Path, limit: float) -> int | None:
 
 
 def _pack(disk: Path, command: Sequence[str]) -> None:
-    """Pack the project's files that git knows or would add, the compiled keeper, and the command to run."""
+    """Pack the project's files (those that git tracks or would add), the compiled keeper, and the command to run."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
     subprocess.run([sys.executable, "hatch_build.py"], cwd=ROOT, check=True)
@@ -160,7 +164,7 @@ def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def _base() -> Path:
     """Return the root file system, kernel and initrd. They are rebuilt every week to include security updates.
 
-    ``packages`` beside them contains the versions of their packages.
+    The file ``packages`` in the same directory lists the installed package versions.
     """
     told = [
         SUITE,
@@ -237,7 +241,7 @@ def _scripts() -> list[str]:
 
 
 def main() -> int:
-    """Run the guest and return the exit code of the command."""
+    """Run the command in the guest and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.guest", description=__doc__)
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=None, metavar="DIRECTORY", help="for what is left in /out")

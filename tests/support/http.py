@@ -1,4 +1,4 @@
-"""A small HTTP server that stores PUT bodies, returns them, and misbehaves on request; and a proxy.
+"""A small HTTP server that stores and returns PUT bodies and misbehaves on request, and an HTTP proxy.
 
 Both use raw sockets, because a correct HTTP server cannot cut connections, stall or lie.
 """
@@ -19,24 +19,24 @@ from agent_shim.demo.pki import Pair
 from tests.support.serving import serving
 
 HALF = "half"
-"""Says how long the body is, sends half of it and closes."""
+"""Announces the full length of the body, but sends half of it and closes the connection."""
 STALL = "stall"
-"""Sends half of the body and then nothing more."""
+"""Sends half of the body, then nothing, and leaves the connection open."""
 SILENT = "silent"
-"""Takes the request and never answers."""
+"""Reads the request and never answers."""
 DEAF = "deaf"
-"""Takes the head of a request and nothing of its body."""
+"""Reads the header of a request, but never its body, and does not answer."""
 ENDLESS = "endless"
 DRIBBLE = "dribble"
-"""Sends a byte every 50 milliseconds."""
+"""Sends one byte every 50 milliseconds."""
 NO_LENGTH = "no length"
-"""Does not say how long the body is. Its end is the end of the connection."""
+"""Sends no Content-Length. The body ends when the server closes the connection."""
 WRONG = "wrong"
-"""Sends other bytes, as many as it should."""
+"""Sends a body of the right length with wrong content."""
 ENCODED = "encoded"
-"""Says that the body is compressed for the way, as some do of whatever ends in gz."""
+"""Sends ``Content-Encoding: gzip``, as some servers do for every file that ends in gz."""
 THINK = "think"
-"""Takes all of a PUT and answers half a second later."""
+"""Reads a whole PUT request and answers half a second later."""
 
 
 @dataclass
@@ -51,23 +51,23 @@ class Request:
 
 @dataclass
 class Server:
-    """A server. ``blobs`` are stored by path without the query.
+    """A server. ``blobs`` maps URL paths, without the query, to contents.
 
-    ``plan`` says how to answer the next requests, with one entry each: a status (sent before the body is read),
-    ``redirect:URL`` or one of the words above. When it is empty, the server behaves correctly.
+    Each entry of ``plan`` determines how one of the next requests is answered: a status (sent before the body is read),
+    ``redirect:URL``, or one of the constants above. When ``plan`` is empty, the server behaves correctly.
     """
 
     blobs: dict[str, bytes] = field(default_factory=dict)
     plan: list[str] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     user: str = ""
-    """``name:password`` that every request must bring."""
+    """The ``name:password`` that every request must contain, or "" for no authentication."""
     continues: bool = True
-    """Says "100 Continue" to those who wait for it."""
+    """Whether the server sends "100 Continue" to clients that expect it."""
     delay: float = 0
-    """Seconds it thinks about every request."""
+    """Seconds by which every response is delayed."""
     busiest: int = 0
-    """The most requests it has worked on at a time."""
+    """Highest number of requests handled at the same time."""
     port: int = 0
     scheme: str = "http"
     _busy: int = 0
@@ -166,7 +166,7 @@ async def respond(writer: asyncio.StreamWriter, status: int, body: bytes, **head
 
 
 async def _linger(reader: asyncio.StreamReader) -> None:
-    """Let the client close the connection, as nginx does.
+    """Wait until the client closes the connection, as nginx does.
 
     Otherwise a client that is still writing would see a reset instead of the answer.
     """
@@ -182,7 +182,7 @@ def basic(user: str) -> str:
 
 @asynccontextmanager
 async def http_server(where: Path | None = None, pair: Pair | None = None) -> AsyncIterator[Server]:
-    """Run a server. With a certificate, whose files are written to ``where``, it uses TLS."""
+    """Run a server. If ``pair`` is given, write the certificate and key to ``where`` and use TLS."""
     server = Server()
     context = None
     if pair is not None:
@@ -197,7 +197,7 @@ async def http_server(where: Path | None = None, pair: Pair | None = None) -> As
 
 @dataclass
 class Proxy:
-    """A forward proxy, which passes requests on and opens tunnels. ``seen`` are the requests made to it."""
+    """A forward proxy that forwards requests and opens tunnels. ``seen`` contains the requests that it received."""
 
     seen: list[Request] = field(default_factory=list)
     port: int = 0

@@ -1,4 +1,4 @@
-"""A scratch directory with a private bus, a Director, and an agent in a process of its own."""
+"""A scratch directory with a private bus, a Director, and an agent in a separate process."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ AGENT: Final = "bench-agent"
 BYSTANDER: Final = "bystander"
 NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
 PROGRAM: Final = os.environ.get("BENCH_PROGRAM", "")
-"""Directory of the program as the image has it, which ``./dev bench`` makes. "" for the checkout."""
+"""Directory with the program installed as in the image, created by ``./dev bench``. "" runs the checkout."""
 INTERPRETER: Final = f"{PROGRAM}/bin/python3" if PROGRAM else sys.executable
 _RUN: Final = f"{shlex.quote(PROGRAM)}/bin/agent-shim" if PROGRAM else f"{shlex.quote(INTERPRETER)} -m agent_shim.cli"
 COMMAND: Final = f"{_RUN} run -C {{config}} -b {{base}}"
 
 ENVIRONMENT: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""Variables with which the image starts an agent."""
+"""Environment variables that the image sets for the agent."""
 ROOT: Final = Path(__file__).parents[2]
 MAX_PIDFILE_BYTES: Final = 64
 MAX_KEPT_BYTES: Final = 64 << 20
@@ -73,19 +73,22 @@ class World:
     director: Director
     agent: process.Process | None = None
     urls: tuple[str, ...] = ()
-    """Address at which the agent finds the bus, if not the server's own."""
+    """Addresses of the bus in the agent's settings, if they differ from the server's own address."""
     http: str = "127.0.0.1:0"
     bosh: dict[str, Any] = field(default_factory=dict)
-    """More members of ``env.bosh``."""
+    """Additional members of ``env.bosh``."""
     is_apart: bool = False
-    """The command's only child is the agent, process 1 of a pid namespace: pidfiles have no pids of this machine."""
+    """Whether the agent runs as process 1 of a pid namespace, as the only child of the command.
+
+    Pids in pidfiles then have no meaning outside that namespace.
+    """
     agent_id: str = AGENT
     applied: dict[str, Any] | None = None
-    """The spec of the last ``apply`` that succeeded."""
+    """The spec of the last successful ``apply``."""
     is_started: bool = False
-    """True after ``start``, until ``stop``."""
+    """True between ``start`` and ``stop``."""
     kept: Path | None = None
-    """Directory for copies of small blobs: an ``apply`` deletes one."""
+    """Directory for copies of small blobs, because ``apply`` deletes the blob with the rendered templates."""
 
     @property
     def base(self) -> Path:
@@ -102,19 +105,19 @@ class World:
     def beside(self) -> Path:
         """The pidfile directory of a command that runs more programs than the agent.
 
-        The processes named in ``*.pid`` are measured together with the agent. The process group led by ``group`` is
-        killed with this world, because it outlives an agent that is killed or restarted.
+        The processes named in its ``*.pid`` files are measured together with the agent. The file ``group`` contains the
+        id of a process group that survives when the agent is killed or restarted, so it is killed at the end.
         """
         return self.scratch / "beside"
 
     def pss(self) -> float:
-        """Return the memory (PSS in MB) of the agent and of the programs beside it."""
+        """Return the memory (PSS in MB) of the agent and of the programs that run alongside it."""
         return sum(map(pss, self.together()))
 
     def own_memory(self) -> float:
-        """Return the memory in MB that these programs have written and share with no other process.
+        """Return the private dirty memory of these programs in MB.
 
-        Useful for differences.
+        Differences of this value are meaningful, unlike those of the PSS, which depends on other processes.
         """
         return sum(map(own_memory, self.together()))
 
@@ -123,13 +126,13 @@ class World:
         return sum(map(cpu_seconds, self.together()))
 
     def together(self) -> list[int]:
-        """Return the pids of the agent and of the programs beside it."""
+        """Return the pids of the agent and of the programs that run alongside it."""
         return [self.pid, *(int(path.read_text()) for path in self.beside.glob("*.pid"))]
 
     async def start_agent(self) -> float:
         """Start the agent.
 
-        Return the seconds from exec to its first pong. Raises ``HostError`` if it exits before that.
+        Return the seconds from exec to the agent's first pong. Raises ``HostError`` if it exits before that.
         """
         if not self.config.exists():
             self.write_settings()
@@ -155,7 +158,7 @@ class World:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def forget_log(self) -> None:
-        """Begin a new log with the next start of the agent."""
+        """Delete the log, so that the next start of the agent begins a new one."""
         self._log.unlink(missing_ok=True)
 
     @property
@@ -169,17 +172,17 @@ class World:
         )
 
     def argv(self) -> list[str]:
-        """Return the words of the agent's command line."""
+        """Return the arguments of the agent's command line."""
         return [word.format(config=self.config, base=self.base) for word in shlex.split(self.command)]
 
     @property
     def config(self) -> Path:
-        """Return the path of agent.json."""
+        """Path of agent.json."""
         return self.scratch / "agent.json"
 
     @property
     def source(self) -> Path:
-        """Return the settings that a CPI would write."""
+        """Path of the settings file that a CPI would write."""
         return self.scratch / "settings.json"
 
     async def kill_agent(self) -> None:
@@ -190,14 +193,14 @@ class World:
         self.agent = None
 
     def starts(self) -> dict[str, list[int]]:
-        """Return all pids with which each job was ever started."""
+        """Return the pid of every start of each job."""
         return {
             path.parent.name: [int(line) for line in path.read_text().split()]
             for path in (self.base / "data").glob("*/starts")
         }
 
     async def stop_agent(self) -> int | None:
-        """Shut the agent down if it is running. Return its exit code."""
+        """Shut down the agent if it is running. Return its exit code."""
         if self.agent is None:
             return None
         self.agent.send(signal.SIGKILL if self.is_apart else signal.SIGTERM)
@@ -206,7 +209,9 @@ class World:
         return code
 
     async def deploy(self, jobs: int = 1, packages: int = 0, size: int = 0, **options: Any) -> dict[str, int]:
-        """Deploy ``spec``, after starting an agent if there is none. Return the pids of the running jobs."""
+        """Deploy ``jobs`` and ``packages``, after starting an agent if none is running. Return the pids of the running
+        jobs.
+        """
         if self.agent is None:
             await self.start_agent()
         await self.run("apply", self.spec(jobs, packages, size, **options))
@@ -223,12 +228,14 @@ class World:
         return status, out.read_text()
 
     def end_what_is_beside(self) -> None:
-        """End the agent first, because it would restart the jobs."""
+        """Kill the programs that run alongside the agent. End the agent before this, because it would restart
+        the jobs.
+        """
         with suppress(FileNotFoundError, ProcessLookupError):
             os.killpg(int((self.beside / "group").read_text()), signal.SIGKILL)
 
     def write_settings(self) -> None:
-        """Write the files that the agent needs to start. Its first start does this automatically."""
+        """Write the files that the agent needs to start. ``start_agent`` does this on the first start."""
         mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         self.store.mkdir(exist_ok=True)
@@ -247,7 +254,7 @@ class World:
 
     @property
     def store(self) -> Path:
-        """Return the directory of the local blobstore."""
+        """Directory of the local blobstore."""
         return self.scratch / "blobs"
 
     def blob(self, name: str, content: bytes) -> dict[str, str]:
@@ -266,10 +273,10 @@ class World:
         version: str = "1",
         more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Return a spec of ``jobs`` sleeping jobs and ``packages`` packages of ``size`` bytes each, half of them
+        """Return a spec with ``jobs`` sleeping jobs and ``packages`` packages of ``size`` bytes each, half of them
         random.
 
-        ``more`` are further jobs, given with their files.
+        ``more`` maps the names of further jobs to their files.
         """
         names = [f"job{number}" for number in range(jobs)]
         files: dict[str, str | bytes] = {f"{job}/{path}": text for job, of in more.items() for path, text in of.items()}
@@ -302,13 +309,14 @@ class World:
         }
 
     def pids(self) -> dict[str, int]:
-        """Return the pids in the pidfiles of the jobs, including those of bpm."""
+        """Return the pids in the jobs' pidfiles, including those that bpm writes."""
         found: dict[str, int] = {}
         if self.is_apart:
             return found
         run = self.base / "data/sys/run"
         for path in (*run.glob("*/*.pid"), *run.glob("bpm/*/*.pid")):
-            # A case may have put a pipe here, and opening it would block.
+            # A chaos case may have replaced the pidfile by a pipe. ``guarded.head`` rejects a pipe, whereas open()
+            # would block.
             with suppress(OSError):
                 text = guarded.head(path, MAX_PIDFILE_BYTES).strip()
                 if text.isdigit() and int(text) > 1:
@@ -316,7 +324,9 @@ class World:
         return found
 
     async def run(self, method: str, *arguments: Any, limit: float | None = None) -> float:
-        """Run an action for at most ``limit`` seconds, polling without a pause. Return how many seconds it took."""
+        """Run an action for at most ``limit`` seconds, polling its task without a pause. Return its duration in
+        seconds.
+        """
         begun_at = time.monotonic()
         await self.director.run(self.agent_id, method, *arguments, limit=limit)
         took = time.monotonic() - begun_at
@@ -327,7 +337,7 @@ class World:
         return took
 
     async def until_running(self) -> float:
-        """Return how many seconds pass until the agent reports the jobs as running."""
+        """Wait until the agent reports the jobs as running. Return the time in seconds."""
         begun_at = time.monotonic()
         async with asyncio.timeout(120):
             while (await self.director.value(self.agent_id, "get_state"))["job_state"] != "running":
@@ -342,7 +352,10 @@ async def _echo(data: bytes) -> tuple[str, bytes]:
 
 @asynccontextmanager
 async def bystander(w: World) -> AsyncIterator[None]:
-    """Run another client on the bus, ``BYSTANDER``, that only answers. Its delays are those of the machine."""
+    """Run another client on the bus, ``BYSTANDER``, that only answers requests.
+
+    Its response times show how much of a delay is due to a busy machine.
+    """
     await w.server.add_agent(BYSTANDER)
     bus = NatsBus(BYSTANDER, w.server.mbus(BYSTANDER), _echo)
     running = asyncio.create_task(bus.run())

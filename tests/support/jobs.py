@@ -1,4 +1,4 @@
-"""Jobs and packages for tests: rendered, packed, and stored in the local blobstore, with the spec that names them."""
+"""Creates jobs and packages for tests, stores them in the local blobstore, and builds the spec that refers to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 
 
 def blob(store: Path, content: bytes, name: str = "") -> dict[str, str]:
-    """Store content in a local blobstore. Return its id and digest as they appear in a spec."""
+    """Store ``content`` in a local blobstore. Return the blob's id and digest in the form that a spec uses."""
     digest = hashlib.sha1(content).hexdigest()
     blob_id = name or f"blob-{digest[:8]}"
     store.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def spec(
     version: str = "1",
     **members: Any,
 ) -> dict[str, Any]:
-    """Return a full apply spec. ``jobs`` and ``packages`` map names to their files."""
+    """Store jobs and packages, given by name and files, and return an apply spec for them."""
     files = {f"{job}/{path}": text for job, content in jobs.items() for path, text in content.items()}
     templates = [{"name": name, "version": version} for name in jobs]
     first = next(iter(jobs), "")

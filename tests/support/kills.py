@@ -1,4 +1,4 @@
-"""Kills an agent at, or fails, its system calls that change files."""
+"""Kills an agent at a chosen system call that changes files, or makes such calls fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from tests.support.stand import CannotInjectError, Stand, expect, until
 
 Told = dict[str, Any]
-"""Report of a tracer about a kill. Empty if there are fewer calls."""
+"""The tracer's report about a kill, or an empty dictionary if ``work`` made fewer calls."""
 
 
 async def killed(
@@ -25,14 +25,15 @@ async def killed(
 ) -> Told:
     """Kill a process at call number ``number`` of ``work`` that changes a file below ``places``.
 
-    Returns when the killed agent runs again. ``work`` may have failed or be incomplete.
+    Return the tracer's report once the agent is running again. ``work`` may have failed or be incomplete.
     """
     pid = stand.pid
     async with tracing(pid, number, who, places) as lines:
         working = asyncio.ensure_future(work())
         telling = asyncio.create_task(lines.readline())
         await asyncio.wait([working, telling], return_when=asyncio.FIRST_COMPLETED)
-    # the tracer may have killed the process between the end of the work and its own
+    # The tracer may have killed the process after the work had ended but before the tracer was stopped, so read its
+    # report.
     told: Told = json.loads(await telling or "{}")
     if not told:
         await working
@@ -89,15 +90,17 @@ async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> As
     finally:
         if tracer.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                # terminate() may reap the process, and asyncio would lose its exit status
+                # terminate() may reap the process, so asyncio would lose its exit status
                 os.kill(tracer.pid, signal.SIGTERM)
         await tracer.wait()
 
 
 async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
-    """Kill at every ``step``th call until two calls in a row do not occur, since two runs differ by a call or two.
+    """Kill at every ``step``th call until two consecutive call numbers are not reached.
 
-    Return the number of kills and the last call.
+    One unreached number is not enough, because the number of calls differs by one or two between runs.
+
+    Return the number of kills and the number of the last call.
     """
     count, last, beyond, number = 0, 0, 0, 1
     while beyond < 2:
@@ -111,7 +114,10 @@ async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int
 
 
 async def tidied(places: Sequence[Path], where: str) -> None:
-    """Check that no half-written file remains. A file that is still being written has a different name at each look."""
+    """Check that no half-written file remains.
+
+    A file that is still being written is no failure. It has a different temporary name each time it is looked for.
+    """
 
     def left() -> set[Path]:
         return {path for place in places for glob in (".*.tmp-*", "worker-*") for path in place.rglob(glob)}
@@ -126,7 +132,7 @@ def places_of_state(base: Path) -> list[Path]:
 
 
 def changes(stand: Stand, version: str) -> Sequence[tuple[Any, ...]]:
-    """Return requests that together change every state file, and also change the CPI's settings."""
+    """Change the CPI's settings, and return requests that together change every state file."""
     document = json.loads(stand.world.source.read_text())
     document["vm"]["name"] = version
     stand.world.source.write_text(json.dumps(document))

@@ -32,7 +32,7 @@ LIMITS: Final = (
     ("output of a start or stop program", "supervisor.ctl_programs.MAX_OUTPUT_BYTES", "its beginning is cut off"),
     ("log lines that wait for a reader", "core.log.MAX_WAITING_BYTES", "further ones are dropped and counted"),
 )
-"""Subject, constant, and what happens beyond the limit."""
+"""The limited value, the constant with its limit, and what happens beyond the limit."""
 
 
 def table() -> str:
@@ -42,7 +42,7 @@ def table() -> str:
 
 
 def shown(constant: str) -> str:
-    """Return the value of a constant with the unit that ends its name."""
+    """Return a constant's value with the unit, which is the last part of its name."""
     module, _, name = constant.rpartition(".")
     value = getattr(importlib.import_module(f"{package}.{module}"), name)
     if name.endswith("_BYTES"):

@@ -1,10 +1,10 @@
 """A check of agents under test, which reports each callback that blocks the event loop for more than 50 ms.
 
-Wall time proves little on a busy machine, so it only triggers the check. Two figures of the kernel decide: the CPU time
-of the thread, and its sleep, which is wall time minus CPU time minus the wait for a CPU (schedstat). Sleep counts only
-if a second thread, which looks every 10 ms, saw the loop's thread asleep in a system call. Two kinds of sleep do not
-count, because their length depends on others that wait for a CPU: waiting for the GIL, and reading ``/proc``, which
-takes kernel locks. Sleep is also ignored if pages were read from a disk.
+Wall time proves little on a busy machine, so it only triggers the check. Two values from the kernel decide: the
+thread's CPU time, and its sleep time, which is wall time minus CPU time minus the time that it waited for a CPU
+(schedstat). Sleep counts only if a second thread, which checks every 10 ms, saw the loop's thread asleep in a system
+call. Two kinds of sleep do not count, because their length depends on other threads that wait for a CPU: waiting for
+the GIL, and reading ``/proc``, which takes kernel locks. Sleep is also ignored if pages were read from a disk.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ logger = logging.getLogger(__name__)
 
 LIMIT_S: Final = 0.05
 LOOK_S: Final = 0.01
-"""Interval at which the second thread looks for callbacks that have lasted for two intervals."""
+"""Interval at which the second thread checks for callbacks that have been running for two intervals."""
 READ, FUTEX = ("63", "98") if os.uname().machine == "aarch64" else ("0", "202")
 """Numbers of the system calls that read a file and wait for a lock."""
 RUNTIME_BYTES: Final = 1 << 20
-"""Maximum size of the interpreter's state, which contains its lock."""
+"""Upper limit for the size of the interpreter's state, which contains the GIL."""
 
 _per_thread: Final = threading.local()
 _installed: list[Any] = []
 _start_thread: Final = threading.Thread.start
 _start_program: Final = subprocess.Popen.__init__
 violations: Final[list[str]] = []
-"""Reports of callbacks that blocked a loop of this process."""
+"""Reports of callbacks that blocked an event loop of this process."""
 
 
 class _Clock(NamedTuple):
@@ -95,9 +95,9 @@ def _waited_for_processor() -> float:
 
 
 def judge(before: _Clock, after: _Clock, seen: str) -> str:
-    """Describe the period between two readings if it blocked the loop, otherwise return "".
+    """Describe how the period between two clock readings blocked the loop, or return "" if it did not.
 
-    ``seen`` is what the second thread saw.
+    ``seen`` is the second thread's observation (``_Witness.end``).
     """
     cpu = after.cpu - before.cpu
     if cpu >= LIMIT_S:
@@ -159,7 +159,9 @@ class _Callback:
     def __init__(self) -> None:
         self.begun_at = 0.0
         self.is_spawning = False
-        """The witness ignores this sleep: it would report it for a later wait for the interpreter's lock."""
+        """True while a program or thread is being started. The witness must not record that sleep, because it would
+        later be mistaken for the cause of a wait for the GIL.
+        """
         self.seen = ""
 
 
@@ -185,7 +187,7 @@ class _Witness(threading.Thread):
     def end(self) -> str:
         """Record the end of the callback.
 
-        Return the system call and the place where the thread was seen asleep, or "".
+        Return the system call and the code location in which the thread was seen asleep, or "" if it was not.
         """
         callback: _Callback = _per_thread.callback
         callback.begun_at = 0.0
@@ -216,8 +218,10 @@ def _sleep(native: int, locks: range) -> str:
 
 
 def _locks_of_the_interpreter() -> range:
-    """Return the address range of the interpreter's state, or all addresses if it has no symbol."""
-    import ctypes  # late: only guarded agents need it
+    """Return the address range of the interpreter's state, or all addresses if the interpreter does not export its
+    symbol.
+    """
+    import ctypes  # imported late because only guarded agents need it
 
     try:
         state = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))

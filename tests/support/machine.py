@@ -1,10 +1,10 @@
 """A machine in private mount and pid namespaces and cgroups, with a real ``/var/vcap`` and ``/etc``. Needs root.
 
-It shares the rest of the disk with the host. Since a tool with a wrong path could delete a home directory, everything
-else is read-only, except for fresh ``/home``, ``/tmp``, ``/var/log`` and similar directories, and no home is at its
-real place. The scratch directory of the test is at ``/mnt``. PID 1 is a small reaper, whose exit kills every process of
-the machine. ``Machine.root`` shows the inside from outside. Volumes outlive the machine: a new machine with the same
-volumes is the same container after a restart or re-creation.
+It shares the rest of the file system with the host, but read-only, because a tool with a wrong path could delete a home
+directory. ``/home``, ``/tmp``, ``/var/log`` and similar directories are replaced by empty ones, and users have no home
+directory at its real path. The test's scratch directory is at ``/mnt``. PID 1 is a small reaper, whose exit kills every
+process of the machine. ``Machine.root`` gives access to the machine's files from outside. Volumes outlive the machine,
+so a new machine with the same volumes represents the same container after a restart or re-creation.
 """
 
 from __future__ import annotations
@@ -53,13 +53,15 @@ exec {python} -c "$INIT" {ready}
 """
 
 CODE = Path(__file__).parents[2]
-"""Where the agent is."""
+"""Directory of this checkout, which contains the agent."""
 
 COMMAND_TIMEOUT_S = 100
-"""Less than the time after which a hanging test ends the whole run: its test alone fails."""
+"""Time limit for a command. It is shorter than the limit after which a hanging test aborts the whole run, so that a
+hanging command fails only its own test.
+"""
 
 NEEDED = (CODE, Path(sys.base_prefix))
-"""Directories of the agent and the interpreter, which every user of a machine must see."""
+"""Directories of the agent and the interpreter, which must be readable for every user of a machine."""
 
 GROUPS = {"vcap": 1000, "admin": 1001, "bosh_sudoers": 1002, "bosh_sshers": 1003}
 
@@ -69,15 +71,15 @@ class Machine:
     """A machine. ``pid`` is its PID 1 as seen from outside."""
 
     SCRATCH: ClassVar = Path("/mnt")
-    """Where the test's scratch directory is inside."""
+    """Path of the test's scratch directory inside the machine."""
 
     pid: int
     cgroups: list[tuple[Path, Path]]
-    """Those in which its programs run."""
+    """The cgroups in which the machine's programs run."""
 
     @property
     def root(self) -> Path:
-        """The machine's file tree as seen from outside."""
+        """Path of the machine's root directory as seen from outside."""
         return Path(f"/proc/{self.pid}/root")
 
     @property
@@ -85,12 +87,12 @@ class Machine:
         return self.root / "var/vcap"
 
     def pids(self) -> list[int]:
-        """Return its processes, without those that jobs run in cgroups of their own.
+        """Return the machine's processes, without those that jobs run in their own cgroups.
 
         The pids are those seen from outside.
 
-        They are found through the cgroup, because some processes end before a scan of all processes of a busy machine
-        is done.
+        They are listed by cgroup, because a scan of all processes on a busy machine takes so long that short-lived ones
+        are missed.
         """
         if self.cgroups:
             return list(map(int, (self.cgroups[0][0] / "cgroup.procs").read_text().split()))
@@ -99,19 +101,19 @@ class Machine:
         return [pid for pid in found if _namespace(pid) == inside]
 
     def popen(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Run a program inside."""
+        """Start a program inside the machine."""
         inside = ["nsenter", "-t", str(self.pid), "-m", "-p", "-n", "--", *argv]
         return subprocess.Popen(joining(self.cgroups, inside), **options)
 
     def run(self, command: str) -> str:
-        """Run a shell command inside and return its output. A failing command fails the test."""
+        """Run a shell command inside the machine and return its output. A failing command fails the test."""
         done = self.popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         out, err = done.communicate(timeout=COMMAND_TIMEOUT_S)
         assert done.returncode == 0, f"{command}: {err.decode()}"
         return out.decode()
 
     def write(self, path: str, document: Any, *, mode: int = 0o600) -> None:
-        """Write JSON at an absolute path inside."""
+        """Write a JSON file at an absolute path inside the machine."""
         place = self.root / path.lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(document))
@@ -131,8 +133,8 @@ def machine(
     """Run a machine for the duration of the block. Everything that runs in it is killed at the end.
 
     ``volumes`` maps absolute paths inside, below ``/var/vcap``, to directories that are mounted there. With
-    ``has_network`` the machine has a network of its own with only a loopback. Without it, it cannot change the packet
-    filter of the host.
+    ``has_network`` the machine gets its own network namespace, which has only a loopback interface. Otherwise it shares
+    the host's network, but cannot change the host's packet filter.
     """
     etc = scratch / "etc"
     shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
@@ -171,11 +173,11 @@ def machine(
 
 
 def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
-    """Return how a shell keeps ``NEEDED`` visible to every user in a mount namespace of its own.
+    """Return shell commands that keep ``NEEDED`` readable for every user in a new mount namespace.
 
-    The result has three parts: the directories that only root can enter and that must be covered with open ones; the
-    commands to run before that, which put ``NEEDED`` aside in ``scratch``, read-only; and the commands to run
-    afterwards, which bring it back from there, when ``scratch`` is at ``seen``.
+    The result has three parts: the parent directories that only root can enter and that must be covered with open ones;
+    the commands to run before that, which bind-mount ``NEEDED`` read-only in ``scratch``; and the commands to run
+    afterwards, which move it back from there, when ``scratch`` is at ``seen``.
     """
     places = [path for path in NEEDED if not path.is_relative_to("/usr")]
     closed = {str(up) for path in places for up in path.parents if not up.stat().st_mode & stat.S_IXOTH}
@@ -192,7 +194,7 @@ def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
 def _make_users(etc: Path) -> None:
     """Create the users and groups of a stemcell in a copy of /etc.
 
-    Others with the same numbers or names are removed, and so are all home directories.
+    Existing entries with the same ids or names are removed, and so are all home directories.
     """
 
     def others(file: str, column: int) -> list[list[str]]:

@@ -18,7 +18,7 @@ LABELS: Final = {
     "agent_shim_actions": ("method", "outcome"),
     "agent_shim_action_duration_seconds": ("method",),
 }
-"""Labels that a family does not name."""
+"""Labels of the families that do not declare them."""
 
 
 def table() -> str:

@@ -1,4 +1,4 @@
-"""monit's control file, its alert configuration, and its state file, as in stemcells.
+"""Writes monit's control file and alert configuration as in stemcells, and reads monit's state file.
 
 Source: bosh_monit/assets and bosh_go_agent/assets of the stemcell builder.
 """
@@ -10,20 +10,22 @@ from pathlib import Path
 
 MONIT = Path("/var/vcap/monit")
 STATE = struct.Struct("256s4iQ")
-"""A service in the state file of monit 5.2.5 (state.c)."""
+"""The entry of a service in the state file of monit 5.2.5 (state.c)."""
 
 
 def monitored(state: Path) -> dict[str, int]:
-    """Return for each service in a state file whether it is monitored (0 is not monitored)."""
+    """Return the monitoring state of each service in a state file. 0 means not monitored."""
     rows = STATE.iter_unpack(state.read_bytes()[4:])
     return {fields[0].rstrip(b"\0").decode(): fields[4] for fields in rows}
 
 
 def control(monit: Path = MONIT, *, cycle: int = 10, http: str = "", run: Path = MONIT, is_whole: bool = False) -> str:
-    """Return the control file. ``monit`` is the directory of log, state and job files, ``run`` that of pidfile and id.
+    """Return the control file.
 
-    ``http`` replaces the machine's port 2822, which has no password. With ``is_whole`` it is exactly a stemcell's file,
-    whose first ``include`` monit refuses if no file matches.
+    ``monit`` is the directory for log, state and job files, ``run`` the directory for pidfile and id.
+
+    ``http`` replaces the HTTP interface on the machine's port 2822, which has no password. With ``is_whole`` the result
+    is exactly a stemcell's file. monit rejects its first ``include`` if no file matches.
     """
     others = f"include {monit}/*.monitrc" if is_whole else ""
     return f"""
@@ -42,7 +44,7 @@ include {monit}/job/*.monitrc
 def alerts(monit: Path = MONIT, port: int = 2825) -> str:
     """Return the configuration of alerts that are sent to the Go agent at ``port``.
 
-    They are queued in a directory of ``monit``.
+    monit queues alerts in a directory below ``monit``.
     """
     return f"""
 set alert agent@local

@@ -1,8 +1,8 @@
-"""Runs cases in their own pid namespace, so that a misdirected signal hits no process of this machine and is recorded.
+"""Runs chaos cases in their own pid namespace, so that a misdirected signal is recorded and cannot hit the host.
 
-As a program it is process 1 of that namespace. ``namespaces.py SIGNALS COMMAND ...`` runs the command, reaps orphans,
-records the signals that reach it in the file ``SIGNALS`` (a line with the number of each), and exits with the exit code
-of the command.
+When run as a program, this module is process 1 of that namespace. ``namespaces.py SIGNALS COMMAND ...`` runs the
+command, reaps orphans, appends the number of each signal that it receives to the file ``SIGNALS`` (one per line), and
+exits with the command's exit code.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from types import FrameType
 from typing import Final
 
 INSIDE: Final = "SHIM_CHAOS_SIGNALS"
-"""Environment variable, set below our own process 1: the file with the signals that it received."""
+"""Environment variable with the path of the file in which process 1 records signals. Set only in such a namespace."""
 FATAL: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> None:
-    """Continue as ``python -m MODULE ARGUMENTS`` in new mount and pid namespaces. This needs root."""
+    """Replace this process by ``python -m MODULE ARGUMENTS`` in new mount and pid namespaces. This needs root."""
     if os.geteuid() != 0 or INSIDE in os.environ:
         return
     descriptor, signals = tempfile.mkstemp(prefix="agent-shim-chaos-signals-")
@@ -36,7 +36,7 @@ def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> No
 
 
 def signals_to_init() -> list[int]:
-    """Return the numbers of the signals that process 1 received. SIGKILL from inside the namespace never reaches it."""
+    """Return the signals that process 1 received. SIGKILL is never among them, because the kernel ignores it there."""
     return [int(line) for line in Path(os.environ[INSIDE]).read_text().split()]
 
 

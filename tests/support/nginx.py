@@ -1,10 +1,10 @@
 """nginx (package nginx) in front of a directory, configured like the Director's own blobstore.
 
-Blobs are in ``store/XX/ID``. Under ``/``, the user ``agent`` may GET and PUT with a password. Under ``/signed/`` no
-password is needed, and a link is valid for one method, one blob and a limited time.
+Blobs are stored in ``store/XX/ID``. Below ``/``, the user ``agent`` may GET and PUT blobs with a password. Below
+``/signed/`` no password is needed, but a link is valid only for one method, one blob and a limited time.
 
-The Director's nginx checks links with an HMAC module that Debian lacks. Here one of nginx's own modules checks them,
-with the same arguments in the same order.
+The Director's nginx verifies links with an HMAC module that Debian does not package. Here a module that is part of
+nginx verifies them, with the same arguments in the same order.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ http {{
 
 
 def shard(blob_id: str) -> str:
-    """Return the directory of a blob."""
+    """Return the name of a blob's directory."""
     return hashlib.sha1(blob_id.encode()).hexdigest()[:2]
 
 
 @dataclass
 class Nginx:
-    """A server. ``ca`` is the certificate that its clients have to trust."""
+    """A server. ``ca`` is the CA certificate that its clients have to trust."""
 
     where: Path
     port: int
@@ -112,7 +112,9 @@ class Nginx:
         self.path(blob_id).write_bytes(content)
 
     def users(self, **passwords: str) -> None:
-        """Set the allowed users. The file is read again for every request."""
+        """Set the users that may log in. nginx rereads the password file for every request, so this takes effect at
+        once.
+        """
         lines = [f"{name}:{{PLAIN}}{password}\n" for name, password in passwords.items()]
         (self.where / "users").write_text("".join(lines))
 

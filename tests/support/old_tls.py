@@ -1,4 +1,4 @@
-"""Old versions of TLS, for attacks that use a version which must be refused."""
+"""Enables outdated TLS versions, for attacks with a version that must be refused."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import warnings
 
 
 def lenient(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Allow every version in OpenSSL, so that each refusal comes from this project."""
+    """Allow every TLS version in OpenSSL, so that a refusal can only come from this project's settings."""
     context.set_ciphers("ALL:@SECLEVEL=0")
     return context
 
 
 def outdated(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Return a context that speaks TLS 1.1 and nothing newer."""
+    """Return a context that supports no version newer than TLS 1.1."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         context.minimum_version = ssl.TLSVersion.TLSv1

@@ -1,4 +1,7 @@
-"""Cgroups for a single run. Two agents that share one would count and kill each other's jobs of the same name."""
+"""Creates cgroups for a single test run.
+
+Two agents in one cgroup would count and kill each other's jobs of the same name.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from agent_shim.host import cgroups
 
 _NUMBERS: Final = itertools.count()
 _END_TIMEOUT_S: Final = 10
-"""For processes that have been killed to leave a cgroup."""
+"""How long killed processes may take to leave a cgroup."""
 
 
 def hierarchies() -> list[cgroups.Hierarchy]:
@@ -28,7 +31,7 @@ def hierarchies() -> list[cgroups.Hierarchy]:
 def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
     """Create a cgroup in each hierarchy that limits processes. Yield its directory and the top of the hierarchy.
 
-    At the end all are removed, and so are those of the same ``kind`` that a killed process left behind.
+    At the end they are removed, and so are cgroups of the same ``kind`` that a killed test run left behind.
     """
     made = []
     name = f"{kind}-{os.getpid()}-{next(_NUMBERS)}"
@@ -48,16 +51,16 @@ def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
 
 
 def joining(directories: list[tuple[Path, Path]], argv: list[str]) -> list[str]:
-    """Return the command that runs ``argv`` in these cgroups, or fails."""
+    """Return a command that moves itself into these cgroups and then runs ``argv``. It fails if it cannot move."""
     join = "".join(f"echo 0 >{ours}/cgroup.procs && " for ours, _ in directories)
     return ["sh", "-c", f'{join} exec "$@"', "sh", *argv]
 
 
 def _remove(cgroup: Path, *, timeout: float) -> None:
-    """Remove a cgroup and those below it. Its processes were killed and may still be exiting."""
+    """Remove a cgroup and its children, waiting up to ``timeout`` seconds for their killed processes to exit."""
     give_up_at = time.monotonic() + timeout
     while cgroup.exists():
-        with contextlib.suppress(FileNotFoundError):  # another run removes it too
+        with contextlib.suppress(FileNotFoundError):  # another test run may have removed it
             for below in sorted(cgroup.rglob("*/"), reverse=True):
                 with contextlib.suppress(OSError):
                     below.rmdir()

@@ -1,4 +1,4 @@
-"""A real service on top of simulated processes and programs, and a clock that jumps from timer to timer."""
+"""Runs a real ``Service`` with simulated processes and programs, on a clock that jumps from timer to timer."""
 
 from __future__ import annotations
 
@@ -37,11 +37,15 @@ SPEC: Final = ProcessSpec(
 START_TAKES: Final = {"well": 0.0, "slowly": 2.2, "not": 0.4, "late": 45.0}
 STOP_TAKES: Final = {"well": 0.0, "slowly": 3.3, "not": 1.1, "hangs": 1000.0}
 MAX_PID: Final = 2**22
-"""The kernel's limit. Simulated pids lie above it, because the service also looks into the real ``/proc``."""
+"""The kernel's limit. Simulated pids are higher, so that the service finds no real process with such a pid in
+``/proc``.
+"""
 
 
 class Jumping(selectors.SelectSelector):
-    """An event loop whose time jumps to the next timer. If it waits without a timer, the test has hung."""
+    """Selector of an event loop whose clock jumps to the next timer. Waiting without a timer fails the test, which
+    would hang.
+    """
 
     now = 0.0
 
@@ -93,7 +97,7 @@ class Played:
 
 @dataclass
 class Machine:
-    """The true state of the simulated machine, independent of the agent's view. Asserts the invariants."""
+    """The true state of the simulated machine, independent of the agent's view. It asserts the invariants."""
 
     process: Played | None = None
     starter: Played | None = None
@@ -102,14 +106,14 @@ class Machine:
     how_stops: str = "well"
     how_ends: Ending = field(default_factory=lambda: Code(1))
     refuses: str = ""
-    """The event whose program cannot run."""
+    """The event whose program cannot be executed."""
     orphans: list[Left] = field(default_factory=list)
-    """Processes that may have been below a killed keeper."""
+    """Processes that may have been descendants of a killed keeper."""
     pids: int = MAX_PID
     ran: list[tuple[float, str]] = field(default_factory=list)
-    """Time and event of each program."""
+    """Time and event of each program that was run."""
     graces: list[float] = field(default_factory=list)
-    """Grace of each sweep."""
+    """Grace period in seconds of each sweep."""
 
     @property
     def is_there(self) -> bool:
@@ -125,7 +129,7 @@ class Machine:
 
     @property
     def starts(self) -> list[float]:
-        """Return the times of the starts."""
+        """Times at which the start program was run."""
         return [at for at, event in self.ran if event == "Started"]
 
     def new(self) -> Played:
@@ -136,7 +140,7 @@ class Machine:
         self.process = self.new()
 
     def end(self) -> None:
-        """End the process."""
+        """End the simulated process."""
         assert self.process is not None
         self.process.end()
 
@@ -286,7 +290,7 @@ class PlayedPrograms:
 
 
 def service_on(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> Service:
-    """Create a service on a simulated machine. ``members`` replace members of its context."""
+    """Create a service on a simulated machine. ``members`` override members of the service's context."""
     may_start = asyncio.Event()
     may_start.set()
     usual: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""An instance whose containers are replaced while its volumes stay, with a bus and a Director. Needs root.
+"""An instance with a bus and a Director. Its container can be replaced while its volumes are kept. Needs root.
 
-Each container is a new machine (``tests.support.machine``) with new process ids and a new root file system. It keeps
-the same volumes as long as the test wants. It is killed to end it, as runtimes do with containers.
+Each container is a new machine (``tests.support.machine``) with new process ids and a new root file system. The test
+decides which volumes it keeps. Containers are ended by killing them, as container runtimes do.
 """
 
 from __future__ import annotations
@@ -33,18 +33,24 @@ Files = Mapping[str, Mapping[str, str | bytes]]
 SLEEPER: Final[Files] = {"web": jobs.sleeper(Paths(), "web")}
 """A job that sleeps."""
 PORT: Final = "cable0"
-"""No name of this machine's, whose /sys is seen inside."""
+"""Interface name. It must not exist on the host, because the host's /sys is visible inside the containers."""
 
 
 def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTERM) -> None:
-    """End what ``Machine.popen`` has started, which only represents the process inside, and wait for it."""
+    """Signal the program that ``Machine.popen`` has started, and wait until it has ended.
+
+    ``entered`` is only the process outside that entered the machine's namespaces. The program is its child.
+    """
     for child in Path(f"/proc/{entered.pid}/task/{entered.pid}/children").read_text().split():
         os.kill(int(child), number)
     entered.wait()
 
 
 def _cable(pid: int, gateway: str) -> None:
-    """Connect the network of a process to ours, where we are ``gateway``. The link disappears with that network."""
+    """Connect the network namespace of a process to ours with a veth pair. Our end has the address ``gateway``.
+
+    The pair disappears together with that namespace.
+    """
     ours, theirs = f"t{pid}", str(ip_address(gateway) + 1)
     inside = ["nsenter", "-t", str(pid), "-n"]
     for command in (
@@ -60,10 +66,10 @@ def _cable(pid: int, gateway: str) -> None:
 class Pod:
     """An instance.
 
-    ``disks`` are the cids of attached volumes. With ``keeps_root`` containers share their root file system.
+    ``disks`` are the cids of attached volumes. With ``keeps_root`` all containers use the same root file system.
 
-    ``prefix`` is a command that runs the agent, given as the beginning of an argument list. ``seen`` are further
-    directories of containers, by their path inside.
+    ``prefix`` is put in front of the agent's command line. ``seen`` maps paths inside the containers to further
+    directories that are mounted there.
     """
 
     def __init__(self, scratch: Path, server: NatsServer, director: Director, cpi: Cpi | None = None) -> None:
@@ -78,7 +84,7 @@ class Pod:
         self.http = "off"
         self.shim: dict[str, Any] = {}
         self.gateway = ""
-        """Set, containers have a network of their own, in which this is the machine that runs the tests."""
+        """If set, containers get their own network, in which this is the address of the machine that runs the tests."""
         self.url = server.url
         self.seen: dict[str, Path] = {}
         self.agent_id = AGENT
@@ -97,12 +103,12 @@ class Pod:
 
     @property
     def vcap(self) -> Path:
-        """Return its ``/var/vcap`` as seen from outside."""
+        """The container's ``/var/vcap`` as seen from outside."""
         return self.machine.vcap
 
     @property
     def data(self) -> Path:
-        """Return the data volume, which exists even without a container."""
+        """The data volume, which exists even without a container."""
         return self.scratch / "data"
 
     def volume(self, cid: str) -> Path:
@@ -111,16 +117,16 @@ class Pod:
 
     @property
     def log(self) -> str:
-        """Return the log of this container's agent."""
+        """Return the log of the current container's agent."""
         return (self.scratch / f"agent-{self._number}.log").read_text()
 
     def attach(self, cid: str) -> None:
-        """Attach this disk to the next container as well."""
+        """Attach a disk to the next container, in addition to those already attached."""
         self.volume(cid).mkdir(parents=True, exist_ok=True)
         self.disks.append(cid)
 
     def lose_data(self) -> None:
-        """Replace the data volume by an empty one, as some CPIs do when they create a container again."""
+        """Replace the data volume by an empty one, as some CPIs do when they recreate a container."""
         shutil.rmtree(self.data)
         self.data.mkdir()
 
@@ -146,7 +152,7 @@ class Pod:
             self.deliver()
 
     def deliver(self) -> None:
-        """Write the settings of an instance with these disks."""
+        """Write the settings of an instance with the attached disks, as the CPI does."""
         mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         blobstore = {"provider": "local", "options": {"blobstore_path": str(BLOBS)}}
@@ -171,12 +177,12 @@ class Pod:
         return agent
 
     async def start(self) -> float:
-        """Start a new container and its agent. Return when the agent was executed (monotonic)."""
+        """Start a new container and its agent. Return the monotonic time at which the agent was executed."""
         self.start_container()
         return await self.start_agent()
 
     async def start_agent(self) -> float:
-        """Start an agent and wait until it answers. Return when it was executed (monotonic)."""
+        """Start an agent and wait until it answers. Return the monotonic time at which it was executed."""
         begun_at = time.monotonic()
         self.exec_agent()
         if self.cpi.is_late:
@@ -209,7 +215,7 @@ class Pod:
         return await self.start()
 
     async def until(self, *job_states: str) -> dict[str, Any]:
-        """Wait until the instance has one of these states."""
+        """Wait until the instance is in one of these job states. Return the state reply."""
         async with asyncio.timeout(30):
             while True:
                 state: dict[str, Any] = await self.director.value(self.agent_id, "get_state")
@@ -218,11 +224,11 @@ class Pod:
                 await asyncio.sleep(0.005)
 
     async def stop_copying(self, into: str) -> int:
-        """Stop a migration's worker once it has written a part of the files. Return its pid as seen from outside."""
+        """Suspend a migration's worker once it has written some of the files. Return its pid as seen from outside."""
         target = self.volume(into)
         async with asyncio.timeout(60):
             while True:
-                # A worker other than that of the copy may be exiting.
+                # Another worker may be exiting at this moment.
                 with suppress(ProcessLookupError):
                     if (number := self._worker()) and len(list(target.iterdir())) > 5:
                         os.kill(number, signal.SIGSTOP)
@@ -237,7 +243,7 @@ class Pod:
         return 0
 
     async def run(self, method: str, *arguments: Any) -> Any:
-        """Return the value of an action."""
+        """Run an action and return its value."""
         return await self.director.run(self.agent_id, method, *arguments)
 
     async def apply(self, files: Files = SLEEPER, packages: Files | None = None, version: str = "1") -> dict[str, Any]:
@@ -247,7 +253,7 @@ class Pod:
         return spec
 
     async def deploy(self, files: Files = SLEEPER, packages: Files | None = None) -> dict[str, Any]:
-        """Deploy and start as the Director does, but without pre-start, and wait until the jobs run.
+        """Apply and start jobs as the Director does, but without pre-start, and wait until they run.
 
         Return the spec.
         """
@@ -259,7 +265,7 @@ class Pod:
 
 @asynccontextmanager
 async def pod(scratch: Path, cpi: Cpi | None = None) -> AsyncIterator[Pod]:
-    """Create an instance, initially without a container. Everything that runs is killed at the end."""
+    """Create an instance without a container. At the end, everything that runs in its containers is killed."""
     director = Director(poll=0.01)
     async with NatsServer(scratch / "bus") as server, director.on(server.peer()):
         await server.add_agent(AGENT)

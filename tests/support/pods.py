@@ -1,5 +1,5 @@
-"""podman as the image tests use it: a base image made from Debian's packages, our image on top, and containers of
-it.
+"""Wraps podman for the image tests: builds a base image from Debian packages and our image on top, and runs
+containers.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ from tests.support.source import ROOT
 
 PACKAGES = "mmdebstrap podman buildah runc netavark aardvark-dns catatonit iptables uidmap"
 NEXT = "next"
-"""TEST_BASE_IMAGE for the base like Ubuntu 26.04: uutils, sudo-rs, Python 3.14, no runit, and /tmp a tmpfs."""
+"""Value of TEST_BASE_IMAGE for a base that resembles Ubuntu 26.04: uutils, sudo-rs, Python 3.14, no runit, /tmp on
+tmpfs.
+"""
 IS_NEXT = os.environ.get("TEST_BASE_IMAGE") == NEXT
 IMAGE = "localhost/agent-shim/test-next" if IS_NEXT else "localhost/agent-shim/test"
 EXAMPLE = "localhost/agent-shim/example"
 BASE = "localhost/agent-shim/debian"
 
 SECRETS = {"pip_conf": Path("/etc/pip.conf"), "ca_bundle": Path("/etc/ssl/certs/ca-certificates.crt")}
-"""Options with which a build reaches a mirror. Given where they exist, left in no image."""
+"""Build secrets with which a build can reach a package mirror. They are passed if they exist, and end up in
+no image.
+"""
 
 
 @dataclass(frozen=True)
 class Podman:
-    """Runs podman with a configuration of our own, because machines differ in what limits they can raise and in
-    their cgroups.
+    """Runs podman with our own configuration, because machines differ in their cgroups and in which limits can be
+    raised.
     """
 
     config: Path
@@ -57,7 +61,9 @@ class Podman:
 
 
 def podman(where: Path) -> Podman:
-    """Return podman with its configuration in ``where``. Fail the test if something is not installed."""
+    """Return podman with its configuration in ``where``. Fail the test if podman or one of its helpers is not
+    installed.
+    """
     missing = [name for name in ("podman", "mmdebstrap", "runc") if shutil.which(name) is None]
     if missing:
         pytest.fail(f"{' and '.join(missing)} missing: apt-get install --no-install-recommends {PACKAGES}")
@@ -77,9 +83,9 @@ def _most(kind: int, wanted: int) -> int:
 
 
 def base_image(podman: Podman, where: Path) -> str:
-    """Return a plain Debian image, built without a registry, or the requested image.
+    """Return the image named by TEST_BASE_IMAGE, or build a plain Debian image without a registry.
 
-    It is rebuilt once a week, so that it contains security updates.
+    The Debian image is rebuilt once a week, so that it contains security updates.
     """
     if (wanted := os.environ.get("TEST_BASE_IMAGE")) and not IS_NEXT:
         return wanted
@@ -94,9 +100,9 @@ def base_image(podman: Podman, where: Path) -> str:
 
 
 def build(podman: Podman, base: str, target: str = "", *, tree: Path = ROOT, name: str = IMAGE) -> str:
-    """Build our image, or a stage of it, from the Dockerfile without the compilers.
+    """Build our image, or one stage of it, from the Dockerfile without its compiler stages.
 
-    The image that it replaces is removed.
+    The previous image of the same name is removed.
     """
     image = f"{name}-{target}" if target else name
     before = podman.run("image", "inspect", "--format", "{{.Id}}", image).stdout.decode().strip()
@@ -112,7 +118,7 @@ def build(podman: Podman, base: str, target: str = "", *, tree: Path = ROOT, nam
 
 
 def example(podman: Podman, image: str) -> str:
-    """Return our image with a job in it, under the name that the manifests in deploy/kubernetes use."""
+    """Build our image with a job in it, tagged with the name that the manifests in deploy/kubernetes use."""
     where = ROOT / "deploy/kubernetes/example"
     podman("build", "--quiet", f"--build-arg=IMAGE={image}", "--tag", EXAMPLE, str(where))
     return EXAMPLE
@@ -120,7 +126,7 @@ def example(podman: Podman, image: str) -> str:
 
 @dataclass(frozen=True)
 class Network:
-    """A network of containers. ``gateway`` is this machine's address in it."""
+    """A podman network. ``gateway`` is this machine's address in it."""
 
     name: str
     gateway: str
@@ -144,7 +150,7 @@ class Container:
     name: str
 
     async def address(self) -> str:
-        """Return its address in its network."""
+        """Return the container's address in its network."""
         form = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
         return (await asyncio.to_thread(self.podman, "inspect", "--format", form, self.name)).strip()
 
@@ -154,7 +160,7 @@ class Container:
         return said == "true\n"
 
     async def signal(self, name: str) -> None:
-        """Send process 1 a signal."""
+        """Send a signal to process 1."""
         await asyncio.to_thread(self.podman, "kill", "--signal", name, self.name)
 
     async def ended(self) -> int:
@@ -196,7 +202,7 @@ class Container:
         await asyncio.to_thread(self.podman, "start", self.name)
 
     async def stop(self) -> int:
-        """Stop the container in an orderly way, as a runtime does. Return its exit code."""
+        """Send SIGTERM to process 1, as a runtime does to stop a container. Return the exit code."""
         await self.signal("TERM")
         async with asyncio.timeout(60):
             return await self.ended()

@@ -1,4 +1,4 @@
-"""``docs/protocol.md`` as data: its actions, their examples, and the numbered facts after which tests are named."""
+"""Parses ``docs/protocol.md``: its actions, their examples, and the numbered facts that test names refer to."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Example:
-    """A dialogue.
+    """An example dialogue.
 
-    ``kind`` says where it takes place: ``deployed`` with a job, ``root`` on a machine, or "" on a fresh agent.
+    ``kind`` is its precondition: ``deployed`` needs a deployed job, ``root`` a machine, and "" only a fresh agent.
     """
 
     method: str
@@ -46,14 +46,14 @@ class Example:
 
     @property
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield each line with its mark (``>``, ``<`` or ``=``). An indented line continues it."""
+        """Yield each line with its mark (``>``, ``<`` or ``=``), joined with the indented lines that continue it."""
         for line in re.sub(r"\n +", " ", self.text.strip()).splitlines():
             mark, _, rest = line.partition(" ")
             assert mark in ("<", ">", "="), line
             yield mark, rest
 
     async def play(self, call: Call, known: Mapping[str, Any]) -> None:
-        """Send the requests of the dialogue, and compare the replies with those that it states."""
+        """Send the dialogue's requests, and compare the replies with the documented ones."""
         names, reply = dict(known), {}
         for mark, text in self.lines:
             if mark == ">":
@@ -112,7 +112,7 @@ def sections() -> list[Section]:
 
 
 def message(kind: str) -> dict[str, Any]:
-    """Return the page's example of a message that has no dialogue: ``request``, ``heartbeat``, ``alert``."""
+    """Return the page's example of a message outside the dialogues: ``request``, ``heartbeat`` or ``alert``."""
     _, found, rest = PAGE.read_text().partition(f"\n```json {kind}\n")
     assert found, f"the page shows no {kind}"
     document: dict[str, Any] = json.loads(rest.partition("\n```")[0])
@@ -120,6 +120,6 @@ def message(kind: str) -> dict[str, Any]:
 
 
 def facts() -> list[str]:
-    """Return the numbers of the facts that still apply, such as ``a13``."""
+    """Return the ids of the facts that still apply, such as ``a13``."""
     facts = PAGE.read_text().partition("\n## Facts with tests\n")[2].partition("\n## ")[0]
     return [number.lower() for number in re.findall(r"\*\*([A-Z]\d+)\*\*\s\S", facts)]

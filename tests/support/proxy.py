@@ -13,16 +13,17 @@ ESTABLISHED: Final = 1  # include/net/tcp_states.h
 
 
 class Proxy:
-    """Forwards connections to a loopback port until told otherwise. An async context manager.
+    """Forwards connections to a loopback port, and can delay, cut or swallow them. An async context manager.
 
-    It listens on the loopback or on another ``address``, which need not exist yet, at a free ``port`` or a given one.
+    It listens on the loopback interface or on another ``address``, which need not exist yet. Without a ``port`` it
+    chooses a free one.
     """
 
     def __init__(self, target: int, address: str = "127.0.0.1", port: int = 0) -> None:
         self.delay = 0.0
-        """Seconds that every chunk is held back."""
+        """Seconds by which each chunk of data is delayed."""
         self.connections = 0
-        """How many were made so far."""
+        """Number of connections accepted so far."""
         self.target = target
         self._address = address, port
         self._flowing = asyncio.Event()
@@ -40,7 +41,7 @@ class Proxy:
 
     @property
     def left(self) -> int:
-        """Return how many connections the client has closed, even while no data passes."""
+        """Number of connections that the client has closed. This is detected even while no data is forwarded."""
         return sum(not _is_held(writer) for writer in self._made)
 
     async def __aenter__(self) -> Self:
@@ -61,17 +62,17 @@ class Proxy:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     def cut(self) -> None:
-        """Reset every connection. New ones are accepted."""
+        """Reset every existing connection. New connections are still accepted."""
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
 
     def swallow(self) -> None:
-        """Act as a black hole: connections stay open and can be made, but no data passes in either direction."""
+        """Act as a black hole: connections are accepted and stay open, but no data is forwarded in either direction."""
         self._flowing.clear()
 
     def flow(self) -> None:
-        """Forward again, beginning with the data held back."""
+        """Resume forwarding, beginning with the data that was held back."""
         self._flowing.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

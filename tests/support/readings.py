@@ -13,10 +13,10 @@ def pss(pid: int) -> float:
 
 
 def own_memory(pid: int) -> float:
-    """Return the memory in MB that a process has written and shares with no other.
+    """Return a process's private dirty memory in MB.
 
-    Its growth is caused by this process alone, whereas PSS changes by a megabyte when another process maps the same
-    interpreter.
+    Unlike PSS, which changes by a megabyte when another process maps the same interpreter, this grows only because of
+    the process itself.
     """
     return memory_of(pid, "Private_Dirty:")
 

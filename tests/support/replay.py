@@ -1,7 +1,7 @@
 """Replays a real Director's requests against our agent, and compares its replies with the Go agent's.
 
-The recordings are real, and specs and rendered templates are used unchanged. Package blobs are generated, because the
-recordings have none, and digests and certificates are replaced accordingly.
+Specs and rendered templates are replayed as they were recorded. Package blobs are not part of the recordings, so they
+are generated, and digests are replaced accordingly. Certificates are replaced as well.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from agent_shim.demo.director import Director, RpcRemoteError
 from agent_shim.demo.release import archive
 
 LEFT_OUT = frozenset({"get_task", "cancel_task"})
-"""Polls: the replaying Director makes its own."""
+"""Recorded polls are left out, because the replaying Director polls on its own."""
 
 VOLUMES = Path("/var/vcap/volumes")
-"""Where a container has the disks that the CPI of the recordings had attached below ``/dev``."""
+"""Directory of the disks in a container. The CPI in the recordings had attached them below ``/dev``."""
 
 _SERVER = """
 import http.server, socket, socketserver, sys
@@ -68,7 +68,7 @@ cp server.py ${BOSH_INSTALL_TARGET}/bin/
 
 @dataclass(frozen=True)
 class Step:
-    """A recorded request. ``reply`` is None if the Director got none."""
+    """A recorded request. ``reply`` is None if the Director received none."""
 
     agent_id: str
     method: str
@@ -78,10 +78,10 @@ class Step:
 
 
 def steps(*recordings: Path) -> Iterator[Step]:
-    """Return the requests of recordings in order. The request of each task is paired with the task's result.
+    """Yield the recorded requests in order. A request that starts a task is paired with the task's result.
 
-    The request for a result may be in the next recording. If there is none, the previous task of the same method
-    provides the result.
+    The poll that returned the result may be in the next recording. If no poll returned it, the result of the previous
+    task with the same method is used.
     """
     lines = [
         json.loads(line) | {"recording": recording.stem}
@@ -148,7 +148,8 @@ class Replay:
         return arguments, value
 
     async def _compare_state(self, step: Step, arguments: list[Any], expected: dict[str, Any]) -> dict[str, Any]:
-        """Compare replies: fields that the Director compares must be equal, and others must have the same shape.
+        """Compare ``get_state`` replies: fields that the Director compares must be equal, others must have the same
+        JSON types.
 
         The request is repeated until the jobs settle.
         """
@@ -166,7 +167,7 @@ class Replay:
         return value
 
     def _fit(self, step: Step) -> list[Any]:
-        """Return the arguments with digests and credentials that exist here."""
+        """Return the step's arguments, with digests and credentials replaced by ones that are valid here."""
         arguments: list[Any] = json.loads(json.dumps(step.arguments))
         if step.method == "update_settings" and "mbus" in arguments[0]:
             assert self.mbus is not None
@@ -191,7 +192,7 @@ class Replay:
         return arguments
 
     def _keep_packages(self, packages: dict[str, Any]) -> None:
-        """Put packages that a request names into the blobstore, and put their digests into the request."""
+        """Put packages that a request refers to into the blobstore, and write their digests into the request."""
         for name, package in packages.items():
             (self.blobs / package["blobstore_id"]).write_bytes(PACKAGES[name])
             package["sha1"] = hashlib.sha1(PACKAGES[name]).hexdigest()
@@ -202,7 +203,7 @@ def _named_states(state: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _settled(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state without members that depend on time and machine, such as zeros of processes and mounted disks."""
+    """Return a state without values that depend on the time or the machine: process figures and mounted disks."""
     state = json.loads(json.dumps(state))
     for process in state.get("processes", []):
         process["uptime"], process["mem"] = {}, {"percent": 0.0}
@@ -213,7 +214,9 @@ def _settled(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(value: Any) -> Any:
-    """Return the JSON types of a value. Integers and fractions count as one type, as in JSON."""
+    """Return the structure of a value with JSON types in place of values. Integers and fractions have the same type, as
+    in JSON.
+    """
     if isinstance(value, dict):
         return {name: shape(member) for name, member in value.items()}
     if isinstance(value, list):

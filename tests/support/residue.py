@@ -1,4 +1,4 @@
-"""Removes what ended tests and benchmarks leave on the machine."""
+"""Removes cgroups that tests and benchmarks leave on the machine."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ async def serving(talk: Talk, *, context: ssl.SSLContext | None = None) -> Async
         yield server.sockets[0].getsockname()[1]
     finally:
         try:
-            await _what_is_due()  # asyncio loses a socket that it has accepted if the server is already closed
+            await _what_is_due()  # otherwise asyncio would lose a socket that it has accepted just before close()
         finally:
             server.close()
         for task in talks:
             task.cancel()
         await asyncio.gather(*talks, return_exceptions=True)
-        await _what_is_due()  # sockets are closed one turn of the loop after their transports are aborted
+        await _what_is_due()  # asyncio closes sockets one loop iteration after their transports are aborted
 
 
 async def _what_is_due() -> None:

@@ -1,4 +1,4 @@
-"""Completion for bash, zsh and fish by shtab, and the manual page, from the parser of ``agent-shim``."""
+"""Generates the bash, zsh and fish completion (with shtab) and the manual page from the parser of ``agent-shim``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from agent_shim.core import errors
 from tests.support.commands_page import arguments, parsers, usage
 
 OWN_CODES: Final = {0: "Success, or yes.", 1: "No, or incomplete.", 2: "Usage."}
-"""Exit codes of commands that are no error's."""
+"""Exit codes that commands use without raising an error."""
 
 NAMES: Final = {"NAME": "name", "JOB": "job"}
-"""Arguments that the running agent knows, and the member of ``status --json`` with the word."""
+"""Arguments that can be completed by asking the running agent, and the members of ``status --json`` with
+their values.
+"""
 
 FILES: Final = frozenset({"FILE", "MANIFEST", "RELEASE", "agent.json"})
-"""Arguments that are files."""
+"""Arguments to complete with file names."""
 
 # --- completion -------------------------------------------------------------------------------------------------------
 
@@ -60,11 +62,13 @@ function _agent_shim_name; _agent_shim_members name; end
 function _agent_shim_job; _agent_shim_members job; end
 function _agent_shim_name_or_all; _agent_shim_members name all; end""",
 }
-"""Functions that ask the running agent for words, the agent of ``-b`` too."""
+"""Shell functions that ask the running agent for completions. If the command line contains ``-b``, they ask
+that agent.
+"""
 
 
 def completion(shell: str) -> str:
-    """Return the script for a shell, to be put into its completion directory or sourced."""
+    """Return the completion script for a shell. It can be sourced or installed in the shell's completion directory."""
     top = commands.parser()
     for name, parser in parsers(top).items():
         for action in arguments(parser):

@@ -1,4 +1,4 @@
-"""The source of the project as syntax trees, for tests that check it.
+"""Gives tests access to the project's source as syntax trees.
 
 A module is identified by its dotted name below ``agent_shim``, such as ``host.files``, a package by its own name, such
 as ``supervisor``, and the top package by ``""``. Nothing is imported or run.
@@ -23,7 +23,7 @@ NOT_OURS = frozenset({".git", ".guest", ".mutate", ".venv", ".tools", ".hypothes
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """One module: its name below the package, its text and its tree."""
+    """One module: its dotted name, its text and its syntax tree."""
 
     name: str
     text: str
@@ -50,7 +50,7 @@ class Module:
 
 @cache
 def modules() -> Mapping[str, Module]:
-    """Return every module of the agent by name, without the demo, which imitates a Director."""
+    """Return every module of the agent by name, except those of the demo, which imitates a Director."""
     found = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
@@ -63,7 +63,9 @@ def modules() -> Mapping[str, Module]:
 
 
 def floors() -> Iterator[tuple[int, str]]:
-    """Return the floors of the agent with their folders, from the top down, as configured for the import linter."""
+    """Yield the number of each floor and each of its packages, from the top down, as configured for the
+    import linter.
+    """
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = (contract["layers"] for contract in contracts if contract.get("id") == "floors")
     for number, layer in zip(reversed(range(len(layers))), layers, strict=True):

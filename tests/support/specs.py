@@ -1,4 +1,4 @@
-"""Apply specs that several tests compare with."""
+"""Apply specs with which several tests compare."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ FRESH_SPEC: Final[dict[str, Any]] = {
     "persistent_disk": 0,
     "rendered_templates_archive": None,
 }
-"""Members of the spec of a VM that got no ``apply`` yet, as the Go agent gives them."""
+"""Spec members that the Go agent reports on a VM before its first ``apply``."""

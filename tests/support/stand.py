@@ -1,8 +1,7 @@
-"""The environment of a chaos case: an agent with its init, a bus behind a proxy, a Director and a Health Monitor,
-all real.
+"""The environment of a chaos case: a real agent with an init, a bus behind a proxy, a Director and a Health Monitor.
 
-The agent under test is a command that is only known through its protocol. After each case, its witness returns the
-violated invariants. An invariant that cannot be observed from outside is checked by its visible effects.
+The agent under test is any command that implements the protocol. After each case, the witness returns the violated
+invariants. An invariant that cannot be observed from outside is checked by its visible effects.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ class CannotInjectError(Exception):
 
 
 def expect(fact: bool, what: str) -> None:
-    """Raise ``NotHeldError`` unless ``fact``."""
+    """Raise ``NotHeldError`` unless ``fact`` is true."""
     if not fact:
         raise NotHeldError(what)
 
 
 def at_most(figure: float, limit: float, what: str) -> float:
-    """Return a figure for the case's row. Raise ``NotHeldError`` if it exceeds its limit."""
+    """Return ``figure``, which becomes part of the case's row. Raise ``NotHeldError`` if it exceeds ``limit``."""
     expect(figure <= limit, f"{what}: {figure:.2f}, more than {limit:g}")
     return figure
 
@@ -75,9 +74,9 @@ async def until(fact: Callable[[], Any], within: float, what: str) -> float:
 
 @dataclass
 class Stand:
-    """The environment.
+    """The environment of one case.
 
-    ``jobs`` is the number of running jobs, ``involved`` are those that the fault or the case restarts.
+    ``jobs`` is the number of running jobs, ``involved`` are the names of those that the fault or the case restarts.
     """
 
     world: World
@@ -87,29 +86,31 @@ class Stand:
     involved: set[str] = field(default_factory=set)
     port: int = 0
     is_full: bool = False
-    """Plays the case at full size."""
+    """Whether the case is run at full size."""
     expected_ends: int = 0
     ends: list[int | None] = field(default_factory=list)
     omitted: dict[str, str] = field(default_factory=dict)
     """Invariants that are not checked after this case, each with the reason."""
     between: Callable[[], object] = lambda: None
-    """Action of the init before it restarts the agent."""
+    """Called by the init before it restarts the agent."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Resources of a case, open until the invariants are checked."""
+    """Resources of the case that stay open until the invariants have been checked."""
     told: dict[str, int | None] = field(default_factory=dict)
-    """Patterns of the expected alerts ("title, severity N"), each with their number. None is at least one."""
+    """Maps a pattern for expected alerts ("title, severity N") to their number. None means one or more."""
     failing: set[str] = field(default_factory=set)
-    """Jobs that may be in any state after the case."""
+    """Names of jobs that may be in any state after the case."""
     figures: list[str] = field(default_factory=list)
-    """What the case has measured, for its row of the scorecard."""
+    """Measurements that the case adds to its scorecard row."""
     lasting: set[str] = field(default_factory=set)
-    """Command lines of processes that belong to a job though neither its pidfile nor its start shows it."""
+    """Command lines of processes that belong to a job although they are neither in its pidfile nor descendants of its
+    start.
+    """
     moved: dict[str, str] = field(default_factory=dict)
-    """Points at which the case has mounted something else, each with a part of its source."""
+    """Mount points at which the case has mounted something, each with a part of the mount's source."""
     written: set[str] = field(default_factory=set)
-    """Files of jobs that the case wrote itself: ``JOB/bin/run``."""
+    """Job files that the case wrote itself, in the form ``JOB/bin/run``."""
     restarted_at: int = 0
-    """Notices of the agent before its last start by the init."""
+    """Number of notices that the Health Monitor had received when the init last restarted the agent."""
     _init: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -126,7 +127,7 @@ class Stand:
         return self.world.pid
 
     def contain(self) -> None:
-        """Make the agent process 1 of a container with namespaces of its own. Call this before ``boot``."""
+        """Run the agent as process 1 of a container with its own namespaces. Call this before ``boot``."""
         if os.geteuid() != 0:
             raise CannotInjectError("needs root for namespaces")
         self.world.is_apart = True
@@ -137,7 +138,7 @@ class Stand:
         self.world.command = f"{command} {self.world.command}"
 
     async def boot(self) -> float:
-        """Start the agent under an init that restarts it. Return the seconds until its first answer."""
+        """Start the agent under an init that restarts it. Return the seconds until the agent's first answer."""
         took = await self.world.start_agent()
         self._init = asyncio.create_task(self._keep(), name="init")
         return took
@@ -150,7 +151,7 @@ class Stand:
         version: str = "1",
         more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Deploy this number of jobs, and ``more``, given by their files. Return the spec."""
+        """Deploy this number of jobs, and the jobs in ``more``, given by name and files. Return the spec."""
         spec = self.world.spec(jobs, packages, size, version=version, more=more)
         self.jobs = jobs
         await self.world.run("prepare", spec)
@@ -161,7 +162,9 @@ class Stand:
         return spec
 
     async def stop(self, limit: float | None = None) -> float:
-        """Stop all jobs and return the seconds it took. All their processes must end, not only those in pidfiles."""
+        """Stop all jobs and return the duration in seconds. Check that all their processes end, not only those in
+        pidfiles.
+        """
         before = self.witness.processes()
         took = await self.world.run("stop", limit=limit)
         alive = {one.identity for one in proc.table().values() if one.is_alive}
@@ -170,13 +173,13 @@ class Stand:
         return took
 
     async def call(self, method: str, *arguments: Any, timeout: float = 5.0) -> Any:
-        """Return the value of one reply."""
+        """Send one request and return the value in its reply."""
         return await self.world.director.value(AGENT, method, *arguments, timeout=timeout)
 
     async def answers(self, within: float, *, patience: float = 0.25) -> float:
-        """Return the seconds until a ping is answered.
+        """Send pings until one is answered. Return the seconds until then.
 
-        Another is sent after every ``patience`` seconds without an answer.
+        The next ping is sent after ``patience`` seconds without an answer.
         """
         begun_at = time.monotonic()
         while time.monotonic() - begun_at < within:
@@ -186,12 +189,12 @@ class Stand:
         raise NotHeldError(f"no pong within {within:g} s")
 
     async def heartbeat(self, within: float) -> float:
-        """Return the seconds until the next heartbeat."""
+        """Wait for the next heartbeat. Return the seconds until then."""
         before = len(self.monitor.of("heartbeat", AGENT))
         return await until(lambda: len(self.monitor.of("heartbeat", AGENT)) > before, within, "heartbeat")
 
     async def kill_agent(self) -> None:
-        """Send SIGKILL. The init restarts the agent."""
+        """Send the agent SIGKILL. The init restarts it."""
         self.expected_ends += 1
         agent = self.world.agent
         assert agent is not None
@@ -208,7 +211,7 @@ class Stand:
         self.told |= {rf"^{name} \(127\.0\.0\.1\) - Does not exist - restart, severity 1$": times for name in names}
 
     def script(self, job: str, name: str, text: str) -> None:
-        """Write a program of a job that is not in the job's blob."""
+        """Write a program into a job's directory that is not part of the job's blob."""
         path = self.world.base / "jobs" / job / "bin" / name
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
@@ -223,7 +226,7 @@ class Stand:
         return {name: pid for name, pid in self.world.pids().items() if _lives(pid)}
 
     def scrape(self) -> str:
-        """Return the text of the metrics, or "" if there are none."""
+        """Return the text of the metrics page, or "" if it cannot be fetched."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
                 return str(answer.read().decode())
@@ -235,7 +238,7 @@ class Stand:
         return self.read_metric(name) or 0.0
 
     def read_metric(self, name: str) -> float | None:
-        """Return the value of a metric, or None if it is missing or nobody answers."""
+        """Return the value of a metric, or None if it is missing or the page cannot be fetched."""
         lines = [line.rpartition(" ") for line in self.scrape().splitlines()]
         return next((float(value) for label, _, value in lines if label == name), None)
 
@@ -244,7 +247,7 @@ class Stand:
         return [one.body for one in self.monitor.of("alert", AGENT) if text in json.dumps(one.body)]
 
     def size(self) -> Size:
-        """Return the resources that the agent uses now."""
+        """Return the agent's current resource usage."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         fields = dict(line.split(":", 1) for line in status.splitlines())
         memory = int(fields["VmRSS"].split()[0]) * 1024
@@ -253,14 +256,14 @@ class Stand:
     # --- used by the witness ---
 
     def remember(self) -> None:
-        """Record the reference for the invariants. Call this after the setup and before the fault."""
+        """Record the reference state for the invariants. Call this after the setup and before the fault."""
         self.witness.remember()
 
     def remember_memory(self) -> None:
-        """Use the current memory of the agent as the reference. Call this between a first and a second flood.
+        """Use the agent's current memory as the reference. Call this between a first and a second flood.
 
-        An allocator keeps some memory after the first flood, which is not a leak. Here it was up to 9 MiB, and 0.5 MiB
-        more after four further floods.
+        The memory that the allocator retains after a first flood is not a leak. It was up to 9 MiB in a measurement,
+        and grew by only 0.5 MiB in four further floods.
         """
         self.witness.remember_memory()
 
@@ -277,7 +280,7 @@ class Stand:
             self.world.exec_agent()
 
     async def end(self) -> None:
-        """Stop restarting the agent."""
+        """End the init, so that the agent is no longer restarted."""
         if self._init is not None:
             self._init.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -291,7 +294,7 @@ async def asked(stand: Stand, command: str, **members: Any) -> Any:
 
 
 def commands(line: str) -> int:
-    """Return how many processes with this command line are running."""
+    """Return the number of running processes with this command line."""
     words = line.replace(" ", "\0").encode() + b"\0"
     found = 0
     for stat in proc.table().values():
@@ -301,7 +304,7 @@ def commands(line: str) -> int:
 
 
 async def refused(stand: Stand, method: str, *arguments: Any) -> str:
-    """Return the error of an action that must fail."""
+    """Run an action that must fail, and return its error."""
     try:
         await stand.world.run(method, *arguments)
     except RpcRemoteError as exc:
@@ -311,13 +314,16 @@ async def refused(stand: Stand, method: str, *arguments: Any) -> str:
 
 @asynccontextmanager
 async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
-    """Make system calls of the agent and its children fail for the duration of the block, as in ``fsync:error=EIO``."""
+    """Make system calls of the agent and its children fail for the duration of the block.
+
+    The faults are given in the notation of strace, such as ``fsync:error=EIO``.
+    """
     if shutil.which("strace") is None or os.geteuid() != 0:
         raise CannotInjectError("needs root and the Debian package strace")
     calls = ",".join(fault.partition(":")[0] for fault in faults)
     injected = [word for fault in faults for word in ("-e", f"inject={fault}")]
-    # A worker may already be running. strace reports the processes to which it has attached, and from then on the fault
-    # is active.
+    # A worker may already be running, so attach to it as well. Wait until strace reports each process to which it has
+    # attached, because the fault is active from then on.
     below = proc.children(proc.table()).get(stand.pid, [])
     workers = [pid for pid in below if "agent_shim.bulk.worker" in proc.command_line(pid)]
     traced = [word for pid in (stand.pid, *workers) for word in ("-p", str(pid))]
@@ -331,12 +337,14 @@ async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
                     raise CannotInjectError(f"strace: {said.decode().strip()}")
         yield
     finally:
-        tracer.terminate()  # it detaches from all processes
+        tracer.terminate()  # strace then detaches from all processes
         await tracer.wait()
 
 
 def small(stand: Stand, options: str) -> None:
-    """Put the agent's data on a small tmpfs, before ``boot``. It stays until the invariants are checked."""
+    """Put the agent's data on a small tmpfs. Call this before ``boot``. The tmpfs stays mounted for the invariant
+    checks.
+    """
     place = stand.world.base / "data"
     place.mkdir(parents=True)
     if os.geteuid() != 0:
@@ -357,10 +365,10 @@ def _lives(pid: int) -> bool:
 
 @asynccontextmanager
 async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
-    """Provide an environment with a bus and without clients."""
+    """Provide an environment with a bus that has no clients yet."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     monitor, port = HealthMonitor(), free_port()
-    # The image's launcher sets this for every agent. It makes threads return memory to the system.
+    # Set the variables that the image's launcher sets for every agent, so that threads return memory to the system.
     os.environ |= {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
     async with (
         world(command) as made,
@@ -378,13 +386,13 @@ async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
         finally:
             await one.end()
             if made.agent is not None:
-                await made.kill_agent()  # otherwise the agent would react to the end of its jobs, outside any case
+                await made.kill_agent()  # first, because the agent would react to the end of its jobs
             end_marked(made)
             one.after.close()
 
 
 def end_marked(made: World) -> None:
-    """Kill all remaining processes of the jobs of a world."""
+    """Kill all remaining job processes of a stand."""
     marker = str(made.base).encode()
     for stat in proc.table().values():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Jobs with monit files of their own for chaos cases, and what the agent reports about them."""
+"""Creates jobs with custom monit files for chaos cases, and reads what the agent reports about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLEEPER: Final = "exec sleep 100000"
 
 
 def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: str = "1") -> dict[str, Any]:
-    """Return a spec of jobs with these programs and monit files. ``{{base}}`` is replaced in both."""
+    """Return a spec for jobs with these programs and monit files. ``{{base}}`` is replaced in both."""
     base = stand.world.base
     files: dict[str, str | bytes] = {}
     for name, (monit, programs) in monits.items():
@@ -58,25 +58,25 @@ check process {name} with pidfile {run}/{name}.pid
 
 
 def simple(name: str) -> tuple[str, dict[str, str]]:
-    """Return a job that sleeps."""
+    """Return the name and files of a job that sleeps."""
     return checked(name, f"echo $$ > {{run}}/{name}.pid\n{SLEEPER}")
 
 
 async def deployed(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]]) -> None:
-    """Apply and start, without waiting until the jobs run."""
+    """Apply and start the jobs, without waiting until they run."""
     wanted = spec(stand, monits)
     for method, *arguments in (("prepare", wanted), ("stop",), ("apply", wanted), ("start",)):
         await stand.world.run(method, *arguments)
 
 
 async def process_states(stand: Stand) -> dict[str, str]:
-    """Return the entries of ``get_state full`` by process."""
+    """Return the state of each process in the reply to ``get_state full``."""
     state = await stand.call("get_state", "full")
     return {one["name"]: one["state"] for one in state["processes"]}
 
 
 async def reaches(stand: Stand, name: str, state: str, within: float) -> float:
-    """Return the seconds until a process is reported in a given state."""
+    """Wait until a process is reported in a given state. Return the seconds until then."""
     begun_at = time.monotonic()
     seen = ""
     while time.monotonic() - begun_at < within:

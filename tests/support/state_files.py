@@ -1,6 +1,7 @@
-"""What the next agent concludes from a state file after each fault, which is the table in docs/reliability.md.
+"""Generates the table in docs/reliability.md that shows what an agent concludes from each state file after each fault.
 
-The real services write and read real files. Writes fail because ``files.write_atomic`` is made to fail for one file.
+The files are written and read by the real services. For failed writes, ``files.write_atomic`` is patched to fail for
+one file.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from agent_shim.supervisor.supervisor import JobFile, Supervisor
 AGENT: Final = "a-1"
 JOB: Final = JobFile("web", "", "check process web with pidfile /nowhere/web.pid\n  start program '/nowhere/start'\n")
 DAMAGES: Final[Mapping[str, bytes | None]] = {"damaged": b"\0\0\0\0", "empty": b"", "missing": None}
-"""The content that a fault leaves. A crash of the machine leaves zeros."""
+"""The file content that each damage leaves, or None for no file. A crash of the machine can leave zeros."""
 ERRORS: Final = ("ENOSPC", "EROFS", "EIO")
 FAULTS: Final = (*DAMAGES, "unwritable at first", *ERRORS)
 
 
 class Instance:
-    """An instance below a scratch directory. Each of its ``Agent`` objects represents another process."""
+    """An instance in a scratch directory. Each of its ``Agent`` objects represents another agent process."""
 
     def __init__(self, base: Path) -> None:
         self.paths = Paths(base)
@@ -50,11 +51,11 @@ class Instance:
             path.mkdir(parents=True, exist_ok=True)
 
     def incarnation(self) -> str:
-        """Return an identifier of the present container's pid namespace."""
+        """Return an identifier for the pid namespace of the current container."""
         return f"container {self.container}"
 
     def restart_container(self) -> None:
-        """Replace the root file system and the pid namespace. Only ``data`` stays."""
+        """Replace the root file system and the pid namespace. Only ``data`` is kept."""
         self.container += 1
         for path in self.paths.base.iterdir():
             if path != self.paths.data:
@@ -63,7 +64,7 @@ class Instance:
 
 
 class Agent:
-    """The parts of an agent that keep state. Its jobs start no programs."""
+    """The parts of an agent that keep state. Its job has no programs to start."""
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
@@ -82,7 +83,7 @@ class Agent:
         self.is_recovered = await self.supervisor.recover(root_is_new=self.backup.root_is_new)
 
     async def end(self) -> None:
-        """End it like a kill, which saves nothing more."""
+        """End the agent without saving anything, as if it were killed."""
         self.supervisor.disown()
         await self.supervisor.close()
         for hold in self.leases.held.values():
@@ -126,7 +127,10 @@ async def _start_or_stop(agent: Agent, name: str) -> None:
 
 
 def _wanted(agent: Agent) -> str:
-    """Return what happens to the jobs. Without a usable state, those of the spec start unless the marker exists."""
+    """Return "first" if the agent would start the jobs, and "second" if it would not.
+
+    Without a valid state file it starts the jobs in the spec unless the stopped marker exists.
+    """
     is_marked = agent.paths.stopped_marker.exists()
     if agent.is_recovered:
         return "first" if agent.supervisor.is_wanted and not is_marked else "second"
@@ -134,7 +138,7 @@ def _wanted(agent: Agent) -> str:
 
 
 async def _nothing(_: Agent, __: str) -> None:
-    """Do nothing, because no action changes the stamps."""
+    """Do nothing, because no action changes the stamps in agent_shim.json."""
 
 
 ROWS: Final[Mapping[str, tuple[Callable[[Paths], Path], Callable[[Agent, str], Awaitable[None]], Value]]] = {
@@ -159,12 +163,14 @@ ROWS: Final[Mapping[str, tuple[Callable[[Paths], Path], Callable[[Agent, str], A
     "agent_shim.json": (lambda p: p.stamp, _nothing, lambda agent: agent.backup.is_prepared),
     "data/bosh/agent_shim.json": (lambda p: p.mirror / "agent_shim.json", _nothing, lambda agent: agent.spec.current),
 }
-"""The files: path, change ("first", then "second"), and what the agent takes from it."""
+"""For each file: its path, a function that changes its content ("first", then "second"), and a function that returns
+what the agent has read from it.
+"""
 
 
 @contextmanager
 def failing(path: Path, error: str) -> Iterator[None]:
-    """Let each write of a file fail. On a full file system, an empty file can still be created."""
+    """Make each write of a file fail. Creating an empty file still succeeds on a full file system."""
     real, number = files.write_atomic, getattr(errno, error)
 
     def write(target: Path, data: bytes, **options: Any) -> None:
@@ -177,7 +183,7 @@ def failing(path: Path, error: str) -> Iterator[None]:
 
 
 async def concluded(row: str, fault: str, *, is_container: bool) -> str:
-    """Run one cell of the table. Return what the agent concludes after a restart."""
+    """Run the experiment for one cell of the table. Return what the agent concludes after a restart."""
     place, change, value = ROWS[row]
     with tempfile.TemporaryDirectory(prefix="state-") as scratch:
         instance = Instance(Path(scratch, "vcap"))
@@ -196,7 +202,7 @@ async def concluded(row: str, fault: str, *, is_container: bool) -> str:
                 await change(one, "first")
             await one.backup.update()
             before = wanted = value(one) if change is not _start_or_stop else "first"
-            if fault in DAMAGES and row == "monit/stopped":  # it exists while the jobs are stopped
+            if fault in DAMAGES and row == "monit/stopped":  # this file only exists while the jobs are stopped
                 before = wanted = "second"
                 await change(one, "second")
                 await one.backup.update()
@@ -238,9 +244,9 @@ def _damage(path: Path, content: bytes | None) -> None:
 
 
 def table() -> str:
-    """Return the table, with a row for each file.
+    """Return the table as Markdown, with a row for each file.
 
-    Each cell has first the restart of the agent, then that of the container.
+    Each cell contains the result of an agent restart and, if it differs, that of a container restart.
     """
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""Pseudo-terminals, and what an operator would see on them."""
+"""Runs programs on pseudo-terminals, and returns what an operator would see."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Self
 
 
 class Terminal:
-    """A terminal. ``theirs`` is the end for the program under test, ``read`` returns its output so far."""
+    """A pseudo-terminal. ``theirs`` is the end for the program under test, ``read`` returns the program's output so
+    far.
+    """
 
     def __init__(self) -> None:
         self._ours, self.theirs = pty.openpty()
@@ -26,7 +28,7 @@ class Terminal:
         os.close(self.theirs)
 
     def read(self) -> bytes:
-        """Return all bytes so far, without waiting."""
+        """Return all output so far, without waiting for more."""
         with contextlib.suppress(OSError):
             while select.select([self._ours], [], [], 0)[0]:
                 self._seen += os.read(self._ours, 65536)
@@ -34,7 +36,9 @@ class Terminal:
 
 
 def on_terminal(argv: Sequence[str], seen: Callable[[bytes], bool] = lambda _: False) -> bytes:
-    """Return the output of a command on a terminal. A command that does not end is killed when ``seen`` is true."""
+    """Run a command on a terminal and return its output. A command that does not end is killed once ``seen`` returns
+    true.
+    """
     with Terminal() as terminal, subprocess.Popen(argv, stdout=terminal.theirs, stderr=terminal.theirs) as child:
         while child.poll() is None and not seen(terminal.read()):
             with contextlib.suppress(subprocess.TimeoutExpired):

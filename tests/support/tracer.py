@@ -1,15 +1,17 @@
-"""``python -m tests.support.tracer PID NUMBER WHO PATH…``: SIGKILL or errors at the NUMBERth call that changes files.
+"""``python -m tests.support.tracer PID NUMBER WHO PATH…``: kill a process at its NUMBERth system call that changes
+files, or make such calls fail.
 
-It follows a process, its threads and all descendants with ptrace. It counts, over all of them, the calls that change a
-file at or below one of the PATHs. Each such call is a state that a crash can leave, because nothing changes between two
-calls. (strace counts per thread, so some calls would never be reached.) The last counted call is not executed. WHO
-selects the victims: ``all`` followed processes, the process (``root``), or the process that makes the call
-(``caller``). NUMBER 0 kills none. If WHO is an error (``ENOSPC``, ``EROFS``, ``EIO``), nothing is killed; this call and
-each later one fails with that error, as on a disk that stays full or broken.
+It follows a process, its threads and all descendants with ptrace, and counts over all of them the calls that change a
+file at or below one of the PATHs. Files do not change between two such calls, so a kill at each call produces every
+state that a crash can leave. (strace counts per thread, so some calls would never be reached.) The last counted call is
+not executed. WHO selects the victims: ``all`` followed processes, only the process PID (``root``), or only the process
+that makes the call (``caller``). NUMBER 0 kills none. If WHO is an error (``ENOSPC``, ``EROFS``, ``EIO``), nothing is
+killed. Instead, this call and each later one fails with that error, as on a disk that stays full or broken.
 
-It prints ``following`` once every change is traced. Then it prints lines of JSON with ``call``, ``path``, ``pid`` and
-``killed``: one for each counted call if none is killed, otherwise one for the last call or for the first that fails. It
-exits after a kill, when the process exits, or on SIGTERM. A process whose calls fail should exit before it.
+It prints ``following`` once it is attached. Then it prints lines of JSON with ``call``, ``path``, ``pid`` and
+``killed``: with NUMBER 0 a line for each counted call, otherwise one line for the call at which it killed or for the
+first call that fails. It exits after a kill, when the process exits, or on SIGTERM. A process with failing calls should
+exit first.
 """
 
 from __future__ import annotations
@@ -34,16 +36,18 @@ SYSCALL: Final = 24
 POKEUSER: Final = 6
 NUMBER_OF_CALL: Final = 15 * 8
 RESULT: Final = 10 * 8
-"""Places of ``orig_rax`` and ``rax`` in ``struct user``."""
+"""Offsets of ``orig_rax`` and ``rax`` in ``struct user``."""
 GET_SYSCALL_INFO: Final = 0x420E
 OPTIONS: Final = 0x01 | 0x02 | 0x04 | 0x08 | 0x10
-"""TRACESYSGOOD, TRACEFORK, TRACEVFORK, TRACECLONE, TRACEEXEC."""
+"""The ptrace options TRACESYSGOOD, TRACEFORK, TRACEVFORK, TRACECLONE and TRACEEXEC."""
 EVENT_STOP: Final = 128
 ENTRY: Final = 1
 EXIT: Final = 2
 ERRORS: Final = ("ENOSPC", "EROFS", "EIO")
 INFO: Final = struct.Struct("<B3xIQQ7Q")
-"""``struct ptrace_syscall_info`` at the entry of a call: what it is, architecture, two pointers, number, arguments."""
+"""``struct ptrace_syscall_info`` at a syscall entry: kind of stop, architecture, two pointers, call number,
+arguments.
+"""
 WALL: Final = 0x40000000
 STOPPING: Final = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 CHANGING: Final = os.O_CREAT | os.O_TRUNC
@@ -55,19 +59,19 @@ BY_DESCRIPTOR: Final = {
     275: ("splice", 2), 326: ("copy_file_range", 2), 77: ("ftruncate", 0), 285: ("fallocate", 0), 74: ("fsync", 0),
     75: ("fdatasync", 0), 306: ("syncfs", 0), 91: ("fchmod", 0), 93: ("fchown", 0), 190: ("fsetxattr", 0),
 }  # fmt: skip
-"""Numbers on x86-64: the name, and the position of the descriptor among the arguments."""
+"""Maps x86-64 syscall numbers to the name and the position of the file descriptor among the arguments."""
 BY_PATH: Final = {
     82: ("rename", 0), 83: ("mkdir", 0), 84: ("rmdir", 0), 85: ("creat", 0), 86: ("link", 1), 87: ("unlink", 0),
     88: ("symlink", 1), 90: ("chmod", 0), 92: ("chown", 0), 94: ("lchown", 0), 76: ("truncate", 0), 133: ("mknod", 0),
     188: ("setxattr", 0), 189: ("lsetxattr", 0), 2: ("open", 0),
 }  # fmt: skip
-"""The same for calls with a path."""
+"""The same for calls with a path: name and position of the path."""
 BY_DIRECTORY: Final = {
     258: ("mkdirat", 0), 259: ("mknodat", 0), 260: ("fchownat", 0), 263: ("unlinkat", 0), 264: ("renameat", 0),
     265: ("linkat", 2), 266: ("symlinkat", 1), 268: ("fchmodat", 0), 280: ("utimensat", 0), 316: ("renameat2", 0),
     257: ("openat", 0), 437: ("openat2", 0), 452: ("fchmodat2", 0),
 }  # fmt: skip
-"""The same for calls with a directory and a path in it, one after the other."""
+"""The same for calls with a directory descriptor followed by a path: name and position of the descriptor."""
 
 NEEDS_NO_SPACE: Final = frozenset(
     (
@@ -75,7 +79,7 @@ NEEDS_NO_SPACE: Final = frozenset(
         *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     )
 )
-"""Calls that a full disk does not refuse."""
+"""Calls that succeed on a full disk."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -90,7 +94,7 @@ def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> int:
 
 
 class Tracer:
-    """Traces processes. ``run`` does everything."""
+    """Traces processes from ``run`` until the process exits or is killed."""
 
     def __init__(self, root: int, number: int, who: str, places: list[str]) -> None:
         self._root = root
@@ -100,12 +104,12 @@ class Tracer:
         self._count = 0
         self._threads: set[int] = set()
         self._failing: set[int] = set()
-        """Threads in a call that is not executed and fails."""
+        """Threads in a call that is made to fail instead of being executed."""
         self._has_failed = False
         self._info = ctypes.create_string_buffer(INFO.size)
 
     def run(self) -> None:
-        """Follow until a process is killed or the traced one exits."""
+        """Trace until a process has been killed or the traced process exits."""
         self._seize()
         while self._threads:
             tid, status = os.waitpid(-1, WALL)
@@ -139,7 +143,7 @@ class Tracer:
         sys.stdout.flush()
 
     def _stopped(self, tid: int, reason: int, event: int) -> bool:
-        """Let a thread continue. Return True if a process was killed instead."""
+        """Handle a stop of a thread and let it continue. Return True if a process was killed instead."""
         if reason == signal.SIGTRAP | 0x80:
             if self._at_last(tid):
                 return True
@@ -176,7 +180,7 @@ class Tracer:
         return is_last
 
     def _fail(self, tid: int, name: str, path: str) -> None:
-        """Let the call that a thread is entering fail, by giving the kernel an invalid call number."""
+        """Make the call that a thread is entering fail, by replacing its number with an invalid one."""
         _ptrace(POKEUSER, tid, NUMBER_OF_CALL, -1)
         self._failing.add(tid)
         if not self._has_failed:
@@ -189,7 +193,7 @@ class Tracer:
         sys.stdout.flush()
 
     def _named(self, tid: int, call: int, arguments: list[int]) -> tuple[str, str]:
-        """Return the name of a call that changes a file, and the path. Empty for other calls."""
+        """Return the name and the path of a call that changes a file. Both are "" for other calls."""
         if found := BY_DESCRIPTOR.get(call):
             return found[0], str(Path(f"/proc/{tid}/fd/{arguments[found[1]]}").readlink())
         if found := BY_PATH.get(call):
@@ -208,13 +212,13 @@ class Tracer:
         return "", ""
 
     def _kill(self, caller: int) -> list[int]:
-        """Kill the victims. Return the thread that is entering the call, which is stopped and has not executed it."""
+        """Kill the victims and return their pids. The calling thread is stopped and never executes its call."""
         if self._who == "all":
             others = {_group(tid) for tid in self._threads} - {caller, 0}
             pids = [caller, *sorted(others)]
         else:
             pids = [self._root if self._who == "root" else caller]
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a kill is always reported
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignored from here on, so that the kill is reported
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -222,7 +226,7 @@ class Tracer:
 
 
 def _group(tid: int) -> int:
-    """Return the process to which a thread belongs, or 0 if it is gone."""
+    """Return the pid of the process to which a thread belongs, or 0 if the thread has ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{tid}/status").read_text().splitlines():
             if line.startswith("Tgid:"):

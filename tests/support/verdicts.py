@@ -1,8 +1,8 @@
 """Which mutated documents the Go agent accepts, from ``go_verdicts.json``.
 
-The results were recorded with ``json.Unmarshal`` into ``settings.Settings`` and ``settings.UpdateSettings``, and with
-``agent/action/runner.go``, at the commit of cloudfoundry/bosh-agent that is named in the table. Each row is one place
-in a document, with one letter for each value that was put there.
+The verdicts were recorded with ``json.Unmarshal`` into ``settings.Settings`` and ``settings.UpdateSettings``, and with
+``agent/action/runner.go``, at the cloudfoundry/bosh-agent commit that the file names. Each row stands for one place in
+a document, and contains one letter for each value that was tried there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 TABLE: Final[dict[str, Any]] = json.loads(Path(__file__).with_name("go_verdicts.json").read_text())
 ABSENT: Final = "<absent>"
-"""In the place of a value: the member is left out."""
+"""Stands for a missing member instead of a value."""
 
 VERDICTS: Final = {"o": "ok", "r": "refused", "d": "dropped", "u": "unknown", "p": "panic"}
 

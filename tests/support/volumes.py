@@ -1,4 +1,4 @@
-"""Volumes as a kubelet or container runtime provides them, trees that are hard to copy, and private mounts."""
+"""Provides volumes like a kubelet or container runtime, directory trees that are hard to copy, and private mounts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SKIPPED = 77
 
 
 def alone(test: Callable[..., Any]) -> Callable[..., None]:
-    """Run a test, which may be a coroutine function, in a child process with its own mount namespace."""
+    """Run a test in a child process with its own mount namespace. The test may be a coroutine function."""
 
     @functools.wraps(test)
     def in_child(*args: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
     status = 1
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, so that it ends with pytest
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end this child together with pytest
         mounts.leave_mount_namespace()
         outcome = test(*args, **kwargs)
         if inspect.iscoroutine(outcome):
@@ -84,10 +84,10 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
 
 
 def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run a test that takes an ``instance`` once for each way in which disks reach their places.
+    """Run a test with the argument ``instance`` once for each way in which the agent makes disks visible to jobs.
 
-    ``links`` runs as any user, below a scratch directory. ``mounts`` runs as root in its own mount namespace, with the
-    real ``/var/vcap`` and volumes in memory.
+    ``links`` uses symlinks in a scratch directory, as any user. ``mounts`` uses bind mounts, as root in its own mount
+    namespace, with a real ``/var/vcap`` and volumes in memory.
     """
 
     def decorated(test: Callable[..., Any]) -> Callable[..., None]:
@@ -117,7 +117,7 @@ def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
 
 
 def drop_capabilities() -> None:
-    """Drop every capability for good, as ``capabilities: drop: [ALL]`` does. The user remains root."""
+    """Drop every capability permanently, like ``capabilities: drop: [ALL]`` in a pod. The user remains root."""
     libc = ctypes.CDLL(None, use_errno=True)
     for number in range(64):
         libc.prctl(24, number, 0, 0, 0)  # PR_CAPBSET_DROP
@@ -147,7 +147,9 @@ def mount_overlay(point: Path, layers: Path) -> Path:
 
 
 def mount_ext4(point: Path, image: Path, size: int = 16 << 20, *more: str) -> Path:
-    """Provide a block volume. Skips the test if there is no loop device. ``more`` are options for mkfs."""
+    """Mount an ext4 file system from an image file. Skip the test if no loop device is available. ``more`` are mkfs
+    options.
+    """
     with image.open("wb") as file:
         file.truncate(size)
     subprocess.run(["mkfs.ext4", "-q", "-F", *more, str(image)], check=True)
@@ -179,7 +181,7 @@ sys.stdin.read()
 def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process that keeps ``place`` busy through its cwd, or through an open, deleted or mapped file.
 
-    ``within`` is a command that runs the process, given as the beginning of an argument list.
+    ``within`` is put in front of the process's command line.
     """
     command = [*within, sys.executable, "-c", HOLDER, str(place), how]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
@@ -195,7 +197,7 @@ def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> It
 
 HASTY = Timeouts(arrival=0.3, use=0.3, grace=1.0, look=0.02, rival=0.3)
 PATIENT = msgspec.structs.replace(HASTY, arrival=60.0)
-"""A volume that comes late is waited for, however busy the machine."""
+"""Waits long enough for a volume that appears late, even on a busy machine."""
 
 
 async def copy_here(source: Path, target: Path, report: Callable[[Progress], None]) -> list[str]:
@@ -204,19 +206,21 @@ async def copy_here(source: Path, target: Path, report: Callable[[Progress], Non
 
 
 class Instance:
-    """An instance with volumes. Its agent can be restarted and its container created again.
+    """An instance with volumes. Its agent can be restarted and its container recreated.
 
-    With ``bind``, disks reach their places by mounts. ``persistent`` is their description in the settings.
+    With ``bind``, the agent makes disks visible with bind mounts. ``persistent`` describes the disks in the settings.
     """
 
     def __init__(
         self, scratch: Path, *, bind: bool | None, copy: Copy | None = copy_here, system: bool = False
     ) -> None:
-        """Create an instance. With ``bind`` None the agent finds out itself, and with ``copy`` None a worker copies."""
+        """Create an instance. With ``bind`` None the agent decides how to mount, and with ``copy`` None a worker
+        copies.
+        """
         self.holder: Callable[[Path], str] = lambda _: ""
-        """Returns the other agent that holds a volume."""
+        """Returns the name of another agent that holds the lease of a volume, or ""."""
         self.released: list[Path] = []
-        """The private directories of volumes that this agent has given back."""
+        """Private directories of the volumes that this agent has released."""
         self.timeouts = HASTY
         self.scratch = scratch
         self.paths = Paths() if system else Paths(scratch / "vcap")
@@ -230,7 +234,7 @@ class Instance:
         self.start_container()
 
     def start_container(self) -> None:
-        """Create an empty tree as in an image. A real ``/var/vcap`` is in memory."""
+        """Create the empty directories of an image. If ``/var/vcap`` itself is used, it becomes a tmpfs."""
         if self.paths.is_system:
             mount_tmpfs(self.paths.base)
         for path in (self.paths.bosh, self.paths.data, self.paths.store, self.paths.shim_run):
@@ -238,7 +242,7 @@ class Instance:
         self.start_agent()
 
     def start_agent(self) -> None:
-        """Start a new agent, which remembers nothing of the previous one."""
+        """Start a new agent, which has no memory of the previous one."""
 
         async def copy(*what: Any) -> list[str]:
             return await (self.copy or in_worker)(*what)
@@ -261,7 +265,10 @@ class Instance:
         return Effective(settings.parse(json.dumps(document).encode(), origin="test"), self.update)
 
     def remake_container(self) -> None:
-        """Attach a disk as a CPI does. Root file system, data and mounts are lost, while volumes stay."""
+        """Recreate the container as a CPI does to attach a disk.
+
+        The new container has a fresh root file system, an empty data directory and no mounts, but the same volumes.
+        """
         for place in (self.paths.store, self.paths.store_migration_target, self.paths.base):
             while not place.is_symlink() and mounts.is_mount_point(place):
                 mounts.unmount(place)
@@ -274,7 +281,7 @@ class Instance:
         return self.scratch / "volumes of others" / cid
 
     def attach(self, cid: str, make: Callable[[Path], object] | None = None) -> Path:
-        """Name a volume in the settings, creating it if necessary."""
+        """Add a volume to the settings, creating it if necessary."""
         if not self.volume(cid).exists():
             self.volume(cid).parent.mkdir(exist_ok=True)
             (make or (mount_tmpfs if self.paths.is_system else Path.mkdir))(self.volume(cid))
@@ -282,7 +289,7 @@ class Instance:
         return self.volume(cid)
 
     async def mount(self, *cids: str) -> None:
-        """Attach and mount disks: the first on the store, the second on the migration target."""
+        """Attach and mount disks: the first at the store, the second at the migration target."""
         for cid in cids:
             self.attach(cid)
             await self.disks.mount(cid)
@@ -298,7 +305,7 @@ class Instance:
         return markers.read(self.volume(cid))
 
     def write(self, name: str, text: str) -> None:
-        """Write into the store as a job does, whatever is mounted there."""
+        """Write a file into the store as a job does, whether or not a disk is mounted there."""
         (self.paths.store / name).write_text(text)
 
     def read(self, name: str) -> str:
@@ -306,7 +313,7 @@ class Instance:
 
 
 class Asked:
-    """The parts of an agent that these actions use."""
+    """The parts of an agent that the disk actions use."""
 
     def __init__(self, instance: Instance) -> None:
         self.disks: Any = instance.disks
@@ -317,7 +324,7 @@ class Asked:
 
 
 class Killed(BaseException):
-    """Represents a SIGKILL, which none of our code handles."""
+    """Raised to simulate SIGKILL. It is a BaseException so that the code under test does not handle it."""
 
 
 STEPS = [
@@ -330,17 +337,17 @@ STEPS = [
     (files, "swap_link"),
     (files, "remove_tree"),
 ]
-"""Everything through which a request changes a disk or a place."""
+"""All functions through which a request changes a disk or a mount point."""
 MORE_THAN_ALL = 22
 
 
 async def migrate_until(step: int, instance: Instance, old: str = "a", new: str = "b") -> bool:
-    """Migrate, and get killed before change number ``step``. Return True if the migration finished before."""
+    """Migrate, and simulate a kill before change number ``step``. Return True if the migration needed fewer changes."""
     return await killed_before(step, lambda: instance.disks.migrate(old, new))
 
 
 async def killed_before(step: int, request: Callable[[], Awaitable[object]]) -> bool:
-    """Make a request, and get killed before its change number ``step``. Return True if the request finished before."""
+    """Make a request, and simulate a kill before change number ``step``. Return True if it needed fewer changes."""
     left = step
 
     def until_then(real: Callable[..., object]) -> Callable[..., object]:
@@ -379,7 +386,7 @@ FILE_CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)
 
 
 def fill(tree: Path, *, as_root: bool = False) -> None:
-    """Fill a directory with one of everything that a copy can get wrong."""
+    """Fill a directory with every kind of file that a copy can get wrong."""
     tree.mkdir(exist_ok=True)
     (tree / "db/wal").mkdir(parents=True)
     (tree / "db/data").write_bytes(os.urandom(300_000))
@@ -430,7 +437,7 @@ def fill(tree: Path, *, as_root: bool = False) -> None:
 
 
 def fingerprint(tree: Path, *, spared: frozenset[str] = frozenset({"lost+found", ".agent_shim"})) -> dict[str, Any]:
-    """Return everything that must survive a copy, by path. For files with several names it includes all of them."""
+    """Return everything that a copy must preserve, by path. For hard-linked files this includes all their names."""
     found: dict[str, Any] = {}
     names: dict[tuple[int, int], list[str]] = {}
     for here, below, inside in os.walk(tree):
@@ -439,7 +446,7 @@ def fingerprint(tree: Path, *, spared: frozenset[str] = frozenset({"lost+found",
         for name in (*below, *inside):
             path = Path(here, name)
             status = path.lstat()
-            if stat.S_ISSOCK(status.st_mode):  # no process listens on it any more
+            if stat.S_ISSOCK(status.st_mode):  # a copied socket is useless, because no process listens on it
                 continue
             entry: list[Any] = [oct(status.st_mode), status.st_uid, status.st_gid, status.st_mtime_ns, status.st_rdev]
             if stat.S_ISREG(status.st_mode):

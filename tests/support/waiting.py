@@ -1,4 +1,4 @@
-"""How tests wait for a fact: they check until it holds, however long a busy machine takes."""
+"""Lets tests wait for a condition: it is checked until it is true, however long a busy machine takes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 TIMEOUT_S: Final = 120.0 * float(os.environ.get("SHIM_TEST_SLOW", "1"))
-"""Seconds after which a fact that was waited for counts as missing."""
+"""Seconds after which a wait fails."""
 
 FIRST_S: Final = 0.003
 LONGEST_S: Final = 0.05
 GROWTH: Final = 1.2
-"""Looks are closest at the beginning: most facts are there soon, and a slow one costs few looks."""
+"""Factor by which the interval between two checks grows. Most conditions become true soon and are noticed at once,
+while slow ones need few checks.
+"""
 
 Fact = TypeVar("Fact")
 
@@ -22,7 +24,7 @@ Fact = TypeVar("Fact")
 async def until(
     fact: Callable[[], Fact | Awaitable[Fact | None] | None], what: str = "", *, timeout: float = TIMEOUT_S
 ) -> Fact:
-    """Check until ``fact()`` is true, and return it. ``fact`` may be a coroutine function."""
+    """Call ``fact()`` until its result is true, and return the result. ``fact`` may be a coroutine function."""
     pause = FIRST_S
     try:
         async with asyncio.timeout(timeout):

@@ -1,4 +1,4 @@
-"""Fetches pages of a server as a client."""
+"""Fetches pages from an HTTP server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import urllib.request
 
 
 def page(url: str, timeout: float = 5) -> tuple[int, str]:
-    """Return the status and body of a page, whatever the status. Blocks. Raises ``URLError`` if there is no server."""
+    """Return the status and body of a page, even for an error status. Blocks. Raises ``URLError`` if it
+    cannot connect.
+    """
     try:
         with urllib.request.urlopen(url, timeout=timeout) as answer:
             return answer.status, answer.read().decode()

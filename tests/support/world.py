@@ -1,4 +1,4 @@
-"""An agent with real services in a scratch directory, called through the real dispatch without a bus."""
+"""An agent with real services in a scratch directory. Requests go through the real dispatch, but not over a bus."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 
 @dataclass
 class World:
-    """The agent. ``call`` answers as the bus would; ``asked`` records what the edges were asked."""
+    """The agent. ``call`` returns the reply that the bus would send, ``asked`` records the calls to the edges."""
 
     agent: Agent
     dispatcher: Dispatcher
@@ -42,19 +42,19 @@ class World:
         return self.agent.paths
 
     async def call(self, method: str, *arguments: Any, protocol: int = 3) -> dict[str, Any]:
-        """Return the reply to one request."""
+        """Send one request and return the reply."""
         request = {"method": method, "arguments": arguments, "reply_to": "director.x.y.z", "protocol": protocol}
         return await self.raw(request)
 
     async def raw(self, request: Any) -> dict[str, Any]:
-        """Return the reply to any JSON value sent as a request."""
+        """Send any JSON value as a request and return the reply."""
         answer = await self.dispatcher.handle(json.dumps(request).encode())
         assert answer is not None, f"dropped: {request}"
         document: dict[str, Any] = json.loads(answer[1])
         return document
 
     async def run(self, method: str, *arguments: Any, protocol: int = 3) -> dict[str, Any]:
-        """Return the final reply of an action. A task is polled until it ends."""
+        """Run an action and return its final reply. A task is polled until it ends."""
         reply = await self.call(method, *arguments, protocol=protocol)
         async with asyncio.timeout(60):
             while is_running(reply):
@@ -62,13 +62,13 @@ class World:
         return reply
 
     async def value(self, method: str, *arguments: Any, protocol: int = 3) -> Any:
-        """Return the value of an action that succeeds."""
+        """Run an action that must succeed, and return its value."""
         reply = await self.run(method, *arguments, protocol=protocol)
         assert "value" in reply, reply
         return reply["value"]
 
     async def error(self, method: str, *arguments: Any, protocol: int = 3) -> str:
-        """Return the error text of an action that fails."""
+        """Run an action that must fail, and return its error text."""
         reply = await self.run(method, *arguments, protocol=protocol)
         assert "exception" in reply, reply
         text: str = reply["exception"]["message"]
@@ -81,7 +81,7 @@ def is_running(reply: dict[str, Any]) -> bool:
 
 
 def write_settings(base: Path, **members: Any) -> Path:
-    """Return the settings of a CPI, with a local blobstore in ``base/blobstore``."""
+    """Write the settings file of a CPI, with a local blobstore in ``base/blobstore``, and return its path."""
     (base / "blobstore").mkdir(parents=True, exist_ok=True)
     path = base / "settings-source.json"
     document = {

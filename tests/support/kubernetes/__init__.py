@@ -1,1 +1,1 @@
-"""A Kubernetes node, the CPI on it, and the calls of a Director."""
+"""Runs a Kubernetes node with the CPI on it, and makes the calls of a Director."""

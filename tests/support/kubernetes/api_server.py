@@ -1,4 +1,4 @@
-"""An API server with only etcd, for tests of its own decisions. There are no nodes and no controllers."""
+"""An API server with etcd but no nodes and no controllers, for tests of what the API server itself decides."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.kubernetes import node as nodes
 from tests.support.ports import free_port
 
 TIMEOUT_S = 300.0
-"""A busy machine may need this long until the API server is ready."""
+"""Seconds that the API server may take to become ready on a busy machine."""
 
 
 class ApiServer:
-    """The two programs, on loopback ports. Requests are made as an administrator or on behalf of another user."""
+    """etcd and the API server on loopback ports. Requests are made as an administrator or on behalf of another user."""
 
     def __init__(self, programs: Path, where: Path) -> None:
         self._programs, self._where = programs, where
@@ -85,7 +85,7 @@ class ApiServer:
     def request(
         self, method: str, path: str, body: Any = None, *, user: str = "", kind: str = "application/json"
     ) -> tuple[int, dict[str, Any]]:
-        """Return status and document of a response, as ``user`` if one is given."""
+        """Make a request, impersonating ``user`` if given, and return the status and document of the response."""
         connection = HTTPSConnection("127.0.0.1", self._port, context=self._trust, timeout=TIMEOUT_S)
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": kind, "Accept": "application/json"}
         if user:

@@ -1,8 +1,7 @@
-"""Builds a real Kubernetes from Debian's source package, which contains all its dependencies, so nothing else is
-fetched.
+"""Builds Kubernetes from Debian's source package, which contains all dependencies, so nothing else is downloaded.
 
-Only bookworm's package allows this, because later ones are built against libraries of the distribution. It is an old
-version without security support, suitable for tests on one machine and never for production.
+Only bookworm's package allows this, because later ones are built against libraries of the distribution. Its Kubernetes
+is an old version without security support, which is acceptable for tests on one machine but never for production.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ SUITE: Final = "bookworm"
 PROGRAMS: Final = ("kubelet", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 KEYS: Final = "/usr/share/keyrings/debian-archive-keyring.gpg"
 TAGS: Final = "providerless,dockerless"
-"""Build tags that leave out volumes and addresses of clouds, and Docker as a runtime, which saves half of the work."""
+"""Build tags that leave out the cloud providers and the Docker runtime, which halves the build time."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The entry of a package in Debian's signed index. ``digest`` is that of its .dsc file."""
+    """The entry of a package in Debian's signed index. ``digest`` is the digest of its .dsc file."""
 
     version: str
     digest: str
@@ -54,7 +53,7 @@ def cached(cache: Path) -> Path:
         apt = _Apt(Path(scratch))
         source = apt.source("kubernetes")
         compiler = _run(["go", "version"]).strip()
-        # Only the build recipe is hashed, because a changed import must not cost a build of half an hour.
+        # Hash only the build recipe, so that a changed import in this module does not cause a build of half an hour.
         recipe = f"{inspect.getsource(_build)} {PROGRAMS} {TAGS}"
         parts = {"source": f"{source.version} {source.digest}", "compiler": compiler, "recipe": recipe}
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -132,14 +131,14 @@ class _Apt:
         return Source(found[1], found[2])
 
     def unpacked(self, package: str) -> Path:
-        """Return the unpacked sources, checked against the digests in the index, and with Debian's patches applied."""
+        """Download a package's sources, verify their digests, apply Debian's patches, and return the directory."""
         _run(["apt-get", "source", "-qq", package], env=self._environment, cwd=self._scratch)
         (tree,) = (path for path in self._scratch.glob(f"{package}-*") if path.is_dir())
         return tree
 
 
 def _debian() -> str:
-    """Return where this machine gets Debian packages from, as a source of source packages."""
+    """Return an apt source for source packages, at the mirror from which this machine gets its Debian packages."""
     said = _run(["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Label: Debian"])
     if not said.strip():
         raise ShimError("cannot build kubernetes: apt knows no packages of Debian here; apt-get update may help")

@@ -1,4 +1,4 @@
-"""Calls of a CPI as the Director makes them: two processes for each operation, with three environment variables.
+"""Calls a CPI as the Director does, with two processes for each operation and three environment variables.
 
 Source: src/bosh-director/lib/clouds/external_cpi.rb and cloud_factory.rb. ``info`` precedes every operation, the
 request is one JSON document on stdin, the response is all of stdout, and the exit code is ignored.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
-"""The PATH that the Director gives (external_cpi.rb)."""
+"""The PATH that the Director sets for a CPI (external_cpi.rb)."""
 START: Final = "from kubernetes_cpi.__main__ import run; run()"
 """The argument of ``-c`` in tools/cpi_release/jobs/kubernetes_cpi/templates/cpi.erb."""
 LIMIT_S: Final = 180.0
@@ -35,7 +35,7 @@ class CpiError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """One operation: its method, its seconds without those of ``info``, and what it wrote to stderr."""
+    """One operation: its method, its duration in seconds without the ``info`` call, and its stderr output."""
 
     method: str
     seconds: float
@@ -44,13 +44,13 @@ class Call:
 
 @dataclass
 class Cpi:
-    """The program with its configuration. ``home`` is the home directory of the worker's user."""
+    """The CPI program with its configuration. ``home`` is the home directory of the Director worker's user."""
 
     command: Sequence[str]
     home: Path
     director: str = "director-uuid"
     properties: Mapping[str, Any] = field(default_factory=dict)
-    """The properties of an entry of a cpi-config, which the Director puts into the context."""
+    """The properties of a cpi-config entry, which the Director puts into the context."""
     calls: list[Call] = field(default_factory=list)
 
     async def call(self, method: str, *arguments: Any) -> Any:

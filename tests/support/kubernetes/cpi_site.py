@@ -1,4 +1,4 @@
-"""A namespace created from deploy/cpi, the CPI with its account's token, and what a Director knows of them."""
+"""A namespace created from deploy/cpi, a CPI that uses its service account's token, and the Director's records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.source import ROOT
 ACCOUNT: Final = "bosh-cpi"
 LABEL: Final = "cpi.bosh.io"
 CLASS: Final = "on-the-node"
-"""A StorageClass that binds on first use, like those of clouds."""
+"""A StorageClass whose volumes are bound when a pod first uses them, as is usual in clouds."""
 KINDS: Final = "pods,secrets,persistentvolumeclaims,services,configmaps"
 GRACE_S: Final = 10
 
@@ -42,7 +42,7 @@ STORAGE: Final = {
 
 @dataclass(frozen=True)
 class Way:
-    """A way in which disks reach VMs, and the Pod Security level of the namespace for which it is meant."""
+    """One of the CPI's ways to attach disks, and the Pod Security level of a namespace in which it is used."""
 
     name: str
     attach: str
@@ -71,9 +71,9 @@ class Site:
     deployments: Deployments
     way: Way
     hosted: Path
-    """The directory of the node that contains live disks."""
+    """Directory on the node below which disks are mounted when they are attached live."""
     spare: Instance | None = None
-    """Instance left by a successful flow."""
+    """An instance that a successful flow left behind, for reuse by the next one."""
 
     @property
     def cpi(self) -> calls.Cpi:
@@ -95,7 +95,7 @@ class Site:
             self.deployments.vm_type = before
 
     async def empty(self) -> None:
-        """Delete all objects that a failed flow left, with full permissions."""
+        """Delete all objects that a failed flow left behind. This uses the administrator's permissions."""
         for kind in ("pods", "persistentvolumeclaims", "services"):
             await self.namespace.kubectl("delete", kind, "--all", "--force", "--grace-period=0")
         for one in await self.objects():
@@ -108,13 +108,15 @@ class Site:
         return await self.namespace.pod(instance.vm).exec(*command)
 
     async def write(self, instance: Instance) -> None:
-        """Write the file that no flow may lose, once as a job would and once as vcap."""
+        """Write the file that no flow may lose, once as root, like a job, and once as vcap."""
         instance.kept = uuid.uuid4().hex
         await self.exec(instance, "sh", "-c", f"echo {instance.kept} >/var/vcap/store/{deployments.KEPT}; sync")
         await self.exec(instance, "sh", "-ec", _AS_VCAP)
 
     async def check(self, *instances: Instance) -> None:
-        """Check the invariants of a flow: jobs run, the file still exists, and the Director knows all objects."""
+        """Check the invariants of a flow: jobs run, the file still exists, and every object is in the Director's
+        records.
+        """
         for instance in instances:
             if instance.vm:
                 await self.deployments.until_running(instance)
@@ -138,9 +140,9 @@ class Site:
                 await asyncio.sleep(0.5)
 
     async def unheld(self) -> list[Document]:
-        """Return all objects except deleted claims that a pod still has mounted.
+        """Return all objects, without deleted claims that a pod still has mounted.
 
-        The cluster will remove those, including their files.
+        The cluster removes those claims and their files as soon as the pod is gone.
         """
         found = await self.objects()
         pods = [one for one in found if one["kind"] == "Pod" and not _is_ending(one)]
@@ -153,9 +155,7 @@ class Site:
         return [one for one in found if not (_is_ending(one) and one["metadata"]["name"] in held)]
 
     def _knows(self, one: Document) -> bool:
-        """Return True if an object belongs to VMs and disks that the Director has, judging by its labels or its
-        name.
-        """
+        """Return True if the labels or the name of an object refer to VMs and disks in the Director's records."""
         vms, disks = self.deployments.vms, self.deployments.disks
         labels = one["metadata"].get("labels", {})
         vm, disk = labels.get(f"{LABEL}/vm", ""), labels.get(f"{LABEL}/disk", "")
@@ -163,21 +163,21 @@ class Site:
         return is_known and (bool(vm or disk) or one["metadata"]["name"] in vms | disks)
 
     def stray_mounts(self) -> Iterator[str]:
-        """Return the mounts on nodes below the directories of VMs that are gone."""
+        """Return the mounts that remain on nodes in directories of deleted VMs."""
         lines = [line for one in self.namespace.node.workers for line in one.mounts.read_text().splitlines()]
         for point in (Path(line.split()[4]) for line in lines):
             if self.hosted in point.parents and not any(vm in str(point) for vm in self.deployments.vms):
                 yield str(point)
 
     def stray_files(self) -> Iterator[str]:
-        """Return files in a directory of the node where a disk should have been mounted."""
+        """Return files that were written to a node's own disk because no disk was mounted in their directory."""
         for worker in self.namespace.node.workers:
             for point in (worker.root / self.hosted.relative_to("/")).glob("*/*"):
                 if point.is_dir() and not point.is_mount():
                     yield from map(str, point.iterdir())
 
     async def check_levels(self) -> None:
-        """Check that the namespace's Pod Security level would accept every pod."""
+        """Check that the Pod Security level of the namespace permits every pod."""
         if self.way.level == "privileged":
             return
         for one in await self.objects():
@@ -185,7 +185,7 @@ class Site:
                 assert list(beyond_baseline(one["spec"])) == [], one["metadata"]["name"]
 
     async def check_secrets(self) -> None:
-        """Check that secrets of requests only appear in Secrets, and not in other objects, events or logs."""
+        """Check that secrets in requests were stored only in Secrets, and not in other objects, events or logs."""
         places = [json.dumps(one) for one in await self.objects() if one["kind"] != "Secret"]
         places.append(await self.namespace.kubectl("get", "events", "-o", "json"))
         places += [call.said for call in self.cpi.calls]
@@ -221,9 +221,9 @@ BASELINE_CAPABILITIES: Final = frozenset(
 
 
 def beyond_baseline(spec: Document) -> Iterator[str]:
-    """Return the fields of a pod that Pod Security's level ``baseline`` refuses.
+    """Return the fields of a pod that the Pod Security level ``baseline`` rejects.
 
-    Kubernetes, Pod Security Standards.
+    Source: the Pod Security Standards in the Kubernetes documentation.
     """
     yield from (name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name))
     yield from (f"volume {one['name']} is a hostPath" for one in spec.get("volumes", []) if "hostPath" in one)
@@ -244,7 +244,7 @@ def beyond_baseline(spec: Document) -> Iterator[str]:
 
 
 def manifests(level: str, namespace: str) -> list[Document]:
-    """Return deploy/cpi for a Pod Security level, in another namespace than the one it names."""
+    """Return the manifests of deploy/cpi for a Pod Security level, with their namespace replaced."""
     kubectl = shutil.which("kubectl")
     assert kubectl is not None
     where = ROOT / "deploy/cpi" / level
@@ -262,7 +262,7 @@ def manifests(level: str, namespace: str) -> list[Document]:
 
 @asynccontextmanager
 async def site(node: Node, way: Way, scratch: Path, **config: Any) -> AsyncIterator[Site]:
-    """Run a Director with this CPI in a namespace of its own."""
+    """Run a Director with this CPI in a new namespace."""
     namespace = Namespace(node, f"test-{secrets.token_hex(4)}", scratch)
     await namespace.create()
     documents = manifests(way.level, namespace.name)
@@ -297,7 +297,7 @@ async def _config(namespace: Namespace, way: Way, mbus: str, hosted: Path) -> Do
         "namespace": namespace.name,
         "agent": {"mbus": mbus},
         "disks": {"attach": way.attach, "storage_class": CLASS, "host_path": str(hosted)},
-        # This old kubelet may report the end of a container half a minute late.
+        # The kubelet of Kubernetes 1.20 may report the end of a container half a minute late.
         "timeouts": {"unmount": 60},
     }
 

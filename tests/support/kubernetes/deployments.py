@@ -1,4 +1,5 @@
-"""A scripted Director that manages deployments on a cluster, calling CPI and agent in the order of the real one.
+"""A scripted Director that manages deployments on a cluster. It calls the CPI and agents in the same order as the real
+one.
 
 The order comes from src/bosh-director/lib/bosh/director: deployment_plan/steps, instance_updater, disk_manager.rb,
 vm_creator.rb, problem_handlers, jobs/vm_state.
@@ -40,9 +41,7 @@ KEPT: Final = "written-at-the-beginning"
 
 @dataclass
 class World:
-    """The environment of a CPI: a bus that revokes bootstrap credentials, a blobstore, and addresses that pods can
-    reach.
-    """
+    """The environment of a CPI: a bus that revokes bootstrap credentials, and a blobstore, both reachable from pods."""
 
     address: str
     server: NatsServer
@@ -53,11 +52,11 @@ class World:
 
     @property
     def mbus(self) -> str:
-        """Return the value of the CPI job's property ``agent.mbus``."""
+        """Value of the CPI job's property ``agent.mbus``."""
         return f"nats://{self.address}:{self.bus.port}"
 
     def blobstores(self) -> list[dict[str, Any]]:
-        """Return ``env.bosh.blobstores`` in the form of bosh-deployment."""
+        """Value of ``env.bosh.blobstores`` in the form that bosh-deployment uses."""
         return [{"provider": "dav", "options": {"endpoint": f"http://{self.address}:{self.blobs_port}"}}]
 
     def credentials(self, agent: str, *, bootstrap: bool) -> dict[str, str]:
@@ -88,7 +87,7 @@ async def world(address: str, scratch: Path) -> AsyncIterator[World]:
 
 @dataclass
 class Instance:
-    """An instance as in the Director's database. ``vm`` and ``agent`` are "" while it has no VM."""
+    """An instance in the Director's database. ``vm`` and ``agent`` are "" while it has no VM."""
 
     group: str
     index: int = 0
@@ -98,9 +97,9 @@ class Instance:
     disk: str = ""
     kept: str = ""
     networks: dict[str, Any] = field(default_factory=lambda: NETWORKS)
-    """The networks as the agent of the last VM reported them.
+    """The networks that the agent of the last VM reported.
 
-    The Director sends them to the next one (network_settings.rb).
+    The Director sends them to the next VM (network_settings.rb).
     """
 
 
@@ -115,7 +114,7 @@ class DynamicDisk:
 
 
 class Deployments:
-    """Instances on a cluster. ``vms`` and ``disks`` are all cids that this Director knows."""
+    """Instances on a cluster. ``vms`` and ``disks`` contain all cids in this Director's database."""
 
     def __init__(self, cpi: Cpi, world: World, stemcell: str, vm_type: dict[str, Any]) -> None:
         self.cpi = cpi
@@ -125,12 +124,12 @@ class Deployments:
         self.disk_type: dict[str, Any] = {}
         self.disk_size_mib = 64
         self.files: dict[str, str] = {}
-        """Files of its jobs, in addition to the usual ones or replacing them."""
+        """Additional files of its jobs. A usual file of the same name is replaced."""
         self.dynamic_disks: dict[str, DynamicDisk] = {}
         self.vms: set[str] = set()
         self.disks: set[str] = set()
         self.secrets: list[str] = []
-        """Private keys and passwords that were in requests: canaries."""
+        """Private keys and passwords that were in requests. Tests check that they do not leak."""
 
     # --- VMs --------------------------------------------------------------------------------------------------------
 
@@ -155,7 +154,8 @@ class Deployments:
         }
         arguments = [agent, self.stemcell, self.vm_type, instance.networks, list(disks), env]
         vm, *_ = await self.cpi.call("create_vm", *arguments)
-        # The VM gets its database row now, and nats-sync follows the database (steps/create_vm_step.rb).
+        # The Director creates the VM's database row now, from which nats-sync adds the agent's user
+        # (steps/create_vm_step.rb).
         await world.server.add_agent(agent)
         instance.vm, instance.agent = vm, agent
         self.vms.add(vm)
@@ -186,11 +186,11 @@ class Deployments:
             await self.world.server.remove_agent(instance.agent)
 
     async def until_ready(self, instance: Instance) -> None:
-        """Ping once a second, as the Director does, but give up earlier."""
+        """Ping the agent once a second, as the Director does, but with a shorter time limit."""
         await self.world.agents.wait_until_ready(instance.agent, timeout=READY_S)
 
     async def ask(self, instance: Instance, method: str, *arguments: Any) -> Any:
-        """Run an action until it ends."""
+        """Run an action, wait until it ends, and return its value."""
         return await self.world.agents.run(instance.agent, method, *arguments)
 
     # --- disks ------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Deployments:
         return disk
 
     async def attach(self, instance: Instance, disk: str) -> None:
-        """Do what steps/attach_disk_step.rb does, then set the metadata."""
+        """Attach a disk like steps/attach_disk_step.rb, then set the disk's metadata."""
         hint = await self.cpi.call("attach_disk", instance.vm, disk)
         assert hint not in (None, "", {}), "AttachDiskResponseError"
         await self.until_ready(instance)
@@ -213,7 +213,7 @@ class Deployments:
         await self.ask(instance, "mount_disk", disk)
 
     async def detach(self, instance: Instance, disk: str) -> None:
-        """Do what steps/unmount_disk_step.rb and detach_disk_step.rb do."""
+        """Unmount and detach a disk like steps/unmount_disk_step.rb and detach_disk_step.rb."""
         if disk in await self.ask(instance, "list_disk"):
             await self.ask(instance, "unmount_disk", disk)
         await self.ask(instance, "remove_persistent_disk", disk)
@@ -226,9 +226,9 @@ class Deployments:
     # --- dynamic disks ----------------------------------------------------------------------------------------------
 
     async def provide_dynamic_disk(self, instance: Instance, name: str) -> str:
-        """Create and attach a disk unless it is attached.
+        """Create a dynamic disk and attach it, as far as that is not done yet.
 
-        Return its cid. (``POST /dynamic_disks/provide``, jobs/dynamic_disks)
+        Return its cid. This is ``POST /dynamic_disks/provide`` (jobs/dynamic_disks).
         """
         disk = next((one for one in self.dynamic_disks.values() if one.name == name), None)
         if disk is None:
@@ -247,19 +247,23 @@ class Deployments:
         return disk.cid
 
     async def detach_dynamic_disk(self, instance: Instance, cid: str) -> None:
-        """Do what ``POST /dynamic_disks/NAME/detach`` and steps/detach_dynamic_disk_step.rb do."""
+        """Detach a dynamic disk like ``POST /dynamic_disks/NAME/detach`` and steps/detach_dynamic_disk_step.rb."""
         await self.ask(instance, "remove_dynamic_disk", cid)
         await self.cpi.call("detach_disk", instance.vm, cid)
         self.dynamic_disks[cid].vm = ""
 
     async def delete_dynamic_disk(self, cid: str) -> None:
-        """Do what ``DELETE /dynamic_disks/NAME``, and disk_deleter.rb at the end of ``bosh delete-deployment``, do."""
+        """Delete a dynamic disk like ``DELETE /dynamic_disks/NAME``, and like disk_deleter.rb after ``bosh
+        delete-deployment``.
+        """
         if await self.cpi.call("has_disk", cid):
             await self.delete_disk(cid)
         del self.dynamic_disks[cid]
 
     async def _detach_all_dynamic_disks(self, instance: Instance) -> None:
-        """Do what steps/detach_instance_disks_step.rb does before a VM with a responsive agent is deleted."""
+        """Detach all dynamic disks before a VM with a responsive agent is deleted, like
+        steps/detach_instance_disks_step.rb.
+        """
         for disk in self.dynamic_disks.values():
             if disk.vm == instance.vm:
                 await self.detach_dynamic_disk(instance, disk.cid)
@@ -267,7 +271,7 @@ class Deployments:
     # --- jobs -------------------------------------------------------------------------------------------------------
 
     def spec(self, instance: Instance) -> dict[str, Any]:
-        """Return the spec for ``apply`` on an instance with a job."""
+        """Return the ``apply`` spec of an instance with one job."""
         name = instance.group
         files = {f"{name}/{path}": text for path, text in self.job(name).items()}
         return {
@@ -303,7 +307,7 @@ class Deployments:
                 await asyncio.sleep(0.1)
 
     async def stop(self, instance: Instance) -> None:
-        """Do what instance_updater/stopper does: pre-stop, drain, stop, post-stop."""
+        """Stop the jobs like instance_updater/stopper: pre-stop, drain, stop, post-stop."""
         await self.ask(instance, "run_script", "pre-stop", {})
         await self.ask(instance, "drain", "shutdown", {})
         await self.ask(instance, "stop")
@@ -331,7 +335,7 @@ class Deployments:
         return instance
 
     async def new_vm(self, instance: Instance) -> None:
-        """Create a VM for an instance that has a disk, and start its jobs."""
+        """Create a VM for an instance with an existing disk, and start its jobs."""
         disks = [instance.disk] if instance.disk else []
         await self.create_vm(instance, disks)
         await self.connect(instance)
@@ -359,13 +363,16 @@ class Deployments:
         await self.new_vm(instance)
 
     async def create_swap_delete(self, instance: Instance) -> None:
-        """Start a second VM while the first still has the disk. The orphaned VM is deleted afterwards."""
+        """Update an instance with create-swap-delete: create the second VM while the first still has the disk.
+
+        The first VM is orphaned and deleted at the end.
+        """
         old = Instance(instance.group, instance.index, instance.id, instance.vm, instance.agent, instance.disk)
         await self.create_vm(instance, [instance.disk])
         await self.connect(instance)
         await self.stop(old)
         await self.detach(old, old.disk)
-        # From now on the old VM is idle, and its pod never becomes ready again.
+        # After the shutdown the old VM is idle, and its pod never becomes ready again.
         await self.world.agents.value(old.agent, "shutdown")
         await self.attach(instance, instance.disk)
         await self.mount(instance, instance.disk)
@@ -373,9 +380,9 @@ class Deployments:
         await self.delete_vm(old)
 
     async def grow_by_migration(self, instance: Instance, size_mib: int) -> str:
-        """Replace the disk by one of another size, to which the agent copies.
+        """Replace the disk by a new one of another size, to which the agent copies the files.
 
-        Return the cid of the old, orphaned one.
+        Return the cid of the old disk, which is now orphaned.
         """
         old = instance.disk
         await self.stop(instance)
@@ -389,7 +396,9 @@ class Deployments:
         return old
 
     async def grow_by_resize(self, instance: Instance, size_mib: int) -> None:
-        """Enlarge the same disk while it is detached (``director.enable_cpi_resize_disk``)."""
+        """Detach the disk, enlarge it with ``resize_disk``, and attach it again
+        (``director.enable_cpi_resize_disk``).
+        """
         await self.stop(instance)
         await self.detach(instance, instance.disk)
         await self.cpi.call("resize_disk", instance.disk, size_mib)
@@ -406,7 +415,7 @@ class Deployments:
         await self.delete_vm(instance)
 
     async def errand(self, group: str = "errand") -> str:
-        """``bosh run-errand`` on an instance without a VM. Return what the errand wrote."""
+        """``bosh run-errand`` on an instance without a VM. Return the errand's output."""
         instance = Instance(group)
         await self.new_vm_without_start(instance)
         result = await self.ask(instance, "run_errand", group)
@@ -420,7 +429,7 @@ class Deployments:
         await self.ask(instance, "apply", self.spec(instance))
 
     async def compile(self, name: str) -> dict[str, Any]:
-        """Compile a package on a VM created for that. Return the agent's result."""
+        """Compile a package on a new compilation VM. Return the agent's result."""
         instance = Instance(f"compilation-{uuid.uuid4()}")
         await self.create_vm(instance)
         await self.cpi.call("set_vm_metadata", instance.vm, {"compiling": name, "deployment": "dep"})

@@ -1,4 +1,4 @@
-"""The manifests of ``deploy/`` as kubectl applies them."""
+"""Renders the manifests in ``deploy/`` as kubectl applies them."""
 
 from __future__ import annotations
 

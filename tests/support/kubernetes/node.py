@@ -1,4 +1,4 @@
-"""A cluster of one node, started in the namespaces that ``run_as_node`` has created, and ended together with them.
+"""A single-node cluster. It runs in the namespaces that ``run_as_node`` has created, and ends together with them.
 
 A test may add a second node, which has its own network, mounts and container runtime.
 """
@@ -23,14 +23,14 @@ import pytest
 from tests.support import pods
 
 NODE: Final = "SHIM_TEST_NODE"
-"""The variable with the directory of the node. From the start this directory contains:"""
+"""Environment variable with the directory of the node. ``run_as_node`` puts these files into the directory:"""
 PROGRAMS: Final = "programs"
 IMAGES: Final = "images.tar"
 
 PAUSE: Final = "localhost/agent-shim/pause:latest"
 CGROUPS: Final = Path("/sys/fs/cgroup")
 ADDRESS: Final = "192.0.2.2"
-"""Address of the node. Pods can reach servers on it."""
+"""Address of the node. Pods can reach servers at this address."""
 PODS: Final = "192.0.2.128/25"
 DNS: Final = "192.0.2.53"
 """Address of the cluster's DNS, if CoreDNS is among the programs."""
@@ -45,7 +45,7 @@ API_SERVICE: Final = "198.51.100.1:443"
 ETCD: Final = "http://127.0.0.1:2379"
 CONTAINERD: Final = "/run/containerd/containerd.sock"
 TIMEOUT_S: Final = 120.0
-"""Seconds that a part may need on a busy machine until it is ready."""
+"""Seconds that a component may take to become ready on a busy machine."""
 
 CONTAINERD_CONFIG: Final = """
 version = 2
@@ -70,7 +70,8 @@ COREFILE: Final = """
 }}
 """
 
-# These have fixed places. Volumes are shared with the first node, as on a network storage.
+# The kubelet and the runtime use these directories at fixed paths. The second node gets its own, but shares the volumes
+# with the first node, as if they were on network storage.
 ENTER_SECOND: Final = """
 set -eu
 mount --make-rshared /
@@ -88,7 +89,10 @@ exec sleep infinity
 
 
 class Worker:
-    """A kubelet with its container runtime. ``where`` has their state and logs, ``cluster`` what all nodes share."""
+    """A kubelet with its container runtime.
+
+    ``where`` contains their state and logs, ``cluster`` the files that all nodes share.
+    """
 
     def __init__(self, cluster: Path, where: Path, name: str, address: str) -> None:
         self.cluster = cluster
@@ -98,7 +102,7 @@ class Worker:
         self.inside: Sequence[str] = ()
         """Command prefix that enters the namespaces of the node."""
         self.root = Path("/")
-        """Its file system as this process sees it."""
+        """Path at which this process sees the node's root file system."""
         self.mounts = Path("/proc/self/mountinfo")
         self._parts: list[subprocess.Popen[bytes]] = []
 
@@ -118,14 +122,14 @@ class Worker:
         return subprocess.run(command, input=stdin, capture_output=True, text=True)
 
     def ctr(self, *arguments: str) -> str:
-        """Return the output of containerd's own client. The command must succeed."""
+        """Run containerd's client ``ctr`` and return its output. The command must succeed."""
         command = [*self.inside, "ctr", "--namespace=k8s.io", *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"ctr {arguments}: {done.stderr}"
         return done.stdout
 
     def digest(self) -> str:
-        """Return the digest of this project's image in the runtime."""
+        """Return the digest under which the runtime has this project's image."""
         for line in self.ctr("images", "list").splitlines():
             name, _, digest, *_ = line.split()
             if name == f"{pods.IMAGE}:latest":
@@ -133,11 +137,11 @@ class Worker:
         raise AssertionError("the runtime has no image of ours")
 
     def _network(self, addresses: str) -> None:
-        """Write the CNI configuration: pods get addresses on a bridge through which they reach the node."""
+        """Write the CNI configuration, which connects pods to the node with a bridge."""
         (self.where / "resolv.conf").write_text(f"nameserver {DNS}\n")
         ipam = {"type": "host-local", "ranges": [[{"subnet": addresses}]], "routes": [{"dst": "0.0.0.0/0"}]}
         bridge = {"type": "bridge", "bridge": "pods", "isGateway": True, "hairpinMode": True, "ipam": ipam}
-        # Pods may use ports of the node.
+        # This plugin implements ``hostPort``.
         ports = {"type": "portmap", "capabilities": {"portMappings": True}, "snat": True}
         self._write("cni/pods.conflist", {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge, ports]})
 
@@ -162,13 +166,13 @@ class Worker:
             "failSwapOn": False,
             "makeIPTablesUtilChains": False,
             "enableControllerAttachDetach": False,
-            # Some machines do not allow raising these limits.
+            # Keep the limits unchanged, because some machines do not allow raising them.
             "oomScoreAdj": 0,
             "maxOpenFiles": 16384,
             "clusterDNS": [DNS],
             "clusterDomain": "cluster.local",
             "resolvConf": str(self.where / "resolv.conf"),
-            # Pods must not see the disk of the machine.
+            # Ignore how full the machine's disk is, so that the kubelet neither removes images nor evicts pods.
             "imageGCHighThresholdPercent": 100,
             "evictionHard": {"memory.available": "50Mi"},
             "syncFrequency": "2s",
@@ -188,7 +192,7 @@ class Worker:
         if self.minor < 24:
             options["container-runtime"] = "remote"
         if self.minor >= 31:
-            # The machine that runs the tests may have cgroup v1.
+            # Accept cgroup v1, which the machine that runs the tests may have.
             config["failCgroupV1"] = False
         options["config"] = self._write("kubelet.json", config)
         self._spawn([self._program("kubelet"), *_options(options)])
@@ -223,18 +227,18 @@ class Worker:
 
 
 class Node(Worker):
-    """The cluster as ``kubectl`` and the container runtime see it, with its first node."""
+    """The control plane of the cluster, and its first node."""
 
     def __init__(self, where: Path) -> None:
         super().__init__(where, where, NAME, ADDRESS)
         self.times: dict[str, float] = {}
-        """Seconds from the start until each step was done."""
+        """Seconds from the start of the node until each step was complete."""
         self.workers: list[Worker] = [self]
 
     def start(self) -> None:
         """Start the node and wait until a pod can be created.
 
-        On failure, fail the test with the log of the part that is to blame.
+        On failure, fail the test with the log of the failed component.
         """
         began = time.monotonic()
         for step in (
@@ -249,7 +253,7 @@ class Node(Worker):
 
     @contextmanager
     def second(self) -> Iterator[Worker]:
-        """Run another node for the duration of the block. Its pods must be gone at the end."""
+        """Run another node for the duration of the block. Its pods must be deleted before the block ends."""
         made = Second(self)
         self.workers.append(made)
         try:
@@ -265,14 +269,14 @@ class Node(Worker):
         return self.where / "api/apiserver.crt"
 
     def _connect(self) -> None:
-        """Create an address of the node that pods can reach through their bridge."""
+        """Assign the node an address that pods can reach through their bridge."""
         for command in (f"link add {NAME} type bridge", f"address add {ADDRESS}/25 dev {NAME}", f"link set {NAME} up"):
             _ip(command)
         self._network(PODS)
 
     def _start_control_plane(self) -> None:
         etcd = {"listen-client-urls": ETCD, "advertise-client-urls": ETCD, "listen-peer-urls": "http://127.0.0.1:2380"}
-        # Nothing of etcd is kept, so it does not matter whether its data has reached the disk.
+        # etcd's data is discarded at the end, so there is no need to sync it to disk.
         self._spawn(["etcd", "--data-dir", str(self.where / "etcd"), "--unsafe-no-fsync", *_options(etcd)])
         self._write_credentials()
         key = self.where / "service-accounts.pem"
@@ -314,19 +318,19 @@ class Node(Worker):
             _ip(f"address add {DNS}/32 dev {NAME}")
             file = self._write("Corefile", COREFILE.format(address=DNS, kubeconfig=kubeconfig))
             self._spawn([self._program("coredns"), "-conf", str(file)])
-            # There is no Service proxy here, so this Service alone is given a route.
+            # No kube-proxy runs here, so add a route for the only Service that is needed.
             address, _, port = API_SERVICE.partition(":")
             to = ["-d", address, "-p", "tcp", "--dport", port, "-j", "DNAT", "--to-destination", f"{ADDRESS}:6443"]
             subprocess.run(["iptables", "-t", "nat", "-A", "PREROUTING", *to], check=True)
         if self.has("kube-router"):
-            # Packets between pods only cross the bridge.
+            # Packets between pods only cross the bridge, so iptables would not see them without this setting.
             Path("/proc/sys/net/bridge/bridge-nf-call-iptables").write_text("1")
             parts = {"run-router": "false", "run-service-proxy": "false", "run-firewall": "true"}
             options = {**parts, "kubeconfig": kubeconfig, "hostname-override": NAME, "iptables-sync-period": "1s"}
             self._spawn([self._program("kube-router"), *_options(options)])
 
     def has(self, program: str) -> bool:
-        """Return True if a program that not every cluster has is available."""
+        """Return True if an optional program is available."""
         return Path(self._program(program)).exists()
 
     def _write_credentials(self) -> None:
@@ -348,7 +352,7 @@ class Node(Worker):
 
 
 class Second(Worker):
-    """A node with a network and mounts of its own, connected to the bridge of the first."""
+    """A node with its own network and mounts, connected to the bridge of the first node."""
 
     def __init__(self, first: Node) -> None:
         super().__init__(first.where, first.where / SECOND, SECOND, SECOND_ADDRESS)
@@ -379,11 +383,11 @@ class Second(Worker):
         self._start_kubelet()
 
     def stop(self) -> None:
-        """End its parts, and remove the node and its state from the cluster."""
+        """End the kubelet and runtime, and remove the node and its state from the cluster."""
         for part in reversed(self._parts):
             part.terminate()
             part.wait()
-        # Containers of deleted pods may use its network for a while longer.
+        # Containers of deleted pods may keep the network namespace for a while, so delete its link explicitly.
         _ip(f"link delete {SECOND}")
         self.kubectl("delete", "node", SECOND)
         shutil.rmtree(self.where, ignore_errors=True)
@@ -398,7 +402,7 @@ def _options(values: dict[str, Any]) -> list[str]:
 
 
 def here() -> Path:
-    """Return the directory of the node in whose namespaces we run. Fail the test elsewhere."""
+    """Return the node's directory. Fail the test if this process does not run in a node's namespaces."""
     if NODE not in os.environ:
         pytest.fail("there is no node here: these tests are run by ./dev test-kubernetes", pytrace=False)
     return Path(os.environ[NODE])

@@ -1,4 +1,4 @@
-"""The objects of a test in a cluster: a namespace, volumes and pods."""
+"""Objects that a test creates in a cluster: a namespace, volumes and pods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.kubernetes.node import Node
 from tests.support.web import page
 
 LIMIT: Final = 120.0
-"""Time limit in seconds for everything that a test waits for."""
+"""Time limit in seconds for each wait."""
 END: Final = "/tmp/end"
 
 Document = dict[str, Any]
@@ -74,13 +74,13 @@ class Namespace:
                 await asyncio.sleep(0.1)
 
     async def apply(self, documents: Iterable[Document]) -> None:
-        """Apply documents, with a volume for each claim."""
+        """Apply documents, and create a volume for each claim in them."""
         documents = list(documents)
         text = yaml.safe_dump_all([*self._volumes(documents), *documents])
         await self.kubectl("apply", "--filename=-", stdin=text)
 
     def volume(self, claim: str) -> Path:
-        """Return the directory that is bound to a claim."""
+        """Return the directory of the volume that is bound to a claim."""
         return self.scratch / "volumes" / claim
 
     def pod(self, name: str) -> Pod:
@@ -127,23 +127,23 @@ def _claims(documents: Iterable[Document]) -> Iterator[tuple[str, Document]]:
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod of one container."""
+    """A pod with one container."""
 
     namespace: Namespace
     name: str
 
     async def look(self) -> Document:
-        """Return the pod object."""
+        """Fetch the pod object."""
         found: Document = json.loads(await self.namespace.kubectl("get", "pod", self.name, "-o", "json"))
         return found
 
     async def container(self) -> Document:
-        """Return the status of its container."""
+        """Fetch the status of the pod's container."""
         found: Document = (await self.look())["status"]["containerStatuses"][0]
         return found
 
     async def until_ready(self, wanted: bool = True) -> None:
-        """Wait until the kubelet reports that the pod is ready, or is not."""
+        """Wait until the kubelet reports the pod as ready, or with ``wanted`` False as not ready."""
         await self.until(lambda pod: _is_ready(pod) is wanted, "ready" if wanted else "not ready")
 
     async def until(self, is_so: Any, what: str) -> Document:
@@ -188,7 +188,7 @@ class Pod:
         await self.until(lambda pod: _restarts(pod) > before["restartCount"], "restarted")
 
     async def _processes(self, container: Document) -> list[int]:
-        """Return the pid of process 1 of a container, or nothing if there is none."""
+        """Return a list with the pid of the container's process 1, or an empty list if the container has ended."""
         number = container["containerID"].removeprefix("containerd://")
         tasks = await asyncio.to_thread(self.namespace.node.ctr, "tasks", "list")
         return [
@@ -215,8 +215,8 @@ class Pod:
         """Make the liveness probe of ``end_on_request`` fail. Return the container's exit code and termination message.
 
         The preStop hook, grace period and signals are the same as for a deleted pod. However, a deleted pod may vanish
-        before the kubelet has reported the end of its container, while this container is restarted and its end can be
-        read.
+        before the kubelet has reported how its container ended. Here the container is restarted, so the status of the
+        ended one remains available.
         """
         before = (await self.container())["restartCount"]
         await self.exec("touch", END)

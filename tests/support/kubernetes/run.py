@@ -25,8 +25,9 @@ from tests.support import pods
 from tests.support.kubernetes import build
 from tests.support.kubernetes.node import CGROUPS, IMAGES, NODE, PAUSE, PROGRAMS
 
-# The kubelet sets these parameters for the whole machine, so it gets files of its own to write to. Logs and the like
-# have fixed places. Containers whose mount propagation is not "private" need a shared tree.
+# The kubelet would set these kernel parameters for the whole machine, so files are mounted in their place for it to
+# write to. Directories with fixed paths, such as /var/log, are replaced by the node's own. The mount tree is shared,
+# because containers with a mount propagation other than "private" need that.
 ENTER = """
 set -eu
 mount --make-rshared /
@@ -96,7 +97,7 @@ def _save_images(node: Path) -> None:
 
 @contextmanager
 def _cgroup(name: str) -> Iterator[None]:
-    """Create a group for all pods in every hierarchy. At the end remove it with everything left in it."""
+    """Create a cgroup for all pods in every hierarchy. At the end remove it with all its child cgroups."""
     roots = [path for path in CGROUPS.iterdir() if (path / "cgroup.procs").exists() and path.name != "unified"]
     groups = [root / name for root in (roots if not (CGROUPS / "cgroup.controllers").exists() else [CGROUPS])]
     for group in groups:
@@ -107,7 +108,7 @@ def _cgroup(name: str) -> Iterator[None]:
         deadline = time.monotonic() + 10
         for group in groups:
             while group.exists():
-                # A killed process may still be counted for a moment.
+                # A killed process may still count as a member of the cgroup for a moment.
                 try:
                     for directory, _, _ in os.walk(group, topdown=False):
                         Path(directory).rmdir()

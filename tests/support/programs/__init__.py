@@ -1,4 +1,4 @@
-"""Small real programs for tests."""
+"""Small programs that tests run as real processes, and helpers to find and end them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def foreign(*command: object, **env: str) -> int:
 
 
 def number_in(path: Path) -> int | None:
-    """Wait until a program has written a number to a file, and return it."""
+    """Wait until a program has written a number to a file, and return the number."""
     try:
         text = path.read_text()
-    except FileNotFoundError:  # its writer may remove it at any moment
+    except FileNotFoundError:  # its writer may remove the file at any moment
         return None
     return int(text) if text.endswith("\n") else None
 
 
 def number_of_program(path: Path, name: str) -> int | None:
-    """Wait for a number as ``number_in`` does, and until the process has executed the program with this name.
+    """Wait for a pid like ``number_in``, and then until that process has executed the program with this name.
 
-    A shell writes the number before it executes the program.
+    A shell script writes its pid before it executes the program.
     """
     number = number_in(path)
     return number if number is not None and proc.name(number) == name else None
@@ -62,7 +62,7 @@ def kill(pid: int) -> None:
 
 
 def variable(pid: int, name: str) -> str:
-    """Return a variable of the environment with which a process was started, or "" if it has none."""
+    """Return a variable from the initial environment of a process, or "" if the variable is not set."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     except OSError:
@@ -71,18 +71,18 @@ def variable(pid: int, name: str) -> str:
 
 
 def marked(name: str, value: str) -> list[proc.Stat]:
-    """Return the running processes that have ``value`` somewhere in a variable of their environment."""
+    """Return the running processes in whose environment the variable ``name`` contains ``value``."""
     return [s for s in proc.table().values() if s.is_alive and value in variable(s.pid, name)]
 
 
 def end_marked(name: str, value: str) -> None:
-    """Kill the processes that a test has left, and those that they fork meanwhile."""
+    """Kill the marked processes that a test has left behind, including any that they fork meanwhile."""
     while left := marked(name, value):
         for stat in left:
             process.send(stat.identity, signal.SIGKILL)
 
 
 def end_kept(paths: Paths) -> None:
-    """Kill all processes below the keepers of an agent."""
+    """Kill all descendants of an agent's keepers."""
     if paths.keepers.is_dir():
         end_left.end_kept(str(paths.keepers))

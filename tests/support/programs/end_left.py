@@ -1,6 +1,8 @@
-"""``end_left.py BASE PID``: wait until process PID has ended for any reason, then kill what it left running below BASE.
+"""``end_left.py BASE PID``: wait until process PID has ended for any reason, then kill the processes that it left
+behind.
 
-If a worker of the test run is killed, it runs no fixtures, and the programs of its tests would keep running.
+If a pytest worker is killed, its fixtures do not run, so the programs that its tests have started would keep running.
+These programs have BASE, the directory of the tests, in their command line or environment.
 """
 
 import contextlib
@@ -16,9 +18,10 @@ MAX_ENVIRON_BYTES = 1 << 20
 
 
 def end_left(base: str) -> list[int]:
-    """Kill what keepers below ``base`` keep, and all processes that have ``base`` in their command line or environment.
+    """Kill the descendants of keepers below ``base``, and all processes with ``base`` in their command line or
+    environment.
 
-    Return those that still run after 10 s.
+    Return the pids that are still running after 10 s.
     """
     for directory, _, _ in os.walk(base):
         if directory.endswith("/bosh/keepers"):
@@ -33,7 +36,7 @@ def end_left(base: str) -> list[int]:
 
 
 def end_kept(directory: str) -> None:
-    """Kill everything below the keepers whose sockets are in a directory, and wait until the keepers have exited."""
+    """Kill all descendants of the keepers with sockets in a directory, and wait until the keepers have exited."""
     for name in os.listdir(directory):  # noqa: PTH208 - starts faster without pathlib
         place = os.open(f"{directory}/{name}", os.O_PATH)
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as keeper:

@@ -1,7 +1,7 @@
-"""escape.py PIDFILE CHILDFILE [ENTRY [NAME]]: leave a child that has forked twice and has a session of its own.
+"""escape.py PIDFILE CHILDFILE [ENTRY [NAME]]: leave a child behind that has forked twice and has its own session.
 
-ENTRY is its whole environment, and NAME (with escapes) its process name. If run as root, the child becomes an ordinary
-user, because a job that stays root could do anything.
+ENTRY is the child's only environment variable, and NAME (with escapes) its process name. If run as root, the child
+becomes an ordinary user, because a job that stays root could do anything.
 """
 
 import os

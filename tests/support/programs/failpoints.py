@@ -28,7 +28,7 @@ def fail(name: str) -> None:
 
 
 class Failing(Daemon):
-    """Run the daemon, with a signal that makes one of its tasks fail."""
+    """The daemon, with a handler for the signal that makes one of its tasks fail."""
 
     async def serve(self) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGRTMIN, lambda: fail(FILE.read_text()))
@@ -36,7 +36,7 @@ class Failing(Daemon):
 
 
 def run() -> int:
-    """Run the agent until the signal arrives."""
+    """Run the agent until it ends."""
     main.Daemon = Failing  # type: ignore[misc]
     return cli.main()
 

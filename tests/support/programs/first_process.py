@@ -1,4 +1,4 @@
-"""An agent that believes it is process 1 of its container, and whose signals therefore end the container."""
+"""An agent that is made to believe it is process 1, so that it stops the container when it receives a signal."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""fork_twice.py PIDFILE [SECONDS]: become a daemon in the traditional way, write the pidfile after SECONDS, and
-sleep.
-"""
+"""fork_twice.py PIDFILE [SECONDS]: daemonize by forking twice, write the pidfile after SECONDS, and sleep."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""``grafana_losses.py FILE``: print the members of a dashboard that Grafana's schema does not know.
+"""``grafana_losses.py FILE``: print the members of a dashboard that Grafana's schema does not contain.
 
-Runs with the interpreter of ``.tools``. Grafana's library reads the file into its types and writes it again. Members
-that it does not know are lost on the way, and a member of a wrong type is an error.
+Runs with the interpreter of ``.tools``. Grafana's library parses the file into its own types and serializes them again.
+This loses members that are not in the schema, and a member with a wrong type causes an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Jobs with real ctl scripts in a scratch directory, and a supervisor with short intervals."""
+"""Creates jobs with real ctl scripts in a scratch directory, and runs a supervisor with short intervals for them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class World:
 
         ``start`` and ``stop`` are shell scripts in which ``$pidfile``, ``$log`` and ``$name`` are set.
 
-        Without ``start``, the job is a process that writes its own pidfile and keeps running.
+        Without ``start``, the job's process writes its own pidfile and keeps running.
         """
         lines = [f"check process {name} with pidfile {self.pidfile(name)}"]
         script = self.script(name, "start", f"echo $$ >$pidfile; {LASTING}" if start is None else start)
@@ -66,7 +66,7 @@ class World:
         return self.base / f"{name}.pid"
 
     def lines(self) -> list[str]:
-        """Return the log of the scripts."""
+        """Return the lines that the scripts have logged."""
         return self.log.read_text().splitlines() if self.log.exists() else []
 
     def supervisor(self) -> Supervisor:
@@ -74,7 +74,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def supervising(self, *files: JobFile) -> AsyncIterator[Supervisor]:
-        """Run a supervisor for these jobs. This process adopts orphans."""
+        """Run a supervisor for these jobs. This process adopts and reaps orphans meanwhile."""
         with reaper.reaping():
             async with self.supervisor() as supervisor:
                 await supervisor.configure(files)
@@ -83,7 +83,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def checking(self, *files: JobFile) -> AsyncIterator[Supervisor]:
-        """Run a supervisor that also checks rules."""
+        """Run a supervisor for these jobs that also checks their monit rules."""
         async with self.supervising(*files) as supervisor:
             running = asyncio.create_task(supervisor.run())
             try:
@@ -93,27 +93,27 @@ class World:
                 running.cancel()
 
     def told(self, event: str) -> list[tuple[str, str]]:
-        """Return service and action of each reported event."""
+        """Return the service and action of each reported event of this kind."""
         return [(each.service, each.action) for each in self.events if each.event == event]
 
     def open(self) -> None:
-        """Let any user write here."""
+        """Allow every user to write to the directory."""
         for path in (self.base.parent, self.base):
             path.chmod(0o777)
 
     def end(self) -> None:
-        """Kill the remaining processes."""
+        """Kill the remaining processes of the jobs."""
         end_kept(self.paths)
         end_marked("TEST_OF", str(self.base))
 
 
 def program(name: str, *arguments: object) -> str:
-    """Return the shell command for a program in this directory."""
+    """Return the shell command for a program in ``tests/support/programs``."""
     return " ".join(argv(name, *arguments))
 
 
 def info(supervisor: Supervisor, name: str) -> ServiceInfo:
-    """Return the description of one service."""
+    """Return the supervisor's information about one service."""
     return next(each for each in supervisor.services() if each.process.name == name)
 
 

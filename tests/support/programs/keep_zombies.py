@@ -1,4 +1,4 @@
-"""keep_zombies.py: a hundred times a second, fork a child that exits at once, and reap it a fifth of a second later."""
+"""keep_zombies.py: fork a child that exits at once 100 times a second, and reap each one only 0.2 s later."""
 
 import os
 import time

@@ -1,6 +1,8 @@
-"""late_session.py PIDFILE GO CHILDFILE: a daemon that starts a session after writing its pidfile, once GO exists.
+"""late_session.py PIDFILE GO CHILDFILE: a daemon that writes its pidfile, and starts a new session when the file GO
+exists.
 
-Then it starts a child with an empty environment, like nginx's workers, which overwrite theirs with their title.
+Then it starts a child with an empty environment. nginx workers are similar: they overwrite their environment with their
+process title.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""leaderless.py PIDFILE [HOW]: end the first thread and go on in another.
+"""leaderless.py PIDFILE [HOW]: end the main thread and continue in another thread.
 
-With ``daemon`` it forks twice before that. With ``wipe`` it also empties its environment and, if run as root, becomes
+If HOW is ``daemon``, fork twice before that. If it is ``wipe``, also empty the environment and, if run as root, become
 an ordinary user, because a job that stays root could do anything.
 
-The kernel shows such a process as a zombie without memory, files and environment, although it runs.
+The kernel reports such a process as a zombie without memory, files and environment, although it is running.
 """
 
 import ctypes

@@ -1,4 +1,6 @@
-"""new_session.py PIDFILE CHILDFILE [wipe]: write the program's own pid, and the pid of a child in another session."""
+"""new_session.py PIDFILE CHILDFILE [wipe]: write this program's pid to PIDFILE, and that of a child in a new session to
+CHILDFILE.
+"""
 
 import os
 import sys

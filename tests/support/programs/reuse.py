@@ -1,8 +1,8 @@
-"""reuse.py BASE ROUNDS SEED: end processes of jobs and reuse their pids for unrelated processes, in a new pid
+"""reuse.py BASE ROUNDS SEED: kill job processes and reuse their pids for unrelated processes. Needs a new pid
 namespace.
 
-Writes one JSON document: ``rounds``, ``taken`` (pids that unrelated processes got), and ``signalled`` (signals that
-these received).
+Writes one JSON document: ``rounds``, ``taken`` (how many pids were reused), and ``signalled`` (the signals that the
+unrelated processes received).
 """
 
 import asyncio
@@ -33,14 +33,16 @@ STARTS: Final = {
     "bare": f"echo $$ >$pidfile.starter; env -i setsid sh -c 'echo $$ >'$pidfile'; exec {LASTING}' & "
     "while [ ! -s $pidfile ]; do sleep 0.001; done",
 }
-"""By what becomes of the start program: the daemon itself, gone from its session, gone, gone without a mark."""
+"""Start programs, by what happens to them: one becomes the daemon itself, one exits and leaves the daemon in its
+session, one leaves it in another session, and one leaves it there without the marker variable in its environment.
+"""
 
 
 logger = logging.getLogger("reuse")
 
 
 class Strangers:
-    """``strangers.py``, connected by pipes."""
+    """``strangers.py``, controlled through pipes."""
 
     def __init__(self) -> None:
         self._maker = subprocess.Popen(
@@ -63,7 +65,7 @@ class Strangers:
 
 
 class Rounds:
-    """Runs one supervisor after the other for the same jobs."""
+    """Runs a sequence of supervisors for the same jobs."""
 
     def __init__(self, base: Path, seed: int) -> None:
         self.world = World(base, HURRY)
@@ -92,18 +94,21 @@ class Rounds:
         await self.supervisor.configure(self.files)
 
     async def round(self) -> None:
-        """End a process, give one of its pids to an unrelated process, and send the service a request."""
+        """Kill a job's process, reuse its pid or its starter's pid for an unrelated process, and send the service a
+        request.
+        """
         name = self.random.choice(list(STARTS))
         which = self.random.choice(["process", "starter"])
         how = self.random.choice(["plain", "leader", "member"])
         then = self.random.choice(["stop", "restart", "next agent"])
         await self.supervisor.start_one(name)
         found = await in_state(self.supervisor, name, "running", "settling")
-        while not found.pid:  # it has just ended
+        while not found.pid:  # the process has just ended
             await asyncio.sleep(0.003)
             found = await in_state(self.supervisor, name, "running", "settling")
         starter = await until(lambda: number_in(Path(f"{self.world.pidfile(name)}.starter")))
-        # Start times are no finer than a tick. The kernel cannot cycle through all pids within one.
+        # Start times have a resolution of one tick. Wait for the next tick, because outside this test the kernel cannot
+        # reuse a pid within the same tick.
         if born := proc.stat(found.pid):
             await until(lambda: clock.boot_ticks() > born.start_ticks + 1)
         number = found.pid if which == "process" else starter
@@ -132,7 +137,7 @@ class Rounds:
 
 
 def kill(pid: int) -> None:
-    """Kill it from outside. The pid belongs to a process that was reported as running."""
+    """Kill a process without the supervisor's knowledge. The supervisor has reported this pid as running."""
     found = proc.stat(pid)
     if found is not None:
         process.send(found.identity, 9)

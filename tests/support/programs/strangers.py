@@ -1,8 +1,9 @@
 """strangers.py: fork processes with requested pids, and report the signals that they receive.
 
-Must be root in a pid namespace. It reads lines. ``take PID HOW`` is answered with the pid of the process that counts,
-or 0 if the pid is not free. ``end PID`` is answered with a line of the signals that this process received. HOW is
-``plain``, ``leader`` (of its own session) or ``member`` (of a session whose leader had the pid and is gone).
+Must run as root in a pid namespace. It reads commands, one per line. ``take PID HOW`` is answered with the pid of the
+process that was forked, or 0 if PID is not free. HOW is ``plain``, ``leader`` (the process leads its own session) or
+``member`` (PID was that of a session leader which has exited, and the process is a member of this session). ``end PID``
+kills a process and is answered with a line of the signals that it had received.
 """
 
 import ctypes
@@ -17,7 +18,7 @@ told: dict[int, int] = {}
 
 
 def take(wanted: int, how: str) -> int:
-    """Fork until the child has the requested pid."""
+    """Fork until a child has the requested pid. Return the pid of the process that remains, or 0 after a timeout."""
     give_up_at = time.monotonic() + TIMEOUT_S
     while time.monotonic() < give_up_at:
         reading, writing = os.pipe()
@@ -47,7 +48,7 @@ def take(wanted: int, how: str) -> int:
 
 
 def stay(writing: int) -> None:
-    """Report our pid, then each signal."""
+    """Write our pid to the pipe, then the number of each signal that arrives."""
     every = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     signal.pthread_sigmask(signal.SIG_BLOCK, every)
     os.write(writing, b"%d\n" % os.getpid())
@@ -56,7 +57,7 @@ def stay(writing: int) -> None:
 
 
 def end(pid: int) -> str:
-    """Kill the process if it still runs."""
+    """Kill the process if it is still running. Return the signals that it had received."""
     dead, status = os.waitpid(pid, os.WNOHANG)
     if not dead:
         os.kill(pid, signal.SIGKILL)

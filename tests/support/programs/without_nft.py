@@ -1,4 +1,4 @@
-"""without_nft.py FILE ARGUMENT...: an agent that writes a line to FILE instead of each set of packet filter rules."""
+"""without_nft.py FILE ARGUMENT...: an agent that, instead of loading packet filter rules, writes a line to FILE."""
 
 from __future__ import annotations
 
