@@ -1,1 +1,1 @@
-"""Bulk work in worker processes: transfers of blobs, archives, rotation of logs, copies of disks."""
+"""Bulk work in worker processes: blob transfers, archives, log rotation and disk copies."""

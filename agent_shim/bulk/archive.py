@@ -1,8 +1,8 @@
 """Unpack tar archives, and read their members.
 
 The digest of an archive is checked before the archive is read, so its author is trusted as much as the Director. Limits
-on the size, the number of members and the time protect against an archive made by mistake. :mod:`tarfile` only reads
-the headers. The entries are created here, because Python versions differ in how ``tarfile`` does that.
+on the size, the number of members and the time protect against a faulty archive. :mod:`tarfile` only reads the headers.
+The entries are created here, because Python versions differ in how ``tarfile`` does that.
 
 The result is that of GNU tar run by root with ``--no-same-owner``, as the Go agent runs it (bosh-utils
 fileutil/tarball_compressor.go): modes and times are kept, and the unpacking user owns all files. As with that tar, an
@@ -33,7 +33,7 @@ MAX_BYTES: Final = 20 * 1024**3
 """Maximum size of an unpacked archive."""
 MAX_MEMBERS: Final = 1_000_000
 MAX_HEADER_BYTES: Final = 1024 * 1024
-"""Maximum size of an extended header, which ``tarfile`` reads into memory. Real ones contain a path or two."""
+"""Maximum size of an extended header, which ``tarfile`` reads into memory. Real headers contain one or two paths."""
 TIMEOUT_S: Final = 3600.0
 """Timeout for reading an archive, including unpacking it."""
 
@@ -50,7 +50,7 @@ _BROKEN: Final[tuple[type[Exception], ...]] = (  # type: ignore[assignment]  # i
     *(ArchiveError, tarfile.TarError, isal_zlib.error, OSError, EOFError),
     *(ValueError, OverflowError, MemoryError, RecursionError),
 )
-"""Exceptions that a broken archive may cause. Meaningless numbers and endless headers raise the last four."""
+"""Exceptions that a broken archive may cause. The last four are caused by invalid numbers and endless headers."""
 
 
 def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
@@ -85,7 +85,7 @@ def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
         tree = _Tree(fd)
         for member, path, data in _members(source):
             inner = _below(subtree, path)
-            # A file (not a directory) with the name of the subtree does not belong to it.
+            # Skip a file that has the name of the subtree, which must be a directory.
             if inner is not None and (inner or member.isdir() or not subtree):
                 found = True
                 try:
@@ -128,8 +128,9 @@ def _place(tree: _Tree, member: tarfile.TarInfo, path: str, data: Iterator[bytes
 class _Blocks:
     """The stream from which ``tarfile`` reads headers. A defective header raises an error.
 
-    ``tarfile`` treats most defects after the first header as the end of the archive. Its methods are not overridden,
-    because even security updates of one Python version differ in which of them are called for a header.
+    ``tarfile`` treats most defects after the first header as the end of the archive. This class wraps its input instead
+    of overriding its methods, because even security updates of one Python version differ in which methods they call for
+    a header.
     """
 
     def __init__(self, stream: Any) -> None:

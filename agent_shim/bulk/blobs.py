@@ -1,4 +1,4 @@
-"""Fetches and stores blobs: the sources, their order, and retries.
+"""Fetches and stores blobs: which sources are tried, in which order, and how often.
 
 Order, retries and texts are those of the Go agent (agent/httpblobprovider/blobstore_delegator/blobstore_delegator.go,
 agent/blobstore/cascading_blobstore.go, bosh-utils blobstore/retryable_blobstore.go).
@@ -31,7 +31,7 @@ TRIES: Final = 3
 
 
 class Blobs:
-    """The blobs of one agent. This is a context manager that closes the HTTP client if one was used."""
+    """Access to the blobs of one agent. As a context manager, it closes the HTTP client if one was used."""
 
     def __init__(self, store: Blobstore, paths: Paths, timing: Timing = Timing()) -> None:  # noqa: B008 - frozen
         self._store = store
@@ -50,14 +50,17 @@ class Blobs:
     async def fetched(self, ref: BlobRef) -> AsyncIterator[BinaryIO]:
         """Yield the blob as an open file with a verified digest. Raises ``BlobError`` or ``DigestError``.
 
-        The file is unnamed, or the one in our own directory, so that no file is left behind however the process ends.
+        The file is unnamed or already belongs to a local blob directory, so no temporary file is left behind however
+        the process ends.
         """
         digest = MultipleDigest.parse(ref.digest)
         with await self._fetch(ref, digest) as file:
             yield file
 
     async def put(self, path: Path, signed_url: str, headers: Mapping[str, str]) -> str:
-        """Store a file and return its new id, or "" with a signed URL, for which only the sender knows the id."""
+        """Store a file and return its new id. With a signed URL, return "", because only the sender of the URL knows
+        the id.
+        """
         if signed_url:
             with path.open("rb") as source:
                 await self._transfer().upload(signed_url, source, headers)
@@ -87,7 +90,7 @@ class Blobs:
 
     def _transfer(self) -> Transfer:
         if self._client is None:
-            # This is imported late, because it takes a tenth of a second and is not always needed.
+            # This is imported late, because the import takes a tenth of a second and is not always needed.
             from agent_shim.bulk.transfer import Transfer
 
             self._client = Transfer(trusted_ca(self._store), self._timing, self._paths.tmp, environment(self._store))

@@ -1,7 +1,7 @@
-"""Decompresses archives in each format that GNU tar detects (src/buffer.c).
+"""Decompresses archives in all formats that GNU tar detects (src/buffer.c).
 
-Gzip is decompressed in this process, which is faster than the program. The other formats need the programs that tar
-would run.
+Gzip is decompressed in this process, which is faster than running a program. The other formats need the programs that
+tar would run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _start(source: BinaryIO) -> bytes:
 def decompressed(source: BinaryIO) -> Iterator[Any]:
     """Yield the decompressed stream of the tar file ``source``, with ``read``, ``tell`` and a forward ``seek``.
 
-    Its methods raise ``ArchiveError``, or the errors of ``isal`` for gzip.
+    The methods raise ``ArchiveError``, or the errors of ``isal`` for gzip.
     """
     start = _start(source)
     program = next((each for magic, each in PROGRAMS.items() if start.startswith(magic)), None)
@@ -80,7 +80,8 @@ class _Piped:
         self._offset = 0
         with ExitStack() as stack:
             self._messages = stack.enter_context(tempfile.TemporaryFile())
-            # The file is opened again because the program would move the position of ``source`` behind its buffer.
+            # The file is opened again, because the program would otherwise move the file position of ``source``, whose
+            # buffer would then be wrong.
             given = stack.enter_context(open(f"/proc/self/fd/{source.fileno()}", "rb"))
             try:
                 self._process = subprocess.Popen(
@@ -111,7 +112,7 @@ class _Piped:
         return self._offset
 
     def read(self, size: int) -> bytes:
-        """Read ``size`` bytes, or fewer at the end. Raises ``ArchiveError`` there if the program has failed."""
+        """Read ``size`` bytes, or fewer at the end. Raises ``ArchiveError`` at the end if the program has failed."""
         data = self._output.read(size)
         self._offset += len(data)
         if len(data) < size and (status := self._process.wait()):

@@ -41,20 +41,23 @@ MIN_FREE_BYTES: Final = 1 << 20
 the file system.
 """
 SHOWN_CHARS: Final = 200
-"""Number of characters shown from the beginning and from the end of a message, which may have long names in between."""
+"""How many characters of a message are shown from its beginning and from its end. Long names in between are cut out."""
 
 _TAR: Final = (SETPRIV, "--pdeathsig", "KILL", "tar", "--numeric-owner")
-"""tar ends together with this process, because the next copy into the same directory may begin at once."""
+"""The command that runs tar. tar is killed when this process dies, because another process may begin the next copy into
+the same directory at once.
+"""
 _KEPT: Final = [
     f"--xattrs-include={each}" for each in ("user.*", "trusted.*", "security.capability", "system.posix_acl_*")
 ]
-"""Extended attributes that are data. Labels given by a mount (SELinux, NFS) are not. They imply the format of POSIX,
-which has nanoseconds. ACLs are among them because tar's ``--acls`` sets one on every entry, even where there is none to
-copy, so it fails on each file of a target without ACLs."""
+"""Options for the extended attributes that are data, unlike labels that a mount provides (SELinux, NFS). They make tar
+use the POSIX format, which stores nanoseconds. ACLs are copied as attributes because tar's ``--acls`` sets an ACL on
+every entry, even if there is none to copy, so it would fail for each file if the target does not support ACLs.
+"""
 _ACLS: Final = ("system.posix_acl_access", "system.posix_acl_default")
 _KINDS: Final = {"system": "ACLs", "security": "file capabilities", "user": "user.* attributes"}
 _UNSET: Final = re.compile(r"\w+: Cannot set '([^']*)' extended attribute for file '(.*)': ([^:'\n]+)", re.DOTALL)
-"""Message of tar about an attribute. The file name in it is not quoted and may contain newlines."""
+"""Message of tar about an attribute that could not be set. The file name is not quoted and may contain newlines."""
 _UNSET_START: Final = re.compile(r"\w+: Cannot set '")
 _UNLISTED: Final = re.compile(r"(.*): Warning: Cannot \w*listxattr\w*: (Argument list too long)")
 _FULL: Final = os.strerror(errno.ENOSPC)
@@ -95,8 +98,8 @@ def mirror(source: Path, target: Path, *, spared: Collection[str] = (), report: 
 def _empty(target: Path, spared: Collection[str]) -> None:
     """Empty a directory, set its mode to 0700 and remove its ACLs.
 
-    Until tar restores the mode at the end, no job can replace a subdirectory with a link, which tar would follow. New
-    entries would inherit a default ACL of the directory, and tar removes none.
+    Until tar restores the mode at the end, no job can replace a subdirectory with a link, which tar would follow. ACLs
+    are removed because new entries would inherit the directory's default ACL, and tar does not remove inherited ACLs.
     """
     if os.geteuid() == 0:
         os.chown(target, 0, 0)
@@ -179,15 +182,15 @@ class _Messages:
         self.total = 0
         """Bytes of the archive, as counted by ``--totals``."""
         self.has_filled = False
-        """True if an attribute did not fit."""
+        """True if an attribute could not be stored for lack of space."""
         self._lost: dict[tuple[str, str], tuple[int, str]] = {}
         self._begun = ""
 
     @contextmanager
     def reading(self) -> Iterator[int]:
-        """Yield the descriptor to write messages to. All of them have been read afterwards.
+        """Yield the descriptor to which tar writes its messages. When the block is left, all messages have been read.
 
-        A thread reads, because there may be a message for each of a million files.
+        They are read by a thread while tar runs, because there may be a message for each of a million files.
         """
         reading, writing = os.pipe()
         thread = threading.Thread(target=self._read, args=(reading,))

@@ -24,7 +24,9 @@ GZIP: Final = 31
 
 
 class Moved(NamedTuple):
-    """The number of bytes of a log that are now in its archive, and of bytes before them that are lost."""
+    """The number of bytes of a log that were moved to its archive, and the number of earlier bytes that were
+    dropped.
+    """
 
     size: int = 0
     left_out: int = 0
@@ -33,12 +35,12 @@ class Moved(NamedTuple):
 def rotate(root: int, path: str, keep: int, most: int) -> Moved:
     """Rotate ``path`` below the directory with descriptor ``root`` and keep ``keep`` archives of it.
 
-    Of a log with more than ``most`` bytes, only that much of its end is kept, which the first line of its archive says.
-    Empty files, and those that are no longer regular files, are skipped. Raises ``HostError``, in which case the file
-    is unchanged.
+    If a log has more than ``most`` bytes, only the last ``most`` bytes are kept, and the first line of its archive says
+    so. Empty files, and those that are no longer regular files, are skipped. Raises ``HostError``, in which case the
+    file is unchanged.
 
-    Bytes written during the copy are copied too, up to half of ``most``. If the writer is faster, the rest is lost. So
-    are bytes written between the last read and the truncation.
+    Bytes written during the copy are copied too, up to half of ``most``. If the writer is faster, the rest is lost.
+    Bytes written between the last read and the truncation are lost too.
     """
     parent, _, name = path.rpartition("/")
     with files.attempting(f"rotate {guarded.shown(path)}"), closing(guarded.open_directory(root, parent)) as directory:
@@ -89,7 +91,8 @@ def _is_there(directory: int, name: str) -> bool:
 def _pack(source: int, target: int, size: int, most: int) -> Moved:
     """Copy everything up to ``size`` and all bytes added meanwhile, then truncate the source without delay."""
     packer = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, GZIP)
-    # A writer that does not append continues at its offset after a truncation, and leaves a hole before it.
+    # Skip holes: a writer without O_APPEND continues at its old offset after a truncation, which leaves a hole at the
+    # beginning.
     runs = list(guarded.segments(source, 0, size))
     left_out = excess = max(0, sum(end - begin for begin, end in runs) - most)
     if left_out:
@@ -106,7 +109,7 @@ def _pack(source: int, target: int, size: int, most: int) -> Moved:
     files.write_all(target, packer.flush(isal_zlib.Z_SYNC_FLUSH))
     os.fsync(target)
     rest = 0
-    # The sync may have taken seconds. Truncate only when a read finds no more data, not after a fixed size.
+    # Copy what was written during the sync, which may have taken seconds, until a read finds no more data.
     while rest < most // 2 and (chunk := os.read(source, files.CHUNK_BYTES)):
         rest += len(chunk)
         files.write_all(target, packer.compress(chunk))

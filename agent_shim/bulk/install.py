@@ -26,19 +26,19 @@ from agent_shim.host import files
 
 FETCHING = {"job": "Getting job source from blobstore: ", "package": "Fetching package blob: ", "source": ""}
 INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package directory: ", "source": ""}
-"""Error texts of the Go agent (rendered_job_applier.go, compiled_package_applier.go)."""
+"""Prefixes of error texts by kind, as in the Go agent (rendered_job_applier.go, compiled_package_applier.go)."""
 
 
 UNREACHED = Outcome("it was not reached")
 
 PATIENCE_S = 120.0
-"""Time after the first failure in which further transfers may begin. A blobstore that stalls takes two minutes for each
-blob.
+"""Time after the first failure in which further transfers may begin. This limits the total time if the blobstore
+stalls, because then each blob takes two minutes.
 """
 
 
 class Piece(msgspec.Struct):
-    """One target. It is unpacked to ``temp``, and renamed to ``target.path`` when all targets are on disk."""
+    """One target. It is unpacked to ``temp``, which is renamed to ``target.path`` when all targets are on disk."""
 
     target: Target
     temp: Path
@@ -48,7 +48,7 @@ class Piece(msgspec.Struct):
 async def install(request: Install, temps: list[Path]) -> list[Outcome]:
     """Install all targets. Targets from the same blob share one transfer.
 
-    The failure of one does not affect the others, except those that would begin more than ``PATIENCE_S`` later.
+    If one target fails, the others are still installed, except those that would begin more than ``PATIENCE_S`` later.
     """
     paths = Paths(Path(request.base))
     pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]
@@ -82,7 +82,7 @@ async def _fetch_and_unpack(
 
 
 def _unpack(file: BinaryIO, piece: Piece, owner: str | None) -> None:
-    """Unpack one target to ``piece.temp``. The outcome is in ``piece``."""
+    """Unpack one target to ``piece.temp``, and store the outcome in ``piece``."""
     target = piece.target
     try:
         if target.kind == "source":

@@ -9,14 +9,16 @@ from typing import Final
 from agent_shim.host import files
 
 DIRECTORY_MODE: Final = {"job": 0o750, "package": 0o755}
-"""Mode of a bundle, of the directory of its versions, and of the directory of links to bundles in use."""
+"""Mode of an installed bundle, of the parent directory with its versions, and of the directory with the links to the
+bundles in use.
+"""
 
 
 def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:
     """Set modes and owners of an unpacked tree as installed (agent/applier/jobs/owner_fix.go).
 
-    In a job ``owner`` owns everything. Directories and files below ``bin`` are 0750, other files 0640. In a package
-    only the directory itself gets a mode and an owner.
+    In a job, everything belongs to ``owner``. Directories and files below ``bin`` are 0750, other files 0640. In a
+    package only the directory itself gets a mode and an owner.
     """
     if kind != "job":
         files.make_dir(tree, 0o755, owner if kind == "package" else None)

@@ -1,8 +1,8 @@
 """Packs directories into tar archives: compiled packages and logs.
 
-Only short-lived processes import this module. The same tree always gives the same bytes, because names are sorted, root
-owns all entries, and times are those of the files. A tree of logs changes while it is read, and vcap may write to it,
-so no link is followed, nothing that could block is opened, and files that vanish are left out.
+Only short-lived processes import this module. The same tree always produces the same bytes, because names are sorted,
+root owns all entries, and times are those of the files. Log directories change while they are read, and vcap may write
+to them, so no link is followed, nothing that could block is opened, and files that vanish are left out.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 VANISHED: Final = "it vanished before it was read"
 
 PIECE_BYTES: Final = 512 * 1024
-"""Size of the parts in which the archive is compressed."""
+"""Size of the chunks that are compressed independently."""
 LEVEL: Final = 2
-"""Compression level of isal (0 to 3). This one is as fast as the disk. Level 3 is half as fast and saves one per
-cent.
+"""Compression level of isal (0 to 3). Level 2 is as fast as the disk. Level 3 is half as fast and saves only one
+percent.
 """
 MAX_COMPRESSORS: Final = 2
-"""Maximum number of compressing threads. A third would wait for the thread that hashes and writes."""
+"""Maximum number of compressing threads. A third one would only wait for the thread that hashes and writes."""
 
 MAX_JOB_ENTRIES: Final = 20_000
 """Maximum number of entries packed below each top-level directory of a live tree, which bounds the memory that a job
@@ -53,8 +53,8 @@ MAX_REMARKS: Final = 1_000
 LIVE_TIMEOUT_S: Final = 1200.0
 """Maximum time for packing a live tree. After that the rest is left out."""
 MAX_FIXED_BYTES: Final = archive.MAX_BYTES
-"""Maximum total size of the files in a tree that is not live. No agent would unpack more, and a hole of terabytes would
-occupy a worker for hours.
+"""Maximum total size of the files in a tree that is not live. No agent would unpack more, and a sparse file of
+terabytes would occupy a worker for hours.
 """
 PERMISSIONS: Final = 0o777
 """Mode bits that are kept for a live file. Keeping setuid and setgid would give a job's program the rights of the
@@ -63,7 +63,7 @@ unpacking user.
 
 
 class OutputError(OSError):
-    """The archive cannot be written, whatever its content."""
+    """The archive file cannot be written; the error is not caused by the trees to pack."""
 
 
 def pack(
@@ -72,12 +72,12 @@ def pack(
     """Write ``trees`` as one archive, gzip by default; return its digests ``sha1;sha512``.
 
     If several entries have the same name, that of the last tree is packed. A time after ``newest`` (seconds since 1970)
-    becomes ``newest``, so that new files give the same bytes whenever they were created. Raises ``HostError``, and
-    ``OutputError`` if ``out`` cannot be written.
+    becomes ``newest``, so that generated files lead to the same bytes whenever they were created. Raises ``HostError``,
+    and ``OutputError`` if ``out`` cannot be written.
 
     With ``remarks`` the trees are live: other processes write to them. Renamed files are looked up again. A file that
-    cannot be read, is truncated, or is a link out of its tree is not an error, but is reported in an entry with this
-    name.
+    cannot be read, is truncated, or is a link out of its tree does not raise an error, but is reported in an archive
+    entry named ``remarks``.
     """
     with ExitStack() as opened:
         sink = opened.enter_context(Sink(out, compressed=compressed, newest=newest))
@@ -111,11 +111,11 @@ class _Entry(msgspec.Struct, frozen=True):
 
     @property
     def directory(self) -> tuple[_Root, str]:
-        """The root and path of the directory that contains the entry. For the root itself that is the root."""
+        """The root and path of the directory that contains the entry. For the root itself, this is the root."""
         return self.root, self.path.rpartition("/")[0]
 
     def open(self, directory: int) -> tuple[int, os.stat_result]:
-        """Hold a directory or link, or open a file, and return its status.
+        """Open a directory or link with O_PATH, or a file for reading. Return the descriptor and the status.
 
         Opening neither blocks nor has side effects.
         """
@@ -202,7 +202,7 @@ class _Archive:
             self._add_of_directory(root, here, {name: wanted[name] for name in names})
 
     def _add_of_directory(self, root: _Root, here: str, found: Mapping[str, _Entry]) -> None:
-        """Pack entries of the directory ``here``, which is kept open meanwhile."""
+        """Pack entries of the directory ``here``, keeping it open meanwhile."""
         try:
             directory = guarded.open_beneath(root.fd, here, os.O_PATH | os.O_DIRECTORY) if here else os.dup(root.fd)
         except OSError as exc:
@@ -233,7 +233,7 @@ class _Archive:
             os.close(fd)
 
     def _has_second_name(self, name: str, status: os.stat_result) -> bool:
-        """Return True, and add a remark, for a file of root with a second hard link in a live tree."""
+        """Return True, and add a remark, if a file in a live tree belongs to root and has a second hard link."""
         try:
             if self._is_live:
                 guarded.refuse_second_name(status)
@@ -298,8 +298,8 @@ class _Archive:
             self._remarks[name] = f"the last {grown} bytes were written during the read and are not packed"
 
     def _is_known(self, status: os.stat_result) -> bool:
-        """Return True if this file was packed before and is unchanged. The time is compared in case the inode number
-        was reused.
+        """Return True if this file was packed before and is unchanged. The time is compared too, because the inode
+        number may have been reused.
         """
         if not self._is_live:
             return False
@@ -309,7 +309,7 @@ class _Archive:
         return known
 
     def _target(self, name: str, entry: _Entry, target: str) -> str:
-        """Return the target of a link as it is to be written, or "" if it leads out of a live tree."""
+        """Return the link target to write, or "" if it leads out of a live tree."""
         if not self._is_live:
             return target
         inner = _inner_target(entry, target)
@@ -347,7 +347,7 @@ def _listed(root: _Root, here: str, limit: int) -> list[_Entry]:
 
 
 def _kind(entry: os.DirEntry[str]) -> int:
-    """Return the file type. 0 for FIFOs, sockets and devices."""
+    """Return the file type, or 0 for FIFOs, sockets and devices."""
     if entry.is_file(follow_symlinks=False):
         return stat.S_IFREG
     if entry.is_dir(follow_symlinks=False):
@@ -358,7 +358,7 @@ def _kind(entry: os.DirEntry[str]) -> int:
 def _inner_target(entry: _Entry, target: str) -> str:
     """Return ``target`` relative to its link if, judging by the names alone, it stays below the root; otherwise "".
 
-    An absolute target is made relative, because it would be dangling where the archive is unpacked.
+    An absolute target is made relative, because it would not exist where the archive is unpacked.
     """
     here = posixpath.dirname(entry.path)
     if target.startswith("/"):
@@ -371,10 +371,10 @@ def _inner_target(entry: _Entry, target: str) -> str:
 
 
 class _Digested(msgspec.Struct):
-    """The archive's file, with the digests of all data written to it.
+    """The archive file, and the digests of all data written to it.
 
-    Its first error is kept instead of raised, and nothing is written after it, because isal up to 1.8 waits forever for
-    a thread that ended with an error.
+    The first write error is stored in ``error`` instead of being raised, and nothing is written afterwards, because
+    isal up to 1.8 waits forever for a thread that ended with an error.
     """
 
     out: BinaryIO
@@ -398,7 +398,7 @@ class _Digested(msgspec.Struct):
 
 
 class Sink:
-    """Output of the archive, which goes through gzip and the digests to the file. A context manager.
+    """The archive's output stream: gzip, digests and the file. It is a context manager.
 
     Threads compress and write. An error in one of them is raised by a later write. The number of threads does not
     affect the archive.
@@ -447,9 +447,9 @@ class Sink:
     def write_file(self, fd: int, runs: Sequence[tuple[int, int]], size: int) -> tuple[int, OSError | None]:
         """Write ``size`` bytes from ``runs``, and the padding.
 
-        A file that has grown is cut, and one that has shrunk is padded with zeros.
+        If the file has grown meanwhile, the surplus is left out; if it has shrunk, zeros are appended.
 
-        Returns the number of bytes read, and the disk's error if that stopped the reading.
+        Returns the number of bytes read, and the I/O error that stopped the reading, if any.
         """
         there, problem = 0, None
         for begin, end in runs:
@@ -504,11 +504,11 @@ _MEANING: Final = {
 
 
 MAX_PATTERN_CHARS: Final = 5_000
-"""Maximum total length of a tree's patterns, which then take a quarter of a second to compile."""
+"""Maximum total length of a tree's patterns. Compiling patterns of this length takes a quarter of a second."""
 
 
 def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
-    """Return one expression for the paths that any of ``patterns`` matches. Raises ``HostError``."""
+    """Compile ``patterns`` to one regular expression for paths that any of them matches. Raises ``HostError``."""
     if sum(map(len, patterns)) > MAX_PATTERN_CHARS:
         raise HostError(f"cannot use the patterns: they have more than {MAX_PATTERN_CHARS} characters")
     expressions = [_expression(pattern) for pattern in patterns]
@@ -524,7 +524,7 @@ def _expression(pattern: str) -> str:
     """Translate one pattern to a regular expression: ``**`` spans directories, ``*``, ``?`` and ``[a-z]`` stay within
     one, and ``{a,b}`` is either.
 
-    A pattern without wildcards that names a directory stands for everything in it.
+    A pattern without wildcards that names a directory also matches everything in the directory.
     """
     text = posixpath.normpath(pattern).strip("/")
     if text in ("", "."):
@@ -558,9 +558,11 @@ def _expression(pattern: str) -> str:
 def _starred(parts: Sequence[str], star: str) -> str:
     """Join ``parts`` with ``star``. A part between two stars is matched at its first occurrence.
 
-    Other occurrences could not match more, and trying all of them would take forever with names chosen by jobs.
+    If the pattern matches at all, it also matches with the first occurrence. Trying all occurrences would take
+    exponential time for some names, and jobs choose the names.
     """
     first, *others = parts
-    # One of the two alternatives is longer.
+    # An atomic group prevents backtracking. It cannot be used around a part that itself has alternatives, because the
+    # longer one may be needed.
     middle = [f"({'?:' if '(?:' in part else '?>'}{star}?{part})" for part in others[:-1]]
     return "".join([first, *middle, *(star + part for part in others[-1:])])

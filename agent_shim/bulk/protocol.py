@@ -1,6 +1,6 @@
-"""Requests to a worker and its answers. Each is one JSON document on one line of a socket.
+"""Requests to a worker and its answers. Each is a JSON document in one line.
 
-They contain secrets, so they are never passed in arguments or the environment, or stored on a disk.
+Because they contain secrets, they are never passed in arguments or the environment, or stored on a disk.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class BlobRef(msgspec.Struct, frozen=True):
 class Target(msgspec.Struct, frozen=True):
     """A blob to fetch and unpack into the new directory ``path``.
 
-    A ``job`` is the part ``name`` of the rendered templates, a ``package`` has been compiled, and a ``source`` is to be
-    compiled.
+    ``kind`` is ``job`` for the job ``name`` in the rendered templates, ``package`` for a compiled package, and
+    ``source`` for a package to compile.
     """
 
     kind: Literal["job", "package", "source"]
@@ -43,7 +43,9 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Install(msgspec.Struct, frozen=True, tag=True):
-    """Fetch and unpack all targets, at most ``parallel`` blobs at once. ``base`` is the root of the file tree."""
+    """Fetch and unpack all targets, transferring at most ``parallel`` blobs at once. ``base`` is the root of the file
+    tree.
+    """
 
     base: str
     store: Blobstore
@@ -72,7 +74,7 @@ class Put(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tree(msgspec.Struct, frozen=True):
-    """A directory to pack, with ``prefix`` before its names (ending in ``/`` for a directory).
+    """A directory to pack. ``prefix`` precedes the names of its entries and ends in ``/`` if it is a directory.
 
     Without ``patterns`` it is packed completely, with directories, and must exist. With patterns (``**/*.log``, in the
     doublestar syntax of the Go agent) only files and links that match are packed. A pattern that names a directory
@@ -88,7 +90,8 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
     """Pack ``trees`` into the file ``path``, gzip by default.
 
     Times after ``newest`` (seconds since 1970) become ``newest``. With ``remarks`` the trees are live, and deviations
-    from the files on disk are listed in an entry of this name. The same worker executes ``put`` after it.
+    from the files on disk are listed in an archive entry of this name. If ``put`` is given, the same worker then
+    uploads the file.
     """
 
     trees: list[Tree]
@@ -101,7 +104,7 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
 
 
 class CopyTree(msgspec.Struct, frozen=True, tag=True):
-    """Copy ``source`` to ``target``, which is emptied before, except ``spared`` (``bulk.copytree``)."""
+    """Empty ``target`` except for the names in ``spared``, and copy ``source`` to it (``bulk.copytree``)."""
 
     source: str
     target: str
@@ -109,8 +112,8 @@ class CopyTree(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Progress of a request: ``uploading`` after packing, or the counting or copying phase of a disk migration, in
-    bytes of its archive.
+    """Progress of a request: ``uploading`` after packing, or the counting or copying phase of a disk migration,
+    measured in bytes of tar's output.
     """
 
     phase: str
@@ -158,8 +161,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """Answer of a worker: the error, or the results of the request.
 
     ``blob_id`` names a new blob. ``sha1`` and ``sha512`` (hex) are digests of the packed archive. The outcomes are in
-    the order of the targets. ``put_error`` is the error of the upload after packing. ``losses`` describes what a copied
-    tree lacks because its file system cannot store it.
+    the order of the targets. ``put_error`` is the error of the upload after packing. ``losses`` describes the
+    attributes that a copied tree lacks because its file system cannot store them.
     """
 
     error: str = ""
@@ -179,7 +182,7 @@ def ignore(_: Progress) -> None:
 
 
 class Execute(Protocol):
-    """Executes a request in a worker. Raises ``ActionError`` with the worker's error."""
+    """A function that executes a request in a worker. Raises ``ActionError`` with the worker's error."""
 
     def __call__(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Awaitable[Done]: ...
 

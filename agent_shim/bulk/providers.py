@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from agent_shim.bulk.transfer import Transfer
 
 CREATE_ENV_CACHE: Final = "/var/vcap/micro_bosh/data/cache"
-"""Name in create-env manifests for the directory that the agent itself serves under ``/blobs`` (app/app.go)."""
+"""Path by which create-env manifests refer to the directory that the agent itself serves under ``/blobs``
+(app/app.go).
+"""
 
 PROGRAM_TIMEOUT_S: Final = 3600.0
-"""Timeout of an external program, whose progress is not visible."""
+"""Timeout of an external program. It is long because the program does not report progress."""
 GRACE_S: Final = 2.0
 DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -106,12 +108,12 @@ class DavOptions(msgspec.Struct, frozen=True):
     password: str = ""
 
     def url(self, blob_id: str) -> str:
-        """Return the URL of a blob, which is in one of 256 directories chosen by the first byte of the id's sha1."""
+        """Return the URL of a blob. The first byte of the SHA-1 of its id selects one of 256 directories."""
         shard = hashlib.sha1(blob_id.encode(), usedforsecurity=False).hexdigest()[:2]
         return f"{self.endpoint.rstrip('/')}/{shard}/{quote(blob_id, safe='')}"
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of each request."""
+        """Return the headers that each request needs."""
         if not self.user:
             return {}
         pair = f"{self.user}:{self.password}".encode()
@@ -199,8 +201,10 @@ async def opened(path: Path, hasher: Hasher) -> BinaryIO:
 
 
 def open_blob(path: Path) -> BinaryIO:
-    """Open a blob in one of our directories or a local blobstore. It may belong to a job, so no link is followed, and a
-    lease of the file's owner is not waited for. Raises ``BlobError``.
+    """Open a blob in one of our directories or a local blobstore. Raises ``BlobError``.
+
+    The file may belong to a job. Therefore no link is followed, and a file on which its owner has a lease is refused
+    instead of waiting for the lease.
     """
     try:
         return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
@@ -236,7 +240,7 @@ def _options(store: Blobstore) -> DavOptions:
 
 
 def local_directory(store: Blobstore, paths: Paths) -> Path:
-    """Return the directory of a local blobstore. Raises ``BlobError`` without one."""
+    """Return the directory of a local blobstore. Raises ``BlobError`` if the options name none."""
     directory = store.options.get("blobstore_path")
     if directory is None:
         raise BlobError("Validating blobstore: missing blobstore_path")
@@ -250,12 +254,12 @@ def local_directory(store: Blobstore, paths: Paths) -> Path:
 NO_SECRET: Final = frozenset(
     {"endpoint", "host", "region", "bucket_name", "container_name", "account_name", "environment", "storage_class"}
 )
-"""Options whose values may appear in errors. The value of any other may not."""
+"""Options whose values may appear in errors. All other values are treated as secrets."""
 
 MAX_ERROR_CHARS: Final = 1000
 MAX_OUTPUT_BYTES: Final = 1024 * 1024
-"""Number of bytes read of a failed program's output. This is much more than is shown, so that no part of a cut secret
-ends up in the error.
+"""How much of a failed program's output is read. This is much more than is shown, so that a secret that is cut off at
+this limit is not shown.
 """
 
 

@@ -1,4 +1,4 @@
-"""How a blobstore is reached over HTTP: trusted CAs and proxies."""
+"""The HTTP route to a blobstore: trusted CAs, proxies and timeouts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Timing(msgspec.Struct, frozen=True):
 
     connect: float = 10.0
     stall: float = 30.0
-    """An attempt fails if fewer than ``least`` bytes arrive in this time."""
+    """An attempt fails if fewer than ``least`` bytes are transferred in this time."""
     least: int = 30 * 1024
     answer: float = 120.0
-    """How long a server may take to answer after it has received the last byte."""
+    """How long a server may take to respond after it has received the last byte."""
     hesitate: float = 1.0
     """How long to wait for "100 Continue", which some servers never send."""
     pause: float = 5.0
@@ -26,7 +26,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 def trusting(ca: str) -> ssl.SSLContext:
-    """Return a context for TLS 1.2 or newer, with ``ca`` (PEM), if given, instead of the system's authorities."""
+    """Return a context for TLS 1.2 or newer that trusts ``ca`` (PEM) if given, otherwise the system's authorities."""
     try:
         context = ssl.create_default_context(cadata=ca or None)
     except (ssl.SSLError, TypeError, ValueError) as exc:

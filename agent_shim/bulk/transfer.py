@@ -28,17 +28,18 @@ from yarl import URL
 
 MAX_REDIRECTS: Final = 10
 RESERVE_BYTES: Final = 64 << 20
-"""Free space on a volume that downloads leave to other programs. On a small volume it is only a part of this."""
+"""Free space that downloads leave to other programs on the volume. On a small volume, less is left."""
 RESERVED_PART: Final = 0.05
 SPACE_CHECK_BYTES: Final = 4 << 20
-"""Bytes of a download between two checks of the free space."""
+"""The free space is checked whenever a download has received this many bytes."""
 
 
 class Transfer:
-    """An HTTP client that trusts the CA of the blobstore settings. A context manager, for one worker."""
+    """The HTTP client of one worker, which trusts the CA in the blobstore settings. It is a context manager."""
 
     def __init__(self, ca: str, timing: Timing, scratch: Path, environment: Mapping[str, str] = os.environ) -> None:
-        """``ca`` is PEM or "" for the authorities of the system. Downloads use ``scratch``.
+        """Store the options. ``ca`` is PEM, or "" for the system's authorities. Temporary files are created in
+        ``scratch``.
 
         ``environment`` contains the proxies as ``http_proxy`` and related variables.
         """
@@ -103,7 +104,7 @@ class Transfer:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Distinguish errors of our own disk from those of a host."""
+        """Distinguish errors of the local disk from those of the remote host."""
         try:
             yield
         except OSError as exc:
@@ -114,7 +115,7 @@ class Transfer:
     async def upload(self, url: str, source: BinaryIO, headers: Mapping[str, str] = {}) -> None:
         """Send the whole file ``source`` in one attempt. Raises ``BlobError``."""
         size = os.fstat(source.fileno()).st_size
-        # Send the length in advance, because many stores accept no chunked body.
+        # Send the length in advance, because many stores do not accept a chunked body.
         wanted = _merged({"Content-Length": str(size), "Expect": "100-continue"}, headers)
         with _explained("Executing PUT request", url):
             async with _guarded(self._timing) as guard:
@@ -161,7 +162,7 @@ def _set(waiter: asyncio.Future[bool]) -> None:
 
 
 class _Guard:
-    """Postpones the deadline of an attempt whenever enough bytes were transferred."""
+    """Aborts an attempt that stalls: its deadline is postponed whenever enough bytes were transferred."""
 
     def __init__(self, timer: asyncio.Timeout, timing: Timing) -> None:
         self._timer = timer
@@ -188,7 +189,7 @@ async def _guarded(timing: Timing) -> AsyncIterator[_Guard]:
 
 
 _UNUSABLE: Final = (ValueError, aiohttp.NonHttpUrlClientError)
-"""Errors of the URL or a header itself."""
+"""Errors caused by an invalid URL or header."""
 
 
 @contextmanager
@@ -221,7 +222,7 @@ def _host(url: URL) -> str:
 
 
 def _why(exc: BaseException) -> str:
-    """Return the reason without any part of a URL. For an unknown error, return only its type."""
+    """Return the reason for a failure without any part of a URL. For an unknown error, return only its type."""
     match exc:
         case aiohttp.ClientConnectorCertificateError():
             return f"its certificate is not trusted: {getattr(exc.certificate_error, 'verify_message', 'unknown')}"
@@ -240,6 +241,7 @@ def _why(exc: BaseException) -> str:
         case aiohttp.ClientPayloadError():
             return "the body ended too early"
         case OSError(errno=int(code), strerror=str(text)):
-            # The messages of asyncio contain addresses. Error codes of resolvers are negative.
+            # Take the text from the error code, because asyncio's messages contain addresses. Resolver errors, whose
+            # codes are negative, keep their text.
             return os.strerror(code) if code > 0 else text
     return type(exc).__name__

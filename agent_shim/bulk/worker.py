@@ -1,4 +1,4 @@
-"""The worker: a process for heavy requests, whose exit returns its memory to the system.
+"""The worker: a separate process for heavy requests, so that their memory is returned to the system when it exits.
 
 ``python -m agent_shim.bulk.worker PARENT`` reads requests from standard input, one line each, executes them one after
 the other, and writes the answers to standard output (``bulk.protocol``; the other end is ``bulk.workers``). Expected
@@ -34,7 +34,7 @@ OOM_SCORE: Final = 500
 
 
 def main() -> int:
-    """Execute requests until standard input ends. The exit code is 143 if the worker is terminated."""
+    """Execute requests until standard input ends. Return the exit code, which is 143 after SIGTERM."""
     become_worker(int(sys.argv[1]))
     while line := sys.stdin.buffer.readline():
         temps: list[Path] = []
@@ -43,8 +43,8 @@ def main() -> int:
         except asyncio.CancelledError:
             return 128 + signal.SIGTERM
         finally:
-            # No thread writes any more, because each fails when its file is closed and the loop has waited for all of
-            # them.
+            # Removing the files is safe here, because no thread still writes to them: the event loop has waited for all
+            # threads, which fail when their file is closed.
             for temp in temps:
                 files.remove_tree(temp)
         _send(done)
@@ -61,7 +61,7 @@ def become_worker(parent: int) -> None:
     process.disable_core_dumps(for_good=True)
     with suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
-        # The kubelet sets a score of up to 1000 for the container, and so for the agent.
+        # Keep a higher score, because the kubelet sets one of up to 1000 for the container, including the agent.
         score.write_text(str(max(OOM_SCORE, int(score.read_text()))))
 
 
@@ -71,7 +71,9 @@ def _send(message: Progress | Done) -> None:
 
 
 async def serve(request: Request, temps: list[Path]) -> Done:
-    """Execute ``request``. Add every file to remove afterwards, also on failure, to ``temps``."""
+    """Execute ``request``. Every file that the caller has to remove afterwards, even after a failure, is added to
+    ``temps``.
+    """
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -107,7 +109,7 @@ async def _serve(request: Request, temps: list[Path]) -> Done:
 
 
 def _refused(request: Request, exc: OSError) -> str:
-    """Describe a failed system call with its file or, if that is unknown, the file being written, and with the free
+    """Describe a failed system call with its file (or the file being written, if the error names none) and the free
     space.
     """
     if exc.filename is not None or not isinstance(request, Get | Pack):
@@ -121,7 +123,7 @@ async def _get(request: Get) -> Done:
 
     async with Blobs(request.store, Paths(Path(request.base))) as blobs, blobs.fetched(request.source) as file:
         with files.replacing(Path(request.path), mode=request.mode) as out:
-            # Use lseek, because seeking the file object might only change its buffer.
+            # Use lseek, because seeking the file object might only move the position within its buffer.
             os.lseek(file.fileno(), 0, os.SEEK_SET)
             files.copy_data(file.fileno(), out.fileno())
     return Done()
@@ -137,8 +139,8 @@ async def _put(request: Put) -> Done:
 async def _pack(request: Pack) -> Done:
     from agent_shim.bulk import packing
 
-    # The file is not synced if it is uploaded, because it is removed afterwards. A copy in a local blobstore is synced
-    # itself.
+    # A file to upload is not synced, because it is removed after the upload. If it is copied to a local blobstore, the
+    # copy is synced.
     with files.replacing(Path(request.path), mode=request.mode, is_synced=request.put is None) as out:
         newest, remarks = request.newest, request.remarks
         digest = await asyncio.to_thread(
@@ -151,7 +153,7 @@ async def _pack(request: Pack) -> Done:
 def _copy_tree(request: CopyTree) -> Done:
     from agent_shim.bulk import copytree
 
-    # No clean-up is needed, because the next copy begins by emptying the target.
+    # Let SIGTERM end the process at once. No clean-up is needed, because the next copy begins by emptying the target.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     losses = copytree.mirror(Path(request.source), Path(request.target), spared=request.spared, report=_send)
     return Done(losses=losses)
@@ -160,7 +162,7 @@ def _copy_tree(request: CopyTree) -> Done:
 def _rotate(request: Rotate) -> Done:
     from agent_shim.bulk import copytruncate
 
-    # Each step leaves complete files, so the worker may be killed between any two steps.
+    # Let SIGTERM end the process at once. Each step leaves complete files, so none of them needs to be undone.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     outcomes = []
     with closing(os.open(request.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:

@@ -1,7 +1,7 @@
-"""The agent's worker processes. Each executes one request at a time, and stays for half a minute afterwards.
+"""The agent's worker processes. Each executes one request at a time, and stays idle for half a minute before it exits.
 
-Bulk work takes memory and occupies the interpreter. A separate process returns the memory when it ends. A worker that
-has stayed answers a small request faster, because starting one takes a tenth of a second.
+Bulk work takes memory and occupies the interpreter. A separate process returns the memory when it ends. An idle worker
+executes a small request faster, because starting a new one takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from agent_shim.host import files, process
 GRACE_S: Final = 5.0
 """How long a cancelled worker may take to remove its temporary files."""
 STAY_S: Final = 30.0
-"""How long a worker stays without a request."""
+"""How long an idle worker waits for another request before it ends."""
 CHUNK_BYTES: Final = 64 * 1024
 
 
 class Workers:
-    """The workers of an agent. A context manager, which ends idle workers when it is left."""
+    """The workers of an agent. As a context manager, it ends idle workers on exit."""
 
     def __init__(self) -> None:
         self._resting: dict[int, _Worker] = {}
-        """Idle workers by niceness, at most one for each."""
+        """Idle workers by niceness, at most one per niceness."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,7 +86,7 @@ async def work(request: Request, *, nice: int = 0, report: Report = ignore) -> D
 
 
 class _Worker:
-    """One worker process, started by the constructor. Raises ``ActionError``."""
+    """One worker process. The constructor starts it, or raises ``ActionError``."""
 
     def __init__(self, nice: int) -> None:
         self._leaving: asyncio.TimerHandle | None = None
@@ -159,8 +159,8 @@ class _Worker:
 
 
 def _ending(status: int | None, errors: bytes) -> str:
-    """Describe how a worker ended. Only location and type are taken from a traceback, because its text may contain a
-    secret.
+    """Describe how a worker ended. Of a traceback, only location and exception type are used, because the message may
+    contain a secret.
     """
     if status is not None and status > 128:
         return f"was killed by {signal.Signals(status - 128).name}"
