@@ -1,4 +1,4 @@
-"""Colours for terminals, and plain text for pipes. Pure, except that streams are examined."""
+"""Colours for terminals, and plain text for pipes. All functions are pure, except those that examine a stream."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from itertools import chain
 from typing import Final, TextIO
 
 Paint = Callable[[str, str], str]
-"""A function that adds a colour of ``CODES`` to a text."""
+"""A function that adds to a text a colour, which is named as in ``CODES``."""
 
 BEGIN_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
-"""Changes to the alternate screen and hides the cursor, so that the scrollback is kept."""
+"""Switches to the alternate screen, which preserves the scrollback, and hides the cursor."""
 END_SCREEN: Final = "\x1b[?25h\x1b[?1049l"
 _COLOUR: Final = re.compile("(\x1b\\[[0-9;]*m)")
 CODES: Final = {"good": "32", "limited": "33", "wrong": "1;31", "faint": "2", "strong": "1"}
@@ -75,7 +75,7 @@ def wrapped(text: str, columns: int, indent: str) -> list[str]:
 def clipped(line: str, columns: int) -> str:
     """Return the line, cut off with an ellipsis if it is too long.
 
-    Colour sequences take no columns. A colour that is still on is reset at the end of the line.
+    Colour sequences take no columns. If a colour is still active at the cut, it is reset at the end of the line.
     """
     if width(_COLOUR.sub("", line)) <= columns:
         return line

@@ -1,7 +1,8 @@
 """The command ``bpm`` for release scripts and operators: sends requests to the running agent.
 
-Verbs, flags, texts and exit codes follow bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which
-reads its command line with cobra. Drain scripts call it in loops, so each verb imports its own modules.
+Verbs, flags, texts and exit codes follow bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which reads
+its command line with cobra. Drain scripts call it in loops, so for speed, each verb imports only the modules that it
+needs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 FAILED = 1
 ANSWER_TIMEOUT_S = 3600.0
-"""Timeout for the agent's answer. A start waits for its hook, and a stop for its process."""
+"""Timeout for the agent's answer. It is long because a start waits for the pre-start hook, and a stop for the end of
+the process.
+"""
 SOCKET = "bosh/agent_shim.sock"
 """Path of the socket below the base."""
 
@@ -34,7 +37,7 @@ NOT_RUNNING = "process is not running or could not be found"
 
 
 class BpmError(Exception):
-    """A message to print after bpm's ``Error:``, and the exit code."""
+    """An error, whose message is printed after ``Error:``, with the exit code."""
 
     def __init__(self, text: str, code: int = FAILED) -> None:
         super().__init__(text)
@@ -46,7 +49,9 @@ class UsageError(BpmError):
 
 
 class Flag(NamedTuple):
-    """A flag, ``--name`` or ``-short``. ``kind`` is "" for a switch, otherwise the name of the value."""
+    """A flag, ``--name`` or ``-short``. ``kind`` is "" for a switch, otherwise the type of the value as shown in the
+    usage text.
+    """
 
     name: str
     short: str
@@ -95,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         import signal
 
-        # The reader closed the pipe, as `head` does. Exit in the same way as the Go program.
+        # The reader closed the pipe, as `head` does. Die of SIGPIPE, as the Go program does.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.raise_signal(signal.SIGPIPE)
         raise
@@ -128,7 +133,7 @@ def _main(base: str, arguments: list[str]) -> int:
 
 
 def _may_ask(base: str) -> bool:
-    """Allow root, and the user of an agent without root."""
+    """Return True for root, and for the user of an agent that runs without root."""
     try:
         return os.geteuid() == 0 or os.geteuid() == os.stat(f"{base}/{SOCKET}").st_uid  # noqa: PTH116 - slow to load
     except OSError:
@@ -139,7 +144,9 @@ def _may_ask(base: str) -> bool:
 
 
 def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
-    """Parse flags and words in any order. Raises ``UsageError`` with the texts of pflag, which is cobra's parser."""
+    """Parse flags and words in any order. Raises ``UsageError`` with the error texts of pflag, the flag parser of
+    cobra.
+    """
     name = next((word for word in arguments if not word.startswith("-")), "")
     verb = VERBS.get(name)
     rest = list(arguments)
@@ -174,8 +181,8 @@ def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
 
 
 def _joined(known: Sequence[Flag], words: Sequence[str]) -> list[str]:
-    """Rewrite flags for argparse, because in bpm a value may begin with a dash, and a switch may have ``=true`` or
-    ``=false``.
+    """Rewrite flags in a form that argparse parses as cobra does: a value may begin with a dash, and a switch may have
+    ``=true`` or ``=false``.
 
     If a switch is repeated, its last value counts. Raises ``UsageError``.
     """
@@ -309,7 +316,9 @@ def _log(call: Call, stream: str) -> Log:
 
 
 def _trace(call: Call) -> int:
-    """Trace the process and its children, whereas bpm traces the init. Ctrl-C ends the trace with exit code 0."""
+    """Trace the process and its children with strace (bpm itself traces the container's init). Ctrl-C ends the trace
+    with exit code 0.
+    """
     tree = _ask(call, "tree")
     if not tree:
         raise BpmError(NOT_RUNNING)
@@ -346,7 +355,7 @@ def _shell(call: Call) -> int:
 
 
 def _run(call: Call) -> int:
-    """Run the process, and print its logs until it ends. A signal ends the process."""
+    """Run the process, and print its logs until it ends. If this command gets a signal, it ends the process."""
     import contextlib
     import signal
     import threading

@@ -1,9 +1,9 @@
 """``agent-shim check``: validate configuration files without regard to this machine.
 
-Users, paths and modes do not matter. A ``depends on`` target that no given file defines is only a warning, because
-another job may define it. Two of the mistakes reported here would not keep the daemon from starting: a program that is
-not an absolute path, as in ``start progam "/x"``, and an unknown key of agent.json, which the daemon ignores with a
-warning because the author may have a newer version.
+Whether users and paths exist, and which modes files have, does not matter. A ``depends on`` target that no given file
+defines is only a warning, because another job may define it. Two of the mistakes reported here would not keep the
+daemon from starting: a program that is not an absolute path, as results from ``start progam "/x"``, and an unknown key
+of agent.json, which the daemon ignores with a warning because the file may be written for a newer version.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def kind_of(name: str) -> str:
 
 
 def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_strict: bool = False) -> int:
-    """Check each file, as ``kind`` or as its name suggests. Return the exit code of the worst.
+    """Check each file, as ``kind`` or as its name suggests. Return the exit code of the worst result.
 
     With ``as_json`` print a list of ``{file, kind, is_good, mistakes, warnings}``. With ``is_strict`` statements and
     keys without effect are mistakes. Unknown keys of agent.json always are.
@@ -86,7 +86,7 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
 
 
 def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None:
-    """Read a file as the daemon does. Raises ``ConfigError`` with all its mistakes.
+    """Read a file as the daemon does. Raises ``ConfigError`` with all mistakes in the file.
 
     Keys and statements without effect are appended to ``unknown``, even for a file with mistakes.
     """
@@ -141,7 +141,7 @@ def _job_of(file: Path) -> str:
 
 
 def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
-    """Name the processes that the programs of a check start although the bpm.yml of their job does not define them."""
+    """Report each bpm process that a program of the check starts although the job's bpm.yml does not define it."""
     for verb, program in (("start", check.start), ("stop", check.stop)):
         call = bpm_call(program.argv) if program is not None else None
         if call is None:
@@ -149,7 +149,7 @@ def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
         home = file.absolute().parent
         places = (home / "config/bpm.yml", home / "bpm.yml", home.parent / call.job / "config/bpm.yml")
         for place in filter(Path.is_file, places if call.job == home.name else places[1:]):
-            with suppress(ConfigError, OSError):  # that file's mistake is reported separately
+            with suppress(ConfigError, OSError):  # mistakes in bpm.yml are reported when that file is checked
                 found = config.parse(_decoded(place.read_bytes(), place), origin=str(place))
                 if found.process(call.process) is None:
                     known = ", ".join(process.name for process in found.processes) or "none"
@@ -159,7 +159,7 @@ def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
 
 
 def _wrong_programs(check: Check) -> Iterator[str]:
-    """Name the programs that monit could not run."""
+    """Report the programs that monit could not run."""
     for verb, program in (("start", check.start), ("stop", check.stop)):
         if program is not None and not program.argv[0].startswith("/"):
             hint = f", expected '{verb} program \"/…\"'" if len(program.argv) > 1 else ""

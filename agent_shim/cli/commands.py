@@ -33,7 +33,7 @@ REACHED: Final = {
     "stop": frozenset({"stopped"}),
     "unmonitor": frozenset({"unmonitored", "stopped"}),
 }
-"""The phases that a service may have after a completed action."""
+"""For each action, the phases that a service may have once the action is complete."""
 
 CHANGES: Final = {
     "start": "start services and their dependencies",
@@ -42,13 +42,13 @@ CHANGES: Final = {
     "monitor": "monitor services, and start those that do not run",
     "unmonitor": "stop monitoring services",
 }
-"""Actions on services by name, with their help texts."""
+"""Names and help texts of the actions on services."""
 
 DEFAULT_LINES: Final = 25
 STATUS_LINES: Final = 3
-"""Number of lines of each log file shown below the status of a process."""
+"""How many lines of each log file are shown below the status of a process."""
 SHELLS: Final = {"bash": "agent-shim.bash", "zsh": "_agent-shim", "fish": "agent-shim.fish"}
-"""Shells, with the names of their files in ``cli/completion``."""
+"""The shell completion files in ``cli/completion``, by shell."""
 KINDS: Final = ("monit", "bpm", "agent", "settings")
 
 
@@ -84,14 +84,14 @@ def main(argv: Sequence[str]) -> int:
         is_not_there = exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
         return NotThereError.exit_code if is_not_there else NO
     except KeyboardInterrupt:
-        # Let the signal end the process, so that a shell also ends a loop around the command.
+        # Die of the signal, so that the shell also ends a loop around the command.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
         raise
 
 
 def bosh_agent(argv: Sequence[str]) -> int:
-    """Run ``bosh-agent``: the daemon with the flags of CPIs and unit files, in the syntax of Go's flag package.
+    """Run ``bosh-agent``: the daemon, with the flags that CPIs and unit files pass, in the syntax of Go's flag package.
 
     ``bosh-agent compile`` compiles releases instead.
     """
@@ -196,7 +196,7 @@ EXAMPLES: Final[dict[str, str]] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors name the nearest known word."""
+    """An argument parser whose errors suggest the most similar known word."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and exit."""
@@ -252,7 +252,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 Command = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
-"""Adds a command with its name, function and help text."""
+"""A function that adds a command with a name, a function and a help text."""
 
 
 def _add_daemon(command: Command) -> None:
@@ -394,7 +394,7 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    """Parse a number of lines."""
+    """Parse a non-negative number of lines."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not a number of lines")
     return int(text)
@@ -463,8 +463,8 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _check_call(args: argparse.Namespace, arguments: list[Any]) -> None:
-    """Exit with a usage error unless the action takes these arguments. On the bus, surplus arguments would be
-    ignored.
+    """Exit with a usage error unless the action takes these arguments. The check is stricter than on the bus, where
+    surplus arguments are ignored.
     """
     from agent_shim.actions import dispatch
     from agent_shim.daemon import runtime  # noqa: F401 - importing registers the actions
@@ -525,7 +525,7 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
-    """Return the nearest known word, then all of them."""
+    """Return a hint with the most similar known word, followed by all known words."""
     names = sorted(known)
     return f"{_did_you_mean(word, names)} (there are {', '.join(names) or 'none'})"
 
@@ -543,7 +543,7 @@ def _status(args: argparse.Namespace) -> int:
         return code
     from agent_shim.cli import ansi
 
-    # On a terminal one page is redrawn, while a pipe gets one page after the other.
+    # On a terminal, the page is redrawn in place, while a pipe gets one page after the other.
     is_screen = ansi.is_for_people(sys.stdout) and not args.json
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:
         if is_screen:
@@ -586,13 +586,13 @@ def _terminal_size() -> tuple[int, int]:
     columns, lines = shutil.get_terminal_size()
     try:
         "…".encode(sys.stdout.encoding)
-    except UnicodeEncodeError:  # a clipped line ends with three dots instead
+    except UnicodeEncodeError:  # the encoding lacks an ellipsis, so a clipped line ends with three dots
         columns -= 2
     return columns, lines
 
 
 def _last_lines(args: argparse.Namespace, job: str) -> list[str]:
-    """Return the last lines of the log files of a job that this user may read."""
+    """Return the last lines of those log files of a job that this user may read."""
     from agent_shim.services.logs import tail
 
     with contextlib.closing(tail.Follower(Paths(args.base.absolute()).log, job)) as follower:

@@ -1,8 +1,9 @@
 """``bosh-agent compile``: compile releases without a Director, in a container of their stemcell.
 
-Flags, lines on standard error, exit code and the name of the result are the Go agent's (main/compile.go,
-releasetarball/compile.go, stemcellmetadata/slug_linux.go). Differences: ``-b``, packages of jobs stay in use, a running
-agent is not disturbed, and sources and single blobs are removed at the end.
+Flags, lines on standard error, the exit code and the name of the result are those of the Go agent (main/compile.go,
+releasetarball/compile.go, stemcellmetadata/slug_linux.go). It differs in that there is a flag ``-b``, packages that
+jobs use stay installed, a running agent is not disturbed, and sources and the blobs of single packages are removed at
+the end.
 """
 
 from __future__ import annotations
@@ -48,14 +49,13 @@ DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's; the file th
 def main(argv: Sequence[str]) -> int:
     """Return 0 when all releases are compiled, 1 at the first failure, 2 for wrong flags, 130 after SIGINT or SIGTERM.
 
-    In every case the processes of the compilation are ended and its unpacked files removed.
+    In all cases, compilation processes are ended and unpacked files are removed.
     """
     args = parser().parse_args([_LONG_FLAG.sub("--", word) for word in argv])
     paths = Paths(args.base.absolute())
     process.default_signals()
     process.disable_core_dumps()
-    # SIGTERM has the same effect as SIGINT: in an event loop it cancels the task, elsewhere it raises
-    # KeyboardInterrupt.
+    # Make SIGTERM act like SIGINT: within an event loop it cancels the task, elsewhere it raises KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     date = time.strftime("%Y/%m/%d %H:%M:%S ")  # only the first line has a date, as in the Go agent
@@ -112,7 +112,7 @@ def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: P
 
 @dataclass(slots=True)
 class _Release:
-    """The compilation of one release. ``_sources`` and ``_results`` are its files in ``data/blobs``, by package."""
+    """The compilation of one release. ``_sources`` and ``_results`` are the blobs in ``data/blobs``, by package."""
 
     tarball: Path
     output: Path

@@ -1,7 +1,7 @@
-"""Reads deployment manifests and releases, as far as commands that work without a Director need them.
+"""Reads those parts of deployment manifests and releases that commands need when there is no Director.
 
-A release is a checkout, or a tarball of sources or of compiled packages. Mistakes raise ``ConfigError`` or
-``NotThereError``, whose texts name the place.
+A release is a checked-out directory, or a tarball of sources or of compiled packages. Mistakes raise ``ConfigError`` or
+``NotThereError``, whose texts name the file and the place in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from agent_shim.cli import yaml_errors
 from agent_shim.core.errors import ConfigError, NotThereError
 
 BPM: Final = "bpm"
-"""The agent itself provides this job, so its release need not be given. The job neither provides nor consumes links."""
+"""Name of the bpm job. The agent itself replaces it, so its release need not be given. The job neither provides nor
+consumes links.
+"""
 ERRAND: Final = "errand"
 
 T = TypeVar("T")
@@ -80,12 +82,12 @@ class Group(msgspec.Struct):
 
     @property
     def count(self) -> int:
-        """Return the number of instances, which is 1 where the manifest has none."""
+        """Return the number of instances, which is 1 if the manifest names no number."""
         return 1 if self.instances is None else self.instances
 
     @property
     def network_names(self) -> list[str]:
-        """Return the names of the networks in order. There is at least one."""
+        """Return the names of the networks in the manifest's order. There is at least one."""
         return [each.name for each in self.networks or ()] or ["default"]
 
     @property
@@ -100,7 +102,7 @@ class Group(msgspec.Struct):
         return self.network_names[0]
 
     def az(self, index: int) -> str | None:
-        """Return the zone of an instance. Zones are assigned in turn, as a Director does in a first deployment."""
+        """Return the zone of an instance. Zones are assigned round-robin, as a Director does in a first deployment."""
         return self.azs[index % len(self.azs)] if self.azs else None
 
     def static_ip(self, index: int, network: str) -> str | None:
@@ -120,7 +122,7 @@ class ReleaseOfManifest(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct):
-    """A deployment manifest, with all variables filled."""
+    """A deployment manifest in which all variables have values."""
 
     instance_groups: list[Group]
     name: str = "standalone"
@@ -164,7 +166,9 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _addresses(group: str, given: Sequence[str]) -> Iterator[str]:
-    """Yield addresses of ``static_ips``: single ones, ranges ``FIRST-LAST`` and blocks ``ADDRESS/BITS``."""
+    """Yield the addresses in ``static_ips``, which lists single addresses, ranges ``FIRST-LAST`` and blocks
+    ``ADDRESS/BITS``.
+    """
     for text in given:
         try:
             if "/" in text:
@@ -213,7 +217,7 @@ class JobSpec(msgspec.Struct):
 
 
 class Release(NamedTuple):
-    """A release in a directory, and its name, which is "" if no file contains it."""
+    """A release in a directory. ``name`` is "" if no file of the release contains the name."""
 
     directory: Path
     name: str
@@ -271,7 +275,7 @@ def unpack(tarball: Path, directory: Path) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that leaves dates as text, because Ruby gets JSON, which has no dates."""
+    """A YAML loader that reads dates as text, because templates get the values as JSON, which has no dates."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)

@@ -1,7 +1,7 @@
 """``agent-shim render --kubernetes``: write the Kubernetes objects that run an instance group, as plain manifests.
 
 Each pod renders its own instance in an init container, from the manifest in a Secret and the releases in an image, so
-that index, address and links are correct for each. The agent then runs as in ``deploy/kubernetes/base``.
+that index, address and links are correct for the instance. The agent then runs as in ``deploy/kubernetes/base``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from agent_shim.core.errors import ConfigError
 from agent_shim.host import files
 
 ADDRESSES: Final = "{group}-{index}.{group}"
-"""The DNS names of the pods. They are those of the group's Service, which also publishes pods that are not ready,
-because peers wait for each other.
+"""The DNS names of the pods. They belong to the group's headless Service, which also publishes pods that are not ready,
+because peers wait for each other when they start.
 """
 GROUP_ADDRESS: Final = "{group}-ready"
-"""The Service that contains only the pods that are ready, just as bosh-dns returns only healthy instances."""
+"""The Service with only those pods that are ready, just as bosh-dns returns only healthy instances."""
 AGENT_PORT: Final = 9190
 MAX_SECRET_BYTES: Final = 1024 * 1024
 GRACE_S: Final = 50
@@ -33,7 +33,7 @@ CAPABILITIES: Final = (
 )
 DNS_LABEL: Final = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 CONTAINERIZATION: Final = ("bosh_containerization", "quarks")
-"""Properties of a job in which releases made for fissile and quarks list its ports."""
+"""Properties of a job in which releases that were prepared for fissile and quarks list the job's ports."""
 
 STATEFUL_SET: Final = """\
 The instances, which start one after the other, as a Director updates them. No livenessProbe or startupProbe: process 1
@@ -53,7 +53,9 @@ class Port(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The input for the objects. ``releases`` are paths below the directory in which the image is built."""
+    """The input from which the objects are generated. ``releases`` are paths below the directory in which the image is
+    built.
+    """
 
     deployment: str
     group: Group
@@ -99,10 +101,10 @@ def write(parts: Parts, out: Path) -> list[str]:
 
 
 def ports(jobs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]) -> list[Port]:
-    """Return the ports of jobs: those listed for fissile and quarks, then the properties called ``port`` of their
+    """Return the ports of jobs: first those listed for fissile and quarks, then the properties called ``port`` in their
     links.
 
-    Each job is given as its properties, and those of the links that it provides.
+    ``jobs`` contains for each job its properties and the properties of each link that it provides.
     """
     found: dict[tuple[int, str], Port] = {}
     for properties, provided in jobs:
@@ -199,7 +201,7 @@ def _stateful_set(parts: Parts) -> Document:
     group = parts.group
     changed = hashlib.sha256(parts.manifest.encode()).hexdigest()[:16]
     template = {
-        # A changed manifest must replace the pods, because each pod renders it when it starts.
+        # Each pod renders the manifest when it starts, so the pods must be replaced when the manifest changes.
         "metadata": {"labels": _labels(parts), "annotations": {"agent-shim/manifest": changed}},
         "spec": _pod(parts),
     }
@@ -253,7 +255,7 @@ def _render_container(parts: Parts) -> Document:
             "runAsUser": 0,
             "readOnlyRootFilesystem": True,
             "allowPrivilegeEscalation": False,
-            # These are needed to keep owners and modes of packages.
+            # These are needed to preserve the owners and modes of package files.
             "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"]},
             "seccompProfile": {"type": "RuntimeDefault"},
         },

@@ -3,7 +3,8 @@
 The rules are those of ``bosh/director/links`` in bosh. A link that ``consumes`` in the manifest does not mention is
 provided by the only job that provides its type; with ``from``, by the only provider of that name and type. ``nil``
 blocks a link, and ``instances``, ``properties`` and ``address`` give its content. An optional link may be absent unless
-``consumes`` mentions it. Two possible providers are a mistake. Links to other deployments cannot be resolved here.
+``consumes`` mentions it. More than one possible provider is a mistake. Links to other deployments cannot be resolved
+here.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from agent_shim.cli.deployment import BPM, Consumed, Group, Job, JobSpec, Manife
 from agent_shim.core.errors import ConfigError
 
 NIL: Final = "nil"
-"""Blocks a link if the manifest has it instead of a mapping."""
+"""The value that blocks a link when the manifest contains it in place of a mapping."""
 MANUAL: Final = ("instances", "properties", "address")
 DOMAIN: Final = "bosh"
 
 Address = Callable[[Group, int, str, bool], str | None]
-"""Returns the address of an instance, given its group, index and network, and whether it must be an IP. None if
-unknown.
+"""A function that returns the address of an instance, or None if it is unknown. Its arguments are the group, the index,
+the network, and whether the address must be an IP.
 """
 
 
 class Addresses(NamedTuple):
-    """Addresses of instances, and of a whole group (``link.address``). ``whole`` is "" if groups have none."""
+    """How to find the addresses of instances and of a whole group (``link.address``). ``whole`` is "" if groups have no
+    address.
+    """
 
     one: Address
     whole: Callable[[Group, str], str]
@@ -43,7 +46,7 @@ class Provider(NamedTuple):
     properties: Mapping[str, Any]
 
     def __str__(self) -> str:
-        """Return a text such as ``nats (type nats) of nats/nats-tls``, in the order name, group, job."""
+        """Return a text such as ``nats (type nats) of nats/nats-tls``, which is ``NAME (type TYPE) of GROUP/JOB``."""
         return f"{self.name} (type {self.type}) of {self.group.name}" + (f"/{self.job}" if self.job else "")
 
 
@@ -55,7 +58,7 @@ class Links(NamedTuple):
 
 
 class Resolver:
-    """All providers in a manifest. ``specs`` has the specs of jobs by group and name, as far as they are known."""
+    """Resolves links with all providers in a manifest. ``specs`` contains the available job specs by group and job."""
 
     def __init__(self, manifest: Manifest, specs: Mapping[tuple[str, str], JobSpec], addresses: Addresses) -> None:
         self._manifest, self._specs, self._addresses = manifest, specs, addresses
@@ -102,7 +105,7 @@ class Resolver:
         return [each for each in self.providers if (each.group.name, each.job) == (group.name, job.name)]
 
     def _is_absent(self, wanted: Consumed) -> bool:
-        """Return True if an optional link has no provider, and no missing release could contain one."""
+        """Return True if an optional link has no provider, and no release is missing that could contain a provider."""
         return wanted.optional and not self._unknown and all(each.type != wanted.type for each in self.providers)
 
     def _add(self, links: Links, wanted: Consumed, source: Mapping[str, Any] | None, where: str) -> None:
@@ -237,7 +240,7 @@ class Resolver:
 
 
 def _mistakes(source: Any) -> Iterator[str]:
-    """Yield the mistakes for which the Director would refuse a value of ``consumes``."""
+    """Yield the mistakes that would make the Director refuse a value of ``consumes``."""
     if source == NIL:
         return
     if not isinstance(source, dict):

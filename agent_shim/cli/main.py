@@ -1,6 +1,6 @@
-"""The entry point ``agent-shim``, with a fast path for probes, which run often.
+"""The entry point ``agent-shim``, with a fast path for Kubernetes probes, because they run often.
 
-The image has links to it named ``bosh-agent``, ``bpm`` and ``monit``, which are separate commands.
+The image has links named ``bosh-agent``, ``bpm`` and ``monit`` to this program, each of which runs a different command.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PLAIN = {"…": "...", "●": "*"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command by whose name this was called, by default ``agent-shim``. Return its exit code (listed in
+    """Run the command that the program's name selects, by default ``agent-shim``. Return its exit code (listed in
     docs/commands.md).
     """
     replace_unencodable()
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def replace_unencodable() -> None:
-    """Make stdout and stderr write the number of a character that their encoding lacks, instead of raising an error.
+    """Let stdout and stderr escape characters that their encoding lacks, instead of raising an error.
 
     The encoding is that of the locale, such as ISO-8859-1 on an old terminal.
     """

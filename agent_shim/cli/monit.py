@@ -1,7 +1,7 @@
 """The command ``monit`` for release scripts and operators: sends requests to the running agent.
 
 Options, texts and exit codes match monit 5.2.5 (monitor.c, control.c, http/cervlet.c), because scripts depend on them.
-To start quickly, this imports only the standard library, and other modules only in the actions that need them.
+To start quickly, it imports only the standard library, and other modules only in the actions that need them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ usage: monit [-g GROUP] [-b DIR] ACTION
   -b DIR                                      root directory instead of /var/vcap"""
 
 FATAL: Final = frozenset({"Does not exist", "Invalid type", "Data access error", "ICMP failed"})
-"""Faults that count as errors of ``validate``."""
+"""Faults that ``validate`` counts as errors."""
 CHANGES: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 
 
 class MonitError(Exception):
-    """A message to print after the name of the command. The exit code is 1."""
+    """An error, whose message is printed after the program name. The exit code is 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``monit``. Return 0 on success, and also for a status when there is no agent, otherwise 1."""
+    """Run ``monit``. Return 0 on success, otherwise 1. A status command succeeds even if no agent runs."""
     name, code = Path(sys.argv[0]).name, 0
     try:
         given, words = _options(list(sys.argv[1:] if argv is None else argv))
@@ -113,8 +113,8 @@ def _act(command: Command, action: str) -> int:
     match action:
         case "summary" | "status":
             return _show(command)
-        # An agent gets monit files only from the Director, so there is nothing to do. A daemon that replaces monit
-        # reads them again.
+        # A BOSH agent gets monit files only from the Director, so there is nothing to do. A daemon that replaces monit
+        # reads its files again.
         case "reload":
             _need(command, "reload")
             print("Reinitializing monit daemon", file=sys.stderr)
@@ -128,7 +128,7 @@ def _act(command: Command, action: str) -> int:
                 return _daemon(command)
             print(f"{command.name} daemon at {_need(command, 'show')['pid']} awakened", file=sys.stderr)
             return 0
-        # This unmonitors all services, which is the effect of quitting monit. The agent itself keeps running.
+        # Unmonitor all services, which has the same effect as quitting monit, but keep the agent running.
         case "quit":
             print(f"monit daemon with pid [{_need(command, 'quit')['pid']}] killed")
             return 0
@@ -143,7 +143,7 @@ def _is_there(command: Command) -> bool:
 
 
 def _daemon(command: Command) -> int:
-    """Run in monit's place, as ``agent-shim monit`` does."""
+    """Run as the monit daemon, as ``agent-shim monit`` does."""
     from agent_shim.core.errors import ShimError
     from agent_shim.daemon import monit_daemon
 
@@ -155,8 +155,8 @@ def _daemon(command: Command) -> int:
 
 
 def _require_control_file(command: Command) -> None:
-    """Raise ``MonitError`` if ``-c`` names a missing file. The path of the file on a stemcell is always accepted,
-    because it stands for the agent.
+    """Raise ``MonitError`` if ``-c`` names a missing file. The path that stemcells use is always accepted, because here
+    it means the agent.
     """
     given = command.options.get("-c", "")
     if given and Path(given) != _control_file(command) and not Path(given).exists():
@@ -182,7 +182,7 @@ def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, 
 
 
 def _not_owned(command: Command) -> MonitError:
-    """Return the error for a user without permission, with which monit exits too."""
+    """Return monit's error for a user without permission."""
     return MonitError(f"The control file '{_control_file(command)}' must be owned by you (use sudo).")
 
 
@@ -203,8 +203,8 @@ def _need(command: Command, action: str, names: Sequence[str] = ()) -> dict[str,
 
 
 def _validate(command: Command) -> int:
-    """Print the failing services. As in monit 5.2.5, return 0 if one is missing, of another type or does not answer,
-    otherwise 1.
+    """Print the failing services. As in monit 5.2.5, return 0 if a service is missing, has another type or does not
+    respond, otherwise 1.
     """
     wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
     for service in wrong:

@@ -14,9 +14,11 @@ import socket
 import sys
 
 SOCKET = "bosh/agent_shim.sock"
-"""The path of ``paths.Paths.control_socket`` below the base. A test compares the two."""
+"""The path of ``paths.Paths.control_socket`` below the base, repeated here to avoid the import. A test compares
+both.
+"""
 LOCK = "bosh/agent_shim.lock"
-"""The path of ``paths.Paths.agent_lock`` below the base. An agent keeps this file locked while it runs
+"""The path of ``paths.Paths.agent_lock`` below the base. An agent keeps this file locked for as long as it runs
 (``volume_lease``).
 """
 ANSWER_TIMEOUT_S = 10.0
@@ -24,9 +26,9 @@ NO, NO_AGENT = 1, 69
 
 
 def read(words: list[str]) -> tuple[str, str] | None:
-    """Return the kind and base of a probe in its usual form in manifests.
+    """Return the kind and base directory of a probe whose command line has the form that is usual in manifests.
 
-    Return None for any other form, which the full parser handles.
+    Return None for any other command line, which the full parser handles.
     """
     match words:
         case ["live" | "ready" as kind]:
@@ -37,7 +39,9 @@ def read(words: list[str]) -> tuple[str, str] | None:
 
 
 def main(question: tuple[str, str]) -> int:
-    """Print the reason. Return 0 for yes, 1 for no, and 69 if there is no agent or no answer."""
+    """Answer ``question`` and print the reason. Return 0 for yes, 1 for no, and 69 if no agent runs or it does not
+    answer.
+    """
     kind, base = question
     return _live(base) if kind == "live" else _ready(base)
 
@@ -47,8 +51,8 @@ def _live(base: str) -> int:
     why = "no process has locked it"
     try:
         with open(path, "rb") as file:
-            # Without an agent the lock is granted, and released at once. An agent that starts at that moment exits and
-            # is restarted.
+            # If no agent runs, this gets the lock and releases it at once. An agent that starts at that moment finds
+            # the file locked, exits and is restarted.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.stdout.write("alive\n")

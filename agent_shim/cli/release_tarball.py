@@ -1,9 +1,9 @@
 """Reads tarballs of BOSH source releases, and writes them with compiled packages.
 
-The members of release.MF, the order of packages and the layout of the result are the Go agent's
-(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). Differences: entries are owned by root, ``./``
-before a name and an entry for the directory ``packages`` are optional in the source release, and a release that cannot
-be compiled is refused before anything is compiled. Only short-lived processes import this module.
+The members of release.MF, the order of packages and the layout of the result are those of the Go agent
+(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). There are three differences: entries are owned by
+root, the source release may omit ``./`` before names and the entry of the directory ``packages``, and a release that
+cannot be compiled is refused before anything is compiled. Only short-lived processes import this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """The first members of each part in release.MF. ``sha1`` is the digest string of the part's tarball."""
+    """The members that all parts in release.MF have in common. ``sha1`` is the digest string of the part's tarball."""
 
     name: str = ""
     version: str = ""
@@ -50,7 +50,7 @@ class Job(_Part, frozen=True):
 
 
 class SourcePackage(_Part, frozen=True):
-    """A package in release.MF. ``dependencies`` are names."""
+    """A package in release.MF. ``dependencies`` are package names."""
 
     dependencies: list[str] = []
 
@@ -71,7 +71,7 @@ class License(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """release.MF, with the members in their order in the file."""
+    """release.MF. The members are in the order of the file."""
 
     name: str = ""
     version: str = ""
@@ -85,7 +85,9 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class _Loader(yaml.BaseLoader):
-    """A loader that reads every scalar except null as text, because a version ``1.10`` is not a number."""
+    """A YAML loader that reads every scalar except null as text, because the version ``1.10`` must not become a
+    number.
+    """
 
 
 _NULL: Final = "tag:yaml.org,2002:null"
@@ -94,7 +96,7 @@ _Loader.add_constructor(_NULL, lambda *_: None)
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that also quotes texts that YAML 1.2 reads as numbers, such as a digest ``12e34``."""
+    """A YAML dumper that also quotes texts that YAML 1.2 would read as numbers, such as the digest ``12e34``."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - as it is called
         super().increase_indent(flow, False)
@@ -134,7 +136,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _checked(manifest: Manifest) -> Manifest:
-    """Refuse a release without sources, and names that lead outside the directory, since names become paths."""
+    """Refuse a release without sources, and names that lead out of the directory when they are used as paths."""
     checked_name("release", manifest.name)
     checked_name("release with the version", manifest.version)
     for package in manifest.packages:
@@ -227,8 +229,7 @@ def render_manifest(manifest: Manifest) -> bytes:
 def write_compiled(tarball: Path, into: Path, manifest: Manifest, packages: Mapping[str, Path]) -> None:
     """Write the release ``tarball`` to ``into`` with ``manifest`` and the compiled ``packages``, in their order.
 
-    Entries keep their order, and compiled packages take the place of the sources. ``into`` is either complete or does
-    not exist.
+    Entries keep their order, and compiled packages replace the sources. ``into`` is either complete or does not exist.
     """
     with (
         _opened(tarball) as source,

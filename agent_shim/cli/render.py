@@ -1,4 +1,5 @@
-"""``agent-shim render``: evaluate the templates of an instance group without a Director, for ``AgentShim.spec``.
+"""``agent-shim render``: evaluate the templates of an instance group without a Director. The result is a spec directory
+for ``AgentShim.spec``.
 
 The manifest describes a deployment, and all its variables have values (``bosh interpolate``). Releases are directories
 with ``jobs``, or tarballs. Packages of compiled tarballs are unpacked too. Ruby evaluates the templates (``render.rb``)
@@ -32,8 +33,8 @@ EXECUTABLE: Final = 0o755
 COMPILE: Final = "give its compiled release (`bosh-agent compile` makes it), or put it into `packages`"
 LOOPBACK: Final = "127.0.0.1"
 INDEX: Final = "AGENT_SHIM_INDEX"
-"""Environment variables such as this can replace the options for the instance, so that all pods of a StatefulSet can
-have the same arguments.
+"""Environment variable that replaces the option for the index. There is one for each option of the instance, so that
+all pods of a StatefulSet can have the same arguments.
 """
 ADDRESS: Final = "AGENT_SHIM_ADDRESS"
 AZ: Final = "AGENT_SHIM_AZ"
@@ -41,7 +42,7 @@ BOOTSTRAP: Final = "AGENT_SHIM_BOOTSTRAP"
 
 
 class Processes(msgspec.Struct):
-    """The processes of a bpm.yml."""
+    """The processes in a bpm.yml."""
 
     processes: list[dict[str, Any]] = []
 
@@ -126,7 +127,9 @@ def _warn(warnings: Sequence[str]) -> None:
 
 
 def _below_here(release: Path) -> str:
-    """Return the path of a release for the Dockerfile, which can read only files below its build directory."""
+    """Return the path of a release for the Dockerfile. It must be below the current directory, because that is the
+    build context.
+    """
     path = os.path.relpath(release)
     if path.startswith(".."):
         raise ConfigError(f"cannot copy {release} into an image: run the command in a directory above it")
@@ -155,7 +158,7 @@ def _known(manifest: Manifest, releases: Sequence[Release]) -> dict[tuple[str, s
 
 
 def _instance(group: Group, args: argparse.Namespace) -> Instance:
-    """Return the instance that is named by options or environment variables. Raises ``ConfigError``."""
+    """Return the instance that options or environment variables select. Raises ``ConfigError``."""
     given = str(os.environ.get(INDEX, "") if args.index is None else args.index)
     number = re.search(r"(?:^|-)([0-9]+)$", given or "0")
     if number is None:
@@ -187,7 +190,7 @@ def _without_size(group: Group) -> list[str]:
 
 
 def _addresses(manifest: Manifest, instance: Instance, one: str, whole: str) -> links.Addresses:
-    """Return the addresses: those from the patterns in the options, that of ``instance``, and static ones."""
+    """Return how to find addresses: from the patterns in the options, the address of ``instance``, and static IPs."""
 
     def of_instance(group: Group, index: int, network: str, must_be_ip: bool) -> str | None:
         if one and not must_be_ip:
@@ -245,7 +248,7 @@ def _input(
 def _bound(manifest: Manifest, group: Group, job: Job, found: ReleaseJob) -> dict[str, Any]:
     """Return the properties in the job's spec, with values from the manifest or defaults.
 
-    A Director gives no other properties to a template. Members of mappings are sorted, as the Director does.
+    A Director gives no other properties to a template. The keys of mappings are sorted, as in the Director.
     """
     given = manifest.properties_of(group, job)
     bound: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The status of a running agent as text. Pure."""
+"""Formats the status of a running agent as text. All functions are pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLOURS: Final = {
 
 
 def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines: int = 0) -> str:
-    """Return header lines and a table of processes, failing ones first, from the control socket's answer to ``status``.
+    """Format the control socket's answer to ``status`` as header lines and a table of processes, failing ones first.
 
     The table is clipped, and other lines are wrapped, to the ``columns`` and ``lines`` of a terminal. 0 means no limit.
     """
@@ -39,8 +39,8 @@ def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines
 
 
 def details(process: dict[str, Any], paint: Paint = plain, log: Sequence[str] = ()) -> str:
-    """Return everything about one process: the agent's answer, its last events, and the last lines of its job's
-    ``log``.
+    """Format everything about one process: the agent's answer, the last events, and ``log``, the last lines of the
+    job's log files.
     """
     state, pid = shown_state(process), process["pid"]
     since = f" since {_moment(process['started_at'])}, {duration(process['uptime_secs'])} ago" if pid else ""
@@ -168,11 +168,12 @@ def _aligned(column: str, text: str, columns: int) -> str:
 
 
 def isolation(found: dict[str, Any]) -> str:
-    """Return the isolation of bpm.yml processes (``host.sandbox.Isolation``) in a line."""
+    """Describe the isolation of bpm.yml processes (``host.sandbox.Isolation``) in one line."""
     level = {1: "namespaces of their own", 2: "Landlock rules", 3: "none for files"}[found["level"]]
     memory = "cgroups" if found["memory"] else "a watchdog"
     why = f" ({found['obstacle']})" if found["obstacle"] else ""
-    # Without a mount namespace /tmp is shared. Only TMPDIR is the job's own.
+    # Only level 1 has a mount namespace with a private /tmp. At other levels, only the directory in TMPDIR is private
+    # to the job.
     temporary = "" if found["level"] == 1 else "; /tmp is shared by all jobs"
     return f"level {found['level']} for bpm.yml: {level}{why}; memory limits by {memory}{temporary}"
 

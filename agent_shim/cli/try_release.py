@@ -1,7 +1,7 @@
-"""``agent-shim try``: run the jobs of a release in a container of this machine, for a first look at them.
+"""``agent-shim try``: run the jobs of a release in a container on this machine, to try them out.
 
-The steps are those of docs/without-director.md: compile, render, run, each by its own command. Files are copied into
-containers and out of them, so the daemon of podman or docker may be on another machine.
+The steps are those of docs/without-director.md: compile, render and run, each with its own command. Files are copied
+into containers and out of them, so the daemon of podman or docker may be on another machine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ COMPILE: Final = f"""set -e
 [ -s {VERSION} ] || echo 0 >{VERSION}
 mkdir /out
 exec /var/vcap/bosh/bin/bosh-agent compile -output-directory=/out /release.tgz"""
-"""A stemcell has a version, but an image that was built without one has none."""
+"""Script that compiles a release. It sets the stemcell version to 0 in an image that was built without one, because a
+compiled release must name a version.
+"""
 STORE: Final = "/var/vcap/store"
-"""A volume without a name, which the agent takes for the persistent disk."""
+"""Mount point of an anonymous volume, which the agent treats as the persistent disk."""
 POLL_S: Final = 0.5
 
 
@@ -46,7 +48,7 @@ class _Packages(msgspec.Struct):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 when all processes run, 1 if they do not in time. The container stays in both cases."""
+    """Return 0 as soon as all processes run, or 1 if they do not run in time. The container is kept in both cases."""
     tool = args.tool or next((each for each in TOOLS if shutil.which(each)), "")
     if not tool:
         raise ConfigError("cannot run a container: neither podman nor docker is installed")

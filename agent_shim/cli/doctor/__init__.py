@@ -1,7 +1,7 @@
 """``agent-shim doctor``: probe what this container allows, and report the consequences and the necessary changes.
 
-Run it inside the container as the agent's user. It changes nothing, because the effects of each probe end with its
-child process. ``PROBES`` is the table of probes, ``limits.LIMITS`` the one of consequences and changes.
+Run it inside the container as the agent's user. It changes nothing, because each probe runs in a child process, and its
+effects disappear when that process ends. ``PROBES`` lists the probes, ``limits.LIMITS`` the consequences and changes.
 """
 
 from __future__ import annotations
@@ -70,9 +70,11 @@ SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/b
 OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(?:etc-hosts|containers/(?P<container>[^/]+))")
 """Path on a node from which a kubelet mounts the hosts file and the termination log into containers."""
 DISKS_OF_WARDEN: Final = Path("/warden-cpi-dev")
-"""The directory of the host below which the warden CPI mounts disks. Other CPIs mount each disk below that path."""
+"""The directory of the host that the warden CPI mounts into containers and below which it mounts disks. With other
+CPIs, each disk is a mount of its own.
+"""
 MOUNTS_OF_LXD: Final = frozenset(map(Path, ("/dev/lxd", "/dev/.lxd-mounts", "/dev/incus", "/dev/.incus-mounts")))
-"""Mounts that LXD or Incus makes in each container (LXD's driver_lxc.go)."""
+"""Mount points that LXD or Incus creates in each container (LXD's driver_lxc.go)."""
 RESOLV_CONF: Final = Path("/etc/resolv.conf")
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -84,7 +86,7 @@ DAY_S: Final = 86400
 
 @dataclass(frozen=True)
 class ContainerView:
-    """The subject of an examination: the tree, the configuration, and the settings and status of a running agent, if
+    """What the probes examine: the file tree, the configuration, and the settings and status of a running agent, if
     any.
     """
 
@@ -100,10 +102,10 @@ class ContainerView:
         return os.geteuid() == 0
 
     def judged(self, topic: str, found: str, limit: str | Limit = "", *, good: str = "", **words: str) -> Finding:
-        """Make a finding. It is good without a ``limit``, or if nothing was ``found``. A ``limit`` given as text is the
-        name of a row in ``LIMITS``.
+        """Return a finding. It is good without a ``limit``, or if nothing was ``found``. A ``limit`` given as text is
+        the name of a row in ``LIMITS``.
 
-        The suggested change is the one for the creator of this container.
+        The finding suggests the change that suits the creator of this container.
         """
         if not limit or not found:
             return Finding(topic, GOOD, good or found)
@@ -115,7 +117,7 @@ class ContainerView:
 def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -> Report:
     """Examine the container. ``config`` is agent.json, by default the one of stemcells.
 
-    Changes are those for ``creator``, by default the one that created this container.
+    Suggested changes are those for ``creator``, by default the program that created this container.
     """
     with _scratch(paths) as scratch:
         settings = _settings(paths)
@@ -132,7 +134,9 @@ def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -
 
 
 def _tier(view: ContainerView, *, mounts_work: bool) -> str:
-    """Return the kind of the container. Root in a user namespace has no power over the host."""
+    """Return the container's tier. Root in a user namespace is a tier of its own, because it has no power over the
+    host.
+    """
     if not view.is_root:
         return "restricted: no root"
     if user_namespace.is_inside():
@@ -141,7 +145,8 @@ def _tier(view: ContainerView, *, mounts_work: bool) -> str:
 
 
 def runtime(settings: Effective | None, paths: Paths) -> Runtime:
-    """Return the creator of the container, recognised by a mount that only it makes. Without one, a bus implies a CPI.
+    """Return the creator of the container, which is recognised by a mount that no other creates. Without such a mount,
+    a bus in the settings implies a CPI.
 
     An agent with another base directory runs on a workstation.
     """
@@ -164,7 +169,9 @@ def container_name() -> str:
 
 
 def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
-    """Return a directory for probes. A pod with a read-only root file system may lack /tmp."""
+    """Return a directory in which probes can create files. It may be outside /tmp, because that is not writable in a
+    pod with a read-only root file system and no volume there.
+    """
     for place in (None, paths.data, paths.base):
         with contextlib.suppress(OSError):
             return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=place)
@@ -254,7 +261,7 @@ def _isolation(view: ContainerView) -> Iterator[Finding]:
         "users": privilege_probes.user_namespace,
     }
     can = ", ".join(name for name, probe in tried.items() if not error_of(probe, view.scratch))
-    # A running agent knows its level. Without one the probe determines it by trial.
+    # A running agent reports its isolation level. Without an agent, determine it by trial.
     level = view.status.get("bpm", {}).get("level") or asyncio.run(sandbox.isolation()).level
     landlock = sandbox_exec.landlock_version() or "missing"
     found = f"level {level} (Landlock {landlock}; namespaces that can be made: {can or 'none'})"
@@ -287,7 +294,8 @@ def _cgroups(view: ContainerView) -> Iterator[Finding]:
     found = cgroups.find()
     hierarchy = found.memory or found.cpu
     if hierarchy is None:
-        # With lxcfs, /proc/meminfo and /proc/stat describe the container.
+        # A mount on /proc/meminfo means lxcfs, with which /proc/meminfo and /proc/stat describe the container, not the
+        # host.
         is_own = any(mount.point == Path("/proc/meminfo") for mount in mounts.mounts())
         yield view.judged("cgroups", "not visible", "no cgroups, lxcfs" if is_own else "no cgroups")
         return
@@ -359,7 +367,9 @@ def _space(view: ContainerView) -> Iterator[Finding]:
 
 
 def _free(view: ContainerView, path: Path) -> Finding:
-    """Judge the free bytes and inodes of a file system. One that has no inodes reports 0 of them."""
+    """Judge the free bytes and inodes of a file system. A total of 0 inodes means that the file system does not limit
+    them.
+    """
     status = os.statvfs(path)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     found = f"{path}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -496,7 +506,7 @@ def _applied(paths: Paths) -> Mapping[str, Any]:
 
 
 def _bus(view: ContainerView) -> Iterator[Finding]:
-    """Judge the bus, for which one responding address is enough, and the rules that keep jobs from it."""
+    """Judge the bus, for which one responding address is enough, and the firewall rules that keep jobs from it."""
     errors = {f"{place.hostname}:{place.port or NATS_PORT}": _bus_error(view, place) for place in _bus_places(view)}
     if not errors:
         return
@@ -514,10 +524,10 @@ def _bus_places(view: ContainerView) -> list[SplitResult]:
 
 
 def _bus_error(view: ContainerView, place: SplitResult) -> str:
-    """Return the error of the running agent's connection or, without an agent, of a handshake like the agent's. "" if
-    there is none.
+    """Return why the bus cannot be reached, or "": the running agent's connection error or, without an agent, the error
+    of a test handshake.
 
-    The handshake is completed, because the server logs an earlier disconnect as an error.
+    The handshake is completed, because otherwise the server would log an error.
     """
     if held := view.status.get("bus"):
         return "" if held["connected"] else str(held["error"]) or "there is no link yet"
@@ -542,7 +552,7 @@ def _read_line(one: socket.socket) -> None:
 
 
 def _firewall_obstacle(view: ContainerView) -> str:
-    """Return the reason why the rules do not, or could not, keep jobs from the bus, or ""."""
+    """Return why the firewall rules do not, or would not, keep jobs from the bus, or ""."""
     if held := view.status.get("firewall"):
         return str(held["why"])
     if not view.is_root:

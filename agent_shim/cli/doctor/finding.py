@@ -11,12 +11,12 @@ from agent_shim.core import safetext
 
 GOOD: Final = "good"
 LIMITED: Final = "limited"
-"""A feature is limited. Jobs may never notice."""
+"""A feature is limited, which may not affect any job."""
 WRONG: Final = "wrong"
 """A required feature does not work."""
 
 WIDTH: Final = 120
-"""Maximum columns of a line in a pipe or file."""
+"""Maximum width in columns if the output is a pipe or file."""
 SHOWN: Final = {GOOD: "ok", LIMITED: "limited", WRONG: "WRONG"}
 
 Runtime = Literal["pod", "cpi", "warden", "lxd", "engine"]
@@ -31,11 +31,11 @@ ON_HOST: Final = "the host of Garden: the warden CPI has no cloud property but p
 
 
 class Limit(NamedTuple):
-    """The consequence of a limit, and the change in each place. "" means the same change as for a pod, or for LXD as
-    for a CPI.
+    """The consequence of a limit, and the change for each creator. "" means the same change as for a pod, except for
+    LXD, where it means the same change as for a CPI.
 
-    ``patch`` is the change as a part of a pod's ``spec``, with the agent's container as ``container``. Its texts may
-    contain ``{words}``.
+    ``patch`` is the change as a part of a pod's ``spec``, in which ``container`` stands for the agent's container.
+    Texts in it may contain placeholders such as ``{name}``.
     """
 
     verdict: str
@@ -54,7 +54,7 @@ class Limit(NamedTuple):
 
 
 def filled(patch: Any, words: Mapping[str, str]) -> Any:
-    """Return a patch with its texts formatted."""
+    """Return a patch with the placeholders in its texts replaced by ``words``."""
     if isinstance(patch, Mapping):
         return {name: filled(value, words) for name, value in patch.items()}
     if isinstance(patch, list):
@@ -63,7 +63,9 @@ def filled(patch: Any, words: Mapping[str, str]) -> Any:
 
 
 class Finding(NamedTuple):
-    """One result: ``found`` is the observation, ``follows`` its consequence, ``change`` the remedy and its place."""
+    """One result: ``found`` is the observation, ``follows`` its consequence, and ``change`` what to change and
+    where.
+    """
 
     topic: str
     verdict: str
@@ -75,7 +77,7 @@ class Finding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All findings. ``tier`` is the kind of the container."""
+    """All findings, and the container's tier."""
 
     tier: str
     findings: Sequence[Finding]
@@ -105,5 +107,5 @@ def table(report: Report, paint: Paint = plain, columns: int = 0) -> str:
 
 
 def _wrapped(text: str, columns: int) -> list[str]:
-    """Break a text between words. A word that is longer than a line stays whole, so that it can be copied."""
+    """Break a text between words. A word that is longer than a line is not broken, so that it can be copied."""
     return textwrap.wrap(safetext.line(text), max(30, columns), break_long_words=False, break_on_hyphens=False)

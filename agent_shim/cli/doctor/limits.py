@@ -1,9 +1,9 @@
 """Limits of containers: the consequence of each, and the change that removes it.
 
 A change has up to four forms: for a pod, for a CPI outside of Kubernetes, for docker and podman, and for the LXD CPI.
-The second names ``cloud_properties`` of the Docker CPI (keys of Docker's HostConfig). Texts may contain ``{words}``. If
-a change can be made in a pod's manifest alone and gives the pod no more power than the agent needs, it is available as
-a patch too.
+The second names ``cloud_properties`` of the Docker CPI (keys of Docker's HostConfig). Texts may contain placeholders
+such as ``{name}``. If a change can be made in a pod's manifest alone and gives the pod no more power than the agent
+needs, it is available as a patch too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NEEDED: Final = {
     "SETGID": "jobs cannot run as vcap",
     "KILL": "processes of vcap cannot be stopped",
 }
-"""Capabilities that root needs to run jobs as another user."""
+"""Capabilities that root needs to run jobs as another user, with the consequence of lacking each."""
 USEFUL: Final = {
     "NET_BIND_SERVICE": "jobs (and sshd) cannot listen on ports below 1024",
     "SYS_CHROOT": "sshd cannot confine itself: bosh ssh does not work",
@@ -38,7 +38,9 @@ STRONG: Final = {
     "NET_RAW": "jobs cannot ping",
     "IPC_LOCK": "jobs cannot keep secrets out of swap (vault, credhub)",
 }
-"""Capabilities that containers of CPIs usually have, but pods rarely do."""
+"""Capabilities that containers created by CPIs usually have, but pods rarely do, with the consequence of lacking
+each.
+"""
 KERNEL_FEATURES: Final = {
     "pidfd": "ends of processes that were adopted are noticed by looking, up to a second late",
     "Landlock": "processes of bpm.yml are not confined to their files",
@@ -46,7 +48,9 @@ KERNEL_FEATURES: Final = {
 }
 
 _PRIVILEGED_BY_CPI: Final = "an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all"
-"""The Docker and warden CPIs create privileged containers and ignore ``cloud_properties`` for this."""
+"""The change for capabilities that only the engine can withhold. ``cloud_properties`` have no effect, because the
+Docker and warden CPIs always create privileged containers.
+"""
 
 _TABLE: Final = """
 one user = limited: agent and jobs are one user: a job can read what the agent knows; pre-start scripts that need root
@@ -227,7 +231,7 @@ bus not reached = wrong: the Director does not reach this instance
 
 
 def capabilities(*names: str, follows: str, more: str = "", verdict: str = LIMITED) -> Limit:
-    """Return the limit of a container without these capabilities."""
+    """Return the limit that applies to a container without these capabilities."""
     options = " ".join(f"--cap-add={name}" for name in names)
     pod = f"securityContext.capabilities.add: [{', '.join(names)}]{more}"
     lxd = f'{CLOUD_PROPERTIES}: config: {{security.privileged: "true"}}, and no lxc.cap.drop in raw.lxc{more}'
@@ -253,7 +257,7 @@ PATCHES: Final[Mapping[str, Mapping[str, Any]]] = {
     "directory not writable": {"container": {"securityContext": {"readOnlyRootFilesystem": False}}},
     "little shared memory": _volume({"medium": "Memory", "sizeLimit": "256Mi"}, SHARED_MEMORY, "shm"),
 }
-"""The patches for rows of the table."""
+"""The patches for those rows of the table that have one."""
 
 
 def _rows(table: str) -> Iterator[tuple[str, Limit]]:

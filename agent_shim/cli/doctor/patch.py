@@ -1,8 +1,8 @@
 """``agent-shim doctor --patch``: changes to a pod as a strategic-merge patch for kubectl. Pure.
 
 The patch contains the changes that a pod needs and that can be made in its manifest alone. Changes that give a
-container more power, need a value or belong to the node are comments, because only the owner knows whether the jobs
-need them.
+container more power, need a value or affect the node are added as comments, because only the owner knows whether the
+jobs need them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from agent_shim.cli.doctor.finding import Report
 from agent_shim.core import safetext
 
 PLACEHOLDER: Final = "CONTAINER"
-"""Stands for the container's name if that is unknown. No container can have this name, so kubectl refuses to add
-one.
+"""Stands for an unknown container name. It is not a valid name, so kubectl refuses the patch instead of adding a
+container.
 """
 Target = Literal["template", "pod"]
-"""The subject of a patch: the template of a StatefulSet, Deployment or DaemonSet, or the manifest of a pod."""
+"""What the patch applies to: the template of a StatefulSet, Deployment or DaemonSet, or the manifest of a pod."""
 _WIDTH: Final = 100
 
 
 def patch(report: Report, container: str, held: Collection[str], target: Target) -> str:
     """Return the patch as YAML with comments, or ``{}`` if there is no change.
 
-    ``held`` are the capabilities that the container has. A patch replaces both lists of capabilities, so it names them
-    all.
+    ``held`` are the capabilities that the container has. A patch replaces both lists of capabilities (``add`` and
+    ``drop``), so it must contain them completely.
     """
     spec: Mapping[str, Any] = {}
     for finding in report.findings:
