@@ -1,8 +1,8 @@
-"""``./dev test-lxd``: make a stemcell, then run the tests beside an LXD daemon in new namespaces.
+"""``./dev test-lxd``: make a stemcell, then run the tests and an LXD daemon in new namespaces.
 
-The daemon, its bridge with DHCP server, and the containers live in a network, mount and pid namespace of their own and
-end with it. ``LXD_CPI`` names a binary of bosh-lxd-cpi-release (its last revision that made containers is e28a247) that
-makes the containers; without it, the tests make the same calls as that CPI.
+The daemon, its bridge with DHCP server, and the containers share new network, mount and pid namespaces and end with
+them. If ``LXD_CPI`` names a binary of bosh-lxd-cpi-release, that binary creates the containers; its last revision that
+supports containers is e28a247. Otherwise the tests make the same calls as that CPI.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.source import ROOT
 
 PACKAGES = "lxd lxd-client lxcfs dnsmasq-base"
 STEMCELL = "SHIM_TEST_STEMCELL"
-"""Variable with the directory of an unpacked stemcell, in which the tests keep LXD's files too."""
+"""Environment variable that names the directory of an unpacked stemcell. The tests keep LXD's files there too."""
 
 ENTER = """
 set -eu
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         return 1
     # Keep the path short, because LXD puts Unix sockets below it.
     with tempfile.TemporaryDirectory(prefix="lxd-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
-        Path(scratch).chmod(0o711)  # root of an unprivileged container is another user here
+        Path(scratch).chmod(0o711)  # root of an unprivileged container is an ordinary user outside and has to enter it
         stemcell = make_stemcell(Path(scratch))
         alone = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         pytest = [sys.executable, "-m", "pytest", "-qm", "lxd", "--timeout=900", "-o", "faulthandler_timeout=0"]

@@ -1,4 +1,4 @@
-"""Fixtures of the LXD ring: a daemon with a bridge, the CPI, an imported stemcell, and a Director on the bridge."""
+"""Fixtures of the LXD tests: a daemon with a bridge, the CPI, an imported stemcell, and a Director on the bridge."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PRESEED: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def lxc() -> Iterator[Lxc]:
-    """Run a daemon with the dir driver. All its containers end with it."""
+    """Run an LXD daemon that stores containers in directories. Its containers end with it."""
     directory = Path(os.environ[STEMCELL]).parent / "lxd"
     directory.mkdir()
     environment = {**os.environ, "LXD_DIR": str(directory), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
@@ -66,7 +66,7 @@ def cpi(lxc: Lxc) -> Cpi:
 
 @pytest.fixture(scope="session")
 def stemcell(cpi: Cpi) -> str:
-    """Provide the stemcell built by ``./dev stemcell``, unpacked as by the Director."""
+    """Import the stemcell that ``./dev stemcell`` built and that was unpacked as a Director does it. Return its id."""
     directory = Path(os.environ[STEMCELL])
     manifest = yaml.safe_load((directory / "stemcell.MF").read_text())
     return cpi.create_stemcell(directory / "image", manifest["cloud_properties"])

@@ -1,4 +1,4 @@
-"""The calls that bosh-lxd-cpi-release makes to LXD, or the real CPI."""
+"""A client for LXD that makes the same calls as bosh-lxd-cpi-release, and one that runs the real CPI."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ BRIDGE: Final = "lxdbr0"
 
 @dataclass(frozen=True)
 class Lxc:
-    """Runs ``lxc`` against the daemon of this ring."""
+    """Runs ``lxc`` against the LXD daemon that these tests start."""
 
     directory: Path
 
     def __call__(self, *arguments: str, stdin: str | None = None) -> str:
-        """Run a command to its end and return its output. Raises ``RuntimeError`` with its message."""
+        """Run a command, wait until it ends, and return its output.
+
+        Raises ``RuntimeError`` with its message if it fails.
+        """
         environment = {**os.environ, "LXD_DIR": str(self.directory), "LXD_CONF": str(self.directory / "client")}
-        # Without a terminal, `lxc` reads standard input. An empty one keeps it from waiting.
+        # Without a terminal, `lxc` reads standard input until it ends, so give it an empty one by default.
         done = subprocess.run(
             ["lxc", *arguments], env=environment, input=stdin or "", text=True, capture_output=True, check=False
         )
@@ -41,15 +44,19 @@ class Lxc:
 
 
 class Cpi:
-    """Each method makes the same calls in the same order as the method of that name in ``src/lxd-bosh-cpi`` at
-    e28a247.
+    """Makes the CPI's calls to LXD.
+
+    Each method makes the same calls in the same order as the method of that name in ``src/lxd-bosh-cpi`` at e28a247.
     """
 
     def __init__(self, lxc: Lxc) -> None:
         self._lxc = lxc
 
     def create_stemcell(self, image: Path, properties: dict[str, Any]) -> str:
-        """Import the root file system. LXD refuses a creation date of 0, which is the modification time of the file."""
+        """Import the root file system.
+
+        The creation date is the modification time of ``image``, because LXD refuses 0.
+        """
         metadata = {
             "architecture": properties["architecture"],
             "creation_date": int(image.stat().st_mtime),

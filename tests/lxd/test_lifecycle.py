@@ -43,6 +43,11 @@ def doctor(lxc: Lxc, vm: str) -> dict[str, Any]:
 async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     lxc: Lxc, cpi: Cpi, stemcell: str, bosh: Environment, kind: str, ip: str
 ) -> None:
+    """Run a VM through all CPI calls from the stemcell's import to the recreated VM without its disk.
+
+    Jobs come back after each restart, until the Director stops them. Files on the disk are kept throughout.
+    """
+
     def inside(vm: str, *command: str) -> str:
         return lxc("exec", vm, "--", *command)
 
@@ -51,10 +56,10 @@ async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     state = await bosh.director.value(AGENT, "get_state", "full")
     assert state["vitals"]["uptime"]["secs"] >= 0
     assert all(process["uptime"].get("secs", 0) >= 0 for process in state["processes"])
-    # Semaphores need /dev/shm, which LXD does not give to containers.
+    # LXD does not mount /dev/shm, so the agent must have done it, or semaphores would fail.
     inside(vm, "python3", "-c", "import multiprocessing; multiprocessing.Lock()")
 
-    # The instance type becomes limits of LXD, and the doctor only mentions LXD's keys.
+    # The CPI sets LXD limits from the instance type. The doctor must suggest LXD's keys, not options of other runtimes.
     assert lxc("config", "get", vm, "limits.memory").strip() == "2048MB"
     report = doctor(lxc, vm)
     assert report["tier"].startswith("unprivileged: root of a user namespace" if kind == "unprivileged" else "priv")
@@ -62,7 +67,8 @@ async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
         assert "the host's" not in str(report)
     assert not re.search("Ulimits|ShmSize|Memory: BYTES|ReadonlyRootfs|bosh recreate", str(report))
 
-    # The CPI attaches with a forced stop. The jobs come back without the Director, and the disk is mounted on request.
+    # The CPI stops the container by force to attach a disk. The agent then restarts the jobs without a request, but
+    # mounts the disk only when the Director asks for it.
     disk = await asyncio.to_thread(cpi.create_disk, 200)
     hint = await asyncio.to_thread(cpi.attach_disk, vm, disk)
     await bosh.until_state("running")
@@ -70,21 +76,21 @@ async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     await bosh.director.run(AGENT, "mount_disk", disk)
     await asyncio.to_thread(inside, vm, "touch", "/var/vcap/store/kept")
 
-    # Jobs and disk are back after a reboot, without the Director.
+    # After a reboot, the agent restores jobs and disk without the Director.
     await asyncio.to_thread(cpi.reboot_vm, vm)
     await bosh.until_state("running")
     assert await bosh.director.run(AGENT, "list_disk") == [disk]
     await asyncio.to_thread(inside, vm, "test", "-e", "/var/vcap/store/kept")
     assert "waiting until another agent ends" not in inside(vm, "sh", "-c", "cat /var/vcap/bosh/log/*")
 
-    # LXD stops a container with SIGPWR, which ends the jobs in an orderly way.
+    # LXD stops a container with SIGPWR, on which the agent drains and stops the jobs.
     await asyncio.to_thread(lxc, "stop", vm)
     await asyncio.to_thread(lxc, "start", vm)
     await bosh.until_state("running")
     assert "all jobs stopped in order" in inside(vm, "sh", "-c", "cat /var/vcap/bosh/log/*")
     assert "started" not in inside(vm, "ls", "/var/vcap"), "nothing runs the CPI's rc.local"
 
-    # A recreated VM still has the files on its disk.
+    # The files on the disk survive when the VM is deleted and created again.
     await asyncio.to_thread(cpi.delete_vm, vm)
     vm = await create(cpi, bosh, stemcell, kind, ip)
     await bosh.until_pong()

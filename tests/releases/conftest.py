@@ -1,9 +1,8 @@
 """Jobs that behave like jobs of public releases, run once in each environment.
 
-The tests examine the recorded lifecycles.
-
-One environment is this agent. The other is the Go agent with monit 5.2.5, if BOSH_AGENT and MONIT name them. The same
-assertions hold in both. Lifecycles run in parallel, with a monit cycle of two seconds.
+One environment is this agent. The other is the Go agent with monit 5.2.5, which is used if BOSH_AGENT and MONIT name
+the programs. Each job's lifecycle is recorded, and a test makes the same assertions about the recordings of both
+environments. Lifecycles run in parallel, with a monit cycle of two seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Lives = dict[str, Future[dict[str, Any]]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each test of a lifecycle once for each environment."""
+    """Run each test that examines a lifecycle once for each environment."""
     if "life" in metafunc.fixturenames:
         metafunc.parametrize("life", WORLDS, indirect=True)
 
@@ -60,7 +59,7 @@ def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def life(request: pytest.FixtureRequest, lives: Lives) -> Phases:
-    """Return the phases of the test's lifecycle by name."""
+    """Return the recorded phases of the test's lifecycle by name."""
     result = lives[request.node.name].result()
     assert result["error"] == ""
     return {phase["name"]: phase for phase in result["phases"]}
@@ -68,4 +67,4 @@ def life(request: pytest.FixtureRequest, lives: Lives) -> Phases:
 
 @pytest.fixture(autouse=True)
 def no_child_is_left() -> None:
-    """Disable this check, because lifecycles of later tests run beside each test, and end with the session."""
+    """Disable the check for remaining child processes, because lifecycles of other tests run at the same time."""

@@ -1,6 +1,6 @@
-"""The effects of twenty habits of public releases.
+"""Each test runs a job that does something unusual, as a public release does, and checks the effects.
 
-Each test names the release and file after which its job is modelled.
+The mark ``release`` names the release and file after which the job is modelled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check(name: str = "web", rules: str = "", program: str = "ctl") -> str:
 
 
 def ctl(name: str = "web", before: str = "", program: str = "serve", keeps: str = "") -> str:
-    """Return a script that starts a program in the background, writes its pidfile, and stops it."""
+    """Return a ctl script that starts a program in the background, writes its pidfile, and stops it."""
     return f"""#!/bin/bash
 set -e
 pidfile={RUN}/{name}.pid
@@ -46,7 +46,7 @@ esac
 
 
 def bpm(*processes: str) -> str:
-    """Return a bpm.yml."""
+    """Return a bpm.yml with these processes."""
     return json.dumps({"processes": [{"name": one, "executable": f"{PROGRAM}/{one}"} for one in processes]})
 
 
@@ -169,7 +169,7 @@ def test_changed_file_runs_the_command_of_its_rule(life: Phases) -> None:
     },
     acts=(("file grows", f"truncate -s 2M {RUN}/dump"),),
 )
-def test_file_above_its_size_runs_a_command_and_fails(life: Phases) -> None:
+def test_file_above_its_size_limit_runs_a_command_and_is_failing(life: Phases) -> None:
     assert life["rest"]["job_states"][-1] == "running"
     assert [event for event in life["file grows"]["events"] if event[1] == "SIGHUP"]
     assert life["file grows"]["states"]["dump"][-1] == "failing"
@@ -183,7 +183,7 @@ def test_file_above_its_size_runs_a_command_and_fails(life: Phases) -> None:
     },
     trials=("port closed",),
 )
-def test_failed_url_restarts_the_process(life: Phases) -> None:
+def test_failed_url_check_restarts_the_process(life: Phases) -> None:
     assert runs(life["rest"])
     assert starts(life["port closed"]) >= 1
     assert [event for event in life["port closed"]["events"] if event[1] == "SIGTERM"]
@@ -198,9 +198,11 @@ def test_failed_url_restarts_the_process(life: Phases) -> None:
     },
     trials=("port closed",),
 )
-def test_closed_port_restarts_the_process_after_its_cycles(life: Phases) -> None:
-    """Three cycles of two seconds contain two pauses. monit's count survives a restart, so its next cycle may
-    differ.
+def test_closed_port_restarts_the_process_after_the_configured_cycles(life: Phases) -> None:
+    """The restart comes only after the third failed check.
+
+    Three checks two seconds apart take more than four seconds. Only the first restart is compared, because monit's
+    count survives a restart.
     """
     begun = [at for at, event, name in life["port closed"]["events"] if (event, name) == ("lives", "serve")]
 
@@ -217,7 +219,7 @@ def test_closed_port_restarts_the_process_after_its_cycles(life: Phases) -> None
         "bin/health": ctl("health", before=f"[ -e {RUN}/up ] || {{ touch {RUN}/up; exit 1; }}", program="health"),
     },
 )
-def test_health_check_that_fails_at_first_passes_later(life: Phases) -> None:
+def test_process_that_exits_at_its_first_start_runs_after_the_next(life: Phases) -> None:
     assert runs(life["rest"])
     assert starts(life["start"], "health") + starts(life["rest"], "health") == 1
 
@@ -275,7 +277,7 @@ def test_ctl_script_that_execs_its_program_is_supervised(life: Phases) -> None:
     "uaa-release jobs/uaa/monit (a start of many seconds)",
     files={"monit": check().replace(' start"', ' start" with timeout 60 seconds'), "bin/ctl": ctl(before="sleep 4")},
 )
-def test_slow_start_program_is_waited_for(life: Phases) -> None:
+def test_slow_start_program_is_neither_repeated_nor_reported(life: Phases) -> None:
     assert runs(life["rest"])
     assert starts(life["start"]) + starts(life["rest"]) == 1
     assert not any("Execution failed" in alert for phase in life.values() for alert in phase["alerts"])
@@ -333,7 +335,7 @@ def test_missing_file_is_recreated_by_its_start_program(life: Phases) -> None:
     "os-conf-release jobs/pre-start-script/monit (no process)",
     files={"monit": "", "bin/pre-start": "#!/bin/sh\necho done >/var/vcap/data/web/done\n"},
 )
-def test_job_without_a_process_is_running(life: Phases) -> None:
+def test_job_without_a_process_counts_as_running(life: Phases) -> None:
     assert life["pre-start"]["value"] == "{}"
     assert runs(life["start"])
     assert life["stop"]["value"] == "stopped"
@@ -343,7 +345,7 @@ def test_job_without_a_process_is_running(life: Phases) -> None:
     "postgres-release jobs/postgres/templates/pre-start.sh.erb (a script that fails)",
     files={"monit": check(), "bin/ctl": ctl(), "bin/pre-start": "#!/bin/sh\necho no space >&2\nexit 3\n"},
 )
-def test_failed_pre_start_ends_the_update(life: Phases) -> None:
+def test_failed_pre_start_is_reported_and_prevents_the_start(life: Phases) -> None:
     assert "1 of 1 pre-start scripts failed. Failed Jobs: web" in life["pre-start"]["value"]
     assert life["pre-start"]["texts"]["log"] == "no space"
     assert "start" not in life
@@ -371,7 +373,7 @@ def test_drain_script_with_a_negative_result_is_called_again(life: Phases) -> No
     },
     acts=(("broken", f"touch {RUN}/broken; kill -9 $(cat {RUN}/web.pid)"),),
 )
-def test_service_that_crashes_repeatedly_is_no_longer_restarted(life: Phases) -> None:
+def test_service_is_unmonitored_after_its_restart_limit(life: Phases) -> None:
     assert runs(life["rest"])
     assert life["broken"]["job_states"][-1] == "failing"
     assert starts(life["broken"]) == 0

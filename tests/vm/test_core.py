@@ -1,4 +1,4 @@
-"""A core dump of the agent is never stored, wherever the kernel sends core dumps."""
+"""Core dumps of the agent are never stored, even if the kernel pipes core dumps to a program."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def crash(how: str) -> int:
 
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
-def test_core_limit_keeps_core_dumps_from_a_pipe_handler(handler: Path) -> None:
+def test_disabled_core_dumps_do_not_reach_a_pipe_handler(handler: Path) -> None:
     with_limit, without = crash("guarded"), crash("unguarded")
 
     assert [path.name for path in handler.iterdir()] == [str(without)]

@@ -16,7 +16,7 @@ from tests.support.source import ROOT
 
 pytestmark = pytest.mark.vm
 
-# As a runtime arranges it, the container's cgroup is the root of its cgroup namespace and the top of the mount.
+# Enter the container's cgroup as a runtime does: it becomes the root of the cgroup namespace and of the mount.
 ENTER = """
 echo 0 >"$0/cgroup.procs"
 exec unshare --cgroup --mount sh -c 'mount -t cgroup2 -o "$0" cgroup2 /sys/fs/cgroup && exec "$@"' "$@"
@@ -37,7 +37,7 @@ with subprocess.Popen(["sleep", "1000"]) as job:
 
 @pytest.fixture
 def container() -> Iterator[Path]:
-    """Create a cgroup with 128 MiB that is killed as a whole."""
+    """Create a cgroup that is limited to 128 MiB and whose processes are all killed together when memory runs out."""
     top = Path("/sys/fs/cgroup")
     (top / "cgroup.subtree_control").write_text("+memory")
     made = top / f"container-{os.getpid()}"
@@ -54,16 +54,16 @@ def run(container: Path, options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_one_process_of_a_privileged_container_is_killed(container: Path) -> None:
-    """The others survive, as with cgroup v1."""
+def test_oom_kill_in_a_privileged_container_ends_one_process(container: Path) -> None:
+    """The agent can clear memory.oom.group, so the other processes survive, as they do with cgroup v1."""
     done = run(container, "rw")
 
     assert done.stdout == "ended: True\njob lives: True\n", done.stderr
     assert cgroups.oom_kills_of(2, container) == 1
 
 
-def test_all_processes_are_killed_where_the_cgroup_is_read_only(container: Path) -> None:
-    """This is the case in pods without privileges, unless the kubelet's singleProcessOOMKill is true."""
+def test_oom_kill_with_a_read_only_cgroup_ends_all_processes(container: Path) -> None:
+    """Unprivileged pods have such a cgroup, so there only the kubelet's singleProcessOOMKill prevents this."""
     done = run(container, "ro")
 
     assert done.stdout == "refused: Read-only file system\n", done.stderr

@@ -1,4 +1,4 @@
-"""The systemd unit on a machine with systemd as process 1 and only cgroup v2: limits, kills, figures."""
+"""The systemd unit on a machine with systemd as PID 1 and only cgroup v2: restarts, memory limits, kills and vitals."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ processes:
 
 @dataclass(frozen=True)
 class Guest:
-    """The agent of this machine, and its Director."""
+    """The agent on the virtual machine, with its Director, Health Monitor and blob directory."""
 
     director: Director
     monitor: HealthMonitor
     blobs: Path
 
     async def deploy(self) -> None:
-        """Deploy a job with a process that allocates memory on request, one without processes, and one with a
+        """Deploy one job with two bpm processes, one of which allocates memory on request, and one with a ctl
         script.
         """
         release = {"web": {"monit": MONIT, "config/bpm.yml": BPM_YML}, "old": jobs.sleeper(Paths(), "old")}
@@ -91,7 +91,7 @@ class Guest:
         return int(path.read_text())
 
     async def overeat(self) -> str:
-        """Let one process exceed its limit. Return the alert once the process runs again."""
+        """Make one process exceed its memory limit. Return the alert about it once the process runs again."""
         before = self.pid("hungry")
         Path("/var/vcap/data/web/eat").touch()
         said: str = await eventually(self.alert)
@@ -120,7 +120,10 @@ async def eventually(fact: Any) -> Any:
 
 
 def helped() -> list[str]:
-    """Return all processes in the hungry process's group, once its init, the process and its helper exist."""
+    """Return the pids in the cgroup of ``hungry``: its init, the process and its helper.
+
+    Return none before all of them exist.
+    """
     members = [pid for path in GROUP.glob("agent_shim/*hungry*/cgroup.procs") for pid in path.read_text().split()]
     return members if len(members) > 2 else []
 
@@ -152,7 +155,10 @@ def overlay() -> None:
 
 @pytest.fixture
 async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Guest]:
-    """Provide the active unit, connected to the bus, with the setting with which the test is parametrised."""
+    """Provide an agent that runs as the systemd unit and is connected to the bus.
+
+    A test's parameter is a unit setting.
+    """
     director, monitor, store = Director(poll=0.1), HealthMonitor(), tmp_path / "blobs"
     store.mkdir()
     async with NatsServer(tmp_path / "bus") as server:
@@ -183,8 +189,11 @@ async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
                                 path.unlink()
 
 
-async def test_unit_restart_restarts_no_job(guest: Guest) -> None:
-    """The agent has its own cgroup. A restart leaves every process running, including those with limits."""
+async def test_unit_restart_keeps_jobs_running(guest: Guest) -> None:
+    """Restarting the unit replaces only the agent, which has its own cgroup.
+
+    All processes keep their pids and memory limits.
+    """
     await guest.deploy()
     first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
     assert systemctl("is-active", UNIT) == "active"
@@ -200,7 +209,7 @@ async def test_unit_restart_restarts_no_job(guest: Guest) -> None:
 
 
 async def test_kernel_kills_a_process_above_its_limit_with_its_cgroup(guest: Guest) -> None:
-    """Its whole cgroup is killed and no other. The alert names it."""
+    """The kernel kills the process's whole cgroup, but no process of another cgroup, and the alert names the cause."""
     await guest.deploy()
     others = {name: guest.pid(name) for name in ("modest", "old")}
     members: list[str] = await eventually(helped)
@@ -213,7 +222,9 @@ async def test_kernel_kills_a_process_above_its_limit_with_its_cgroup(guest: Gue
 
 @pytest.mark.parametrize("guest", ["Delegate=no\nDelegateSubgroup="], indirect=True)
 async def test_watchdog_kills_a_process_above_its_limit_without_delegation(guest: Guest) -> None:
-    """This happens a little later, when the process has used more."""
+    """Without delegated cgroups, the agent itself measures memory, so the process is killed slightly above the
+    limit.
+    """
     await guest.deploy()
     others = {name: guest.pid(name) for name in ("modest", "old")}
     assert not list(GROUP.glob("**/memory.max"))[1:], "no group below that of the unit"
@@ -227,7 +238,8 @@ async def test_watchdog_kills_a_process_above_its_limit_without_delegation(guest
 
 @pytest.mark.parametrize("guest", ["MemoryMax=400M"], indirect=True)
 async def test_vitals_are_relative_to_the_unit(guest: Guest) -> None:
-    """Memory is a share of the unit's limit, not of the machine's memory, and equals the kernel's figure."""
+    """Memory usage is reported as a share of the unit's limit instead of the machine's memory, and equals the kernel's
+    figure."""
     await guest.deploy()
     vitals = (await guest.state("full"))["vitals"]["mem"]
     current = int((GROUP / "memory.current").read_text())
@@ -239,7 +251,7 @@ async def test_vitals_are_relative_to_the_unit(guest: Guest) -> None:
 
 @pytest.mark.parametrize("guest", ["MemoryMax=250M\nOOMPolicy=kill"], indirect=True)
 async def test_jobs_return_after_the_whole_unit_was_killed(guest: Guest) -> None:
-    """A cgroup that is killed as a whole (memory.oom.group) is restarted and its jobs return to the wanted state."""
+    """If memory.oom.group makes the kernel kill the whole unit, systemd restarts the agent, which restores the jobs."""
     await guest.deploy()
     assert (GROUP / "memory.oom.group").read_text().strip() == "1"
     first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
