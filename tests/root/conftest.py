@@ -1,4 +1,6 @@
-"""A machine with its own users, home directories and logs, and a way to run Python inside it."""
+"""Fixtures for tests that need root: machines with their own users, home directories and logs, and a way to run Python
+inside them.
+"""
 
 from __future__ import annotations
 
@@ -46,22 +48,23 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 @pytest.fixture
 async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
-    """Provide an instance whose containers are replaced, initially without a container."""
+    """Provide an instance that can be given one container after another. It starts without a container."""
     async with pods(tmp_path) as made:
         yield made
 
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    """Provide agents on one bus, initially none."""
+    """Provide a bus and a Director to which tests can add agents. It starts without agents."""
     async with fleets(tmp_path) as made:
         yield made
 
 
 @pytest.fixture
 def inside(box: Machine) -> Inside:
-    """Run the body of a coroutine on the machine: ``inside("return 1 + 1") == 2``. An expected failure is returned
-    as text.
+    """Provide a function that runs the body of a coroutine on the machine: ``inside("return 1 + 1") == 2``.
+
+    If the body raises an expected error, the function returns its text.
     """
     root = Path(__file__).parents[2]
 

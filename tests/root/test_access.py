@@ -1,4 +1,6 @@
-"""Access for operators: what the Director and the settings request over the bus, tested with OpenSSH."""
+"""Operator access: the agent sets up users, keys and passwords from the settings and from requests over the bus, and
+OpenSSH logs in.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ NETWORKS = {"default": {"type": "manual", "ip": "127.0.0.1", "netmask": "255.0.0
 
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
-    """Return an operator's key pair."""
+    """Create an operator's key pair and return the path of its private key."""
     path = tmp_path / "operator"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
     return path
@@ -67,10 +69,10 @@ async def test_a3_operator_logs_in_through_the_director_until_the_cleanup(fleet:
     assert not bool(network.listeners(fleet.ssh_port))
 
 
-async def test_keys_and_passwords_of_the_settings_are_installed(fleet: Fleet, key: Path) -> None:
-    """They are installed for vcap before the agent answers.
+async def test_keys_and_passwords_from_the_settings_are_installed(fleet: Fleet, key: Path) -> None:
+    """vcap gets the keys and the password, and can log in over SSH.
 
-    The password also becomes root's unless the settings say no.
+    Root gets the same password unless the settings contain ``keep_root_password``.
     """
     public = key.with_suffix(".pub").read_text().strip()
     hashed = "$6$salt$" + "x" * 86
@@ -80,7 +82,7 @@ async def test_keys_and_passwords_of_the_settings_are_installed(fleet: Fleet, ke
     await until(lambda: (shadow(one)["vcap"], shadow(one)["root"]) == (hashed, hashed))
     assert (one.root / "home/vcap/.ssh/authorized_keys").read_text() == public
     await until(lambda: bool(network.listeners(fleet.ssh_port)))
-    one.run("usermod -a -G bosh_sshers vcap")  # as on every stemcell
+    one.run("usermod -a -G bosh_sshers vcap")  # The stemcell adds vcap to this group when it is built.
     inside = login(fleet, key, "vcap", host_key.read_text(), "id -un")
     assert inside.stdout == "vcap\n", inside.stderr
 
@@ -91,7 +93,7 @@ async def test_keys_and_passwords_of_the_settings_are_installed(fleet: Fleet, ke
 
 
 async def test_image_password_is_removed_unless_the_settings_have_one(tmp_path: Path) -> None:
-    """The password of stemcells is known to everybody."""
+    """Without a password in the settings, vcap's password is locked, because the one in every stemcell is public."""
     async with pods(tmp_path) as pod:
         pod.start_container()
         pod.machine.run("echo 'vcap:$6$salt$known' | chpasswd -e")
@@ -100,8 +102,8 @@ async def test_image_password_is_removed_unless_the_settings_have_one(tmp_path: 
         await until(lambda: shadow(pod.machine)["vcap"] == "*")
 
 
-async def test_a7_cas_of_update_settings_are_trusted_until_they_are_removed(tmp_path: Path) -> None:
-    """A recreated container, which begins with the files of the image, gets them and the passwords again."""
+async def test_a7_cas_from_update_settings_are_trusted_until_they_are_removed(tmp_path: Path) -> None:
+    """The CAs also survive a recreated container, whose trust store starts as in the image."""
     authority, hashed = Authority("of the Director"), "$6$salt$" + "y" * 86
     verify = "openssl verify -no-CAstore -no-CApath -CAfile /etc/ssl/certs/ca-certificates.crt /mnt/leaf.pem"
     async with pods(tmp_path) as pod:
@@ -119,7 +121,7 @@ async def test_a7_cas_of_update_settings_are_trusted_until_they_are_removed(tmp_
             await pod.start_agent()
             if life == 0:
                 await pod.run("update_settings", {"trusted_certs": authority.ca})
-            else:  # the first pong does not wait for this
+            else:  # The agent answers pings before it has installed the CAs.
                 await until(lambda: "boot step trusted certificates: done" in pod.log)
             look()
             assert shadow(pod.machine)["vcap"] == hashed

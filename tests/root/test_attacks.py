@@ -1,4 +1,4 @@
-"""Attacks of a job on the agent in its container. Each must fail at once."""
+"""Attacks by a job on the agent in the same container. All of them must fail."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ for entry in Path("/proc").glob("[0-9]*"):
 print(sorted(touched))
 """
 ALL_FOR_VCAP: Final = struct.pack("<I" + 5 * "HHI", 2, 1, 7, 0, 2, 7, VCAP, 4, 7, 0, 16, 7, 0, 32, 7, 0)
-"""A default ACL that grants vcap all rights, as far as the mode for the group allows them."""
+"""A default ACL that grants vcap all rights, as far as the group permissions of the mode allow them."""
 NAMES_ANOTHER = "cat /var/vcap/data/victim >$pidfile"
 MANY: Final = jobs.process(
     Paths(),
     "many",
     f"setsid {AS_VCAP} perl -e 'for (1 .. 6000) {{ fork or last }} sleep 1000' >/dev/null 2>&1 & echo $! >$pidfile",
 )
-"""Six thousand processes. Those that a stop program overlooks keep running."""
+"""A job with 6000 processes, which its stop program does not end."""
 EXCHANGE: Final = """
 mv jobs others && cp -rL others jobs
 for ctl in jobs/web/bin/ctl jobs/web/*/bin/ctl; do
@@ -99,21 +99,23 @@ check process stopped{number}
 
 
 def liar(start: str) -> dict[str, str]:
-    """Return a job whose pidfile names a process of someone else. Its stop program ends nothing."""
+    """Return a job whose start program writes the pid of an unrelated process to its pidfile. Its stop program ends
+    nothing.
+    """
     return jobs.process(Paths(), "liar", start, stop=start, within="with timeout 1 seconds")
 
 
 def number_of(pod: Pod, pattern: str) -> int:
-    """Return the pid of a process as seen from inside."""
+    """Return the pid of a process in the container's PID namespace."""
     return int(pod.machine.run(f"pgrep -o -f '{pattern}'"))
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize("victim", ["the agent", "process 1", "another job"])
 async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: Pod, victim: str) -> None:
-    """It does not count as running either.
+    """Neither a start nor a stop of the job signals the named process, and the job does not count as running.
 
-    PID 1 is an exception: as in monit, it stands for a job without a process.
+    PID 1 is an exception. As in monit, a job that names it counts as running without a process.
     """
     await pod.start()
     files_of = {"web": jobs.sleeper(Paths(), "web"), "liar": liar(NAMES_ANOTHER)}
@@ -136,8 +138,11 @@ async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: Pod, vic
 
 
 @pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
-async def test_pidfile_of_vcap_naming_an_operators_program_is_not_believed(pod: Pod) -> None:
-    """Root's program has the job's directory in its arguments. The Director's stop succeeds as well."""
+async def test_pidfile_written_by_vcap_cannot_claim_an_operators_program(pod: Pod) -> None:
+    """The program runs as root and its arguments contain the job's directory, but the agent has not started it.
+
+    The job counts as failing, and the Director's stop succeeds without ending the program.
+    """
     await pod.start()
     pod.machine.run("tail -f /var/vcap/data/log --retry >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
     victim = int((pod.vcap / "data/victim").read_text())
@@ -154,8 +159,12 @@ async def test_pidfile_of_vcap_naming_an_operators_program_is_not_believed(pod: 
 
 
 @pytest.mark.attack("a job has root write a script's output through a link or a hard link")
-async def test_log_path_that_is_not_a_file_fails_only_its_script(pod: Pod) -> None:
-    """A pipe without a reader would block a process that opens it."""
+async def test_script_fails_if_its_log_path_is_not_a_regular_file(pod: Pod) -> None:
+    """A job puts a FIFO, a symbolic link or a hard link at its log path.
+
+    Nothing is written to the target, opening the FIFO does not block the agent, and scripts of other jobs still
+    succeed.
+    """
     planted = {"pipe": "mkfifo {log}", "link": "ln -s {victim} {log}", "second-name": "ln {victim} {log}"}
     await pod.start()
     script = {"bin/post-start": "#!/bin/sh\necho written by root\n"}
@@ -177,10 +186,9 @@ async def test_log_path_that_is_not_a_file_fails_only_its_script(pod: Pod) -> No
 
 @pytest.mark.attack("a job replaces its error log with a link to the settings or with a FIFO")
 async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: Pod) -> None:
-    """A sandboxed process may write anything into its log directory, and then fail.
+    """A sandboxed process replaces its error log and then exits, so that the agent shows the last line of the log.
 
-    ``status`` and an alert to the Health Monitor show the last line of its error log, which must never come from a file
-    of the agent.
+    Neither ``status`` nor the alert to the Health Monitor may contain a line of the agent's settings.
     """
     pod.env = {"note": CANARY}
     planted = {
@@ -220,8 +228,8 @@ async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: Pod) ->
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["link", "file", "directory in the place of the pidfile"])
-async def test_object_at_the_bpm_pidfile_directory_is_not_followed(pod: Pod, planted: str) -> None:
-    """All users may write to the parent directory. The job still starts."""
+async def test_object_planted_at_the_bpm_pidfile_directory_is_replaced(pod: Pod, planted: str) -> None:
+    """Every user may write to the parent directory. The agent creates its own directory there, and the job starts."""
     await pod.start()
     how = {
         "link": "ln -s /var/vcap/data/elsewhere /var/vcap/sys/run/bpm",
@@ -242,10 +250,11 @@ async def test_object_at_the_bpm_pidfile_directory_is_not_followed(pod: Pod, pla
 
 
 @pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
-async def test_pidfile_that_a_job_put_into_the_bpm_directory_is_ignored(pod: Pod) -> None:
-    """Any user can create that directory before the first process of bpm.yml runs.
+async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: Pod) -> None:
+    """Any user can create the directory before the first process of bpm.yml runs, and put a pidfile with the expected
+    name into it.
 
-    The name and times of the file are plausible.
+    ``bpm pid`` and ``bpm stop`` ignore that file, and the start replaces it.
     """
     await pod.start()
     await pod.apply({"caged": BPM})
@@ -266,7 +275,9 @@ async def test_pidfile_that_a_job_put_into_the_bpm_directory_is_ignored(pod: Pod
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: Pod) -> None:
-    """Otherwise its start script, which runs as root, would write its pidfile through a link."""
+    """Otherwise a job's start script, which runs as root, would write its pidfile through a link that another job
+    planted.
+    """
     planted = {"link": "ln -s /var/vcap/data/elsewhere", "file": "touch", "pipe": "mkfifo"}
     await pod.start()
     pod.machine.run("mkdir -m 755 /var/vcap/data/elsewhere")
@@ -284,8 +295,10 @@ async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: Pod
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
-async def test_file_at_the_agents_run_directory_does_not_prevent_its_start(pod: Pod, planted: str) -> None:
-    """Jobs of the Go agent run before the first start of this agent, when its directory does not exist yet."""
+async def test_object_planted_at_the_agents_run_directory_does_not_prevent_its_start(pod: Pod, planted: str) -> None:
+    """Jobs that the Go agent ran before can create something at this path, because the directory does not exist until
+    this agent starts for the first time.
+    """
     pod.start_container()
     more = "/output/full" if planted == "mkdir -p" else ""
     pod.machine.run("mkdir -p -m 1777 /var/vcap/data/sys/run; mkdir -m 755 /var/vcap/data/elsewhere")
@@ -299,7 +312,7 @@ async def test_file_at_the_agents_run_directory_does_not_prevent_its_start(pod: 
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: Path) -> None:
-    """A link of root is followed, because images and operators make such links."""
+    """Links owned by root are followed, because images and operators create such links."""
     for name in ("victim", "victim/there", "way", "way/of_a_job"):
         (tmp_path / name).mkdir()
     (tmp_path / "way/ours").symlink_to(tmp_path / "victim")
@@ -318,8 +331,11 @@ def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: 
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 @pytest.mark.parametrize("planted", ["link", "link on the way", "link of root that was moved", "link of root"])
-def test_only_links_that_must_be_made_by_root_are_followed(tmp_path: Path, planted: str) -> None:
-    """This applies to reading pidfiles and files that a monit rule names."""
+def test_reads_follow_only_links_that_root_placed(tmp_path: Path, planted: str) -> None:
+    """A link counts as placed by root if it is owned by root and in a directory that only root can write to.
+
+    The test reads a pidfile and a file that a monit rule names.
+    """
     secret, theirs = tmp_path / "secret/file", tmp_path / "theirs"
     secret.parent.mkdir()
     secret.write_text("secret")
@@ -349,7 +365,7 @@ def test_only_links_that_must_be_made_by_root_are_followed(tmp_path: Path, plant
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
 def test_hard_link_to_a_file_of_root_is_not_read(tmp_path: Path) -> None:
-    """If the host does not protect hard links (``fs.protected_hardlinks``), a job can give any file another name."""
+    """Without ``fs.protected_hardlinks`` on the host, a job can create a hard link to any file in its log directory."""
     (tmp_path / "job").mkdir()
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "job/x.log").hardlink_to(tmp_path / "secret")
@@ -363,7 +379,7 @@ def test_hard_link_to_a_file_of_root_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job connects to the control socket")
 async def test_control_socket_does_not_answer_other_users(pod: Pod) -> None:
-    """This holds even after its mode was changed so that everybody may connect."""
+    """Other users get no answer even if the socket's mode allows them to connect."""
     await pod.start()
     socket = "/var/vcap/bosh/agent_shim.sock"
     pod.machine.run(f"chmod 777 {socket} $(dirname {socket})")
@@ -378,7 +394,7 @@ async def test_control_socket_does_not_answer_other_users(pod: Pod) -> None:
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
 async def test_jobs_cannot_read_the_memory_of_the_agent(pod: Pod) -> None:
-    """It contains the private key for the bus."""
+    """The agent's memory contains its private key for the bus."""
     await pod.start()
     (pod.vcap / "data/touch.py").write_text(TOUCH)
     place = "/var/vcap/data/touch.py"
@@ -389,8 +405,10 @@ async def test_jobs_cannot_read_the_memory_of_the_agent(pod: Pod) -> None:
 
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
-async def test_job_can_read_no_secret_of_the_agent(pod: Pod) -> None:
-    """No file, command line or environment that the job may read contains one."""
+async def test_job_cannot_read_secrets_of_the_agent(pod: Pod) -> None:
+    """No file, command line or environment that vcap can read contains a credential from the settings or a
+    private key.
+    """
     pod.env = {"note": CANARY, "blobstores": [{"provider": "local", "options": {"blobstore_path": "/var/vcap/blobs"}}]}
     await pod.start()
     await pod.deploy()
@@ -404,13 +422,16 @@ async def test_job_can_read_no_secret_of_the_agent(pod: Pod) -> None:
 
     assert "settings.json" in seen_by_root
     found = [path for path in seen_by_job if path.startswith(("/var/vcap", "/tmp"))]
-    assert [path for path in found if not Path(path).is_relative_to(ROOT)] == []  # a checkout may be below /tmp
+    # The checkout contains such strings and may be below /tmp.
+    assert [path for path in found if not Path(path).is_relative_to(ROOT)] == []
 
 
 async def test_thousands_of_job_processes_do_not_block_the_loop(pod: Pod) -> None:
-    """Reading all processes then takes a tenth of a second, for statistics, for the end of a group and for a stop.
+    """Reading the process table takes a tenth of a second with 6000 processes. ``status``, ``get_state`` and a stop do
+    that.
 
-    Callbacks may sleep here, because the kernel holds the lock of the process table while thousands of processes exit.
+    A callback may sleep longer than usual here, because the kernel holds the lock of the process table while thousands
+    of processes exit.
     """
     await pod.start()
     await pod.deploy({"many": MANY})
@@ -422,16 +443,16 @@ async def test_thousands_of_job_processes_do_not_block_the_loop(pod: Pod) -> Non
         assert (await pod.run("get_state", "full"))["job_state"] == "running"
     await pod.run("stop")
 
-    # Zombies count as dead. The agent reaps a few of them in each turn of its loop.
+    # Zombies do not count as living. They exist for a while because the agent reaps a few of them per turn of its loop.
     assert pod.machine.run(f"{living} || true") == "0\n"
     pod.machine.run("until ! pgrep -u vcap perl >/dev/null; do sleep 0.1; done")
     assert re.findall("the event loop was blocked: a callback computed.*", pod.log) == []
 
 
 @pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
-async def test_world_writable_volume_does_not_give_jobs_root_privileges(pod: Pod) -> None:
-    """The kubelet creates an emptyDir with mode 0777, in which a job could replace the directories of root's
-    programs.
+async def test_jobs_cannot_replace_root_programs_in_a_world_writable_volume(pod: Pod) -> None:
+    """The kubelet creates an emptyDir with mode 0777, which would allow a job to replace the directory of a program
+    that root runs.
     """
     pod.start_container()
     pod.machine.run("chmod 777 /var/vcap /var/vcap/data")
@@ -448,7 +469,7 @@ async def test_world_writable_volume_does_not_give_jobs_root_privileges(pod: Pod
 
 
 async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: Pod) -> None:
-    """The provisioner of host paths creates volumes with mode 0750."""
+    """The local-path provisioner creates volumes with mode 0750, which vcap could not enter."""
     pod.start_container()
     pod.machine.run("chmod 750 /var/vcap /var/vcap/data")
     await pod.start_agent()
@@ -458,7 +479,7 @@ async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: Pod) -> None:
 
 @pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
 async def test_job_cannot_create_the_run_directory_of_sshd(pod: Pod) -> None:
-    """``/run`` is an emptyDir if the root file system is read-only."""
+    """If the root file system is read-only, ``/run`` is a world-writable emptyDir. The agent restricts its mode."""
     pod.start_container()
     pod.machine.run("chmod 777 /run")
     await pod.start_agent()
@@ -469,8 +490,11 @@ async def test_job_cannot_create_the_run_directory_of_sshd(pod: Pod) -> None:
 @pytest.mark.attack("a job reads the logs of root's scripts")
 @pytest.mark.parametrize("planted", ["set-group-id", "access list"])
 @pytest.mark.parametrize("kind", ["log", "archive"])
-def test_files_of_root_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, kind: str, planted: str) -> None:
-    """Logs of root's scripts contain secrets. The log directory of a bpm job belongs to vcap."""
+def test_root_logs_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, kind: str, planted: str) -> None:
+    """The log directory of a bpm job belongs to vcap, and logs of root's scripts may contain secrets.
+
+    The job sets the set-group-id bit or a default ACL, so that new logs and archives there would become readable to it.
+    """
     place = tmp_path / "log"
     place.mkdir(0o750)
     os.chown(place, VCAP, VCAP)
@@ -496,7 +520,9 @@ def test_files_of_root_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Pa
 
 @pytest.mark.attack("a job forges the marker of its disk")
 def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) -> None:
-    """Some provisioners create volumes with mode 0777. If the marker named another disk, no disk would be mounted."""
+    """Some provisioners create volumes with mode 0777. A forged marker that names another disk would make the mount
+    fail.
+    """
     volume = tmp_path / "volume"
     volume.mkdir()
     volume.chmod(0o777)
@@ -510,8 +536,10 @@ def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) 
 
 
 @pytest.mark.attack("a job stops every process of its user, the agent's children among them")
-async def test_job_that_stops_all_processes_of_its_user_does_not_stop_the_agent(pod: Pod) -> None:
-    """One of those processes is a child of the agent that has switched to the user but not yet executed its program."""
+async def test_job_that_stops_all_processes_of_its_user_does_not_block_the_agent(pod: Pod) -> None:
+    """The job sends SIGSTOP to every process of vcap, including children of the agent that have switched to vcap but
+    not yet executed their program. The agent keeps answering.
+    """
     pod.env = {"authorized_keys": ["ssh-ed25519 AAAA vcap"]}
     await pod.start()
     monit = "".join(STOPPED.format(number=number) for number in range(20))

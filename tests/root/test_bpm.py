@@ -1,4 +1,4 @@
-"""Jobs of bpm.yml that run as vcap on a machine of their own: what they can see and do at each isolation level."""
+"""What jobs with a bpm.yml can see and do at each isolation level. They run as vcap on their own machine."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ COMMON_WRITES = {
 
 
 def run(inside: Inside, level: int, body: str) -> Any:
-    """Return the result of ``body`` with the supervisor at one level."""
+    """Run ``body`` with a supervisor at an isolation level and return its result."""
     indented = "\n".join(f"        {line}" for line in body.strip().splitlines())
     text = SETUP.replace("BODY", f"{indented}")
     environment = [f"LEVEL={level}", f"LOOK={LOOK}", f"BPM_YML={BPM_YML}"]
@@ -302,13 +302,13 @@ def run(inside: Inside, level: int, body: str) -> Any:
 
 @pytest.fixture(scope="module")
 def known() -> dict[int, Any]:
-    """Return observations of jobs by level, made once for all tests."""
+    """Cache the observations of jobs by level, because all tests use the same."""
     return {}
 
 
 @pytest.fixture
 def look(inside: Inside, known: dict[int, Any]) -> Callable[[int], Any]:
-    """Return the observations of the jobs of ``BPM_YML`` at a level."""
+    """Provide a function that returns the observations of the jobs in ``BPM_YML`` at a level."""
 
     def seen(level: int) -> Any:
         if level not in known:
@@ -319,7 +319,7 @@ def look(inside: Inside, known: dict[int, Any]) -> Callable[[int], Any]:
 
 
 def has_rules(cell: str) -> bool:
-    """Return True if, according to the table, the key opens something that is otherwise closed."""
+    """Return True if a cell of the documented table says that access is restricted unless the key grants it."""
     return "no rules" not in cell and cell != "what the container has"
 
 
@@ -369,10 +369,12 @@ SHOWN: dict[str, Callable[[Any, str], tuple[Any, Any]]] = {
     ),
     "shutdown_signal": lambda found, _: (found["last"], ["got SIGINT", "got SIGTERM"]),
 }
-"""For each key of bpm.yml, the observed value and the value that docs/bpm.md promises for the level."""
+"""For each key of bpm.yml, a function that returns the observed value and the value that docs/bpm.md promises at a
+level.
+"""
 
 
-def test_every_bpm_key_of_the_table_is_checked() -> None:
+def test_every_documented_bpm_key_has_a_check() -> None:
     assert SHOWN.keys() == HONOURED.keys()
 
 
@@ -380,7 +382,10 @@ def test_every_bpm_key_of_the_table_is_checked() -> None:
 @pytest.mark.attack("root in a container leaves a bpm jail by a mount")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_keys_have_the_documented_effect(look: Callable[[int], Any], level: int) -> None:
-    """Files, ids, limits, signals and environment are checked for processes, a hook, limits and volumes."""
+    """Jobs that use every key of bpm.yml report their files, ids, limits, signals and environment.
+
+    The documentation says for each level which keys have an effect.
+    """
     found = look(level)
 
     for key, shown in SHOWN.items():
@@ -390,8 +395,11 @@ def test_bpm_keys_have_the_documented_effect(look: Callable[[int], Any], level: 
 
 @pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_bpm_job_has_the_default_context_of_bpm(look: Callable[[int], Any], level: int) -> None:
-    """It is the same at each level, and independent of bpm.yml."""
+def test_bpm_job_runs_in_the_same_default_context_as_under_bpm(look: Callable[[int], Any], level: int) -> None:
+    """The context consists of everything that bpm.yml does not configure, such as ids, umask, environment and pidfiles.
+
+    It is the same at all levels.
+    """
     found = look(level)
     web, worker = found["web"], found["worker"]
 
@@ -403,7 +411,7 @@ def test_bpm_job_has_the_default_context_of_bpm(look: Callable[[int], Any], leve
         assert each["ids"] == [1000, 1000, 1000, 1000, []]
         assert (each["nothing gained"], each["umask"], each["own session"]) == ("1", 0o22, True)
         assert each["spared"] == 0
-        # Python ignores some signals itself, so a second Python checks whether the program after it does.
+        # Python itself ignores some signals, so these values come from a program that Python executed.
         assert (each["blocked"], each["ignored"]) == (0, 1 << 12 | 1 << 24)
         assert "packages/tool/bin/tool" in each["runs"]
     assert [int(each, 16) for each in web["capabilities"]] == [0, 0, 0]
@@ -416,13 +424,13 @@ def test_bpm_job_has_the_default_context_of_bpm(look: Callable[[int], Any], leve
         "PATH": "/var/vcap/jobs/web/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin:.",
     }
     assert {"jobs/web/config/bpm.yml", "data/shown/tool", "data/tools/tool"} <= set(web["reads"])
-    # A file that its owner has closed to vcap is closed at any level.
+    # Other files stay read-only at every level because their modes deny vcap write access.
     assert set(web["writes"]) - {"/var/vcap/data/shown/x"} == COMMON_WRITES
 
 
 @pytest.mark.attack("a bpm process uses kernel interfaces that it does not need, such as /proc/kcore")
 def test_bpm_masks_kernel_paths(look: Callable[[int], Any]) -> None:
-    """Level 1 masks the same paths as bpm, which are empty or read-only. A privileged process sees the real ones."""
+    """At level 1, the paths that bpm masks are empty or read-only. A privileged process sees the original files."""
     masked = {"/etc/sv", "/proc/kcore", "/proc/timer_list", "/sys/firmware"}
     web, free = look(1)["web"]["closed"], look(1)["free"]["closed"]
 
@@ -435,9 +443,9 @@ def test_bpm_masks_kernel_paths(look: Callable[[int], Any]) -> None:
 @pytest.mark.attack("a bpm process signals, traces, mounts or gains rights outside its sandbox")
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_job_cannot_escape_its_isolation(look: Callable[[int], Any], level: int) -> None:
-    """It cannot reach other processes, mount anything or change its user.
+    """A job cannot reach other processes, mount anything or change its user.
 
-    At level 3 it can reach other processes of its own user.
+    Level 3 has no such isolation, which shows that the attempts of the job would otherwise work.
     """
     assert look(level)["web"]["does"] == []
     assert "signal" in look(3)["web"]["does"]
@@ -471,9 +479,9 @@ sandbox.isolation = lambda: isolation(memory=False, processes=False)
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("has_cgroups", [True, False])
 def test_bpm_process_above_its_memory_limit_is_killed_and_named(inside: Inside, level: int, has_cgroups: bool) -> None:
-    """Only that process is killed, by the kernel or by a watchdog.
+    """The kernel or the agent's watchdog kills only the process that exceeds its limit.
 
-    It is restarted, and the alert says how much memory it used.
+    The process is restarted, and the alert contains how much memory it used.
     """
     body = ("" if has_cgroups else WITHOUT_CGROUPS) + OUT_OF_MEMORY
     found = run(inside, level, body)
@@ -488,7 +496,8 @@ def test_bpm_process_above_its_memory_limit_is_killed_and_named(inside: Inside, 
         description,
     )
     assert said is not None
-    # The kernel does not let a process exceed the limit, whereas a watchdog acts afterwards.
+    # The kernel prevents a process from exceeding the limit, whereas the watchdog acts after the process has exceeded
+    # it.
     assert float(said[1]) == 64 if has_cgroups else float(said[1]) > 64
 
 
@@ -530,9 +539,10 @@ return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reaso
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_bpm_volume_may_be_the_root_directory(inside: Inside, level: int, is_writable: bool) -> None:
-    """The root directory is mounted below bpm's view.
+    """The job sees the files of bpm's view, and the root directory of the machine below it.
 
-    Landlock rules cannot restrict a path again below a volume that was granted.
+    With Landlock, a writable root directory makes everything writable, because rules cannot restrict a path below one
+    that is already granted.
     """
     said, errors, reason = run(inside, level, VOLUME_OF_EVERYTHING.replace("IS_WRITABLE", str(is_writable).lower()))
 
@@ -569,7 +579,10 @@ return [await supervisor.bpm.run(BpmCall("start", "web", name), [], {}) for name
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_job_can_run_packages_of_a_standalone_directory(inside: Inside, level: int) -> None:
-    """The directory is deployed without a Director. Files beside the packages cannot be accessed."""
+    """A standalone directory is deployed without a Director, and packages are links into it.
+
+    The job can run its packages but cannot read other files of the directory.
+    """
     assert run(inside, level, PACKAGE_IN_PLACE) == [0, 1]
 
 
@@ -593,7 +606,9 @@ return [await supervisor.bpm.run(BpmCall("start", "web", "web"), [], {}), log("w
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_may_be_the_jobs_directory(inside: Inside, level: int) -> None:
-    """health_monitor has such a volume. bpm mounts the job at the target of its link."""
+    """health_monitor has a bpm.yml with this volume, into which bpm mounts the job's own directory at the link's
+    target.
+    """
     code, said, errors = run(inside, level, ALL_JOBS)
 
     assert (code, errors) == (0, "")
@@ -640,7 +655,7 @@ return [outside, inside, log("web", "stderr")]
 
 @pytest.mark.attack("root in a container leaves a bpm jail by a mount")
 def test_mounts_below_shared_bpm_volumes_propagate_both_ways(inside: Inside) -> None:
-    """Mounts below other volumes stay where they are made, or only propagate from the machine to the job."""
+    """Mounts below volumes that are not shared propagate only from the machine to the job, or not at all."""
     outside, inner, errors = run(inside, 1, SHARED)
 
     assert errors == ""
@@ -655,7 +670,7 @@ def test_mounts_below_shared_bpm_volumes_propagate_both_ways(inside: Inside) -> 
 @pytest.mark.attack("a bpm process exceeds its memory or process limit")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_limits_the_number_of_processes(inside: Inside, level: int) -> None:
-    """Processes that already exist count. The limit needs a cgroup."""
+    """The kernel refuses a fork beyond the limit. This needs a cgroup."""
     out, errors, has_limit = run(inside, level, PROCESSES)
 
     assert has_limit
@@ -686,8 +701,8 @@ return [before == adopted, log("web").splitlines()[-1], left, commands]
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_next_agent_adopts_an_isolated_bpm_process(inside: Inside, level: int) -> None:
-    """It is found through the pid in its pidfile. Stopping it ends all its processes, as before."""
+def test_restarted_agent_adopts_an_isolated_bpm_process(inside: Inside, level: int) -> None:
+    """The pidfile identifies the process. A stop by the new agent still ends all processes in its sandbox."""
     same, last, left, commands = run(inside, level, NEXT_AGENT)
 
     assert same
@@ -703,7 +718,7 @@ return list(await sandbox.isolation())
 
 
 def test_bpm_isolation_level_follows_the_privileges_of_the_container(inside: Inside) -> None:
-    """The level is probed, and the reason why it is not higher is reported."""
+    """Without CAP_SYS_ADMIN the probe finds level 2, and gives the reason why level 1 is not possible."""
     assert inside(ISOLATION)[:2] == [1, ""]
     without = inside(ISOLATION, "setpriv", "--bounding-set", "-sys_admin")
     assert without[:2] == [2, "make namespaces: Operation not permitted"]
@@ -737,9 +752,9 @@ return [codes, init]
 
 @pytest.mark.parametrize("inits", [list(sandbox.INITS), []])
 def test_first_process_of_a_bpm_namespace_is_an_init(inside: Inside, inits: list[str]) -> None:
-    """This is the container's init or the agent's.
+    """The namespace uses the container's init program if there is one, otherwise the agent's own.
 
-    It forwards signals, reaps orphans and exits with the program's status.
+    Either forwards signals, reaps orphans and exits with the status of the program.
     """
     codes, init = run(inside, 1, INIT.replace("INITS", repr(inits)))
 

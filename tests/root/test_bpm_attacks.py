@@ -1,4 +1,4 @@
-"""Attacks of a bpm.yml process on its sandbox: links planted for root to follow, mounts, rules, signals, the
+"""Attacks on the sandbox by a process of bpm.yml: links planted for root to follow, mounts, rules, signals and the
 terminal.
 """
 
@@ -89,7 +89,7 @@ return [log("web"), info("web").reason, before == Path("/proc/self/mountinfo").r
 
 
 def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
-    """Return a job with a volume that is a link to files of someone else."""
+    """Return the setup of a job whose volume is a link to files of another user."""
     return PLANTED.replace("VOLUME", volume).replace("OWNER", str(owner)).replace("MORE", more)
 
 
@@ -97,7 +97,7 @@ def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
 @pytest.mark.parametrize("more", ["mount_only: true", "mount_only: true, shared: true"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, more: str) -> None:
-    """The error names the link, its owner and the volume. Nothing is mounted on the machine either."""
+    """The error names the volume, the link and its owner. No mount is left on the machine."""
     volume = "/var/vcap/data/shown/volume"
     said, reason, is_unchanged = run(inside, level, planted(volume, 1000, more))
 
@@ -109,7 +109,7 @@ def test_bpm_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: in
 @pytest.mark.attack("a bpm process replaces its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_link_of_root_in_a_directory_of_the_job_is_refused(inside: Inside, level: int) -> None:
-    """The job may have moved the link there."""
+    """Root owns the link, but the job can write to the directory and may have moved the link there."""
     said, reason, _ = run(inside, level, planted("/var/vcap/data/shown/volume", 0))
 
     assert said == ""
@@ -117,15 +117,14 @@ def test_bpm_volume_link_of_root_in_a_directory_of_the_job_is_refused(inside: In
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_bpm_volume_that_is_a_link_of_root_is_followed(inside: Inside, level: int) -> None:
-    """Operators and pre-start scripts make such links."""
+def test_bpm_volume_that_is_a_link_placed_by_root_is_followed(inside: Inside, level: int) -> None:
+    """Operators and pre-start scripts create such links."""
     said, reason, _ = run(inside, level, planted("/var/vcap/data/volume", 0))
 
     assert (said, reason) == ("secret", "")
 
 
 def test_agent_without_root_follows_only_its_own_links_and_those_of_root(box: Machine, inside: Inside) -> None:
-    """Links of other users are not followed."""
     box.run(
         "mkdir -p /var/vcap/links; chmod 1777 /var/vcap/links; cd /var/vcap/links; rm -f *;"
         "for owner in 0 1000 65534; do ln -s /etc $owner; chown -h $owner $owner; done"
@@ -169,8 +168,11 @@ return [log("web"), (paths.sys / "log/web/NAME").stat().st_uid]
 @pytest.mark.attack("a job reads the logs of root's scripts")
 @pytest.mark.parametrize("name", ["bpm.log", "web.stderr.log"])
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_log_of_root_at_a_bpm_log_path_keeps_its_owner(inside: Inside, level: int, name: str) -> None:
-    """Scripts of root write in the same directory."""
+def test_root_log_moved_to_a_bpm_log_path_is_not_given_to_the_job(inside: Inside, level: int, name: str) -> None:
+    """The job moves a log of root's post-start script to the path of its own log.
+
+    The next start of the process must not change its owner to vcap, because the job could then read it.
+    """
     said, owner = run(inside, level, MOVING.replace("NAME", name))
 
     assert "secret" not in said
@@ -222,8 +224,10 @@ return log("web").splitlines()
 @pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_process_inherits_no_descriptor_of_the_agent(inside: Inside, level: int) -> None:
-    """Files and sockets of other jobs are hidden only at level 1, because Landlock has no rules for modes and
-    sockets.
+    """It has no open descriptors apart from its standard streams.
+
+    The test also checks that files and sockets of other jobs are hidden at level 1 only, because Landlock has no rules
+    for changing modes and connecting to sockets.
     """
     descriptors, *done = run(inside, level, REACHES.replace("REACHING", repr(REACHING)))
 
@@ -294,7 +298,9 @@ bind 'set enable-bracketed-paste off'
 
 
 def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tuple[bytes, Any]]) -> tuple[str, bool]:
-    """Return the output of ``bpm shell`` for typed input, and whether the terminal has its former modes."""
+    """Return the output of ``bpm shell`` for typed input, and whether the operator's terminal has its original modes
+    again.
+    """
     body = SHELL.replace("PLANTED_RC", repr(rc)).replace("OPERATOR", repr(operator)).replace("TYPED", repr(typed))
     found = run(inside, level, body)
     assert isinstance(found, list), found
@@ -304,7 +310,9 @@ def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tup
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_cannot_inject_input_into_the_operators_terminal(inside: Inside, level: int) -> None:
-    """A planted .bashrc pushes a command (TIOCSTI), which reaches its own shell instead of the operator's."""
+    """A planted .bashrc pushes a command into the terminal's input (TIOCSTI). It reaches the job's shell instead of the
+    operator's.
+    """
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo BA''CK; read line; echo got:$line; echo EN''D"
     seen, same = in_shell(inside, level, PUSHING, operator, [(b"BACK", b"operator\n")])
 
@@ -315,7 +323,9 @@ def test_bpm_shell_cannot_inject_input_into_the_operators_terminal(inside: Insid
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_is_interactive(inside: Inside, level: int) -> None:
-    """It has a named terminal, job control, and the window size including changes. Interrupts do not leave it."""
+    """The shell has a named terminal and job control, and follows changes of the window size. Ctrl-C does not
+    end it.
+    """
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo code $?; echo EN''D"
     typed: list[tuple[bytes, Any]] = [
         (b"% ", b"tty; stty size; echo fir''st\n"),
@@ -339,7 +349,7 @@ def test_bpm_shell_is_interactive(inside: Inside, level: int) -> None:
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_does_not_change_the_operators_terminal_modes(inside: Inside, level: int) -> None:
-    """In raw mode without echo, the operator would not see anything typed afterwards."""
+    """If it left the terminal in raw mode without echo, the operator could not see what they type."""
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo EN''D"
     seen, same = in_shell(inside, level, WORKING, operator, [(b"% ", b"stty raw -echo && echo chan''ged; exit\n")])
 

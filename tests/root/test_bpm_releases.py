@@ -1,7 +1,7 @@
-"""Jobs in the form of real releases, with real programs, at each level: bosh-dns, haproxy and nginx.
+"""Jobs modelled on real releases (bosh-dns, haproxy and nginx), run with the real programs at each isolation level.
 
-They rely on more than their bpm.yml: the names of all jobs can be listed, the pidfile names a process whose child is
-the actual program, daemons that fork are found below it, and a drain script ends them by pid.
+They rely on more than their bpm.yml: they list the names of all jobs, the process in the pidfile is the parent of the
+actual program, daemons that fork are its descendants, and a drain script ends them by pid.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ return outcome
 
 
 def deployed(inside: Inside, level: int, body: str) -> Any:
-    """Return the ``outcome`` of ``body``, with an agent that serves ``bpm``."""
+    """Run ``body`` with an agent that serves ``bpm``, and return the ``outcome`` that it has recorded."""
     lines = body.strip().splitlines()
     text = AGENT.replace("    BODY", "\n".join(f"    {line}" for line in lines))
     found = run(inside, level, text)
@@ -167,7 +167,9 @@ await supervisor.stop(wait=True)
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bosh_dns_runs_under_bpm(inside: Inside, level: int) -> None:
-    """It lists the jobs, reads their links and the instance's health, binds a low port and works in its directory."""
+    """It lists the jobs, reads their links and the instance's health, listens on a low port and writes to its
+    directory.
+    """
     found = deployed(inside, level, BOSH_DNS)
 
     assert found["errors"] == ""
@@ -270,7 +272,7 @@ outcome["errors"] = [line for line in says("haproxy", "haproxy", "stderr").split
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.skipif(not shutil.which("haproxy"), reason="needs the package haproxy")
 def test_haproxy_reloads_and_drains_under_bpm(inside: Inside, level: int) -> None:
-    """Wrapper and daemon are children of the process in the pidfile, where reload and drain find them."""
+    """The reload and drain scripts find the wrapper and the daemon as children of the process in the pidfile."""
     found = deployed(inside, level, HAPROXY)
 
     assert found["served"] == "served"
@@ -327,7 +329,7 @@ outcome["errors"] = [line for line in says("nginx", "nginx", "stderr").splitline
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.skipif(not shutil.which("nginx"), reason="needs the package nginx")
 def test_nginx_runs_and_stops_under_bpm(inside: Inside, level: int, unsafe: str) -> None:
-    """A master and its workers run on a low port as vcap. The stop leaves none of them."""
+    """nginx listens on a low port as vcap. A stop ends the master and its workers."""
     port = str(880 + 2 * level + bool(unsafe))  # machines share the network, and tests run in parallel
     found = deployed(inside, level, NGINX.replace("UNSAFE", unsafe).replace("881", port))
 

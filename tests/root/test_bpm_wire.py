@@ -1,4 +1,4 @@
-"""Releases whose scripts call bpm, deployed by a Director to an agent that is root on a machine of its own."""
+"""Releases whose scripts call bpm. A Director deploys them to an agent that runs as root on its own machine."""
 
 from __future__ import annotations
 
@@ -46,11 +46,13 @@ setsid {TOOL} trace web >/tmp/trace 2>&1 & until grep -qs 'execve.*"sleep"' /tmp
 grep -om1 '"sleep", "0.05"' /tmp/trace | tr -d '",'
 kill -INT -$!; wait $!; echo $?
 """
-"""The calls of a process are shown until the command is interrupted."""
+"""Run ``bpm trace`` until it has shown an ``execve`` of sleep, interrupt it and print its exit code."""
 
 
 def release() -> dict[str, str | bytes]:
-    """pre-start starts one process, post-start reads the list, drain queries the pid and ends the process."""
+    """Return a job whose pre-start starts a process, whose post-start lists processes, and whose drain ends one by its
+    pid.
+    """
     return {
         "monit": MONIT,
         "config/bpm.yml": BPM_YML,
@@ -63,9 +65,9 @@ def release() -> dict[str, str | bytes]:
 
 @pytest.mark.parametrize("has_release", [False, True])
 async def test_job_scripts_reach_the_agents_bpm(fleet: Fleet, has_release: bool) -> None:
-    """The job is deployed, drained, stopped and deployed again.
+    """All scripts of a job get the agent's bpm while the job is deployed, drained, stopped and deployed again.
 
-    The scripts do not run the bpm of a release on the instance.
+    This is true even if the bpm release is deployed on the same instance.
     """
     machine = await fleet.add(AGENT, {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}})
 

@@ -1,4 +1,4 @@
-"""Owners of bundles below the real ``/var/vcap``, and attacks by a job that may write there."""
+"""Owners and modes of bundles (jobs and packages) that are unpacked below the real ``/var/vcap``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ print(json.dumps({
 
 
 def test_bundle_owners_and_modes_equal_those_of_the_go_agent(tmp_path: Path) -> None:
-    """Files that jobs may read belong to the group vcap and all others to root, whatever an archive says."""
+    """Files that jobs may read belong to the group vcap and all others to root, whatever owners the archive
+    contains.
+    """
     with machine(tmp_path) as inside:
         done = inside.popen([sys.executable, "-c", INSIDE], stdout=subprocess.PIPE)
         out, _ = done.communicate(timeout=60)

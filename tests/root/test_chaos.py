@@ -1,4 +1,4 @@
-"""The short chaos cases. `./dev chaos` runs all of them."""
+"""The short cases of ``./dev chaos``, which runs the long ones as well."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = sorted(case.id for case in CASES.values() if not case.is_long)
 
 @pytest.mark.parametrize("case", SHORT)
 def test_chaos_case_keeps_all_invariants(case: str, tmp_path: Path) -> None:
-    """It runs below its own PID 1."""
+    """Each case runs in its own PID namespace."""
     into = tmp_path / "rows"
     argv = [sys.executable, "-m", "tests.chaos", case, "--into", str(into)]
     said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False).stdout
@@ -36,7 +36,9 @@ def test_chaos_case_keeps_all_invariants(case: str, tmp_path: Path) -> None:
 
 
 def test_chaos_kill_after_the_work_is_reported(tmp_path: Path) -> None:
-    """Otherwise a case would send requests to a dead agent and wait for its reply."""
+    """A process can finish its work before the tracer reports that it was killed. Otherwise the case would wait for a
+    reply from a dead agent.
+    """
     program = "import sys; sys.stdin.readline(); open(sys.argv[1], 'w')"
     argv = [sys.executable, "-c", program, str(tmp_path / "state.json")]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as victim:
@@ -53,7 +55,7 @@ def test_chaos_kill_after_the_work_is_reported(tmp_path: Path) -> None:
 
 
 def test_tracer_fails_all_calls_from_a_given_number_on(tmp_path: Path) -> None:
-    """A full disk refuses what needs room, and can be tidied."""
+    """This simulates a full disk: calls that need space fail with ENOSPC, while a file can still be deleted."""
     program = """import os, sys
 sys.stdin.readline()
 file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)

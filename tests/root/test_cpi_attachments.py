@@ -1,5 +1,6 @@
-"""The program of attachment pods with real mounts: a node, a VM that sees its directory, and helpers that get
-killed.
+"""The helper program of attachment pods, which mounts disks into running VMs, tested with real mounts.
+
+Each test has a node, a VM that sees one directory of the node, and helpers that may get killed.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Site:
         self.helpers: list[subprocess.Popen[str]] = []
 
     def in_user_namespace(self) -> int:
-        """Start a process in a user namespace of its own."""
+        """Start a process in a new user namespace, whose root is uid 100000 outside, and return its pid."""
         made = subprocess.Popen(["unshare", "--user", "sleep", "999"], text=True)
         self.users.append(made)
         own = Path("/proc/self/ns/user").readlink()
@@ -73,7 +74,7 @@ class Site:
         return made.pid
 
     def on_node(self, *command: str) -> list[str]:
-        """Return the command as run in the node's mount namespace."""
+        """Return the command with a prefix that runs it in the node's mount namespace."""
         return ["nsenter", f"--mount=/proc/{self.node.pid}/ns/mnt", *command]
 
     def attach(self) -> subprocess.Popen[str]:
@@ -88,7 +89,10 @@ class Site:
         return self.helper("attach", str(self.place / "disk"), self.target, "uid")
 
     def detach(self, attachment: subprocess.Popen[str], patience: float = 0.5) -> str:
-        """Run a helper that unmounts the disk of an attachment. Return its output, and "done" or its exit code."""
+        """Run a helper that unmounts the disk of an attachment.
+
+        Return its output followed by "done" if it has reported success, or by its exit code.
+        """
         pid = str(attachment.pid)
         sign = self.place / "done"
         subprocess.run(self.on_node("rm", "-f", str(sign)), check=True)
@@ -101,7 +105,7 @@ class Site:
         return f"{helper.communicate(timeout=LIMIT_S)[0]}{helper.returncode}"
 
     def helper(self, *arguments: str) -> subprocess.Popen[str]:
-        """Run the program on the node."""
+        """Start the helper program on the node."""
         program = [sys.executable, "-c", self.program, str(ROOT), ",".join(map(str, self.pids)), str(self.place)]
         command = self.on_node(*program, *arguments)
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -117,7 +121,7 @@ class Site:
         return "".join(iter(self.vm.stdout.readline, "end\n")).strip()
 
     def process(self, *command: str) -> subprocess.Popen[str]:
-        """Start a further process of the VM and wait until it says that it is ready."""
+        """Start another process in the VM and wait until it prints "ready"."""
         made = self._start(["nsenter", f"--mount=/proc/{self.vm.pid}/ns/mnt", *command])
         self.users.append(made)
         self.pids.append(made.pid)
@@ -130,7 +134,7 @@ class Site:
         return f"{out}{attachment.returncode}"
 
     def mounts(self) -> int:
-        """Return how many mounts are stacked at the disk's place in the VM."""
+        """Return the number of mounts that are stacked at the disk's mount point in the VM."""
         text = Path(f"/proc/{self.vm.pid}/mountinfo").read_text()
         return sum(1 for line in text.splitlines() if line.split()[4] == str(self.seen / "disk-1"))
 
@@ -184,7 +188,7 @@ def test_attachment_after_a_killed_helper_does_not_stack_mounts(site: Site) -> N
 
 @pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
 @pytest.mark.parametrize("planted", ["ln -s ../other/disk-2 {}", "touch {}"])
-def test_link_of_the_vm_at_its_disk_directory_is_not_followed(site: Site, planted: str) -> None:
+def test_attach_does_not_follow_a_link_that_the_vm_put_at_the_disk_directory(site: Site, planted: str) -> None:
     others = site.place / "bosh/other/disk-2"
     site.in_vm(f"mount -o remount,bind,rw {site.seen}")
     site.in_vm(planted.format(site.seen / "disk-1"))
@@ -198,8 +202,8 @@ def test_link_of_the_vm_at_its_disk_directory_is_not_followed(site: Site, plante
     assert str(others) not in Path(f"/proc/{site.node.pid}/mountinfo").read_text()
 
 
-def test_disk_is_not_left_in_a_directory_that_the_vm_moved(site: Site) -> None:
-    """A later detach would not look for it there."""
+def test_disk_is_not_left_mounted_in_a_directory_that_the_vm_moved(site: Site) -> None:
+    """A later detach would not find the mount at the new path."""
     moving = "os.rename(program.sys.argv[-2], program.sys.argv[-2] + '-moved')"
     mount = f"real = program.mount\ndef mount(*args):\n    {moving}\n    real(*args)\nprogram.mount = mount\n"
     site.program = PROGRAM.replace("program.main(", f"{mount}program.main(")
@@ -228,7 +232,9 @@ def test_detach_does_not_unmount_a_disk_in_use(site: Site) -> None:
 
 @pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
 def test_vm_can_write_to_its_disks_but_not_beside_them(site: Site) -> None:
-    """The directory is on the node's file system, which the VM could otherwise fill."""
+    """The directory that contains the mount points is on the node's file system, which the VM must not be able
+    to fill.
+    """
     site.attach()
 
     assert "Read-only" in site.in_vm(f"touch {site.seen}/beside 2>&1")
@@ -278,8 +284,8 @@ HIDINGS = {
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("commands", HIDINGS.values(), ids=HIDINGS.keys())
 def test_disk_kept_mounted_by_root_of_the_vm_is_not_reported_unmounted(site: Site, commands: list[str]) -> None:
-    """The helper used to look only at its own path, and reported a disk as unmounted to which the VM was still
-    writing.
+    """The helper used to check only its own mount, and reported a disk as unmounted to which the VM could still
+    write.
     """
     attachment = site.attach()
     for command in commands:
@@ -323,7 +329,7 @@ sys.stdin.read()
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("way", ["in a thread's namespace", "as a clone in a descriptor", "as a clone for a directory"])
 def test_disk_mounted_outside_all_mount_tables_is_not_reported_unmounted(site: Site, way: str) -> None:
-    """Using open_tree or unshare, the VM could write to a disk that the helper had reported as unmounted."""
+    """With open_tree or unshare, the VM could keep writing to a disk that the helper had reported as unmounted."""
     attachment = site.attach()
     program = CLONE if "clone" in way else THREAD
     keeper = site.process(sys.executable, "-c", program, str(site.seen / "disk-1"), way)
@@ -350,7 +356,7 @@ exec unshare -m sh -c 'umount "$0" "${0%/*}/disk-1" && echo ready && exec cat' "
 
 
 def test_open_files_on_other_mounts_of_the_device_do_not_block_a_detach(site: Site) -> None:
-    """A disk can be a directory of a file system on which the VM has other files open."""
+    """A disk can be a directory of a file system of which the VM uses other directories as well."""
     subprocess.run(site.on_node("sh", "-ec", PARTS, str(site.place)), check=True)
     attachment = site.attach()
     site.process("sh", "-c", JAILED, str(site.seen / "log"))
@@ -372,8 +378,8 @@ ctypes.CDLL(None).syscall(60, 0)
 
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
-def test_process_without_its_main_thread_still_belongs_to_the_vm() -> None:
-    """With cgroup v1, an exited main thread is in no cgroup."""
+def test_process_with_an_exited_main_thread_still_belongs_to_the_vm() -> None:
+    """With cgroup v1, an exited main thread is not in any cgroup, so the helper must look at the other threads."""
     with own_cgroups("pod") as places:
         uid = places[0][0].name
         of_v1 = [place for place in places if not (place[1] / "cgroup.controllers").exists()]
@@ -391,7 +397,7 @@ def test_process_without_its_main_thread_still_belongs_to_the_vm() -> None:
 
 
 def until_zombie(pid: int) -> None:
-    """Wait until the first thread of a process has exited."""
+    """Wait until the main thread of a process has exited."""
     deadline = time.monotonic() + LIMIT_S
     while attachment_program.start_of(pid):
         assert time.monotonic() < deadline
@@ -399,7 +405,9 @@ def until_zombie(pid: int) -> None:
 
 
 def test_failed_detach_of_a_bound_disk_never_hides_its_files(site: Site) -> None:
-    """Other processes would see an empty directory between two attempts."""
+    """The helper does not unmount the disk first and mount it again after the failure, because processes of the VM
+    would see an empty directory in between.
+    """
 
     def numbers() -> list[str]:
         table = Path(f"/proc/{site.vm.pid}/mountinfo").read_text().splitlines()
@@ -426,7 +434,10 @@ def test_renamed_disk_directory_does_not_block_a_detach(site: Site) -> None:
 
 
 def test_empty_directories_of_deleted_vms_are_removed_later(site: Site, tmp_path: Path) -> None:
-    """The kubelet creates one for each VM that can have disks attached while it runs."""
+    """The kubelet creates a directory for each VM that can have disks attached while it runs.
+
+    A helper later removes those that are empty and no longer used.
+    """
     for name in ("gone", "full"):
         subprocess.run(site.on_node("mkdir", "-p", f"{site.place}/bosh/{name}"), check=True)
     subprocess.run(site.on_node("touch", f"{site.place}/bosh/full/file"), check=True)
@@ -440,8 +451,8 @@ def test_empty_directories_of_deleted_vms_are_removed_later(site: Site, tmp_path
 
 
 def test_mount_table_shared_by_many_processes_is_read_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a hundred processes of one job and sixteen thousand mounts, each attachment on the node used to take six
-    seconds.
+    """Each attachment used to take six seconds on a node with a job of a hundred processes and sixteen thousand
+    mounts.
     """
     crowd = [site.process("sh", "-c", "echo ready; exec sleep 999") for _ in range(5)]
     jailed = site.process("unshare", "-m", "sh", "-c", "echo ready; exec sleep 999")
@@ -474,7 +485,9 @@ print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 
 @pytest.mark.parametrize("whose", ["neighbour", "vm"])
 def test_attach_helper_needs_little_memory_for_a_large_mount_table(site: Site, whose: str) -> None:
-    """An unprivileged process in a user namespace could make each helper on its node exceed its memory limit."""
+    """Otherwise an unprivileged process could create so many mounts in a user namespace that all helpers on its node
+    exceed their memory limit.
+    """
     site.program = PROGRAM.replace("program.main(sys.argv[4:])", MEASURED)
     subprocess.run(site.on_node("mkdir", f"{site.place}/bosh/gone"), check=True)
     many = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", MANY_MOUNTS, str(site.spare)]
@@ -510,7 +523,9 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("state", ["mounted", "unmounted lazily"])
 def test_hanging_file_system_does_not_delay_a_detach(site: Site, state: str) -> None:
-    """The helper used to wait for stat(2) on a job's descriptor, which no signal could interrupt."""
+    """The helper used to call stat(2) on a job's descriptor, which waited for the file system and could not be
+    interrupted.
+    """
     attachment = site.attach()
     site.process(sys.executable, "-c", UNANSWERED, str(site.spare), state)
 
@@ -530,7 +545,7 @@ def test_disk_directory_of_a_deleted_vm_is_removed(site: Site) -> None:
 
 
 def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
-    """Without an idmapped mount, every file would belong to 65534 there and writes would fail."""
+    """Without an idmapped mount, root's files would belong to uid 65534 in the VM and the VM could not write."""
     site = Site(tmp_path, userns=True)
     try:
         helper = site.attach()
@@ -544,8 +559,8 @@ def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
-def test_attachment_tolerates_any_process_name(tmp_path: Path) -> None:
-    """A single process whose name was not valid text used to prevent attachments to its VM and the VM's restart."""
+def test_attachment_tolerates_process_names_that_are_not_valid_text(tmp_path: Path) -> None:
+    """A single process with such a name used to prevent attachments to its VM and restarts of the VM."""
     site = Site(tmp_path, userns=True)
     try:
         job = site.process("perl", "-e", '$| = 1; $0 = "\\xff"; print "ready\\n"; sleep 600')
@@ -558,10 +573,13 @@ def test_attachment_tolerates_any_process_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
-def test_user_namespace_of_a_job_is_not_taken_for_that_of_the_vm(site: Site) -> None:
-    """The disk then had the ids of the job's namespace, so no file belonged to root, and the VM could not write."""
+def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: Site) -> None:
+    """When the helper mistook the job's user namespace for the VM's, no file on the disk belonged to root, and the VM
+    could not write.
+    """
     job = site.in_user_namespace()
-    while attachment_program.start_of(job) == attachment_program.start_of(site.vm.pid):  # the same clock tick
+    # The test needs different start times, which have the resolution of clock ticks.
+    while attachment_program.start_of(job) == attachment_program.start_of(site.vm.pid):
         job = site.in_user_namespace()
     site.pids.insert(0, job)
 
@@ -571,7 +589,9 @@ def test_user_namespace_of_a_job_is_not_taken_for_that_of_the_vm(site: Site) -> 
 
 
 def test_init_of_a_jobs_pid_namespace_is_not_taken_for_pid_1() -> None:
-    """A reboot used to end the jobs' namespaces before the agent had stopped the jobs in order."""
+    """The helper used to end such processes first when it rebooted the VM, before the agent had stopped the jobs in
+    order.
+    """
     nested = "unshare --pid --fork --kill-child sleep 999 & exec sleep 999"
     container = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", nested])
     try:
@@ -585,8 +605,8 @@ def test_init_of_a_jobs_pid_namespace_is_not_taken_for_pid_1() -> None:
 
 
 @pytest.mark.parametrize("heeds", [True, False])
-def test_reboot_ends_pid_1_of_the_container(site: Site, heeds: bool) -> None:
-    """It sends SIGTERM, then SIGKILL after the grace period."""
+def test_reboot_helper_ends_pid_1_of_the_container(site: Site, heeds: bool) -> None:
+    """PID 1 gets SIGTERM, then SIGKILL if it is still running after the grace period."""
     script = ("trap 'exit 7' TERM; " if heeds else "") + "echo; sleep 999 & wait"
     container = subprocess.Popen(
         ["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", script], stdout=-1, stderr=subprocess.DEVNULL
@@ -603,7 +623,7 @@ def test_reboot_ends_pid_1_of_the_container(site: Site, heeds: bool) -> None:
 
 
 def inits_below(pid: int) -> list[int]:
-    """Return the descendants of a process that are number 1 of a namespace, outer ones before inner ones."""
+    """Return the descendants of a process that are PID 1 of a namespace, outer ones before inner ones."""
     found = []
     for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         status = dict(line.split(":", 1) for line in Path(f"/proc/{child}/status").read_text().splitlines())

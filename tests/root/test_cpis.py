@@ -1,7 +1,7 @@
-"""A persistent disk under each CPI: attached, mounted, resized, detached, and moved to another instance.
+"""A persistent disk under each supported CPI: attached, mounted, resized, detached, and moved to another instance.
 
-A real agent runs in real containers, which the CPI restarts or creates again between any two requests of the Director.
-After each request and each restart, ``list_disk`` is right and every file is unchanged. Needs root.
+A real agent runs in real containers, which the CPI restarts or recreates between any two requests of the Director.
+After each request and each restart, ``list_disk`` is correct and no file has changed. Needs root.
 """
 
 from __future__ import annotations
@@ -39,24 +39,27 @@ EACH_WAY = pytest.mark.parametrize("prefix", [(), WITHOUT_CAPABILITIES], ids=["b
 
 
 class Site:
-    """Actions of a CPI and of a Director on one instance, with checks of the invariants after each of them."""
+    """Actions of a CPI and a Director on one instance, with checks of the invariants after each action."""
 
     def __init__(self, pod: Pod) -> None:
         self.pod = pod
         self.cpi = pod.cpi
         self.content: dict[str, Any] = {}
-        """Expected content of the disk on the store."""
+        """Expected content of the disk that is mounted on the store."""
         pod.keeps_root = self.cpi.attaches == "by restart"
 
     @property
     def jobs_reach_disks(self) -> bool:
-        """False for a link into a directory that is closed to jobs, which is where SAP's CPI mounts disks."""
+        """Return False if the store is a link into a directory that jobs cannot enter.
+
+        Without mounts, this is the case under SAP's CPI because of the path at which it attaches disks.
+        """
         return not (self.pod.prefix and self.cpi.place.startswith(cpis.BOSH))
 
     # --- the CPI --------------------------------------------------------------------------------------------------
 
     async def create_vm(self, agent_id: str) -> None:
-        """Create an unused VM."""
+        """Replace the instance with a new VM, which has an empty root file system and no disk."""
         pod = self.pod
         pod.kill()
         pod.agent_id = agent_id
@@ -83,7 +86,7 @@ class Site:
             await self.remake(loses_data=self.cpi.attaches == "by recreation")
 
     async def remake(self, *, loses_data: bool) -> None:
-        """Kill the container and start the next one, with the files that the CPI carries over."""
+        """Kill the container and start another one, which gets the files that the CPI carries over."""
         pod = self.pod
         saved = {path: raw for path in self.cpi.saves if (raw := _content(pod.machine.root / path.lstrip("/")))}
         pod.kill()
@@ -96,7 +99,9 @@ class Site:
             place.write_bytes(raw)
 
     async def happens(self) -> None:
-        """Cause an unrequested event: loss of a node, restart of a container, kill of an agent."""
+        """Cause an event that nobody requested: a killed agent, a restarted container or a lost node, depending on the
+        CPI.
+        """
         if self.cpi.attaches == "live":
             self.pod.end_agent(signal.SIGKILL)
             await self.pod.start_agent()
@@ -106,9 +111,9 @@ class Site:
     # --- the Director ---------------------------------------------------------------------------------------------
 
     async def attach_and_mount(self, cid: str) -> None:
-        """Do this as the Director does (attach_disk_step.rb, mount_disk_step.rb).
+        """Attach and mount a disk in the Director's order (attach_disk_step.rb, mount_disk_step.rb).
 
-        A volume attached live may appear late.
+        Under CPIs that attach live, the volume appears only after the Director has requested the mount.
         """
         await self.attach(cid)
         if self.cpi.tells_the_agent:
@@ -131,8 +136,9 @@ class Site:
         await self.detach(cid)
 
     async def holds(self, *listed: str) -> None:
-        """Check that these disks are mounted, the first on the store with the right content, now and after a
-        restart.
+        """Check that exactly these disks are mounted, and repeat the check after an event.
+
+        The first one must be on the store with the expected content.
         """
         await self._holds(*listed)
         await self.happens()
@@ -167,7 +173,7 @@ async def site(scratch: Path, cpi: Cpi, prefix: tuple[str, ...]) -> AsyncIterato
 
 
 async def write_to_store(one: Site, cid: str, *, as_root: bool) -> None:
-    """Write everything that is hard to copy, as jobs might, including as vcap."""
+    """Write files with all kinds of attributes that a copy must preserve. vcap must be able to write as well."""
     run = one.pod.machine.run
     run("mkdir /var/vcap/store/of-vcap; chown vcap:vcap /var/vcap/store/of-vcap")
     if one.jobs_reach_disks:
@@ -181,7 +187,7 @@ async def write_to_store(one: Site, cid: str, *, as_root: bool) -> None:
 @EACH_WAY
 @pytest.mark.parametrize("cpi", ALL, ids=str)
 async def test_disk_moves_to_a_recreated_vm_with_its_content(tmp_path: Path, cpi: Cpi, prefix: tuple[str, ...]) -> None:
-    """The steps are create_vm, attach and mount; then unmount, detach, create_vm, attach and mount."""
+    """The Director sends create_vm, attach and mount, then unmount, detach, create_vm, attach and mount."""
     async with site(tmp_path, cpi, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -201,7 +207,10 @@ async def test_disk_moves_to_a_recreated_vm_with_its_content(tmp_path: Path, cpi
 async def test_disk_resize_survives_a_new_container_between_its_steps(
     tmp_path: Path, cpi: Cpi, prefix: tuple[str, ...]
 ) -> None:
-    """Steps: attach, add_persistent_disk, mount_disk, migrate_disk, list_disk, remove_persistent_disk and detach."""
+    """The Director attaches a second disk, migrates the first to it and detaches the first.
+
+    The container is replaced after each of the requests.
+    """
     async with site(tmp_path, cpi, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -222,7 +231,9 @@ async def test_disk_resize_survives_a_new_container_between_its_steps(
 
 @EACH_WAY
 async def test_disk_migration_continues_after_the_container_was_killed(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """The old disk is on the store and complete, and the Director's next attempt continues the migration."""
+    """After the kill, the old disk is on the store and complete. The Director's next attempt completes the
+    migration.
+    """
     async with site(tmp_path, cpis.DOCKER, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -243,7 +254,7 @@ async def test_disk_migration_continues_after_the_container_was_killed(tmp_path:
 
 @EACH_WAY
 async def test_volume_mounted_on_the_store_by_a_manifest_is_used(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """No CPI attaches this disk. It belongs to a StatefulSet, whose pod is restarted in place or created again."""
+    """No CPI attaches this disk: it belongs to a StatefulSet, and the pod is restarted in place or recreated."""
     async with site(tmp_path, cpis.STATEFUL_SET, prefix) as one:
         one.pod.attach("disk-1")
         await one.create_vm("first")
@@ -264,8 +275,9 @@ async def test_volume_mounted_on_the_store_by_a_manifest_is_used(tmp_path: Path,
 
 
 async def test_host_names_resolve_after_warden_unmounted_the_hosts_file(tmp_path: Path) -> None:
-    """Warden's last step uncovers the image's own hosts file when the agent is up. sudo and compilations look up
-    both names.
+    """As its last step, Warden unmounts /etc/hosts while the agent is already running, which uncovers the image's file.
+
+    The agent must then add the host name and localhost again, because sudo and compilations look up both.
     """
     async with made(tmp_path, cpis.WARDEN_WITH_SYSTEMD) as pod:
         await pod.start()

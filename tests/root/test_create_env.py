@@ -1,6 +1,6 @@
-"""``bosh create-env`` and ``delete-env`` with a disk: a client sends their requests to an agent that runs as root.
+"""``bosh create-env`` and ``delete-env`` with a disk, sent by a client to an agent that runs as root.
 
-``integration/test_create_env.py`` tests jobs and packages. The order is that of the bosh CLI
+``integration/test_create_env.py`` tests jobs and packages. The order of the requests is that of the bosh CLI
 (``deployment/disk/manager.go``, ``deployment/vm/vm.go``).
 """
 
@@ -34,7 +34,7 @@ WRITING = "#!/bin/sh\necho written >/var/vcap/store/data\n"
 
 @dataclass
 class Env:
-    """A VM of the CPI with two volumes that can be attached."""
+    """A VM and the two volumes that the CPI can attach to it."""
 
     machine: Machine
     cli: Cli
@@ -71,7 +71,7 @@ def env(tmp_path: Path) -> Iterator[Env]:
 
 
 async def until_ready(cli: Cli) -> None:
-    """Ping as the CLI does."""
+    """Send pings until the agent answers, as the CLI does."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -88,7 +88,9 @@ async def attach(cli: Cli, cid: str) -> None:
 
 
 async def test_create_env_resizes_a_disk_and_delete_env_removes_all(env: Env) -> None:
-    """The disk is there before the job. Its data moves to the larger disk, which delete_env unmounts."""
+    """create-env attaches a disk and then deploys a job that writes to it. A second create-env moves the data to a
+    larger disk, and delete-env unmounts it.
+    """
     cli = env.cli
     await attach(cli, "disk-1")
     await cli.run("apply", EMPTY)

@@ -1,6 +1,7 @@
-"""One test for each observed fault of the Go agent and monit in containers, and for their special order of actions.
+"""Each known fault of the Go agent and monit in containers has a test here that this agent does not have it.
 
-They use a real agent in a container with real mounts. Needs root.
+The last test covers the order in which monit executes actions. A real agent runs in a container with real mounts. Needs
+root.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MONIT = f"{sys.executable} -m agent_shim.cli.monit"
 
 
 async def with_disks(pod: Pod, *cids: str) -> None:
-    """Start a container and mount these disks one after the other, each with a file that identifies it."""
+    """Start a container and mount these disks one after the other. The first contains a file with its name."""
     for cid in cids:
         pod.attach(cid)
     (pod.volume(cids[0]) / "whose").write_text(cids[0])
@@ -33,7 +34,7 @@ async def with_disks(pod: Pod, *cids: str) -> None:
 
 
 def mounts(pod: Pod) -> dict[str, str]:
-    """Return the volumes at the agent's mount points."""
+    """Return the names of the volumes by the mount point at which the agent has mounted them."""
     lines = pod.machine.run("findmnt -rno TARGET,FSROOT").splitlines()
     found = [line.split() for line in lines if line.startswith("/var/vcap/store")]
     assert len(found) == len({place for place, _ in found}), "something is mounted twice"
@@ -46,7 +47,7 @@ def managed(pod: Pod) -> str:
 
 
 async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: Pod) -> None:
-    """The Go agent mounts the disk on the migration target too."""
+    """The Go agent mounts the disk on the migration target as well if it gets mount_disk twice."""
     await with_disks(pod, "disk-1")
 
     await pod.run("mount_disk", "disk-1")
@@ -56,7 +57,7 @@ async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: Pod
 
 
 async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: Pod) -> None:
-    """The Go agent records the new disk as the mounted one before anything is copied to it."""
+    """When it mounts a second disk, the Go agent records it as the managed one before anything is copied to it."""
     await with_disks(pod, "disk-1", "disk-2")
 
     assert mounts(pod) == {"store": "disk-1", "store_migration_target": "disk-2"}
@@ -66,7 +67,7 @@ async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: Po
 
 
 async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: Pod) -> None:
-    """With the Go agent the last step fails, and afterwards neither disk is mounted."""
+    """The Go agent fails in the last step of a migration, and afterwards neither disk is mounted."""
     await with_disks(pod, "disk-1", "disk-2")
 
     await pod.run("migrate_disk", "disk-1", "disk-2")
@@ -78,7 +79,7 @@ async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: Pod) -> None:
 
 
 async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: Pod) -> None:
-    """The Go agent removes the runtime's mount, while the store stays mounted and the disk remains recorded."""
+    """The Go agent unmounts the container runtime's mount, but the store stays mounted and the disk recorded."""
     await with_disks(pod, "disk-1")
 
     await pod.run("unmount_disk", "disk-1")
@@ -90,7 +91,7 @@ async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: Pod) ->
 
 
 async def test_disk_is_mounted_and_listed_after_a_restart(pod: Pod) -> None:
-    """With the Go agent the disk is listed, but the store is an empty directory of the container."""
+    """After a restart, the Go agent lists the disk, but the store is an empty directory of the container."""
     await with_disks(pod, "disk-1")
 
     await pod.restart()
@@ -100,7 +101,9 @@ async def test_disk_is_mounted_and_listed_after_a_restart(pod: Pod) -> None:
 
 
 async def test_agent_boots_after_its_disk_was_removed(pod: Pod) -> None:
-    """The Go agent never clears the file that names the mounted disk, so the boot always fails."""
+    """The Go agent never clears the file that names the mounted disk, so it fails at each boot after the disk was
+    removed.
+    """
     pod.keeps_root = True
     await with_disks(pod, "disk-1")
     await pod.run("unmount_disk", "disk-1")
@@ -113,7 +116,9 @@ async def test_agent_boots_after_its_disk_was_removed(pod: Pod) -> None:
 
 
 async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: Pod) -> None:
-    """The Go agent cannot move a file over the kubelet's /etc/hosts (EBUSY), so bosh-dns never sees new records."""
+    """The Go agent tries to rename a new file to the kubelet's /etc/hosts (EBUSY), so bosh-dns never sees new
+    records.
+    """
     pod.start_container()
     line = f"10.1.2.3\t{socket.gethostname()}"
     (pod.machine.root / "mnt/hosts").write_text(f"{line}\n")
@@ -131,7 +136,9 @@ async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: Pod) -> None:
 
 
 async def test_uptimes_are_not_negative_under_lxcfs(pod: Pod) -> None:
-    """With lxcfs on /proc/uptime, monit subtracts about the host's uptime from the age of every process."""
+    """lxcfs replaces /proc/uptime with the container's uptime. monit compares it with process start times, which are
+    those of the host, and reports negative ages.
+    """
     pod.start_container()
     (pod.machine.root / "mnt/uptime").write_text("0.50 0.50\n")
     pod.machine.run("mount --bind /mnt/uptime /proc/uptime")
@@ -143,7 +150,7 @@ async def test_uptimes_are_not_negative_under_lxcfs(pod: Pod) -> None:
     ages = [state["vitals"]["uptime"], *(process["uptime"] for process in state["processes"])]
     assert len(ages) == 2
     for age in ages:
-        secs = age.get("secs", 0)  # left out where it is 0
+        secs = age.get("secs", 0)  # The agent omits the seconds if they are 0.
         assert isinstance(secs, int)
         assert 0 <= secs < 600
 
@@ -161,14 +168,14 @@ esac
 
 
 async def summary(pod: Pod, words: str) -> None:
-    """Wait until monit reports this state of the process."""
+    """Wait until ``monit summary`` shows these words for the job."""
     await until(lambda: pod.machine.run(f"{MONIT} summary | grep web").split("'web'")[1].strip() == words)
 
 
 async def test_monit_start_during_a_pending_stop_is_executed_afterwards(pod: Pod) -> None:
-    """Until its program has ended, an action is pending and the service is not monitored.
+    """An action stays pending until its program has ended, and the service is not monitored until then.
 
-    One further action waits and is not lost.
+    monit executes one further action afterwards, and so does the agent.
     """
     files = {**jobs.sleeper(Paths(), "web"), "bin/ctl": SLOW_TO_STOP}
     await pod.start()

@@ -1,5 +1,5 @@
-"""One instance from its creation until it runs, driven by a Director, with an agent that is root on a machine of its
-own.
+"""All requests that a Director sends to create an instance, answered by an agent that runs as root on its own
+machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def machine(fleet: Fleet) -> Machine:
 
 
 def full_spec(fleet: Fleet) -> dict[str, Any]:
-    """Return the spec of a small instance group."""
+    """Return the spec of an instance with one job and one package."""
     web = jobs.sleeper(Paths(), "web") | {"bin/pre-start": "#!/bin/sh\nid -un\n"}
     return jobs.spec(fleet.blobs(AGENT), {"web": web}, {"tool": {"bin/tool": "x"}}, networks={"default": DYNAMIC})
 

@@ -1,4 +1,4 @@
-"""Disks are copied between file systems, one of which lacks ACLs, extended attributes or holes."""
+"""Copies of disks between file systems that differ in what they can store: ACLs, extended attributes, holes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mount_ramfs(point: Path) -> Path:
 
 
 def mount_fuse(point: Path) -> Path:
-    """Mount ext4 through FUSE. The kernel treats ACLs like other extended attributes for this driver."""
+    """Mount ext4 with fuse2fs. With this driver, the kernel treats ACLs like other extended attributes."""
     image = point.with_suffix(".fuse")
     with image.open("wb") as file:
         file.truncate(32 << 20)
@@ -40,9 +40,9 @@ def mount_fuse(point: Path) -> Path:
 
 
 def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
-    """Remove extended attributes whose names begin with one of ``lost`` from a fingerprint, and round its times.
+    """Return a fingerprint without extended attributes whose names begin with one of ``lost``.
 
-    ``fuse2fs`` stores whole seconds.
+    Times are rounded to seconds, because ``fuse2fs`` stores them that way.
     """
 
     def kept(part: Any) -> Any:
@@ -70,10 +70,10 @@ def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 @alone
-def test_disk_copy_keeps_what_the_target_can_store_and_names_the_rest(
+def test_disk_copy_keeps_what_the_target_can_store_and_reports_the_rest(
     tmp_path: Path, make: Callable[[Path], Path], lost: tuple[str, ...], kinds: list[str]
 ) -> None:
-    """Copying back to ext4 loses nothing more."""
+    """A copy of the copy to ext4 shows that nothing else was lost."""
     source = mount_ext4(tmp_path / "source", tmp_path / "source.image")
     fill(source, as_root=True)
     odd = Path(os.fsdecode(os.fsencode(source) + b"/new\nline \xff"))
@@ -95,10 +95,9 @@ def test_disk_copy_keeps_what_the_target_can_store_and_names_the_rest(
 
 
 @alone
-def test_disk_copy_names_an_attribute_too_large_for_the_target(tmp_path: Path) -> None:
-    """On ext4 the attributes of a file share one block.
-
-    The error is that of a full disk, although the disk is not full.
+def test_disk_copy_reports_an_attribute_too_large_for_the_target(tmp_path: Path) -> None:
+    """On ext4 all attributes of a file share one block. If it is full, the error is that of a full disk, but the copy
+    must not fail because of it.
     """
     source = mount_tmpfs(tmp_path / "source")
     (source / "file").write_text("x")
@@ -125,8 +124,8 @@ def test_disk_copy_fails_if_the_disk_is_too_full_for_an_attribute(tmp_path: Path
 
 
 @alone
-def test_disk_copy_names_files_whose_attributes_cannot_be_listed(tmp_path: Path) -> None:
-    """Linux returns at most 64 KiB of names, but tmpfs stores more."""
+def test_disk_copy_reports_files_whose_attributes_cannot_be_listed(tmp_path: Path) -> None:
+    """Linux returns at most 64 KiB of attribute names, but a file on tmpfs can have more."""
     source, target = mount_tmpfs(tmp_path / "source"), mount_tmpfs(tmp_path / "target")
     (source / "file").write_text("x")
     for number in range(400):

@@ -1,4 +1,4 @@
-"""Disks with real volumes: through bind mounts, through links without any capability, and mounted by a manifest."""
+"""Persistent disks with real volumes that are bind-mounted, linked without any capability, or mounted by a manifest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def overlay(point: Path) -> None:
 
 
 def subpath(point: Path) -> None:
-    """Return a directory of a volume that other pods use as well."""
+    """Mount a directory of a larger volume, as Kubernetes does for a subPath."""
     inside = mount_tmpfs(point.with_suffix(".whole")) / "instance-0"
     inside.mkdir()
     point.mkdir()
@@ -60,7 +60,7 @@ def subpath(point: Path) -> None:
 
 
 KINDS = pytest.mark.parametrize("make", [mount_tmpfs, ext4, overlay, subpath])
-"""All of them are below a directory with blanks in its name."""
+"""Each volume is mounted at a path that contains blanks."""
 
 
 def by_mounts(scratch: Path) -> Instance:
@@ -81,7 +81,7 @@ def mounted_at(place: Path) -> int:
 
 
 async def resize(instance: Instance, between: Callable[[], None], *, as_root: bool) -> None:
-    """Resize a disk as a Director does, with an event of the agent between any two requests."""
+    """Resize a disk as a Director does. Call ``between`` before and after each request."""
     agent: Any = Asked(instance)
     await actions.mount_disk(agent, "a")
     fill(instance.paths.store / "files", as_root=as_root)
@@ -97,7 +97,7 @@ async def resize(instance: Instance, between: Callable[[], None], *, as_root: bo
         await request(agent, *arguments)
         assert await actions.list_disk(agent) == listed
         assert fingerprint(instance.paths.store) == wanted, request
-        assert mounted_at(instance.paths.store) <= 1, request  # otherwise the earlier mount would be below
+        assert mounted_at(instance.paths.store) <= 1, request  # A second mount would cover the first.
         between()
         assert await actions.list_disk(Asked(instance)) == listed
         assert fingerprint(instance.paths.store) == wanted
@@ -123,9 +123,10 @@ async def test_disk_resize_with_mounts_keeps_all_files(
     def happens() -> None:
         between(instance)
         if instance.paths.store.exists() and between is not nothing:
-            instance.persistent["b"] = str(instance.volume("b"))  # the CPI writes all disks that it has attached
+            # The CPI writes every attached disk into the settings.
+            instance.persistent["b"] = str(instance.volume("b"))
 
-    # Attributes that only root can set are not supported on every overlay.
+    # Some overlays do not support attributes that only root can set.
     await resize(instance, happens, as_root=make is not overlay)
 
 
@@ -164,13 +165,13 @@ async def test_disk_resize_works_as_an_ordinary_user(tmp_path: Path) -> None:
 
 
 def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
-    """Provisioners create volumes that jobs of other users cannot enter.
+    """Provisioners may create volumes with modes that keep users of jobs out.
 
-    If the mode changes later, that is a job's choice.
+    The agent changes the mode only once, so that a job can restrict it afterwards.
     """
     volume = tmp_path / "volume"
     volume.mkdir(mode=0o750)
-    (volume / markers.DIRECTORY).mkdir(mode=0o700)  # a lease is taken before the marker is written
+    (volume / markers.DIRECTORY).mkdir(mode=0o700)  # The lease creates the directory before the marker is written.
     markers.write(volume, Marker("a"))
     assert stat.S_IMODE(volume.stat().st_mode) == 0o755
 
@@ -182,7 +183,7 @@ def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
 @pytest.mark.attack("a request names a directory that is no disk")
 @by("mounts")
 async def test_plain_directory_is_not_accepted_as_a_volume(instance: Instance) -> None:
-    """Files written there would be lost with the container."""
+    """A directory of the container is rejected, because files in it would be lost with the container."""
     place = Path("/usr/share")
     instance.persistent["a"] = str(place)
 
@@ -191,8 +192,9 @@ async def test_plain_directory_is_not_accepted_as_a_volume(instance: Instance) -
 
 
 def of_the_node(scratch: Path, *, bind: bool) -> tuple[Instance, Path]:
-    """Return an instance that sees a directory of the node in which disk ``a`` has a mount point, but is not mounted
-    yet.
+    """Return an instance and a directory of the node in which disk ``a`` is not mounted yet.
+
+    This is what an instance sees before a CPI has finished a live attachment.
     """
     instance = Instance(scratch, bind=bind, system=True)
     on_node = mount_tmpfs(scratch / "node/disks") / "a"
@@ -205,7 +207,9 @@ def of_the_node(scratch: Path, *, bind: bool) -> tuple[Instance, Path]:
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_path: Path, bind: bool) -> None:
-    """Between mkdir and the mount of a live attachment, files written there would stay on the node."""
+    """This is what an instance sees between mkdir and mount of a live attachment. Files written there would stay on the
+    node.
+    """
     instance, on_node = of_the_node(tmp_path, bind=bind)
 
     with pytest.raises(ActionError, match=f"nothing is mounted at {on_node}"):
@@ -226,7 +230,7 @@ async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_pat
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_disk_whose_mount_disappeared_is_reported_as_missing(tmp_path: Path, bind: bool) -> None:
-    """Jobs are not started on the directory of the node that the missing mount has uncovered."""
+    """The missing mount uncovers a directory of the node, in which jobs must not be started."""
     instance, on_node = of_the_node(tmp_path, bind=bind)
     mount_tmpfs(on_node)
     await instance.disks.mount("a")
@@ -242,7 +246,7 @@ async def test_disk_whose_mount_disappeared_is_reported_as_missing(tmp_path: Pat
 
 @alone
 async def test_disk_links_point_only_to_mounted_directories(tmp_path: Path) -> None:
-    """Links of dynamic and named disks are created once something is mounted at their target."""
+    """Dynamic and named disks get their links only after something is mounted at the target."""
     instance, on_node = of_the_node(tmp_path, bind=True)
     instance.paths.dynamic_disks.mkdir()
     wanted = [DiskAssociation(cid="a", name="data")]
@@ -316,13 +320,15 @@ def mounted_on(place: Path) -> int:
 
 
 def manifest(instance: Instance) -> None:
-    """Return an instance whose kubelet mounts the disk before the container starts, as the disk's hint says."""
+    """Mount the disk on the store before the agent starts, as a kubelet does for a StatefulSet, and name that path as
+    its hint.
+    """
     mounts.bind(instance.volume("a"), instance.paths.store)
     instance.persistent["a"] = str(instance.paths.store)
 
 
 @by("mounts")
-async def test_a_disk_without_a_hint_is_the_volume_on_the_store(instance: Instance) -> None:
+async def test_disk_without_a_hint_is_the_volume_mounted_on_the_store(instance: Instance) -> None:
     instance.attach("a")
     manifest(instance)
     instance.persistent["a"] = None
@@ -373,7 +379,11 @@ async def test_killed_disk_swap_over_a_mount_of_the_manifest_is_completed(instan
 @pytest.mark.parametrize("read_only", [False, True])
 @alone
 async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path: Path, read_only: bool) -> None:
-    """The manifest mounts the volume on the store and at its hint. This container may not unmount."""
+    """The manifest mounts the volume on the store as well as at the path of its hint, and the container may not unmount
+    it.
+
+    The agent records in the disk's marker that the Director has unmounted it.
+    """
     instance = Instance(tmp_path, bind=False)
     instance.attach("a", mount_tmpfs)
     mounts.bind(instance.volume("a"), instance.paths.store)
@@ -390,7 +400,7 @@ async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path:
 
     assert await instance.disks.list() == []
     if read_only:
-        return  # no marker can be left there for the next agent
+        return  # On a read-only volume, the agent cannot leave a marker for its successor.
     instance.start_agent()
     assert await instance.disks.list() == []
     await instance.disks.mount("a")
@@ -401,7 +411,7 @@ async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path:
 @pytest.mark.parametrize("seconds", [-(2**40), 2**33])
 @alone
 def test_migration_tolerates_times_that_the_new_disk_cannot_store(tmp_path: Path, seconds: int) -> None:
-    """With small inodes, ext4 can store times up to 2038. A job can set any time."""
+    """A job can set any time, but ext4 with small inodes stores times only up to 2038."""
     source = mount_tmpfs(tmp_path / "source")
     target = mount_ext4(tmp_path / "target", tmp_path / "image", 16 << 20, "-I", "128")
     (source / "odd").write_text("text")
@@ -429,11 +439,11 @@ def test_migration_to_a_full_disk_fails_with_its_message(tmp_path: Path) -> None
 POINTS = int(os.environ.get("SHIM_TEST_KILLS", "6"))
 FILES = int(os.environ.get("SHIM_TEST_FILES", "300"))
 SIZE = int(os.environ.get("SHIM_TEST_BYTES", str(8 << 20)))
-"""How often the test runs and how much there is to copy. Outside of the daily tests: 50, 10000 and 2147483648."""
+"""The number of kills and files and the total size of the files in bytes. Slow runs use 50, 10000 and 2147483648."""
 
 
 def in_a_process(instance: Instance, *cids: str) -> int:
-    """Start an agent with a worker that migrates a disk. Return its pid."""
+    """Fork an agent that migrates a disk and exits. Return its pid."""
     pid = os.fork()
     if pid == 0:
         instance.start_agent()
@@ -443,7 +453,7 @@ def in_a_process(instance: Instance, *cids: str) -> int:
 
 
 async def what_is_left(instance: Instance) -> list[str]:
-    """Return the disks that the next agent has mounted, after checking that it reports no problem."""
+    """Start the next agent, check that it reports no problem, and return the disks that it has mounted."""
     instance.start_agent()
     await instance.disks.recover()
     assert await instance.disks.problem() == ""
@@ -452,8 +462,10 @@ async def what_is_left(instance: Instance) -> list[str]:
 
 @pytest.mark.parametrize("way", [by_mounts, by_links])
 @alone
-def test_an_agent_killed_during_a_migration_loses_no_file(tmp_path: Path, way: Callable[[Path], Instance]) -> None:
-    """It is killed at any moment between the start of the worker and the swap, in both directions."""
+def test_agent_killed_during_a_migration_loses_no_file(tmp_path: Path, way: Callable[[Path], Instance]) -> None:
+    """The agent is killed at random times between the start of the worker and the end of the swap. Disks are migrated
+    back and forth.
+    """
     instance = way(tmp_path)
     instance.copy = None
     for cid in "ab":

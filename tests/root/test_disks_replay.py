@@ -1,4 +1,4 @@
-"""Replays a real Director's disk requests for a recreated machine and a resize, and expects the Go agent's replies."""
+"""A Director's recorded disk requests for a recreated VM and a resize get the same replies as from the Go agent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attach(point: Path) -> None:
 
 
 async def ask(instance: Instance, step: Step) -> Any:
-    """Call an action through the dispatcher's binding. Hints name the volumes that exist here."""
+    """Call an action with a request's arguments, in which hints name the volumes of this test."""
     volumes = instance.scratch / "volumes of others"
     arguments = json.loads(json.dumps(step.arguments).replace('"/dev/', f'"{volumes}/'))
     action = ACTIONS[step.method]

@@ -1,4 +1,4 @@
-"""What a real agent reports about disks: status, metrics, vitals and refusals. Needs root."""
+"""A real agent's reports about disks in status, metrics, vitals and errors. Needs root."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def metric(pod: Pod, name: str) -> float | None:
 
 
 async def test_migration_progress_is_shown_in_status_and_metrics(pod: Pod) -> None:
-    """Before and after the copy there are no such figures."""
+    """They show progress only while the worker copies files."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         pod.http = f"127.0.0.1:{free.getsockname()[1]}"
@@ -78,7 +78,7 @@ async def test_migration_progress_is_shown_in_status_and_metrics(pod: Pod) -> No
 
 @pytest.mark.parametrize("prefix", [(), ("setpriv", "--bounding-set=-all", "--")], ids=["by mount", "by link"])
 async def test_vitals_include_the_persistent_disk_while_it_is_mounted(pod: Pod, prefix: tuple[str, ...]) -> None:
-    """The ephemeral disk is always included. Both are percentages of space and inodes, as strings."""
+    """Vitals always include the system and ephemeral disks. All percentages of space and inodes are strings."""
     pod.prefix = prefix
     pod.attach("disk-1")
     await pod.start()
@@ -94,8 +94,10 @@ async def test_vitals_include_the_persistent_disk_while_it_is_mounted(pod: Pod, 
         assert all(value["percent"].isdigit() and value["inode_percent"].isdigit() for value in disks.values())
 
 
-async def test_vitals_include_a_volume_unknown_to_the_director(pod: Pod) -> None:
-    """A manifest mounts it on the store, and no Director knows of it."""
+async def test_vitals_include_a_volume_that_only_the_manifest_mounts(pod: Pod) -> None:
+    """The volume is on the store, but the Director has never sent a request for it and the agent writes nothing
+    to it.
+    """
     (pod.scratch / "volume").mkdir()
     pod.seen["/var/vcap/store"] = pod.scratch / "volume"
     await pod.start()
@@ -107,7 +109,7 @@ async def test_vitals_include_a_volume_unknown_to_the_director(pod: Pod) -> None
 
 
 async def test_start_is_refused_while_the_disk_is_missing(pod: Pod) -> None:
-    """The error and ``status`` give the reason. No process of the jobs runs."""
+    """Both the error and ``status`` give the reason, and no process of a job runs."""
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
@@ -127,7 +129,7 @@ async def test_start_is_refused_while_the_disk_is_missing(pod: Pod) -> None:
 
 
 async def with_a_job_on_its_disk(pod: Pod) -> None:
-    """Run a job, with the top of its disk owned by vcap, as many pre-start scripts arrange it."""
+    """Deploy a job, and make vcap the owner of its disk's root directory, as many pre-start scripts do."""
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
@@ -136,7 +138,7 @@ async def with_a_job_on_its_disk(pod: Pod) -> None:
 
 
 @pytest.mark.attack("a job forges the marker of its disk")
-async def test_disk_marker_written_by_a_job_changes_nothing(pod: Pod) -> None:
+async def test_disk_marker_forged_by_vcap_is_ignored(pod: Pod) -> None:
     await with_a_job_on_its_disk(pod)
     as_vcap = "cd /var/vcap/store; setpriv --reuid=vcap --regid=vcap --clear-groups sh -ec"
     wrong = Marker("disk-9", "store"), Marker("disk-1", ""), Marker("disk-1", "store", instance="another")
@@ -165,7 +167,9 @@ async def test_disk_marker_written_by_a_job_changes_nothing(pod: Pod) -> None:
     ],
 )
 async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: Pod, wrong: Marker, reason: str) -> None:
-    """Root of a job can write any marker, but no job is started on the container's own file system."""
+    """A job that runs as root can forge any marker. The agent then starts no job, because jobs would otherwise write to
+    the container's own file system.
+    """
     await with_a_job_on_its_disk(pod)
     markers.write(pod.volume("disk-1"), wrong)
 
@@ -180,7 +184,9 @@ async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: Pod, wrong: Mar
 
 @pytest.mark.attack("a request names a directory that is no disk")
 async def test_directory_of_the_container_is_not_accepted_as_a_disk(pod: Pod) -> None:
-    """Mounting it would show the machine's files at the store, and unmounting it would end every job."""
+    """If the agent accepted such a path, the store would show files of the machine, and an unmount would end
+    every job.
+    """
     await pod.start()
     for place in ["/", "/run", "/dev", "/proc", "/sys/fs", "/tmp", "/var/vcap", "/var/vcap/data"]:
         await pod.run("add_persistent_disk", "disk-1", place)

@@ -1,4 +1,4 @@
-"""Volumes at a second path, with real mounts that are invisible elsewhere."""
+"""Volumes that are shown at a second path. The tests' mounts are invisible to other processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def overlay(scratch: Path) -> Path:
 
 
 def subpath(scratch: Path) -> Path:
-    """Bind a directory of a volume on a path of its own, as a pod's subPath does."""
+    """Bind-mount a directory of a volume, as Kubernetes does for a subPath."""
     inside = mount_tmpfs(scratch / "whole") / "instance-0"
     inside.mkdir()
     (scratch / "volume").mkdir()
@@ -94,8 +94,8 @@ def test_root_without_capabilities_cannot_bind_mount(tmp_path: Path) -> None:
 
 
 @alone
-def test_directory_of_an_image_layer_is_replaced_by_a_link(tmp_path: Path) -> None:
-    """It cannot be renamed (EXDEV), only removed."""
+def test_image_directory_is_replaced_by_a_volume_link(tmp_path: Path) -> None:
+    """On overlayfs, a directory of an image layer cannot be renamed (EXDEV), only removed."""
     layers = mount_tmpfs(tmp_path / "layers")
     (layers / "lower/vcap/store").mkdir(parents=True)
     root = mount_overlay(tmp_path / "root", layers)
@@ -163,7 +163,7 @@ def test_mount_options_of_a_volume_are_kept_and_extended(tmp_path: Path) -> None
 
 @alone
 def test_matching_mount_options_are_not_set_again(tmp_path: Path) -> None:
-    """A volume that already has the required options can be used without the privilege to remount."""
+    """If the options already match, no privilege to remount is needed."""
     volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     volumes.show(volume, place, bind=True)
     drop_capabilities()
@@ -204,15 +204,15 @@ def test_processes_that_keep_a_mount_busy_are_named(tmp_path: Path, how: str, te
 
 @alone
 def test_mount_holders_do_not_include_the_agent_itself(tmp_path: Path) -> None:
-    """Its own descriptors belong to the copy that waits for the other processes."""
+    """The agent's copy worker has files on the volume open while it waits for other processes to close theirs."""
     volume = mount_tmpfs(tmp_path / "volume")
     with (volume / "file").open("w"):
         assert volumes.holders([volume]) == []
 
 
 @alone
-def test_mount_holders_exclude_equal_paths_on_other_devices(tmp_path: Path) -> None:
-    """If the node's processes are visible, the store of another pod has the same path."""
+def test_mount_holders_exclude_users_of_the_same_path_on_another_device(tmp_path: Path) -> None:
+    """If processes of the whole node are visible, other pods use the same path for their own disks."""
     volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     other = mount_tmpfs(tmp_path / "other")
     (other / "file").write_text("x")
@@ -244,9 +244,9 @@ def test_loop_device_that_keeps_a_mount_busy_is_named(tmp_path: Path) -> None:
 
 
 def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All containers of a node see all loop devices.
+    """Every container of a node sees all its loop devices.
 
-    One whose name was not valid text used to prevent every unmount.
+    A single one whose backing file had such a name used to prevent every unmount.
     """
     shown = tmp_path / "block/loop0/loop/backing_file"
     shown.parent.mkdir(parents=True)
@@ -259,8 +259,8 @@ def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monke
 
 
 @alone
-def test_directory_tree_of_an_image_layer_is_removed(tmp_path: Path) -> None:
-    """Its directories cannot be renamed (EXDEV). A job can nest thousands below them."""
+def test_deep_directory_tree_of_an_image_layer_is_removed(tmp_path: Path) -> None:
+    """Directories of an image layer cannot be renamed (EXDEV), and a job can nest thousands of directories in them."""
     layers = mount_tmpfs(tmp_path / "layers")
     (layers / "lower/jobs/web/bin").mkdir(parents=True)
     (layers / "lower/jobs/web/bin/ctl").touch()

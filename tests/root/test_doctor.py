@@ -1,4 +1,4 @@
-"""The doctor in containers with many, few and no privileges."""
+"""The doctor's findings in containers with many, few and no privileges."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def with_capabilities(names: str) -> tuple[str, ...]:
     return ("setpriv", f"--bounding-set=-all,{wanted}", "--inh-caps=-all")
 
 
-def test_doctor_calls_root_with_all_capabilities_privileged(box: Machine) -> None:
+def test_doctor_reports_root_with_all_capabilities_as_privileged(box: Machine) -> None:
     report = examined(box)
 
     assert report["tier"] == "privileged"
@@ -55,7 +55,7 @@ def test_doctor_calls_root_with_all_capabilities_privileged(box: Machine) -> Non
     assert verdict(report, "mounts")[0] == "good"
 
 
-def test_doctor_says_that_the_manifests_capabilities_suffice_for_jobs(box: Machine) -> None:
+def test_doctor_reports_that_the_manifests_capabilities_suffice_for_jobs(box: Machine) -> None:
     report = examined(box, *with_capabilities(FEW))
 
     assert report["tier"] == "root with few capabilities"
@@ -68,7 +68,7 @@ def test_doctor_says_that_the_manifests_capabilities_suffice_for_jobs(box: Machi
     assert verdict(report, "ports below 1024")[0] == "good"
 
 
-def test_doctor_says_that_root_without_capabilities_cannot_run_jobs(box: Machine) -> None:
+def test_doctor_reports_that_root_without_capabilities_cannot_run_jobs(box: Machine) -> None:
     report = examined(box, "setpriv", "--bounding-set=-all", "--inh-caps=-all")
 
     assert not report["clean"]
@@ -89,7 +89,9 @@ def test_doctor_reports_missing_write_access_of_vcap(box: Machine) -> None:
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_doctor_reports_another_process_on_the_agents_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent runs without its port, and the doctor used to report that the agent was listening there."""
+    """If another process has the port, the agent runs without it. The doctor used to report that the agent listened
+    there.
+    """
     thief = subprocess.Popen(
         ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", THIEF], stdin=PIPE, stdout=PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""Packet filter rules keep jobs from the bus, and no other process. Each agent has its own network."""
+"""Packet filter rules that keep jobs, but no other process, away from the message bus. Each pod has its own network."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ table ip mesh {{
 
 
 class Netted(Pod):
-    """A pod whose bus is at ``gateway``, behind ``proxy``."""
+    """A pod that reaches its bus through ``proxy``, which listens on ``gateway``."""
 
     proxy: Proxy
 
     def may_connect(self, prefix: str = "") -> bool:
-        """Return True if a user can connect to the bus."""
+        """Return True if a program with this command prefix can connect to the bus."""
         at = urlsplit(self.url)
         code = f"import socket; socket.create_connection(({at.hostname!r}, {at.port}), 5)"
         done = self.machine.popen([*prefix.split(), sys.executable, "-c", code], stderr=subprocess.PIPE)
@@ -71,10 +71,10 @@ class Netted(Pod):
         return done.returncode == 0
 
     async def firewall(self, **wanted: Any) -> dict[str, Any]:
-        """Return the agent's report once it is as ``wanted`` and the address of the bus is known.
+        """Return the agent's report as soon as it contains ``wanted`` and the address of the bus.
 
-        The request runs in a thread, because the proxy on this event loop must keep working, or the agent would abandon
-        the connection.
+        The request runs in a thread, because this event loop also runs the proxy. If the proxy stopped, the agent would
+        abandon its connection.
         """
         command = f"{sys.executable} -m agent_shim.cli status --json"
         async with asyncio.timeout(60):
@@ -108,7 +108,7 @@ async def pod(tmp_path: Path) -> AsyncIterator[Netted]:
 
 @pytest.mark.attack("a job connects to the bus")
 async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: Netted) -> None:
-    """The agent stays connected all the time."""
+    """The rules do not interrupt the agent's own connection."""
     pod.start_container()
     assert pod.may_connect(VCAP)
 
@@ -124,7 +124,9 @@ async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: Netted) 
 
 
 async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Netted) -> None:
-    """A connection that is opened and dropped half-way would cause one for each VM at each start."""
+    """When the agent tests whether its rules work, it must not drop connections before the handshake is complete. Each
+    would be logged as an error for every VM.
+    """
     pod.start_container()
     await pod.start_agent()
     await pod.firewall(enforced=True)
@@ -137,7 +139,9 @@ async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Nette
 
 @pytest.mark.attack("root in a container removes the packet filter rules")
 async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Netted) -> None:
-    """They are restored at the next connection, or after a minute at most."""
+    """Root in the container deletes the rules. The agent restores them when it connects again, and after a minute at
+    the latest.
+    """
     await pod.start()
     await pod.firewall(enforced=True)
     pod.machine.run("nft delete table inet agent_shim")
@@ -152,7 +156,7 @@ async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Nette
 
 
 async def test_handback_removes_only_the_agents_packet_filter_rules(pod: Netted) -> None:
-    """The BOSH agent has its own table."""
+    """Only the table of this agent is removed, not that of the BOSH agent."""
     await pod.start()
     await pod.firewall(enforced=True)
     pod.machine.run("nft add table inet bosh_agent")
@@ -165,7 +169,7 @@ async def test_handback_removes_only_the_agents_packet_filter_rules(pod: Netted)
 
 
 async def test_disabled_packet_filter_has_no_rules(pod: Netted) -> None:
-    """The option exists for those who have rules of their own."""
+    """Operators with their own rules can switch the packet filter off."""
     pod.shim = {"firewall": False}
     await pod.start()
 
@@ -174,7 +178,7 @@ async def test_disabled_packet_filter_has_no_rules(pod: Netted) -> None:
 
 
 async def test_agent_without_packet_filter_privilege_reports_it_and_continues(pod: Netted) -> None:
-    """Most pods lack it."""
+    """Most pods lack CAP_NET_ADMIN."""
     pod.prefix = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-all"]
     await pod.start()
 
@@ -185,7 +189,11 @@ async def test_agent_without_packet_filter_privilege_reports_it_and_continues(po
 
 
 async def test_packet_filter_does_not_cut_off_an_agent_behind_a_proxy(pod: Netted) -> None:
-    """Sidecars of service meshes redirect other users' packets and send them as themselves."""
+    """The sidecar of a service mesh redirects the agent's packets and sends them as another user, whom the rules would
+    block.
+
+    The agent notices that and removes its rules.
+    """
     pod.start_container()
     at = urlsplit(pod.url)
     other = ["setpriv", f"--reuid={DAEMON}", f"--regid={DAEMON}", "--clear-groups"]
@@ -196,7 +204,7 @@ async def test_packet_filter_does_not_cut_off_an_agent_behind_a_proxy(pod: Nette
     await until(pod.may_connect)
 
     pod.exec_agent()
-    async with asyncio.timeout(90):  # trying the rules takes two connections
+    async with asyncio.timeout(90):  # The agent needs two connections to test the rules.
         while True:
             with contextlib.suppress(RpcTimeoutError):
                 await pod.director.value(AGENT, "ping", timeout=2)

@@ -1,4 +1,4 @@
-"""An agent whose root file system or data volume is full or read-only. Both are small, real file systems."""
+"""Agents on a small, real root file system or data volume that is full or read-only."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.root
 
 @pytest.fixture
 async def instance() -> AsyncIterator[World]:
-    """An instance whose agent is not started yet."""
+    """Provide an instance without a running agent."""
     async with world(COMMAND) as made:
         yield made
 
 
 @pytest.fixture
 def mounted(instance: World) -> Iterator[Callable[[str], Path]]:
-    """Move a directory of the tree to a small ext4 of its own."""
+    """Provide a function that moves a directory of the instance to its own small ext4 file system."""
     places = []
 
     def mount(name: str) -> Path:
@@ -46,7 +46,7 @@ def mounted(instance: World) -> Iterator[Callable[[str], Path]]:
 
 
 def fill(place: Path) -> None:
-    """Leave no free block."""
+    """Fill a file system completely."""
     with (place / "filler").open("ab", buffering=0) as file:
         for size in (1 << 20, 4096, 1):
             with suppress(OSError):
@@ -55,13 +55,15 @@ def fill(place: Path) -> None:
 
 
 def make_read_only(place: Path) -> None:
-    """Make it read-only as the kernel does after a disk error, which cannot be undone while files are open."""
+    """Make a file system read-only, as the kernel does after a disk error."""
     device = Path(f"/sys/dev/block/{os.major(place.stat().st_dev)}:{os.minor(place.stat().st_dev)}").resolve().name
     Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("1")
 
 
 async def test_agent_starts_on_a_full_root_file_system(instance: World, mounted: Callable[[str], Path]) -> None:
-    """The agent answers. Once there is space, the next agent recognizes the container, so no job is started again."""
+    """The agent answers on the full file system. Once there is space again, the next agent recognizes the container, so
+    it does not start the jobs again.
+    """
     root, data = mounted(""), mounted("data")
     await instance.start_agent()
     await instance.stop_agent()
@@ -77,7 +79,8 @@ async def test_agent_starts_on_a_full_root_file_system(instance: World, mounted:
     assert "Traceback" not in instance.log_text()
     pids = await instance.deploy(1)
     stamp = root / "bosh/agent_shim.json"
-    await until(lambda: stamp.exists() and stamp.stat().st_size)  # the state backup repeats its failed write
+    # The agent saves its state again after a failed write.
+    await until(lambda: stamp.exists() and stamp.stat().st_size)
     await instance.kill_agent()
 
     await instance.start_agent()
@@ -91,7 +94,7 @@ async def test_agent_starts_on_a_full_root_file_system(instance: World, mounted:
 async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
     instance: World, mounted: Callable[[str], Path], fault: Callable[[Path], None]
 ) -> None:
-    """This holds during the fault and after it. A start is refused."""
+    """The agent stays stopped during the fault and after it, and refuses a start meanwhile."""
     data = mounted("data")
     pids = await instance.deploy(1)
     fault(data)
@@ -99,7 +102,7 @@ async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
     await instance.kill_agent()
     await instance.start_agent()
     if fault is fill:
-        fill(data)  # the stop has freed space by removing the pidfile
+        fill(data)  # The stop has removed the pidfile, which freed space.
     with pytest.raises(RpcRemoteError, match=r"cannot write .*supervisor\.json"):
         await instance.run("start")
     await instance.kill_agent()

@@ -1,7 +1,7 @@
-"""The real Go agent with Debian's monit, before and after this agent. Run by ``./dev test-go-agent BINARY``.
+"""The real Go agent with Debian's monit, before and after this agent. Run with ``./dev test-go-agent BINARY``.
 
-The Go agent uses a platform that leaves the machine alone. Monit listens on 127.0.0.1:2822, where the Go agent expects
-it, so that port must be free and no other test may run at the same time.
+The Go agent's test platform does not change the machine. monit listens on 127.0.0.1:2822, where the Go agent expects
+it, so the port must be free and no other test may run at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ START = "/usr/bin/monit -c /var/vcap/monit/monitrc"
 KILL = "pid=$(cat /var/vcap/monit/monit.pid); kill -9 $pid; while [ -e /proc/$pid ]; do sleep 0.05; done"
 RELOADS = "Waiting for monit to reload"
 COMPARED = ("deployment", "job", "packages", "configuration_hash", "networks", "id", "name", "index", "az")
-"""Members of a state that come from the Director."""
+"""Keys of a reported state whose values come from the Director."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def pod(pod: Pod) -> Pod:
 
 @contextmanager
 def go_agent_and_monit(pod: Pod) -> Iterator[None]:
-    """Run both for the duration of the block. The jobs keep running afterwards."""
+    """Run the Go agent and monit during the block. Jobs keep running afterwards."""
     pod.machine.run(START)
     search = "PATH=/var/vcap/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     options = ["-P", "dummy", "-M", "monit", "-C", "/var/vcap/bosh/agent.json"]
@@ -68,7 +68,7 @@ def go_agent_and_monit(pod: Pod) -> Iterator[None]:
 
 @contextmanager
 def this_agent(pod: Pod) -> Iterator[None]:
-    """Run this agent, and hand back to the Go agent at the end of the block."""
+    """Run this agent during the block, then hand back to the Go agent."""
     pod.exec_agent()
     try:
         yield
@@ -82,14 +82,14 @@ async def ready(pod: Pod) -> None:
 
 
 async def deploy(pod: Pod) -> dict[str, Any]:
-    """Deploy three jobs that record each start. Return the state once they run."""
+    """Deploy three jobs that record each of their starts, and return the state once they run."""
     files = {name: {"monit": jobs.sleeper(Paths(), name)["monit"], "bin/ctl": CTL.format(name=name)} for name in NAMES}
     spec = jobs.spec(pod.scratch / "blobs", files, {"tool": {"bin/tool": "x"}})
     reloading = asyncio.create_task(reload_when_asked(pod))
     await pod.run("apply", spec)
     try:
         await pod.run("start")
-    except RpcRemoteError as exc:  # Debian's monit asks for a token that the Go agent does not know
+    except RpcRemoteError as exc:  # The Go agent does not know the token that Debian's monit requires.
         assert "Invalid CSRF Token" in str(exc)
         pod.machine.run(f"{START} start all")
     reloading.cancel()
@@ -97,7 +97,7 @@ async def deploy(pod: Pod) -> dict[str, Any]:
 
 
 async def reload_when_asked(pod: Pod) -> None:
-    """Keep restarting monit, because on its platform for tests the Go agent asks no service manager to do that."""
+    """Keep restarting monit. The Go agent relies on a service manager for that, which its test platform lacks."""
     log, seen = pod.scratch / "go.log", 0
     while True:
         await asyncio.sleep(0.1)
@@ -108,7 +108,7 @@ async def reload_when_asked(pod: Pod) -> None:
 
 
 async def running(pod: Pod, seconds: float = 60) -> dict[str, Any]:
-    """Return the state once all jobs run, which takes monit a while."""
+    """Return the state once all jobs run. monit needs a few cycles for that."""
     async with asyncio.timeout(seconds):
         while True:
             try:
@@ -121,14 +121,17 @@ async def running(pod: Pod, seconds: float = 60) -> dict[str, Any]:
 
 
 async def keep_credentials(pod: Pod) -> None:
-    """Do what a Director does for a new instance. The Go agent exits after it, and its service manager restarts it."""
+    """Send update_settings as a Director does to rotate the credentials of a new instance, but with the present ones.
+
+    The Go agent then exits and its service manager restarts it.
+    """
     settings = json.loads((pod.machine.vcap / "bosh/warden-cpi-agent-env.json").read_text())
     mbus = settings["env"]["bosh"]["mbus"]
     await pod.run("update_settings", {"mbus": mbus, "trusted_certs": "", "blobstores": None})
 
 
 async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: Pod) -> None:
-    """The Go agent reports and stops the job, and hands it back stopped."""
+    """The Go agent reports the job as running, stops it, and this agent finds it stopped after a second handover."""
     with this_agent(pod):
         await ready(pod)
         ours = await deploy(pod)
@@ -155,7 +158,7 @@ async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: Pod) -> None:
 
 
 async def test_jobs_of_the_go_agent_continue_under_this_agent_and_back(pod: Pod) -> None:
-    """The change is made twice. Every process is still the one that monit started."""
+    """The supervisor changes four times. All processes are still those that monit started."""
     with go_agent_and_monit(pod):
         await ready(pod)
         theirs = await deploy(pod)

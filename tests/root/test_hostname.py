@@ -1,4 +1,4 @@
-"""The host name, with and without a UTS namespace of the agent's own."""
+"""The container's host name, with and without a UTS namespace for the agent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def say(made: Machine, before: str, expression: str) -> list[str]:
         (":", LONG, f"{LONG} is not a valid host name"),
     ],
 )
-def test_agent_sets_the_host_name_if_the_container_has_none(tmp_path: Path, before: str, name: str, why: str) -> None:
+def test_agent_sets_a_valid_host_name_unless_the_runtime_owns_it(
+    tmp_path: Path, before: str, name: str, why: str
+) -> None:
     with machine(tmp_path) as made:
         said = say(made, before, f"hostname.set_host_name({name!r})")
 
@@ -43,7 +45,7 @@ def test_agent_sets_the_host_name_if_the_container_has_none(tmp_path: Path, befo
 
 
 def test_agent_does_not_change_the_host_name_of_the_machine(tmp_path: Path) -> None:
-    """Without a UTS namespace, the name is shared with every other program on the machine."""
+    """Without its own UTS namespace, the agent would change the name for every other program on the machine."""
     with machine(tmp_path) as made:
         told = made.run(
             f"cd {CODE}; {sys.executable} -c 'from agent_shim.host import hostname; print(hostname.owner())'"

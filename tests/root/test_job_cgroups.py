@@ -1,4 +1,4 @@
-"""Cgroups of jobs in each hierarchy of this machine's kernel."""
+"""Job cgroups in each hierarchy of this machine's kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ while True:
 
 
 def test_cgroup_probe_leaves_no_cgroup_behind() -> None:
-    """The next probe of this process would fail."""
+    """Otherwise the next probe of the same process would fail."""
     job_cgroups.offered()
 
     assert [path for _, each in job_cgroups.hierarchies() for path in job_cgroups.place(each).glob("probe-*")] == []

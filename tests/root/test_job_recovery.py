@@ -1,4 +1,7 @@
-"""Containers with real mounts and pids end, and new ones start with the same volumes."""
+"""What happens to jobs and disks when a container ends and a new one starts with the same volumes.
+
+The containers have real mounts and pids.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ WITHOUT_MOUNTS = ("setpriv", "--bounding-set=-sys_admin", "--")
 
 
 def writer(name: str) -> dict[str, str | bytes]:
-    """Return a job that writes to the store in its pre-start and at each start.
+    """Return a job that writes a line to the persistent disk in its pre-start and at each start.
 
-    The pre-start also leaves a file in /etc.
+    The pre-start also creates a file in /etc, which a new container has lost.
     """
     files = jobs.sleeper(Paths(), name)
     ctl = files["bin/ctl"].replace("start)", f"start) echo {name} >>/var/vcap/store/events;")
@@ -32,12 +35,12 @@ def writer(name: str) -> dict[str, str | bytes]:
 
 
 async def deploy(pod: Pod, *names: str) -> dict[str, Any]:
-    """Deploy as the Director does, without pre-start. Return the spec."""
+    """Deploy these jobs as the Director does, but without running pre-start. Return the spec."""
     return await pod.deploy({name: writer(name) for name in names}, {"tool": {"bin/tool": "#!/bin/sh"}})
 
 
 def events(pod: Pod, cid: str = "disk-1") -> list[str]:
-    """Return and clear the lines that the jobs have written to the disk."""
+    """Return the lines that the jobs have written to the disk since the last call."""
     path = pod.volume(cid) / "events"
     lines = path.read_text().splitlines() if path.exists() else []
     path.write_text("")
@@ -45,9 +48,8 @@ def events(pod: Pod, cid: str = "disk-1") -> list[str]:
 
 
 async def test_first_ping_is_answered_before_boot_steps_the_bus_does_not_need(pod: Pod) -> None:
-    """A new container has to install CA certificates, for example.
-
-    That command takes most of a second, and hangs forever here.
+    """For example, a new container has to install CA certificates. The command for that takes most of a second, and
+    never ends in this test.
     """
     pod.start_container()
     pod.machine.write("/mnt/for-ever", "", mode=0o755)
@@ -64,7 +66,7 @@ async def test_first_ping_is_answered_before_boot_steps_the_bus_does_not_need(po
 
 
 async def with_a_disk(pod: Pod) -> None:
-    """Start the first container and its agent, with a disk on the store."""
+    """Start the first container and mount a disk on the store."""
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
@@ -72,7 +74,10 @@ async def with_a_disk(pod: Pod) -> None:
 
 @pytest.mark.parametrize("prefix", [(), WITHOUT_MOUNTS], ids=["by mount", "by link"])
 async def test_container_restart_restores_disk_and_jobs(pod: Pod, prefix: tuple[str, ...]) -> None:
-    """Disk, pre-start and jobs follow in this order. Users and names are restored, and stale files are gone."""
+    """The boot mounts the disk, runs pre-start and starts the jobs, in this order.
+
+    It also restores users and host names, and removes stale files from the run directory.
+    """
     pod.prefix = prefix
     await with_a_disk(pod)
     await deploy(pod, "web", "worker")
@@ -101,7 +106,9 @@ async def test_container_restart_restores_disk_and_jobs(pod: Pod, prefix: tuple[
 
 
 async def test_reboot_with_the_same_root_file_system_starts_jobs_without_pre_start(pod: Pod) -> None:
-    """As on a machine, the old run directory is emptied and the disk is mounted first."""
+    """As after the reboot of a VM, the run directory is emptied and the disk mounted before the jobs start. pre-start
+    does not run because its changes to the root file system still exist.
+    """
     pod.keeps_root = True
     await with_a_disk(pod)
     await deploy(pod, "web")
@@ -116,8 +123,8 @@ async def test_reboot_with_the_same_root_file_system_starts_jobs_without_pre_sta
     assert await pod.run("list_disk") == ["disk-1"]
 
 
-async def test_recreated_vm_keeps_only_its_disk(pod: Pod) -> None:
-    """As under the Docker and Kubernetes CPIs, the disk is on the store before any request."""
+async def test_recreated_vm_mounts_its_disk_but_starts_no_job_until_an_apply(pod: Pod) -> None:
+    """The Docker and Kubernetes CPIs attach the disk before the Director sends any request."""
     await with_a_disk(pod)
     spec = await deploy(pod, "web")
     events(pod)
@@ -136,7 +143,7 @@ async def test_recreated_vm_keeps_only_its_disk(pod: Pod) -> None:
 
 
 async def test_jobs_wait_for_a_disk_that_appears_late(pod: Pod) -> None:
-    """No job is started before the disk appears, and the instance is failing. Then everything proceeds."""
+    """Until the disk appears, no job runs and the instance is failing."""
     await with_a_disk(pod)
     await deploy(pod, "web")
     events(pod)
@@ -151,7 +158,7 @@ async def test_jobs_wait_for_a_disk_that_appears_late(pod: Pod) -> None:
     await pod.until("failing")
     assert events(pod) == []
 
-    # Mount from inside, as a CPI does with exec.
+    # Some CPIs run mount inside the container instead of attaching the disk before it starts.
     pod.machine.run("mkdir -p /var/vcap/bosh/disks/disk-1 /mnt/late")
     pod.volume("disk-1").joinpath(".agent_shim/lease.json").unlink()
     for path in sorted(pod.volume("disk-1").rglob("*")):
@@ -163,8 +170,8 @@ async def test_jobs_wait_for_a_disk_that_appears_late(pod: Pod) -> None:
     assert (pod.scratch / "container-2/late/events").read_text().splitlines() == ["pre-start web", "web"]
 
 
-async def test_second_container_does_not_use_a_disk_in_use_by_the_first(pod: Pod, tmp_path: Path) -> None:
-    """They share only the disk, because a pod was created again elsewhere while its predecessor still runs."""
+async def test_second_container_does_not_mount_a_disk_that_the_first_still_uses(pod: Pod, tmp_path: Path) -> None:
+    """This happens if a pod is recreated on another node while its predecessor is still running."""
     await with_a_disk(pod)
     await deploy(pod, "web")
     events(pod)
@@ -183,10 +190,11 @@ async def test_second_container_does_not_use_a_disk_in_use_by_the_first(pod: Pod
         twin.kill()
 
 
-async def test_missing_job_files_of_a_tmpfs_are_reported(pod: Pod) -> None:
-    """With ``env.bosh.job_dir.tmpfs`` the jobs' secrets are on no disk, so the Director has to send them again.
+async def test_job_files_lost_with_a_tmpfs_are_reported_as_missing(pod: Pod) -> None:
+    """With ``env.bosh.job_dir.tmpfs`` no disk contains the jobs' files, so the Director must apply the spec again after
+    the container has been restarted.
 
-    If only the agent is restarted, nothing is mounted a second time and the processes keep running.
+    If only the agent is restarted, the files are still there and the processes keep running.
     """
     pod.env = {"job_dir": {"tmpfs": True, "tmpfs_size": "20m"}, "run_dir": {"tmpfs": True}}
     await with_a_disk(pod)
@@ -216,7 +224,7 @@ async def test_missing_job_files_of_a_tmpfs_are_reported(pod: Pod) -> None:
 
 
 def in_memory(pod: Pod) -> list[str]:
-    """Return the mounts below ``data`` with the types of their file systems, including stacked ones."""
+    """Return each mount below ``data`` with its file system type. Stacked mounts appear several times."""
     return sorted(pod.machine.run("findmnt -rno TARGET,FSTYPE | grep ^/var/vcap/data/").splitlines())
 
 
@@ -224,7 +232,9 @@ SECRET = "not-to-be-found-on-a-disk"
 
 
 async def test_settings_kept_in_memory_are_not_written_to_disk(pod: Pod) -> None:
-    """With ``env.bosh.agent.settings.tmpfs``, neither the tree nor its copy on the volume contains credentials."""
+    """With ``env.bosh.agent.settings.tmpfs``, there are no credentials in the agent's directory or in the copy on the
+    data volume.
+    """
     pod.env = {"agent": {"settings": {"tmpfs": True}}}
     await with_a_disk(pod)
     stores = [{"provider": "dav", "options": {"user": SECRET}}]
@@ -248,10 +258,11 @@ IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}
 
 
 @pytest.mark.parametrize("why", ["the container may not mount", "the manifest mounts them"])
-async def test_memory_directories_that_are_on_disk_are_restored(pod: Pod, why: str) -> None:
-    """A mount that is skipped is logged.
+async def test_jobs_restart_if_memory_directories_are_ordinary_ones(pod: Pod, why: str) -> None:
+    """If the container may not mount, the boot logs that it skipped the mounts of ``job_dir.tmpfs`` and
+    ``run_dir.tmpfs``.
 
-    A mount of the kubelet is used unchanged, and survives a restart of the container.
+    Directories that a manifest mounts are used as they are. In both cases the jobs' files survive a restart.
     """
     pod.env = IN_MEMORY
     is_refused = why == "the container may not mount"

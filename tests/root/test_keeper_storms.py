@@ -1,4 +1,4 @@
-"""Keepers and fork storms, in a pid namespace with a process limit, as in every container."""
+"""Keepers end fork storms in a PID namespace with a process limit, which is what a container has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.root
 
 USER = 54_321
-"""A user without other processes, because the limit counts all of a user's."""
+"""The uid of a user without other processes, because the limit counts all processes of a user."""
 PROCESSES = 120
 
 KILL = """
@@ -44,7 +44,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def storm() -> Iterator[Path]:
-    """Return the program at a path that its user can reach, because pytest closes its own directories to others."""
+    """Compile the program that forks, in a directory that other users can enter, unlike those of pytest."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -58,7 +58,7 @@ def storm() -> Iterator[Path]:
 @pytest.mark.parametrize(
     "kind", ["comet", "comet-session", "bomb", "bomb-session", "bomb-session-ignore", "mortal-session-ignore"]
 )
-def test_fork_storm_does_not_outrun_its_keeper(storm: Path, tmp_path: Path, kind: str) -> None:
+def test_keeper_ends_all_processes_of_a_fork_storm(storm: Path, tmp_path: Path, kind: str) -> None:
     command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", KILL]
     arguments = [str(storm), kind, str(tmp_path / "keepers"), str(USER), str(PROCESSES)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,6 +1,7 @@
-"""Comparison with a monit 5.2.5, if this machine has one: states and programs of rules after each change.
+"""The supervisor and a monit 5.2.5 report the same states and run the same programs when a checked resource changes.
 
-``MONIT_525`` names the program. Stemcells have it as ``/var/vcap/bosh/bin/monit-actual``.
+``MONIT_525`` is the path of the program, which stemcells have at ``/var/vcap/bosh/bin/monit-actual``. Without it, the
+tests are skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ needs_monit = pytest.mark.skipif(not MONIT, reason="no monit 5.2.5: set MONIT_52
 
 
 Bits = dict[str | None, tuple[str | None, ...]]
-"""The figures by which the Go agent judges each service."""
+"""Values of each service in the XML status, from which the Go agent derives its state."""
 
 
 def figures(document: str) -> Bits:
@@ -43,7 +44,10 @@ def figures(document: str) -> Bits:
 
 
 class Side:
-    """One of the two programs: its directory, which files name as ``{dir}``, and its word for each service."""
+    """One of the two programs, with the directory of its checked files and functions that return its reports.
+
+    ``words`` gives the state of each service as in ``monit summary``.
+    """
 
     def __init__(self, where: Path, words: Callable[[], dict[str, str]], bits: Callable[[], Bits]) -> None:
         self.where = where
@@ -57,7 +61,7 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def both(tmp_path: Path, text: str) -> AsyncIterator[tuple[Side, Side]]:
-    """Run monit and a supervisor with this file, in directories of their own."""
+    """Run monit and a supervisor with the same monit file. ``DIR`` stands for the directory of either."""
     theirs, ours = tmp_path / "monit", tmp_path / "w"
     theirs.mkdir()
     world = World(ours, replace(FAST, cycle=CYCLE_S))
@@ -119,7 +123,7 @@ def named(text: str, where: Path) -> str:
 
 
 async def agree(sides: tuple[Side, Side], words: dict[str, str], lines: list[str]) -> None:
-    """Wait until both report these words, have equal figures for their services, and have these lines in their logs."""
+    """Wait until both programs report these states, the same XML values and exactly these lines in their logs."""
     said: list[object] = []
     async with asyncio.timeout(PATIENCE_S):
         try:
@@ -143,8 +147,8 @@ def run(line: str) -> str:
 
 
 @needs_monit
-async def test_file_checks_give_the_results_of_monit(tmp_path: Path) -> None:
-    """Size, mode, age and content are changed to bad and back to good values."""
+async def test_file_checks_give_the_same_results_as_monit(tmp_path: Path) -> None:
+    """Permissions, checksums and existence are changed to values that fail the checks and back again."""
     text = f"""
     check file size with path DIR/size
       if size > 10 b for 2 cycles then {run("$MONIT_EVENT")} else if recovered then {run("$MONIT_EVENT")}
@@ -171,8 +175,8 @@ async def test_file_checks_give_the_results_of_monit(tmp_path: Path) -> None:
 
 
 @needs_monit
-async def test_change_checks_run_a_program_as_monit_does(tmp_path: Path) -> None:
-    """Each change fails the service for one cycle."""
+async def test_change_checks_run_programs_as_monit_does(tmp_path: Path) -> None:
+    """A changed timestamp runs the program once. A line that matches a pattern fails the service for one cycle."""
     text = f"""
     check file size with path DIR/size
       if changed timestamp then {run("$MONIT_SERVICE $MONIT_EVENT: $MONIT_DESCRIPTION")}
@@ -184,7 +188,8 @@ async def test_change_checks_run_a_program_as_monit_does(tmp_path: Path) -> None
         fine = {"size": "accessible", "mode": "accessible"}
         await agree(sides, fine, [])
         for side in sides:
-            while int(time.time()) == int((side.where / "size").stat().st_ctime):  # monit compares whole seconds
+            # monit notices only changes in a later second.
+            while int(time.time()) == int((side.where / "size").stat().st_ctime):
                 await asyncio.sleep(0.02)
             os.utime(side.where / "size", (1, 1))
         lines = ["size Timestamp changed: timestamp was changed for DIR/size"]
@@ -202,8 +207,8 @@ async def test_change_checks_run_a_program_as_monit_does(tmp_path: Path) -> None
 
 
 @needs_monit
-async def test_host_and_port_checks_give_the_results_of_monit(tmp_path: Path) -> None:
-    """TCP and UDP ports, a URL with its content, and echo requests are tested."""
+async def test_host_and_port_checks_give_the_same_results_as_monit(tmp_path: Path) -> None:
+    """The checks cover a TCP port with HTTP, a URL with its content, a UDP port, and echo requests."""
     answers = [b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

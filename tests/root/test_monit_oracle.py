@@ -1,4 +1,7 @@
-"""Comparison with the distribution's monit, for those parts of the language that it shares with 5.2.5."""
+"""Our parser accepts the same files as the distribution's monit, a newer version than the 5.2.5 of stemcells.
+
+The files use only syntax that is the same in both versions.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ OPTIONS = (
     "if 3 restarts within 5 cycles then timeout",
     "if 1 restart within 2 cycles then exec '/bin/true'",
 )
-"""Statements that are valid in almost every check."""
+"""Statements that are valid in almost all kinds of checks."""
 
 TESTS = {
     "process": (
@@ -143,21 +146,21 @@ MISTAKES = (
     "check nothing",
     "{",
 )
-"""Both parsers reject each of these. The check around it is called ``itself``."""
+"""Statements that both parsers must reject. Some refer to the check that contains them, which is called ``itself``."""
 
 BLANKS = ("\n", "\n  ", " ", "\n\n", "\t", " ; ", " # a comment\n", "\r\n")
 
 
 def statements(random: random.Random) -> Iterator[str]:
-    """Generate checks that both accept. One in three files contains a mistake."""
+    """Generate the statements of a random file. One in three files has a mistake."""
     yield "check process first with pidfile /tmp/first"
     for number in range(random.randrange(3)):
         kind = random.choice(sorted(HEADS))
         yield f"check {random.choice(HEADS[kind])}".format(f"name-{number}")
-        # Newer versions accept a mode for a system.
+        # Newer versions of monit accept a mode in a check of the system, but 5.2.5 does not.
         options = [option for option in OPTIONS if not (kind == "system" and option.startswith("mode"))]
         yield from random.sample(options, random.randrange(4))
-        # A host must have a test.
+        # A check of a host needs at least one test.
         for _ in range(random.randrange(4) or kind == "host"):
             test, rate, action, end = (random.choice(found) for found in (TESTS[kind], RATES, ACTIONS, ENDS))
             has_end = "changed" not in test and "match" not in test
@@ -168,7 +171,10 @@ def statements(random: random.Random) -> Iterator[str]:
 
 
 def spelled(random: random.Random) -> str:
-    """Write a file with varying keywords and blanks. Dependency lists end with their line."""
+    """Return a random file with varying whitespace and comments between statements.
+
+    A dependency list must end with its line.
+    """
     text = ""
     for statement in statements(random):
         text += statement + ("\n" if statement.startswith("depends") else random.choice(BLANKS))
@@ -176,7 +182,7 @@ def spelled(random: random.Random) -> str:
 
 
 def ours(text: str) -> str:
-    """Return this parser's error for a file that is loaded alone, or ""."""
+    """Return our parser's error for a file on its own, or ""."""
     try:
         return "\n".join(map(str, parser.problems([parser.parse(text, origin="ours")])))
     except ConfigError as exc:
@@ -185,7 +191,7 @@ def ours(text: str) -> str:
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Callable[[str], str]:
-    """Return monit's error for a file, or "". monit requires that nobody else can read it, and writes an id file."""
+    """Provide a function that returns monit's error for a file, or ""."""
     monit = shutil.which("monit")
     assert monit, "no monit to compare with: apt-get install monit"
     control = tmp_path / "monitrc"
@@ -202,7 +208,7 @@ def theirs(tmp_path: Path) -> Callable[[str], str]:
 
 
 def test_parser_rejects_the_same_files_as_monit(theirs: Callable[[str], str]) -> None:
-    """Many files are given to both parsers."""
+    """Both parsers get many random files, of which about a third have a mistake."""
     numbers = random.Random(SEED)
     refused = 0
     for text in (spelled(numbers) for _ in range(FILES)):
@@ -215,7 +221,6 @@ def test_parser_rejects_the_same_files_as_monit(theirs: Callable[[str], str]) ->
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_parser_and_monit_reject_each_mistake(mistake: str, theirs: Callable[[str], str]) -> None:
-    """Each invalid file is given to both."""
     text = f"check process first with pidfile /a\ncheck process itself with pidfile /b\n{mistake}\n"
 
     assert theirs(text)
@@ -223,7 +228,7 @@ def test_parser_and_monit_reject_each_mistake(mistake: str, theirs: Callable[[st
 
 
 def test_rendered_monit_files_are_accepted_by_monit(theirs: Callable[[str], str]) -> None:
-    """monit reads the rendered form of each parsed file."""
+    """Files that our parser has read and written again are still valid for monit."""
     numbers = random.Random(SEED)
     for text in (spelled(numbers) for _ in range(FILES // 3)):
         if not ours(text):

@@ -1,8 +1,8 @@
-"""The Go agent itself, unchanged, over this supervisor in monit's place, and the same life over monit 5.2.5.
+"""An unmodified Go agent runs the same deployment with this supervisor in monit's place and with monit 5.2.5.
 
-Run by ``MONIT_525=… ./dev test-monit-place BINARY``. Each machine has a network of its own, so the ports are monit's.
-The Go agent's platform leaves the machine alone and has no password for monit. Its service manager is a loop that
-starts monit again whenever it ends, as runit does. A task here kills monit when the Go agent waits for a reload.
+Run with ``MONIT_525=… ./dev test-monit-place BINARY``. Each machine has its own network, so the supervisors can listen
+on monit's port. The Go agent's test platform does not change the machine and has no password for monit. A loop restarts
+monit whenever it exits, as runit does, and a task kills it when the Go agent waits for a reload.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS: Final = {
     "agent-shim and the command of monit": (f"{OURS} monit -I {FLAGS}", THEIRS),
     "monit 5.2.5": (f"/mnt/monit -I {FLAGS}", THEIRS),
 }
-"""The daemon, and the command of the Go agent and operators."""
+"""The supervisor's command, and the client that the Go agent and operators call as ``monit``."""
 KEEPER: Final = """
 cd /
 while :; do
@@ -50,11 +50,11 @@ done
 RELOADS: Final = "Waiting for monit to reload"
 ACTION: Final = re.compile(r"Running a?sync action (?:apply|start)\b")
 REST_S: Final = float(os.environ.get("MONIT_PLACE_REST", "10"))
-"""Seconds over which the idle daemon's processor time is measured."""
+"""Number of seconds over which the idle supervisor's CPU time is measured."""
 
 
 class Place:
-    """A machine with the Go agent and one of the two supervisors."""
+    """A machine with the Go agent and one of the supervisors in ``KINDS``."""
 
     def __init__(self, made: Netted, kind: str) -> None:
         self.pod, self.kind = made, kind
@@ -95,8 +95,8 @@ class Place:
             await asyncio.sleep(0.05)
             text = log.read_text(errors="replace") if log.exists() else ""
             asked, actions = text.count(RELOADS), len(ACTION.findall(text))
-            # Print a line per second until monit has been replaced. An action of the agent kills it first, and again
-            # after ten lines.
+            # The Go agent logs such a line every second until monit has reloaded. The first one of an action means that
+            # monit must be killed. After ten more lines it must be killed again.
             if asked > seen and (actions != last or asked - killed >= 10):
                 killed, last = asked, actions
                 with suppress(OSError, ValueError):
@@ -104,7 +104,7 @@ class Place:
             seen = asked
 
     def daemon(self) -> int:
-        """Return the supervisor's pid as seen from inside."""
+        """Return the supervisor's pid in the container's PID namespace."""
         return int((self.pod.vcap / "monit/monit.pid").read_text())
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Place:
                 end(one, 9)  # type: ignore[arg-type]
 
     async def state(self) -> dict[str, Any]:
-        """Return the Go agent's answer to ``get_state``, or an empty one while monit reloads."""
+        """Return the Go agent's answer to ``get_state``, or an empty one if it has none because monit is reloading."""
         try:
             found: dict[str, Any] = await self.pod.director.value(AGENT, "get_state", "full", timeout=5)
         except (RpcTimeoutError, RpcRemoteError):
@@ -152,10 +152,14 @@ async def place(netted: Netted, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 async def test_monit_daemon_serves_the_go_agent_through_a_deployment(place: Place) -> None:
-    """It covers apply, start, a crash with its alert, stop, and a start with one job less. The timings are printed."""
+    """The deployment consists of an apply, a start, a killed process with its alert, a stop, and a start with one job
+    less.
+
+    The test prints how long each step took.
+    """
     pod, monitor, figures = place.pod, HealthMonitor(), place.figures
     await pod.director.wait_until_ready(AGENT, timeout=90)
-    await place.until("running")  # without jobs it is running as soon as monit answers
+    await place.until("running")  # Without jobs, the state is "running" as soon as monit answers.
     files = {name: {"monit": jobs.sleeper(Paths(), name)["monit"], "bin/ctl": CTL.format(name=name)} for name in NAMES}
     async with monitor.on(pod.server.peer(HEALTH_MONITOR)):
         await pod.run("apply", jobs.spec(pod.scratch / "blobs", files, {"tool": {"bin/tool": "x"}}))
@@ -205,7 +209,7 @@ async def test_monit_daemon_serves_the_go_agent_through_a_deployment(place: Plac
 
 
 BPM: Final = os.environ.get("BPM", "")
-"""A directory with the programs of bpm's package: bpm, runc and tini."""
+"""Path of a directory with bpm, runc and tini, as in the bpm release's package."""
 BPM_JOBS: Final = {
     "bpm": {"monit": "", "bin/bpm": '#!/bin/sh\nexec /var/vcap/packages/bpm/bin/bpm "$@"\n'},
     "web": {
@@ -221,9 +225,9 @@ BPM_JOBS: Final = {
 
 @pytest.mark.skipif(not BPM, reason="no bpm: set BPM to a directory with bpm, runc and tini")
 async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: Place) -> None:
-    """Pidfile and cgroup survive a reload and a kill of the daemon.
+    """The pidfile and the cgroup of a process stay the same when the supervisor is killed and restarted.
 
-    A crash creates a new container, and a stop leaves none.
+    A killed process gets a new container, and after a stop none is left.
     """
     pod = place.pod
     pidfile = pod.vcap / "data/sys/run/bpm/web/web.pid"
@@ -276,7 +280,7 @@ async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: Place) -> No
 
 
 def at_rest(place: Place) -> dict[str, float]:
-    """Return the daemon's processor time in percent of a processor, and its memory in MiB."""
+    """Return the CPU usage of the idle supervisor in percent of one CPU, and its memory in MiB."""
     root = place.pod.machine.root / "proc" / str(place.daemon())
 
     def ticks() -> int:

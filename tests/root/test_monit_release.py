@@ -1,7 +1,7 @@
-"""The job of ``agent-shim-monit-release`` replaces a stemcell's monit and restores it, while 50 processes keep running.
+"""The job of ``agent-shim-monit-release`` replaces a stemcell's monit and restores it while 50 processes keep running.
 
-``MONIT_525`` names a monit 5.2.5, because newer versions keep their state in another form. The package runs this
-checkout, because building a real one takes minutes.
+``MONIT_525`` is the path of a monit 5.2.5, because newer versions have another format of the state file. In place of
+the release's package, which takes minutes to build, the job uses this checkout.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ KILLED: Final = """#!/bin/bash
 set -T
 trap '[ $((++steps)) -lt {step} ] || kill -9 $$' DEBUG
 """
-"""Prepended to a script to kill it before one of its commands."""
+"""Prepended to a script so that it kills itself before its ``step``-th command."""
 NEVER: Final = 1 << 30
 
 
 class Vm:
-    """A machine with monit under a loop like runsv, and with the release's job, which has not yet replaced monit."""
+    """A VM with monit 5.2.5, a loop that restarts it like runsv, and the release's job, whose pre-start has not run
+    yet.
+    """
 
     def __init__(self, made: Machine) -> None:
         self.machine, self.vcap = made, made.vcap
@@ -85,7 +87,8 @@ class Vm:
             (self.vcap / f"data/sys/run/{name}").mkdir()
             self.write(f"jobs/{name}/bin/ctl", CTL.format(name))
             self.write(f"monit/job/0000_{name}.monitrc", jobs.sleeper(Paths(), name)["monit"])
-        # Start them like monit, but at once. Jobs numbered 10 and above lack monit's variable, as in a runc container.
+        # Start the processes directly, which is faster than with monit. Jobs from the tenth on lack the variable that
+        # monit sets, like processes in a runc container.
         for jobs_of, mark in (("job?", "MONIT_SERVICE=${job##*/}"), ("job??", "")):
             start = f"{mark} $job/bin/ctl start >/dev/null 2>&1"
             self.machine.run(f"for job in /var/vcap/jobs/{jobs_of}; do {start}; done")
@@ -102,7 +105,7 @@ class Vm:
         place.chmod(mode)
 
     def reset(self) -> None:
-        """Restore the service as the stemcell has it, without the copy of the package."""
+        """Restore the stemcell's monit service and remove the job's copy of the package."""
         shutil.rmtree(self.vcap / "data/agent-shim-monit", ignore_errors=True)
         for path in self.sv.iterdir():
             path.unlink()
@@ -110,7 +113,7 @@ class Vm:
         (self.sv / "run").chmod(0o755)
 
     def deploy(self) -> None:
-        """Create the job's data directory, as the agent does, and the link to the job."""
+        """Create the job's data directory and its link in ``jobs``, as the agent does."""
         own = self.vcap / "data/agent_shim_monit"
         own.mkdir()
         os.chown(own, 0, GROUPS["vcap"])
@@ -118,13 +121,13 @@ class Vm:
         (self.vcap / "jobs/agent_shim_monit").symlink_to("/var/vcap/data/jobs/agent_shim_monit/digest")
 
     def remove(self) -> None:
-        """Remove the job as an apply does, then reload monit as the agent does."""
+        """Remove the job and its package, then reload monit, as the agent does in an apply."""
         (self.vcap / "jobs/agent_shim_monit").unlink()
         shutil.rmtree(self.vcap / "data/packages/agent_shim_monit")
         self.reload()
 
     def open_to_jobs(self) -> list[Path]:
-        """Return paths, on the way to the program that root runs, to which jobs may write."""
+        """Return the paths from ``/var/vcap`` to the interpreter that root runs to which jobs can write."""
         line = next(line for line in (TEMPLATES / "run").read_text().splitlines() if line.startswith("python="))
         program = self.vcap / line.removeprefix("python=/var/vcap/")
         way = [program, *(path for path in program.parents if path.is_relative_to(self.vcap))]
@@ -134,7 +137,7 @@ class Vm:
         self.machine.run("PATH=/var/vcap/bosh/bin:$PATH; sv kill monit; sv start monit")
 
     def pre_start(self, step: int = 0) -> bool:
-        """Run the pre-start, and kill it before the given step. Return True if it ran to its end."""
+        """Run the pre-start, and kill it before this step if one is given. Return True if it completed."""
         text = (TEMPLATES / "pre-start").read_text()
         script = self.vcap / "data/pre-start"
         script.write_text(KILLED.format(step=step) + text if step else text)
@@ -144,7 +147,7 @@ class Vm:
         return code == 0
 
     def supervisor(self) -> str:
-        """Return what answers on monit's port: ``ours``, ``monit`` or ""."""
+        """Return which program answers on monit's port: ``ours``, ``monit`` or ""."""
         command = "curl -s --max-time 5 'http://127.0.0.1:2822/_status?format=text&level=summary' || true"
         said = self.machine.run(command)
         if "job0'" not in said:
@@ -154,7 +157,7 @@ class Vm:
         )
 
     def running(self) -> dict[str, int]:
-        """Return the process of each job that its pidfile names and that exists."""
+        """Return the pid of each job whose pidfile names an existing process."""
         found = {}
         for name in NAMES:
             with suppress(OSError, ValueError):
@@ -167,7 +170,7 @@ class Vm:
         return sum(len((self.vcap / f"data/starts/{name}").read_text().split()) for name in NAMES)
 
     def words(self, name: str) -> str:
-        """Return the line of a service in the summary."""
+        """Return the service's line from the summary."""
         said = self.machine.run("curl -s 'http://127.0.0.1:2822/_status?format=text&level=summary'")
         return next(line for line in said.splitlines() if f"'{name}'" in line)
 
@@ -189,7 +192,7 @@ def vm(tmp_path: Path) -> Iterator[Vm]:
 
 
 def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Vm) -> None:
-    """Each process is started once. A service that is stopped under one supervisor is stopped under the other."""
+    """No process is restarted. A service that was stopped under one supervisor stays stopped under the other."""
     until(lambda: vm.supervisor() == "monit")
     assert vm.pre_start()
     assert vm.supervisor() == "ours"
@@ -201,19 +204,19 @@ def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Vm) 
     until(lambda: "not monitored" in vm.words("job7") and "pending" not in vm.words("job7"))
     state = vm.vcap / "monit/monit.state"
     until(lambda: monitrc.monitored(state)["job7"] == 0)
-    until(lambda: time.time() > state.stat().st_ctime + 1)  # monit only uses one from an earlier second
+    # monit ignores a state file that was changed in the current second.
+    until(lambda: time.time() > state.stat().st_ctime + 1)
     vm.remove()
     until(lambda: vm.supervisor() == "monit")
-    time.sleep(5)  # two cycles of monit
+    time.sleep(5)  # Wait two of monit's cycles, in which it would start processes.
     assert "not monitored" in vm.words("job7").lower()
     assert vm.running() == {name: pid for name, pid in vm.pids.items() if name != "job7"}
     assert vm.starts() == 50
 
 
-def test_monit_release_can_be_killed_at_each_step(vm: Vm) -> None:
-    """After each command of the pre-start, monit or its replacement runs and all processes live.
-
-    The pre-start can be repeated.
+def test_monit_release_pre_start_can_be_killed_before_each_command(vm: Vm) -> None:
+    """After each kill, either monit or its replacement runs, and so do all processes. The pre-start can then be
+    repeated.
     """
     until(lambda: vm.supervisor() == "monit")
     step, is_whole = 0, False
@@ -234,7 +237,8 @@ def test_monit_release_can_be_killed_at_each_step(vm: Vm) -> None:
 def test_monit_release_restores_monit_if_its_replacement_does_not_start(vm: Vm) -> None:
     until(lambda: vm.supervisor() == "monit")
     vm.write("data/packages/agent_shim_monit/digest/python/bin/python3", "#!/bin/sh\nexit 1\n")
-    vm.write("bosh/bin/sleep", "#!/bin/sh\nexec /bin/sleep 0.02\n")  # the pre-start waits a minute
+    # Otherwise the pre-start would wait a minute for the replacement.
+    vm.write("bosh/bin/sleep", "#!/bin/sh\nexec /bin/sleep 0.02\n")
 
     assert not vm.pre_start(step=NEVER)
 

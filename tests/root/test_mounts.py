@@ -1,4 +1,4 @@
-"""Real mounts on a machine of their own."""
+"""Mounts and unmounts on the test's own machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ for place in (source, target):
 
 
 def test_bind_mount_shows_its_source_until_unmounted(inside: Inside) -> None:
-    """The mount table contains it, with the blank in its name. If it is bound read-only, the source stays writable."""
+    """The mount table names the source correctly although its path contains a blank.
+
+    A mount that is made read-only leaves the source writable.
+    """
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
 during = [(target / "file").read_text(), mounts.is_mount_point(target), mounts.mount_of(target / "file").root]
@@ -40,7 +43,7 @@ return [*during, (target / "file").exists(), mounts.is_mount_point(target)]
 
 
 def test_stacked_mounts_are_unmounted_one_by_one(inside: Inside) -> None:
-    """The newest mount is the visible one."""
+    """Each unmount removes the newest mount and uncovers the one below."""
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
 mounts.mount_tmpfs(target, "size=64k,mode=700")
@@ -79,16 +82,16 @@ def test_missing_source_of_a_bind_mount_is_an_error(inside: Inside) -> None:
 
 
 def test_mounts_in_a_private_namespace_are_invisible_to_other_processes(box: Machine, inside: Inside) -> None:
-    """A process that has left the namespace mounts only for itself and its children."""
+    """A process that has left the machine's mount namespace mounts only for itself and its children."""
     inside(f"{PLACES}\nmounts.leave_mount_namespace()\nmounts.bind(source, target)\nassert (target / 'file').exists()")
 
     assert not (box.vcap / "m/target/file").exists()
 
 
 def test_permission_to_bind_mount_is_probed(box: Machine, inside: Inside) -> None:
-    """Root may mount here, but not root without the capability or other users. The probe leaves nothing behind.
+    """Only root with CAP_SYS_ADMIN may mount. The probe leaves no file or mount.
 
-    Callers that ask for the container's privileges get the reason.
+    ``try_bind`` raises the error that explains why mounting is not possible.
     """
     box.run("mkdir -p -m 777 /var/vcap/probe")
     ask = "from agent_shim.host import volumes\nreturn volumes.can_bind(Path('/var/vcap/probe'))"

@@ -1,4 +1,4 @@
-"""``./dev mutate``: mutants that run as root do no harm to this machine."""
+"""``./dev mutate`` confines mutants, which run as root, so that they cannot damage this machine."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_harm():
     assert [name for name, change in harm.items() if tried(change)] == []
     assert clock.boot_ticks() is not None
 """
-"""A test that tries to harm the machine. It passes if nothing worked and ``boot_ticks`` is unchanged."""
+"""A test that tries to damage the machine. It passes if all attempts failed and ``boot_ticks`` was not mutated."""
 
 
 class Bystanders:
-    """Parts of the machine that a mutant must not reach: files, devices, a process, a port."""
+    """Parts of this machine that a mutant must not reach: files, devices, a process and a port."""
 
     def __init__(self) -> None:
         self.door = socket.create_server(("127.0.0.1", 0))
@@ -54,13 +54,13 @@ class Bystanders:
         self.files = [Path("/etc") / name, Path("/dev") / name, Path("/tmp") / name, ROOT / name]
 
     def harm(self) -> str:
-        """Return the text of a test that tries to do harm."""
+        """Return the source of a test that tries to change all of these."""
         etc, device, tmp, code = self.files
         port = self.door.getsockname()[1]
         return HARM.format(etc=etc, device=device, tmp=tmp, code=code, pid=self.process.pid, port=port)
 
     def are_unharmed(self) -> bool:
-        """Return True if none of them was changed."""
+        """Return True if none of the files was created. Fails if the process or the port was reached."""
         with pytest.raises(BlockingIOError):
             self.door.accept()
         assert self.process.poll() is None
@@ -83,14 +83,14 @@ def bystanders() -> Iterator[Bystanders]:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory for results outside of the checkout."""
+    """Use a temporary directory for results instead of the checkout."""
     monkeypatch.setattr(mutate, "STORE", tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def mutants() -> list[mutate.Mutant]:
-    """Return one mutant that the harmful test notices and one that it does not."""
+    """Return one mutant that the harmful test detects and one that it does not."""
     path = "agent_shim/host/clock.py"
     found = mutate.mutants(path, (ROOT / path).read_text())
     chosen = {(one.before.partition("(")[0], one.kind): one for one in found}
@@ -115,7 +115,7 @@ def test_forked_mutant_leaves_the_machine_unchanged(
     assert bystanders.are_unharmed()
 
 
-def test_mutation_coverage_includes_lines_of_started_processes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_coverage_includes_lines_of_child_processes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     stage = mutate.Stage("imports", ("tests/integration/test_lean_imports.py",), float("inf"), is_forked=False)
 
@@ -129,7 +129,7 @@ def test_mutation_coverage_includes_lines_of_started_processes(store: Path, monk
 def test_mutation_run_ends_every_process_that_it_started(
     end: Callable[[subprocess.Popen[bytes]], None], tmp_path: Path
 ) -> None:
-    """This includes a process with its own session. The scratch directory keeps its files."""
+    """This includes processes in other sessions. Files in the scratch directory are kept."""
     command = confined.command(
         tmp_path, ["sh", "-c", 'setsid sleep 1000 & echo $! >"$1/pid"; echo up; wait', "sh", str(tmp_path)]
     )
@@ -137,5 +137,5 @@ def test_mutation_run_ends_every_process_that_it_started(
         assert running.stdout is not None
         assert running.stdout.readline() == b"up\n"
         end(running)
-        assert running.stdout.read() == b""  # reads until the last process that has it open has exited
+        assert running.stdout.read() == b""  # The read ends only when the last process with this pipe has exited.
     assert int((tmp_path / "pid").read_text()) > 1

@@ -1,4 +1,4 @@
-"""Names of other instances on a machine of its own: what its programs resolve, and what bosh-dns may read."""
+"""DNS records of other instances: programs resolve them, and bosh-dns may read them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 
 
 def records(fleet: Fleet, version: int, *pairs: tuple[str, str]) -> list[Any]:
-    """Return arguments of ``sync_dns`` for these records, after putting them into the blobstore."""
+    """Put DNS records into the blobstore and return the arguments of ``sync_dns`` for them."""
     content = json.dumps({"version": version, "records": pairs}).encode()
     named = jobs.blob(fleet.blobs(AGENT), content)
     return [named["blobstore_id"], f"sha256:{hashlib.sha256(content).hexdigest()}", version]
 
 
 def resolved(machine: Machine, name: str) -> str:
-    """Return the addresses that the C library finds for a name in the hosts file, or ""."""
+    """Return the addresses that the C library finds in the hosts file for a name, separated by spaces."""
     found = machine.run(f"getent -s hosts:files ahosts {name} || true")
     return " ".join(sorted({line.split()[0] for line in found.splitlines()}))
 
 
-async def test_a26_programs_resolve_names_of_the_director(fleet: Fleet) -> None:
-    """A file mounted by the runtime stays the same file.
+async def test_a26_programs_resolve_dns_records_of_the_director(fleet: Fleet) -> None:
+    """If the runtime has mounted /etc/hosts, the agent writes to that file instead of replacing it.
 
-    A read-only file stays unchanged, and the records are stored.
+    If the mount is read-only, the records are stored for bosh-dns but not written to /etc/hosts.
     """
 
     async def sync(version: int, *pairs: tuple[str, str]) -> None:
@@ -61,8 +61,8 @@ async def test_a26_programs_resolve_names_of_the_director(fleet: Fleet) -> None:
     assert "10.0.0.9 db-0.bosh" in (machine.root / "mnt/hosts").read_text()
 
 
-async def test_cloud_config_name_servers_are_used_from_the_boot_on(fleet: Fleet) -> None:
-    """They replace the runtime's name servers. The runtime's search domains stay."""
+async def test_cloud_config_name_servers_are_used_from_boot_on(fleet: Fleet) -> None:
+    """They replace the name servers of the container runtime."""
     network = NETWORKS["default"] | {"dns": ["192.0.2.53", "192.0.2.54"], "default": ["dns", "gateway"]}
     machine = await fleet.add(AGENT, {"default": network})
 

@@ -1,4 +1,4 @@
-"""The default route's address, and neighbours, in a network of our own."""
+"""The default route's address and the ARP cache, tested in a new network namespace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print(msgspec.json.encode([network.default_address(), network.default_address(ip
 
 
 def found(routes: str) -> list[dict[str, str] | None]:
-    """Return the addresses for IPv4 and IPv6."""
+    """Return the default addresses for IPv4 and IPv6 with these routes."""
     shell = ["unshare", "--net", "sh", "-c", LINKS + routes + ASK, "sh", sys.executable]
     answer: list[dict[str, str] | None] = json.loads(
         subprocess.run(shell, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -40,8 +40,10 @@ def found(routes: str) -> list[dict[str, str] | None]:
     return answer
 
 
-def test_default_address_is_that_of_the_default_routes_interface() -> None:
-    """The global address is reported. Other routes whose destination begins with zeros are not the default route."""
+def test_default_address_is_the_one_on_the_default_routes_interface() -> None:
+    """The test adds other routes whose destinations start with zeros, such as 0.0.0.0/1, which are not default
+    routes.
+    """
     routes = """
 ip route add 0.0.0.0/1 via 10.1.0.1
 ip route add default via 10.0.0.1
@@ -55,7 +57,7 @@ ip -6 route add default via fd00::1 dev here
 
 
 def test_interface_without_a_global_address_gives_no_address() -> None:
-    """Its link-local address cannot be reached from another network."""
+    """The interface of the default route has only a link-local address, which other networks cannot reach."""
     routes = """
 ip address flush dev here
 ip link set here down
@@ -66,7 +68,7 @@ ip route add default dev here
     assert found(routes) == [None, None]
 
 
-def test_a_machine_without_a_default_route_gives_no_address() -> None:
+def test_missing_default_route_gives_no_address() -> None:
     assert found("ip route add 0.0.0.0/1 via 10.1.0.1; ip -6 route add ::/8 via fd01::1 dev there") == [None, None]
 
 
@@ -89,7 +91,7 @@ ip neigh
 
 
 @pytest.mark.attack("a request puts orders for `ip` into an address")
-def test_only_named_neighbours_are_removed_from_the_arp_cache() -> None:
+def test_only_given_neighbours_are_removed_from_the_arp_cache() -> None:
     shell = ["unshare", "--net", "sh", "-c", NEIGHBOURS, "sh", sys.executable]
     left = subprocess.run(shell, capture_output=True, text=True, check=True, timeout=60).stdout
 

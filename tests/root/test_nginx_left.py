@@ -1,6 +1,6 @@
-"""A killed nginx master leaves workers that hold the port, and the next master gets it nevertheless.
+"""If the nginx master is killed, its workers keep the port open. The next master must get it nevertheless.
 
-With Debian's nginx.
+Uses Debian's nginx.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ http {{
 
 
 async def test_workers_of_a_killed_nginx_master_do_not_keep_its_port(world: World) -> None:
-    """The first restart answers on the port again."""
+    """The supervisor ends the workers, so the first restart can use the port."""
     nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     assert nginx, "Debian's package nginx is needed"
     port = free_port()

@@ -1,4 +1,5 @@
-"""Scripts of the overlay, run as in an image: the init with its services, a real agent, `sv`, `service`, `systemctl`.
+"""Scripts of the stemcell overlay, run as in the image: init and its services, a real agent, `sv`, `service`,
+`systemctl`.
 
 Needs root and the packages s6 and cron.
 """
@@ -51,7 +52,7 @@ def pod(pod: Pod) -> Pod:
 
 @contextmanager
 def init(pod: Pod) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the image's init in the container for the duration of the block."""
+    """Run the image's init in the container during the block."""
     with (pod.scratch / "init.log").open("ab") as log:
         argv = ["env", f"PYTHONPATH={ROOT}", "/opt/agent_shim/init/start", *ARGUMENTS.split()]
         started = pod.machine.popen(argv, stdout=log, stderr=log)
@@ -73,19 +74,21 @@ async def answers(pod: Pod) -> None:
 
 
 async def until(pod: Pod, command: str) -> None:
-    """Wait until a command inside succeeds."""
+    """Wait until a shell command succeeds in the container."""
     async with asyncio.timeout(60):
         while pod.machine.run(f"({command}) >/dev/null 2>&1 && echo yes || true") == "":
             await asyncio.sleep(0.1)
 
 
 def tool(pod: Pod, command: str) -> str:
-    """Return the output of a shell command with the stand-ins, both streams, followed by a line with its exit code."""
+    """Run a shell command with the stand-ins in PATH. Return its stdout and stderr, followed by a line with its exit
+    code.
+    """
     return pod.machine.run(f"export PATH=/opt/tools:$PATH; ({command}) 2>&1; echo $?")
 
 
 async def with_a_job(pod: Pod) -> str:
-    """Deploy a job and return its process."""
+    """Deploy a job and return the pid of its process."""
     await answers(pod)
     await pod.deploy()
     return number(pod)
@@ -96,7 +99,10 @@ def number(pod: Pod) -> str:
 
 
 async def test_agent_disabled_by_a_release_still_supervises_its_jobs(pod: Pod) -> None:
-    """With the job disable_agent of os-conf, monit keeps supervising the jobs after the agent was stopped."""
+    """The job disable_agent of os-conf stops the agent's service.
+
+    On a VM, monit then keeps supervising the jobs, so the agent must do that as well.
+    """
     with init(pod):
         before = await with_a_job(pod)
 
@@ -137,7 +143,7 @@ while [ "$pid" -gt 1 ]; do
     pid=$(ps -o ppid:1= -p "$pid")
 done
 """
-"""Sets limits as the job "limits" of os-conf does, for monit and its ancestors."""
+"""Sets limits for monit and its ancestors, as the job "limits" of os-conf does."""
 
 
 async def test_limits_that_a_release_sets_for_monit_apply_to_jobs(pod: Pod) -> None:
@@ -193,7 +199,7 @@ async def test_container_shutdown_stops_the_jobs_in_order(pod: Pod) -> None:
     ],
 )
 async def test_service_commands_answer_like_the_real_programs(pod: Pod, command: str, wanted: str) -> None:
-    """Each request is understood and executed."""
+    """The exit codes and messages equal those of systemctl, service and sv, and services change as requested."""
     if shutil.which("cron") is None:
         pytest.skip("needs the package cron")
     with init(pod):
@@ -215,7 +221,7 @@ async def test_runit_service_is_run_by_the_init(pod: Pod) -> None:
 
 @pytest.mark.attack("a job has cron run its programs outside its cgroup")
 async def test_only_root_may_install_a_crontab(pod: Pod) -> None:
-    """Cron would run a job user's crontab outside the job's cgroup, out of reach of stop and limits."""
+    """A job could otherwise have cron run a program outside the job's cgroup, where stop and limits do not reach it."""
     if shutil.which("crontab") is None:
         pytest.skip("needs the package cron")
     pod.machine.run(
@@ -255,7 +261,9 @@ exec /opt/agent_shim/init/finish
 
 
 def test_pid_1_sends_sigterm_to_remaining_processes_before_it_exits(tmp_path: Path) -> None:
-    """The kernel kills them when PID 1 exits, so data that they write on SIGTERM must be complete before that."""
+    """The kernel kills remaining processes when PID 1 exits. With SIGTERM they can complete their writes before
+    that.
+    """
     with machine(tmp_path) as box:
         box.run(INSTALL)
 

@@ -1,4 +1,4 @@
-"""Pids are reused as fast as possible, and no unrelated process gets a signal meant for a job."""
+"""No unrelated process gets a signal meant for a job, although the test has pids reused as fast as possible."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import pytest
 pytestmark = pytest.mark.root
 
 ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "30"))
-"""Ten thousand take about half an hour."""
+"""Ten thousand rounds take about half an hour."""
 
 
 @pytest.mark.attack("a job has its process id reused between the check and the signal")
 def test_process_with_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
-    """A process, its session leader or the start program exits and another process gets the pid.
+    """In each round, a job's process, its session leader or its start program exits and another process gets the pid.
 
     Then the job is stopped.
     """
     seed = os.environ.get("SHIM_PID_REUSE_SEED", "6")
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(tmp_path / "world"), str(ROUNDS), seed]
-    # The shell is process 1, so other orphans become its children.
+    # The shell becomes PID 1, so that orphans of other programs become its children and not those of the test program.
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     done = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside],

@@ -1,4 +1,4 @@
-"""The doctor's probes, each with and without the privilege that it tests."""
+"""Each of the doctor's probes, run with and without the privilege that it tests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def places(box: Machine) -> None:
 
 
 def makes_user_namespaces(*prefix: str) -> bool:
-    """Return True if this kernel lets a process with these privileges create user namespaces."""
+    """Return True if a process with this command prefix can create user namespaces on this kernel."""
     argv = [*prefix, "unshare", "--user", "--mount", "--map-root-user", "true"]
     return subprocess.run(argv, capture_output=True, check=False).returncode == 0
 
@@ -84,11 +84,12 @@ def makes_user_namespaces(*prefix: str) -> bool:
 def test_privilege_probe_fails_only_without_its_privilege(
     inside: Inside, prefix: tuple[str, ...], missing: dict[str, str]
 ) -> None:
-    """Every probe is undone, whether it changed files, mounts or the user."""
+    """Each probe restores what it has changed, such as files, mounts or the user."""
     failed, left, is_mounted, uid = inside(TRY_ALL, *prefix)
     if not makes_user_namespaces(*prefix):
         assert failed.pop("user namespace")
-    if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 1000:  # the setting of the host
+    # On hosts with this setting, no privilege is needed.
+    if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 1000:
         missing = {name: code for name, code in missing.items() if name != "listen low"}
 
     assert failed == missing
@@ -98,7 +99,7 @@ def test_privilege_probe_fails_only_without_its_privilege(
 
 
 def test_privilege_probe_with_an_exception_counts_as_failed(inside: Inside) -> None:
-    """No exception reaches the caller."""
+    """The caller gets an error number, even if the probe raised another exception or was killed."""
     codes = inside("""
 import errno, signal
 from agent_shim.host import privilege_probes as probes

@@ -1,5 +1,5 @@
-"""Programs of releases under an agent that was itself started with everything that a parent can pass to its
-children.
+"""Programs of a release do not inherit environment variables, descriptors, signal settings and so on from the parent of
+the agent.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ umask >$to.umask
 readlink /proc/$$/cwd >$to.directory
 mv $to.status $to
 """
-"""Starts no program until it has read its signals, because dash blocks them while it starts one.
+"""Records everything that the program has inherited in several files. The one without a suffix is created last.
 
-The last file has its name.
+dash blocks signals while it starts a program, so the script reads its own status before it starts any.
 """
 PROGRAMS: Final = {
     "bin/pre-start": "",
@@ -80,7 +80,8 @@ processes:
 """
 OWN: Final = ("LISTEN_", "NOTIFY_", "WATCHDOG_", "CREDENTIALS_", "MALLOC_", "AGENT_SHIM_")
 PYTHONS_OWN: Final = 3 << 31
-"""Signals 32 and 33, which the C library sends to its own threads and which newer Pythons leave blocked in children."""
+"""Bits of the signals 32 and 33, which the C library uses internally and which newer Pythons leave blocked in children.
+"""
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ async def test_job_program_inherits_nothing_of_the_agents_parent(pod: Pod) -> No
 
 
 def inherited(found: Mapping[str, Path], name: str) -> dict[str, object]:
-    """Read a program's report about itself."""
+    """Parse the files in which a program has recorded what it inherited."""
     status = dict(re.findall(r"(\w+):[ \t]*(.*)", found[name].read_text()))
     kinds = {kind: found[f"{name}.{kind}"].read_text() for kind in ("environ", "oom", "files", "umask", "directory")}
     files = re.findall(r" (\d+) -> (.*)", kinds["files"])
@@ -133,13 +134,13 @@ DIRECTORIES = {"caged": "/var/vcap/jobs/web", "packaging": "/var/vcap/data/compi
 
 
 def expected(name: str) -> dict[str, object]:
-    """Return what is expected: root keeps its groups, and the OOM score is that of the container."""
+    """Return what each program should inherit. Root keeps its groups, and the OOM score is that of the container."""
     return {
         "variables": [],
         "descriptors": ["0", "1", "2"],
         "of the parent": [],
         "blocked": 0,
-        "ignored": 1 << signal.SIGQUIT - 1 if name == "packaging" else 0,  # bash ignores it by itself
+        "ignored": 1 << signal.SIGQUIT - 1 if name == "packaging" else 0,  # bash ignores SIGQUIT.
         "umask": "0022",
         "oom score": "300",
         "groups": [] if name == "caged" else ["0", "4", "1001"],

@@ -1,4 +1,4 @@
-"""Programs on a pseudo-terminal of their own, which replaces each stream that the operator has on a terminal."""
+"""Programs on a new pseudo-terminal, which replaces each stream that the operator has on a terminal."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ else:
 with open(sys.argv[2] + ".code", "w") as file:
     json.dump([code, asked], file)
 """
-"""The program writes its report to descriptor 3."""
+"""Calls the module for a program, which writes its report to descriptor 3."""
 
 
 class Operator:
-    """A terminal on which the module under test runs a shell script."""
+    """An operator's terminal, on which a test calls the module for a shell script."""
 
     def __init__(self, scratch: Path) -> None:
         self.report, self._seen = scratch / "report", b""
@@ -61,7 +61,7 @@ class Operator:
         self._running: subprocess.Popen[bytes] | None = None
 
     def call(self, script: str | list[str], streams: tuple[int, ...] = (0, 1, 2), what: str = "run") -> None:
-        """Start the call. Streams that are not on the terminal are pipes."""
+        """Start the call. Streams that are not in ``streams`` are pipes instead of the terminal."""
         argv = ["/bin/sh", "-c", script] if isinstance(script, str) else script
         pipes = {
             name: self.terminal if number in streams else subprocess.PIPE
@@ -79,7 +79,7 @@ class Operator:
         ioctl(self._master, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
 
     def type(self, keys: bytes) -> int:
-        """Type bytes. Return how many the terminal has accepted."""
+        """Type bytes and return how many of them the terminal has accepted."""
         return os.write(self._master, keys)
 
     def hang_up(self) -> None:
@@ -88,19 +88,22 @@ class Operator:
         self._master = self.terminal = -1
 
     def seen(self) -> bytes:
-        """Return the output on the terminal so far."""
-        with contextlib.suppress(OSError):  # no further output, or the terminal was closed
+        """Return everything that the terminal has shown so far."""
+        with contextlib.suppress(OSError):  # There is no further output, or the terminal was closed.
             while chunk := os.read(self._master, 65536):
                 self._seen += chunk
         return self._seen
 
     def told(self, wanted: str = "") -> str:
-        """Return the program's report once it contains ``wanted``."""
+        """Wait until the program's report contains ``wanted`` and return it."""
         self.eventually(lambda: wanted in self.report.read_text())
         return self.report.read_text()
 
     def ended(self) -> tuple[int, list[int | None]]:
-        """Return the exit code that is passed on, and the terminals that the program had been given."""
+        """Wait until the call ends.
+
+        Return its exit code and, for each request for the program, the descriptor of the operator's terminal or None.
+        """
         self.eventually(lambda: self.seen() is not None and self.running.poll() is not None)
         self.seen()
         code, asked = json.loads(self.report.with_suffix(".code").read_text())
@@ -159,8 +162,8 @@ def test_only_terminal_streams_are_replaced_by_the_new_terminal(operator: Operat
         assert stream is None or stream.read() == text + b"\n"
 
 
-def test_program_without_a_terminal_gets_its_own_session(operator: Operator) -> None:
-    """A program that opens /dev/tty must not get the operator's terminal."""
+def test_program_without_terminal_streams_gets_its_own_session(operator: Operator) -> None:
+    """Otherwise it could open the operator's terminal as /dev/tty."""
     operator.call('echo $(cut -d " " -f 6 /proc/$$/stat) $$ >&3; cat; exit 7', ())
     out, _ = operator.running.communicate(b"input")
 
@@ -181,7 +184,7 @@ def test_terminal_session_exit_codes_follow_the_shell(
 
 
 @pytest.mark.parametrize("streams", [(), (0, 1, 2)])
-def test_terminal_session_names_a_program_that_cannot_run(operator: Operator, streams: tuple[int, ...]) -> None:
+def test_terminal_session_reports_a_program_that_cannot_run(operator: Operator, streams: tuple[int, ...]) -> None:
     operator.call(["/nothing"], streams)
     assert operator.ended()[0] == 127
     said = operator.seen() if streams else operator.running.stderr and operator.running.stderr.read()
@@ -191,7 +194,7 @@ def test_terminal_session_names_a_program_that_cannot_run(operator: Operator, st
 
 
 def test_program_in_a_terminal_session_ignores_no_signal(operator: Operator) -> None:
-    """Python itself ignores some signals."""
+    """The session must undo that Python ignores some signals, such as SIGPIPE."""
     operator.call("grep SigIgn /proc/self/status >&3")
     operator.ended()
     ignored = int(operator.told().split()[1], 16)
@@ -200,7 +203,7 @@ def test_program_in_a_terminal_session_ignores_no_signal(operator: Operator) -> 
 
 
 def test_terminal_session_forwards_raw_keys_and_restores_the_modes(operator: Operator) -> None:
-    """The program's terminal echoes and edits lines."""
+    """The operator's terminal is in raw mode during the session, and the program's terminal echoes and edits lines."""
     operator.call("echo up >&3; read line; echo got:$line")
     operator.told("up")
     operator.eventually(lambda: not termios.tcgetattr(operator.terminal)[3] & (termios.ECHO | termios.ICANON))
@@ -212,7 +215,9 @@ def test_terminal_session_forwards_raw_keys_and_restores_the_modes(operator: Ope
 
 
 def test_terminal_session_leaves_piped_input_to_the_program(operator: Operator) -> None:
-    """With terminals for output only, the keys and modes of the operator's terminal are not touched."""
+    """If only outputs are terminals, the session does not read keys from the operator's terminal and keeps its
+    modes.
+    """
     operator.call("read line; echo up >&3; echo got:$line; read line", (1, 2))
     assert operator.running.stdin is not None
     operator.running.stdin.write(b"words\n")
@@ -236,7 +241,7 @@ def test_terminal_session_forwards_the_window_size(operator: Operator) -> None:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Return True if a process has a handler of its own. Python has one for SIGINT from the start."""
+    """Return True if a process has installed a handler for a signal. (Python always has one for SIGINT.)"""
     status = Path(f"/proc/{pid}/status").read_text()
     [caught] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
     return bool(int(caught, 16) >> (number - 1) & 1)
@@ -244,7 +249,7 @@ def catches(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signal_to_a_terminal_session_hangs_up_the_program(operator: Operator, number: int) -> None:
-    """The program may end in its own way. This is waited for, and the terminal is restored."""
+    """The session waits for the program, which can end in its own way, and then restores the operator's terminal."""
     operator.call("trap 'echo hung up; exit 5' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     operator.eventually(lambda: catches(operator.running.pid, signal.SIGHUP))
@@ -264,8 +269,8 @@ def test_stopped_program_in_a_terminal_session_gets_sighup(operator: Operator) -
     assert operator.ended()[0] == 5
 
 
-def test_program_that_ignores_the_hang_up_is_killed(operator: Operator) -> None:
-    """It gets some seconds to write its remaining output."""
+def test_program_that_ignores_the_hang_up_is_killed_after_a_grace_period(operator: Operator) -> None:
+    """It has some seconds to write its remaining output."""
     operator.call("trap 'echo last words' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     operator.running.send_signal(signal.SIGTERM)
@@ -274,7 +279,7 @@ def test_program_that_ignores_the_hang_up_is_killed(operator: Operator) -> None:
     assert b"last words" in operator.seen()
 
 
-def test_terminal_is_restored_when_a_signal_arrives_before_the_copying_begins(operator: Operator) -> None:
+def test_terminal_is_restored_if_a_signal_arrives_before_copying_begins(operator: Operator) -> None:
     operator.call("exec sleep 600", what="run, and be ended early")
 
     assert operator.ended()[0] == 128 + signal.SIGHUP
@@ -284,7 +289,7 @@ def test_terminal_is_restored_when_a_signal_arrives_before_the_copying_begins(op
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
 @pytest.mark.parametrize("is_signal", [True, False])
 def test_program_that_reads_no_keys_can_be_hung_up(operator: Operator, is_signal: bool) -> None:
-    """Writing the keys to it used to block, even after the operator's terminal was closed."""
+    """The session used to block while it wrote keys to the program, even after the operator's terminal was closed."""
     operator.call("trap '' HUP; stty raw -echo; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     for _ in range(100):
@@ -311,15 +316,15 @@ def test_keys_beyond_the_terminal_buffer_arrive_later(operator: Operator) -> Non
     assert operator.told("\n").split()[1:] == subprocess.check_output("cksum", input=keys).decode().split()
 
 
-def test_line_ends_of_a_program_without_input_are_translated_once(operator: Operator) -> None:
+def test_line_ends_of_a_program_with_piped_input_are_translated_once(operator: Operator) -> None:
     operator.call("echo one", streams=(1, 2))
 
     assert operator.ended()[0] == 0
     assert operator.seen() == b"one\r\n"
 
 
-def test_children_that_keep_the_terminal_do_not_delay_its_end(operator: Operator) -> None:
-    """All output of the program is shown before that."""
+def test_children_that_keep_the_terminal_open_do_not_delay_the_end_of_a_session(operator: Operator) -> None:
+    """All output of the program itself appears before the end."""
     operator.call("trap '' HUP; (echo $$ >&3; exec sleep 1000) & seq 20000; exit 3")
 
     assert operator.ended()[0] == 3
@@ -330,8 +335,8 @@ def test_children_that_keep_the_terminal_do_not_delay_its_end(operator: Operator
 @pytest.mark.parametrize(
     ("script", "code"), [("exit 7", 7), ("kill -TERM $$", 143), ("echo up >&3; exec sleep 1000", 130)]
 )
-def test_interrupts_of_the_operator_reach_only_the_program(operator: Operator, script: str, code: int) -> None:
-    """The caller keeps running to report how the program ended."""
+def test_interrupts_by_the_operator_reach_only_the_program(operator: Operator, script: str, code: int) -> None:
+    """The caller must survive Ctrl-C to report how the program ended."""
     report = f"exec 3>>{operator.report}; "
     operator.call(report + script, what="in_terminal")
     if code == 130:
@@ -343,7 +348,7 @@ def test_interrupts_of_the_operator_reach_only_the_program(operator: Operator, s
 
 @pytest.mark.parametrize("kind", ["file", "other device", "link"])
 def test_fake_ptmx_device_is_rejected(tmp_path: Path, kind: str) -> None:
-    """A job controls the file system in which the device is opened."""
+    """The device is in a file system that a job controls, so the job could put another device or a file there."""
     place = tmp_path / "dev/pts/ptmx"
     place.parent.mkdir(parents=True)
     if kind == "file":

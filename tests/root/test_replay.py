@@ -1,4 +1,6 @@
-"""A real Director's requests get replies of the same shape from our agent, and have the same effect on its machine."""
+"""Replay a Director's recorded requests: the replies have the recorded shape, and the effects on the machine are
+correct.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,16 @@ pytestmark = pytest.mark.root
 DISKS = ("disk-eb459bf16855", "disk-eff69e932e70")
 
 ALIKE = ("configuration_hash", "id", "index", "networks", "persistent_disk")
-"""Keys that distinguish two states of an instance."""
+"""Keys of a state whose values distinguish deployments of an instance."""
 
 LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "list_disk"})
 
 
 @dataclass
 class Played:
-    """The machines of a chapter as they are created and deleted.
+    """The machines of a chapter, which are created and deleted as in the recording.
 
-    ``history`` contains everything that was recorded, in order.
+    ``history`` contains all recorded steps of all chapters, in order.
     """
 
     fleet: Fleet
@@ -52,9 +54,7 @@ class Played:
             self.fleet.remove(agent_id)
 
     async def _add(self, agent_id: str) -> None:
-        """Add a machine with the agent to which these steps were sent, in the state it had at the beginning of the
-        chapter.
-        """
+        """Add a machine with the given agent ID, in the state that it had at the beginning of the chapter."""
         first = self.history.index(next(step for step in self.chapter if step.agent_id == agent_id))
         before = [step for step in self.history[:first] if step.agent_id == agent_id]
         recorded = before + [step for step in self.history[first:] if step.agent_id == agent_id]
@@ -74,7 +74,9 @@ class Played:
             await self._deploy(states[len([step for step in before if step.method == "get_state"]) - 1])
 
     async def _catch_up(self, step: Step) -> None:
-        """Deploy what a recorded state names but no earlier step has deployed, because not everything was recorded."""
+        """Deploy what a recorded state contains but the replayed steps have not deployed, because the recording has
+        gaps.
+        """
         if step.method != "get_state" or step.reply is None or not step.reply["value"]["configuration_hash"]:
             return
         state = step.reply["value"]
@@ -82,8 +84,8 @@ class Played:
             await self._deploy(state)
 
     async def _deploy(self, state: dict[str, Any]) -> None:
-        """Run the earlier recording that brought the same instance into its current state, on this machine or
-        another.
+        """Replay the earlier steps that brought the instance into this state, even if they were recorded on another
+        machine.
         """
 
         def first(method: str, fits: Callable[[list[Any]], bool] = bool) -> Step:
@@ -99,9 +101,7 @@ class Played:
             await self.replays[state["agent_id"]].play(step)
 
     async def _deploy_again(self, agent_id: str) -> None:
-        """Apply the final spec again: nothing that the Director compares may differ, and no process may be
-        restarted.
-        """
+        """Apply the final spec again. It must neither change what the Director compares nor restart a process."""
         director, spec = self.fleet.director, self.replays[agent_id].final_spec
         before = await director.run(agent_id, "get_state")
         if not spec or before["job_state"] != "running":
@@ -141,7 +141,7 @@ def test_each_recorded_message_is_replayed() -> None:
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter[0])
 async def test_recorded_deployment_gets_the_answers_of_the_go_agent(fleet: Fleet, chapter: tuple[str, ...]) -> None:
-    """Three instances and their errands are replayed request by request, from deploy to delete."""
+    """Three instances and their errands are replayed request by request, from the first deploy to the delete."""
     history = list(steps(*sorted((CORPUS / "director").glob("*.jsonl"))))
     played = Played(fleet, history, [step for step in history if step.recording in chapter])
     (fleet.scratch / DISKS[0]).mkdir()

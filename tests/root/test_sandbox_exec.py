@@ -1,4 +1,4 @@
-"""Programs in namespaces of their own or behind Landlock rules, and programs that enter such namespaces."""
+"""Programs that run in new namespaces or behind Landlock rules, and programs that enter the namespaces of a job."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ places = [
 
 @pytest.fixture
 def told(inside: Inside) -> Callable[[str], Any]:
-    """Return the value of a body that has volumes and can run programs as vcap."""
+    """Provide a function that runs a body on the machine, which has volumes and can run programs as vcap."""
     return lambda body: inside(SETUP + VOLUMES + body)
 
 
 def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callable[[str], Any]) -> None:
-    """Nothing else is mounted, and each path gives no more access than was requested."""
+    """Each path is mounted with no more rights than requested, and no other path is mounted."""
     status, text = told(f'return await said("cat /proc/self/mountinfo", places=places, {NAMESPACES})')
     rows = [line.split() for line in text.splitlines()]
     rights = {row[4]: set(row[5].split(",")) & {"ro", "rw", "nosuid", "nodev", "noexec"} for row in rows}
@@ -97,12 +97,12 @@ def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callabl
         "/dev/shm": {"rw", *closed},
         **{f"/dev/{name}": {"rw", "nosuid", "noexec"} for name in devices},
     }
-    # No mount may be a peer of one outside, because changes below it would leave the namespace.
+    # A shared mount would have a peer outside, to which mounts below it would propagate.
     assert [row[4] for row in rows if any(field.startswith("shared:") for field in row[6 : row.index("-")])] == []
 
 
 def test_sandbox_root_has_directories_links_and_devices_as_in_bpm(told: Callable[[str], Any]) -> None:
-    """A path without a source is left out."""
+    """A requested path that does not exist on the machine is left out."""
     script = (
         "ls /; ls /volume; stat -c '%a %U %n' / /volume /dev /dev/pts /dev/shm;"
         "cd /dev; for each in fd stdin stdout stderr ptmx; do readlink $each; done;"
@@ -140,15 +140,15 @@ ALLOWED = {
 }
 
 
-def test_sandbox_mounts_enforce_the_rights_of_paths(told: Callable[[str], Any]) -> None:
-    """Devices in a volume cannot be used by a job."""
+def test_sandbox_mounts_grant_only_the_requested_rights(told: Callable[[str], Any]) -> None:
+    """The test writes to files, runs programs and opens devices in volumes with different rights."""
     status, text = told(f"return await said({RIGHTS!r}, places=places, {NAMESPACES})")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED)
 
 
-def test_sandbox_landlock_rules_enforce_the_rights_of_paths(told: Callable[[str], Any]) -> None:
-    """Landlock has no rules for devices, so a device in a writable directory can be used like a file."""
+def test_sandbox_landlock_rules_grant_only_the_requested_rights(told: Callable[[str], Any]) -> None:
+    """Without mounts, a device in a writable directory can be opened, because Landlock has no rules for devices."""
     status, text = told(f"return await said({RIGHTS!r}, places=[*places, NULL])")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED | {"has devices writable", "has devices open"})
@@ -184,7 +184,7 @@ async def entered(pid, script, **members):
 
 
 def test_program_that_enters_a_sandbox_is_as_confined_as_its_job(told: Callable[[str], Any]) -> None:
-    """It has the job's view, processes and user, and gains nothing."""
+    """It has the same view of files, processes and user as the job, and no further privileges."""
     script = (
         "ls /volume; grep -E '^(Uid|Groups|Cap(Prm|Eff|Bnd|Amb)|NoNewPrivs)' /proc/self/status;"
         "ls /proc | grep ^1$; readlink /proc/self/ns/*"
@@ -214,7 +214,9 @@ async with job() as one:
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -KILL $$", 137)])
-def test_exit_code_of_a_program_in_a_sandbox_is_passed_on(told: Callable[[str], Any], script: str, code: int) -> None:
+def test_exit_code_of_a_program_that_enters_a_sandbox_is_passed_on(
+    told: Callable[[str], Any], script: str, code: int
+) -> None:
     assert (
         told(f"""{ENTERED}
 async with job() as one:
@@ -226,8 +228,10 @@ async with job() as one:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP"])
-def test_program_in_a_sandbox_gets_signals_and_owns_its_streams(told: Callable[[str], Any], name: str) -> None:
-    """The outside process that forwards signals holds no stream open, and ends with the program."""
+def test_program_that_enters_a_sandbox_gets_signals_and_owns_its_streams(told: Callable[[str], Any], name: str) -> None:
+    """A process outside the sandbox forwards signals to the program. It must not keep the program's streams open, and
+    it ends with the program.
+    """
     script = f"trap 'exit 5' {name[3:]}; echo up; exec >&- 2>&-; while :; do sleep 0.05; done"
     assert told(f"""{ENTERED}
 async with job() as one:
@@ -251,8 +255,8 @@ return [await running.wait(), text.read()]
 
 
 @pytest.mark.parametrize("name", ["plain", "two words", "back\\slash"])
-def test_sandbox_makes_a_shared_volume_only_once(told: Callable[[str], Any], name: str) -> None:
-    """Otherwise each start of a job would mount it again."""
+def test_shared_sandbox_volume_is_bound_only_once(told: Callable[[str], Any], name: str) -> None:
+    """Otherwise each start of a job would add another mount."""
     found = told(f"""
 import subprocess
 from agent_shim.host import mounts, sandbox_exec

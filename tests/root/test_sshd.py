@@ -1,6 +1,4 @@
-"""OpenSSH logs in as the user that ``ssh`` has created, to a server that the agent has started, in a network of its
-own.
-"""
+"""OpenSSH logs in as users created by ``ssh`` requests, to a server that the agent has started in a private network."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ pytestmark = [
 ]
 
 DIES = ["setpriv", "--pdeathsig", "KILL"]
-"""Command prefix for a program that must end when the process known to the test is killed."""
+"""Prefix of a command whose process must end when the test's child process is killed."""
 
 _AGENT = """
 from types import SimpleNamespace
@@ -45,13 +43,13 @@ agent = SimpleNamespace(users=users, sshd=sshd, settings=settings)
 
 @dataclass
 class Alone:
-    """The machine with a private network. Each request is answered by a newly started agent."""
+    """The machine with a private network, in which each request is answered by a newly started agent."""
 
     box: Machine
     inside: Inside
     prefix: list[str]
     key: Path
-    """The operator's private key, in the scratch directory that is visible on both sides."""
+    """The operator's private key, in a directory that is visible inside and outside of the machine."""
 
     def agent(self, body: str, *, port: int = 22) -> Any:
         return self.inside(_AGENT.format(port=port) + body, *self.prefix)
@@ -64,13 +62,13 @@ class Alone:
         return self.agent(f"return await ssh(agent, 'cleanup', SshParams(user_regex={pattern!r}))", port=port)
 
     def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """Run a program in the network."""
+        """Run a program in the private network."""
         running = self.box.popen([*self.prefix, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         out, err = running.communicate(timeout=60)
         return subprocess.CompletedProcess(argv, running.returncode, str(out), str(err))
 
     def login(self, user: str, host_key: str, command: str, *, port: int = 22) -> subprocess.CompletedProcess[str]:
-        """Log in as ``bosh ssh`` does, which trusts only the reported host key."""
+        """Log in like ``bosh ssh``, which trusts only the reported host key."""
         known = self.key.with_name("known_hosts")
         known.write_text(f"[127.0.0.1]:{port} {host_key}" if port != 22 else f"127.0.0.1 {host_key}")
         return self.run(*self.command_of("ssh", known), "-p", str(port), f"{user}@127.0.0.1", command)
@@ -90,13 +88,13 @@ class Alone:
         return [program, "-F", "none", "-i", inside[self.key], *(f"-o{option}" for option in options)]
 
     def servers(self) -> list[str]:
-        """Return the command lines of listening servers, according to the kernel's tables."""
+        """Return the command lines of all sshd processes that listen for connections."""
         return [line for line in self.box.run("ps -ewwo args --no-headers").splitlines() if "[listener]" in line]
 
 
 @pytest.fixture(scope="module")
 def network(box: Machine) -> Iterator[list[str]]:
-    """Return the command prefix that runs a command in a network of its own."""
+    """Create a private network and return the command prefix that runs a command in it."""
     holder = box.popen(
         [*DIES, "unshare", "-n", "sh", "-c", "ip link set lo up && echo $$ && exec sleep 999"], stdout=-1
     )
@@ -130,7 +128,7 @@ def alone(
 
 
 def test_ssh_setup_lets_an_operator_log_in(alone: Alone) -> None:
-    """The container has neither a host key nor a server. The operator has sudo and the groups of operators."""
+    """The container has no host key and no running server before. The operator can use sudo."""
     for path in (alone.box.root / "etc/ssh").glob("ssh_host_*"):
         path.unlink()
     found = alone.setup("bosh_jane")
@@ -146,7 +144,9 @@ def test_ssh_setup_lets_an_operator_log_in(alone: Alone) -> None:
 
 
 def test_sshd_started_at_boot_has_a_host_key(alone: Alone) -> None:
-    """With ``authorized_keys`` in the settings the boot starts it, before any request asks for the key."""
+    """The settings' ``authorized_keys`` make the agent start sshd at boot, before a request could create the
+    host key.
+    """
     key = alone.key.with_suffix(".pub").read_text()
     for path in (alone.box.root / "etc/ssh").glob("ssh_host_*"):
         path.unlink()
@@ -156,8 +156,8 @@ def test_sshd_started_at_boot_has_a_host_key(alone: Alone) -> None:
     assert alone.login("bosh_boot", told, "id -un").stdout == "bosh_boot\n"
 
 
-def test_ssh_host_key_is_kept(alone: Alone) -> None:
-    """Another request gets the same key, and a lost public half is restored identically."""
+def test_ssh_host_key_does_not_change(alone: Alone) -> None:
+    """Each request gets the same key, and a missing public key is derived from the private key."""
     first = alone.agent("return await sshd.host_key()")
     key = alone.box.root / "etc/ssh/ssh_host_rsa_key"
     private = key.read_bytes()
@@ -172,7 +172,7 @@ def test_ssh_host_key_is_kept(alone: Alone) -> None:
 
 
 def test_failed_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> None:
-    """ssh-keygen is hidden. With a read-only /etc the key would fail too, but then no user could be made first."""
+    """The test makes ssh-keygen fail. With a read-only /etc, creating the user would fail first."""
     (alone.box.root / "etc/ssh/ssh_host_rsa_key.pub").unlink(missing_ok=True)
     alone.box.run("mount --bind /dev/null /usr/bin/ssh-keygen")
     try:
@@ -185,7 +185,7 @@ def test_failed_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> Non
 
 
 def test_sshd_runs_while_a_user_may_log_in(alone: Alone) -> None:
-    """One server is enough for all. It ends with the last user, even if that user is removed by another agent."""
+    """All users share one server. It ends when the last user is removed, even by a restarted agent."""
     key = alone.setup("bosh_one")["host_public_key"]
     assert alone.setup("bosh_two")["host_public_key"] == key
     assert len(alone.servers()) == 1
@@ -201,7 +201,7 @@ def test_sshd_runs_while_a_user_may_log_in(alone: Alone) -> None:
 
 
 def test_ssh_session_outlives_the_server(alone: Alone) -> None:
-    """An operator's session is not interrupted by another operator's clean-up."""
+    """When a clean-up stops the server, sessions of other operators continue."""
     key = alone.setup("bosh_long")["host_public_key"]
     known = alone.key.with_name("known_hosts")
     known.write_text(f"127.0.0.1 {key}")
@@ -228,7 +228,7 @@ def test_ssh_session_outlives_the_server(alone: Alone) -> None:
 
 @pytest.mark.attack("an SSH user reads another operator's archive of logs")
 def test_log_archive_is_fetched_by_scp_as_the_cli_does(alone: Alone) -> None:
-    """The archive belongs to the operator, and scp gets it."""
+    """Only the operator who requested the archive can read it."""
     alone.setup("bosh_cli")
     bundle = alone.agent(
         "from agent_shim.actions.logs import Bundle, bundle_logs\n"
@@ -250,7 +250,7 @@ def test_log_archive_is_fetched_by_scp_as_the_cli_does(alone: Alone) -> None:
 @pytest.mark.attack("an SSH user logs in with a password, or with a key planted for another user")
 @pytest.mark.parametrize("user", ["root", "vcap", "nobody"])
 def test_sshd_admits_only_operators(alone: Alone, user: str) -> None:
-    """Root is never admitted, and others only if they belong to the group, even with a valid key."""
+    """sshd rejects root even with a valid key, and other users unless they are in the group bosh_sshers."""
     key = alone.setup("bosh_any")["host_public_key"]
     public = alone.key.with_suffix(".pub").read_text()
     home = alone.box.vcap / "home" / user
@@ -274,13 +274,13 @@ def test_sshd_admits_only_operators(alone: Alone, user: str) -> None:
 
 
 def _at_home(entry: list[str], user: str) -> list[str]:
-    """Return a line of passwd. The given user's has a home and a shell, so that it can log in."""
+    """Return a line of passwd. If it is the given user's, give them a home directory and a shell for the login."""
     return [*entry[:5], f"/var/vcap/home/{user}", "/bin/bash"] if entry[0] == user else entry
 
 
 @pytest.mark.attack("an SSH user logs in with a password, or with a key planted for another user")
 def test_sshd_rejects_passwords(alone: Alone) -> None:
-    """The server offers only keys."""
+    """Public keys are the only method that the server offers."""
     alone.setup("bosh_any")
     known = alone.key.with_name("known_hosts")
     options = ["-oPubkeyAuthentication=no", "-v"]
@@ -290,7 +290,7 @@ def test_sshd_rejects_passwords(alone: Alone) -> None:
 
 
 def test_sshd_listens_on_the_configured_port(alone: Alone) -> None:
-    """The port is that of agent.json. A server that already listens there stays."""
+    """The port comes from agent.json. A second request does not start another server on it."""
     key = alone.setup("bosh_port", port=2222)["host_public_key"]
 
     assert alone.login("bosh_port", key, "echo yes", port=2222).stdout == "yes\n"
@@ -302,7 +302,7 @@ def test_sshd_listens_on_the_configured_port(alone: Alone) -> None:
 
 @pytest.fixture
 def stranger(alone: Alone) -> Iterator[Callable[[str], None]]:
-    """Run another server on port 22 of an address."""
+    """Provide a function that runs another server on port 22 of an address."""
     listening: list[subprocess.Popen[bytes]] = []
 
     def listen(address: str) -> None:
@@ -319,8 +319,8 @@ def stranger(alone: Alone) -> Iterator[Callable[[str], None]]:
         process.communicate()
 
 
-def test_existing_ssh_server_is_used(alone: Alone, stranger: Callable[[str], None]) -> None:
-    """It may be that of the image. It stays when all users are removed."""
+def test_existing_ssh_server_of_the_image_is_used(alone: Alone, stranger: Callable[[str], None]) -> None:
+    """The agent starts no server if one already listens on the port, and a clean-up does not stop it."""
     stranger("0.0.0.0")
 
     assert alone.setup("bosh_any")["status"] == "success"
@@ -331,7 +331,7 @@ def test_existing_ssh_server_is_used(alone: Alone, stranger: Callable[[str], Non
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
-    """Users may bind port 22 in Docker. The operator gets this error instead of a wrong host key."""
+    """Docker allows all users to listen on port 22. Without this error, the operator would see a wrong host key."""
     code = (
         "import os, socket, time; os.setresuid(1234, 1234, 1234);"
         "s = socket.create_server(('0.0.0.0', 2022)); print('up', flush=True); time.sleep(99)"
@@ -351,7 +351,7 @@ def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
-    """A thousand such processes that ignore SIGTERM used to delay each clean-up by half an hour."""
+    """A thousand processes with this name that ignored SIGTERM used to delay each clean-up by half an hour."""
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     code = f"{ignore}print('up', flush=True); time.sleep(99)"
     arguments = ["sshd: /usr/sbin/sshd -f /var/vcap/data/sys/run/agent_shim/sshd_config", "-c", code]
@@ -369,8 +369,8 @@ def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
 
 
 def test_failed_sshd_is_reported_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
-    """The error has the server's message."""
-    stranger("127.0.0.1")  # serves no client from outside
+    """The error contains the server's message."""
+    stranger("127.0.0.1")  # A server that clients outside cannot reach must not count as an existing SSH server.
     error = alone.agent(
         "from agent_shim.services import sshd as module\n"
         "module.CONFIG += 'NoSuchOption yes\\n'\n"
@@ -384,7 +384,7 @@ def test_failed_sshd_is_reported_and_leaves_no_user(alone: Alone, stranger: Call
 
 
 def test_container_without_sshd_is_reported_and_leaves_no_user(alone: Alone) -> None:
-    """The error names the missing server."""
+    """The error names the package that is missing."""
     alone.box.run("mkdir -p /tmp/empty && cp -a /usr/sbin/user* /tmp/empty/ && mount --bind /tmp/empty /usr/sbin")
     try:
         error = alone.setup("bosh_any")
@@ -397,7 +397,7 @@ def test_container_without_sshd_is_reported_and_leaves_no_user(alone: Alone) -> 
 
 
 def test_sshd_that_is_being_stopped_is_replaced(alone: Alone) -> None:
-    """A caller at that moment gets a new server, even if the first one lingers."""
+    """A request during the stop gets a new server, even if the old one takes long to end."""
     alone.agent(
         "import signal\n"
         "from agent_shim.host import proc\n"
@@ -415,8 +415,8 @@ def test_sshd_that_is_being_stopped_is_replaced(alone: Alone) -> None:
     assert len(alone.servers()) == 1
 
 
-def test_concurrent_ssh_requests_start_and_stop_one_server(alone: Alone) -> None:
-    """Ten concurrent set-ups start one server. Ten clean-ups concurrent with a set-up leave that server running."""
+def test_concurrent_ssh_requests_share_one_server(alone: Alone) -> None:
+    """Ten concurrent set-ups start one server. It keeps running if ten clean-ups are concurrent with another set-up."""
     key = alone.key.with_suffix(".pub").read_text()
     alone.agent(f"await asyncio.gather(*(ssh(agent, 'setup', SshParams(f'bosh_n{{i}}', {key!r})) for i in range(10)))")
     assert len(alone.servers()) == 1
@@ -431,7 +431,7 @@ def test_concurrent_ssh_requests_start_and_stop_one_server(alone: Alone) -> None
 
 
 def test_sshd_that_does_not_listen_is_ended(alone: Alone) -> None:
-    """Otherwise the next request would find it."""
+    """Otherwise the next request would mistake it for a working server."""
     server = alone.key.with_name("deaf")
     server.write_text("#!/bin/sh\nexec sleep 4711\n")
     server.chmod(0o755)

@@ -1,4 +1,4 @@
-"""From Debian's monit to this agent and back: processes of jobs keep running under either supervisor."""
+"""A takeover from Debian's monit to this agent and back, during which the jobs' processes keep running."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def pod(pod: Pod) -> Pod:
 
 
 async def test_takeover_from_monit_and_back_restarts_no_process(pod: Pod) -> None:
-    """The change is made twice. Each process is started only once, by the first supervisor.
+    """After two takeovers and two handbacks, all processes are still those that monit started.
 
-    A process that died while no supervisor was running is started, and the others are not touched.
+    If one dies while no supervisor is running, the agent starts only that one.
     """
     machine = pod.machine
     leave_as_the_go_agent(machine)
@@ -70,7 +70,6 @@ async def test_takeover_from_monit_and_back_restarts_no_process(pod: Pod) -> Non
 
 
 async def test_jobs_stopped_by_the_go_agent_stay_stopped(pod: Pod) -> None:
-    """They stay stopped."""
     machine = pod.machine
     leave_as_the_go_agent(machine)
     (machine.vcap / "monit/stopped").touch()
@@ -85,9 +84,9 @@ async def test_jobs_stopped_by_the_go_agent_stay_stopped(pod: Pod) -> None:
 
 
 async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: Pod) -> None:
-    """This includes settings on top of those of the CPI, the spec, the disk and an unfinished task.
+    """This state consists of the spec, the disk, an unfinished task and the settings that extend those of the CPI.
 
-    Handing back leaves the same files.
+    A handback leaves the same files.
     """
     pod.kill()
     pod.attach("disk-1")
@@ -110,7 +109,7 @@ async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: Pod) -> None:
     said = machine.run(f"{sys.executable} -m agent_shim.cli handback")
     assert "disk disk-1: our mark is removed; /var/vcap/bosh/managed_disk_settings.json says it is the store" in said
     after = state_files(machine)
-    del before["tasks.json"]  # no task is left to be done
+    del before["tasks.json"]  # The agent has completed the task, so the file is not needed any more.
     assert json.loads(after.pop("update_settings.json")).keys() == json.loads(before.pop("update_settings.json")).keys()
     assert json.loads(after.pop("settings.json"))["agent_id"] == json.loads(before.pop("settings.json"))["agent_id"]
     assert after == before
@@ -119,7 +118,7 @@ async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: Pod) -> None:
 
 
 def state_files(machine: Machine) -> dict[str, str]:
-    """Return the files below ``bosh`` that an agent writes, by name."""
+    """Return the contents of the files below ``bosh`` that an agent writes, by relative path."""
     place = machine.vcap / "bosh"
     found = {str(path.relative_to(place)): path for path in place.rglob("*") if path.is_file()}
     config = {"agent.json", "warden-cpi-agent-env.json", "agent_shim.lock", "log/current"}

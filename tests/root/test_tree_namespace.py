@@ -1,5 +1,7 @@
-"""Jobs that name ``/var/vcap`` while the agent uses another base: for root, for a user, without such a directory,
-and forbidden.
+"""Jobs that use ``/var/vcap`` although the agent has another base directory.
+
+The agent runs as root or as an ordinary user, with or without an existing ``/var/vcap``, and without permission to
+create a mount namespace.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ PREFIXES = {
 
 @contextmanager
 def agent(where: Path, prefix: list[str], job: Mapping[str, str] | None = None) -> Iterator[Path]:
-    """Run an agent without a Director, with a job that names ``/var/vcap``. Yield its tree."""
+    """Run an agent without a Director and with one job that uses ``/var/vcap``. Yield its base directory."""
     for name, text in (job or sleeper(Paths(), "web")).items():
         path = where / "rendered/jobs/web" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +80,7 @@ def command(word: str, tree: Path, *words: str) -> subprocess.CompletedProcess[s
 
 
 def until(tree: Path, state: str) -> dict[str, object]:
-    """Wait until the job has a state. Return its line of the status."""
+    """Wait until the job is in this phase and return its entry in the status."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         done = command("status", tree, "--json")
@@ -91,8 +93,10 @@ def until(tree: Path, state: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", PREFIXES)
-def test_jobs_find_the_agents_tree_at_var_vcap(tmp_path: Path, kind: str) -> None:
-    """The machine's ``/var/vcap`` is unchanged, and commands from outside reach the agent."""
+def test_jobs_find_the_agents_base_directory_at_var_vcap(tmp_path: Path, kind: str) -> None:
+    """The machine's own ``/var/vcap`` does not change, and commands from outside the namespace can connect to the
+    agent.
+    """
     before = listed()
     tmp_path.chmod(0o777)
     with agent(tmp_path, PREFIXES[kind]) as tree:
@@ -117,7 +121,7 @@ def test_isolated_bpm_process_finds_its_job_at_var_vcap(tmp_path: Path) -> None:
         assert (tree / "sys/log/web/own").read_text() == "here\n"
 
 
-def test_first_log_line_says_why_there_is_no_mount_namespace(tmp_path: Path) -> None:
+def test_first_log_line_explains_why_there_is_no_mount_namespace(tmp_path: Path) -> None:
     with agent(tmp_path, ["unshare", "--user", "--map-root-user", "bash", "-c", NONE_LEFT, "bash"]) as tree:
         until(tree, "down")
         first = (tmp_path / "log").read_text().splitlines()[0]

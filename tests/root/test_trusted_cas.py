@@ -1,4 +1,4 @@
-"""Trusted CAs on a machine of their own: TLS clients accept them, and no longer do so after they are removed."""
+"""Trusted CAs are installed for TLS clients on the machine, and removed again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST, SECOND, THIRD = (Authority(f"authority {number}") for number in range(3))
 
 @pytest.fixture(autouse=True)
 def place(box: Machine) -> Iterator[None]:
-    """Return an empty directory for local CAs, and the bundle that the command creates from it."""
+    """Mount an empty directory for local CAs and create the CA bundle without them."""
     box.run(f"mount -t tmpfs -o mode=0755 tmpfs /{PLACE} && {COMMAND} -f >/dev/null")
     yield
     box.run(f"umount /{PLACE}")
@@ -34,7 +34,7 @@ def place(box: Machine) -> Iterator[None]:
 
 @pytest.fixture
 def fake(box: Machine) -> Iterator[None]:
-    """Replace the command by ``/mnt/fake``, which the test writes."""
+    """Replace the command by ``/mnt/fake``, to which the test writes a script."""
     box.write("/mnt/fake", "", mode=0o755)
     box.run(f"mount --bind /mnt/fake {COMMAND}")
     yield
@@ -52,7 +52,9 @@ def install(*authorities: Authority, tries: int = 3, patience: float = 60, betwe
 
 
 def is_trusted(box: Machine, authority: Authority) -> bool:
-    """Return True if OpenSSL trusts a server certificate of the authority, in both forms that programs read."""
+    """Return True if OpenSSL trusts a server certificate of the CA, both with the bundle and with the directory of
+    hashes.
+    """
     box.write("/mnt/leaf.pem", "")
     (box.root / "mnt/leaf.pem").write_text(authority.server().certificate)
     verify = "openssl verify -no-CAstore /mnt/leaf.pem >/dev/null 2>&1 && echo yes || echo no"
@@ -68,8 +70,8 @@ def names(box: Machine) -> list[str]:
     return sorted(path.name for path in (box.root / PLACE).iterdir())
 
 
-def test_trusted_cas_replace_the_former_ones(box: Machine, inside: Inside) -> None:
-    """Each request replaces the certificates of the former one. The CAs of the image stay."""
+def test_trusted_cas_replace_those_of_the_previous_request(box: Machine, inside: Inside) -> None:
+    """CAs that belong to the image stay."""
     (box.root / PLACE / "own.crt").write_text(THIRD.ca)
     assert inside(install(FIRST, SECOND)) is None
     assert names(box) == ["bosh-trusted-cert-1.crt", "bosh-trusted-cert-2.crt", "own.crt"]
@@ -84,8 +86,10 @@ def test_trusted_cas_replace_the_former_ones(box: Machine, inside: Inside) -> No
     assert [is_trusted(box, each) for each in (FIRST, SECOND, THIRD)] == [False, False, True]
 
 
-def test_invalid_trusted_ca_is_named_and_skipped(box: Machine, inside: Inside) -> None:
-    """The Go agent installs the other CAs too. The bad one would make the whole bundle unreadable for some clients."""
+def test_invalid_trusted_ca_is_reported_and_skipped(box: Machine, inside: Inside) -> None:
+    """As with the Go agent, the other CAs are installed. An invalid certificate in the bundle would prevent some
+    clients from reading any.
+    """
     bad = "-----BEGIN CERTIFICATE-----\nbm9uc2Vuc2U=\n-----END CERTIFICATE-----\n"
     said = inside(TELLING + install(FIRST, SECOND, between=bad).replace("return await", "await") + "\nreturn said")
 
@@ -95,7 +99,7 @@ def test_invalid_trusted_ca_is_named_and_skipped(box: Machine, inside: Inside) -
 
 
 def test_repeated_ca_bundle_is_not_installed_again(box: Machine, inside: Inside) -> None:
-    """Directors send it to every machine with every change of settings."""
+    """Directors send the same CAs to every machine whenever settings change."""
     inside(install(FIRST))
     before = (box.root / TRUSTED).stat()
     inside(install(FIRST))
@@ -105,7 +109,9 @@ def test_repeated_ca_bundle_is_not_installed_again(box: Machine, inside: Inside)
 
 
 def test_new_container_installs_the_trusted_cas_again(box: Machine, inside: Inside) -> None:
-    """It begins with the files of the image."""
+    """A new container's trust store is that of the image, although the agent's state says that the CAs were
+    installed.
+    """
     inside(install(FIRST))
     box.run(f"rm /{PLACE}/* && {COMMAND} -f >/dev/null")
     assert not is_trusted(box, FIRST)
@@ -116,7 +122,7 @@ def test_new_container_installs_the_trusted_cas_again(box: Machine, inside: Insi
 
 @pytest.mark.parametrize("were", [[], [SECOND]])
 def test_interrupted_ca_installation_is_completed(box: Machine, inside: Inside, were: list[Authority]) -> None:
-    """The agent was killed after it had changed the files."""
+    """The agent was killed after it had changed the certificate files, but before the command updated the bundle."""
     inside(install(*were))
     box.run(f"rm -f /{PLACE}/*")
     if not were:
@@ -129,7 +135,7 @@ def test_interrupted_ca_installation_is_completed(box: Machine, inside: Inside, 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("tries", [1, 3])
 def test_hanging_ca_update_command_is_killed_and_retried(box: Machine, inside: Inside, tries: int) -> None:
-    """After several attempts it raises the error, and the next request starts again."""
+    """The request fails after the last attempt. The next request runs the command again."""
     (box.root / "mnt/fake").write_text("#!/bin/sh\ntrap '' TERM\necho $$ $* >>/mnt/calls\nsleep 1000\n")
     error = inside(install(FIRST, tries=tries, patience=0.2))
     calls = (box.root / "mnt/calls").read_text().splitlines()
@@ -146,14 +152,14 @@ def test_hanging_ca_update_command_is_killed_and_retried(box: Machine, inside: I
 
 @pytest.mark.usefixtures("fake")
 def test_ca_update_succeeds_at_the_second_attempt(box: Machine, inside: Inside) -> None:
-    """The command fails occasionally."""
+    """The command can fail for temporary reasons."""
     (box.root / "mnt/fake").write_text("#!/bin/sh\n[ -e /mnt/once ] || { touch /mnt/once; echo no; exit 3; }\n")
 
     assert inside(install(FIRST)) is None
 
 
 def test_missing_ca_update_command_is_an_error_only_if_there_are_cas(box: Machine, inside: Inside) -> None:
-    """Without CAs the command is not needed."""
+    """A request without CAs does not run the command."""
     box.run("mount --bind /dev/null /usr/sbin/update-ca-certificates")
     try:
         assert inside(install()) is None
@@ -165,7 +171,7 @@ def test_missing_ca_update_command_is_an_error_only_if_there_are_cas(box: Machin
 
 
 def test_unwritable_ca_directory_is_reported(box: Machine, inside: Inside) -> None:
-    """The root file system may be read-only."""
+    """This happens in containers with a read-only root file system."""
     box.run(f"mount -o remount,ro /{PLACE}")
 
     error = inside(install(FIRST))

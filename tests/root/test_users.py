@@ -1,4 +1,4 @@
-"""Real users on a machine of their own."""
+"""Users that the agent creates for SSH, and the keys and passwords of vcap, on the test's own machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import ctypes
 while True:
     ctypes.CDLL(None).kill(-1, 9)
 """
-"""Kills all other processes of its user, again and again."""
+"""Kills all other processes of its user in a loop."""
 AS_VCAP = ("setpriv", "--reuid=vcap", "--regid=vcap", "--clear-groups")
 FILLING = """
 import os, sys
@@ -51,8 +51,8 @@ def groups_of(box: Machine, user: str) -> set[str]:
     return set(box.run(f"id -nG {user}").split())
 
 
-def test_user_tools_cannot_change_the_machine_that_runs_the_tests(box: Machine) -> None:
-    """Programs that change users cannot remove anything of the machine that runs the tests."""
+def test_user_tools_cannot_change_the_machine_outside(box: Machine) -> None:
+    """Otherwise a test could remove users or files of the machine on which the tests run."""
     homes = {line.split(":")[5] for line in (box.root / "etc/passwd").read_text().splitlines()}
 
     assert homes == {"/nonexistent", "/home/vcap"}
@@ -62,9 +62,9 @@ def test_user_tools_cannot_change_the_machine_that_runs_the_tests(box: Machine) 
 
 
 def test_ssh_user_without_the_bosh_prefix_is_created_but_not_removed(box: Machine, inside: Inside) -> None:
-    """As in the Go agent, any free name is accepted, and any word counts as a key.
+    """As with the Go agent, every unused name is accepted and the key is not validated.
 
-    A cleanup does not remove such a user.
+    A clean-up removes only users with the prefix.
     """
     inside(setup("jane_doe", "public-key"))
     inside(setup("jane_doe", KEY))
@@ -79,7 +79,7 @@ def test_ssh_user_without_the_bosh_prefix_is_created_but_not_removed(box: Machin
 @pytest.mark.attack("a request makes an SSH user of an existing account or of an option")
 @pytest.mark.parametrize("user", ["root", "vcap"])
 def test_ssh_user_with_the_name_of_an_existing_account_is_rejected(box: Machine, inside: Inside, user: str) -> None:
-    """Accounts of the machine get neither a group nor a key."""
+    """The existing account gets no group and no key."""
     before = (groups_of(box, user), (box.root / "etc/passwd").read_text())
 
     assert inside(setup(user)) == (
@@ -88,8 +88,8 @@ def test_ssh_user_with_the_name_of_an_existing_account_is_rejected(box: Machine,
     assert (groups_of(box, user), (box.root / "etc/passwd").read_text()) == before
 
 
-def test_ssh_user_has_groups_home_key_and_modes_of_the_go_agent(box: Machine, inside: Inside) -> None:
-    """The same request again replaces the key."""
+def test_ssh_user_has_the_same_groups_home_and_modes_as_with_the_go_agent(box: Machine, inside: Inside) -> None:
+    """A second request for the same user replaces the key."""
     for key in ("ssh-rsa BBBB\n", KEY):
         inside(setup("bosh_abc", key))
 
@@ -103,7 +103,7 @@ def test_ssh_user_has_groups_home_key_and_modes_of_the_go_agent(box: Machine, in
     assert stat.S_IMODE((box.vcap / "bosh_ssh").stat().st_mode) == 0o755
 
 
-def test_concurrent_requests_each_create_their_ssh_user(box: Machine, inside: Inside) -> None:
+def test_concurrent_ssh_requests_each_create_their_user(box: Machine, inside: Inside) -> None:
     inside(f"{USERS}await asyncio.gather(*(users.setup(f'bosh_p{{i}}', {KEY!r}) for i in range(4)))")
 
     assert {f"bosh_p{i}" for i in range(4)} <= set(accounts(box))
@@ -111,7 +111,7 @@ def test_concurrent_requests_each_create_their_ssh_user(box: Machine, inside: In
 
 
 def test_ssh_cleanup_removes_matching_users(box: Machine, inside: Inside) -> None:
-    """They are removed with their homes. Users without the prefix stay, and none is removed twice."""
+    """Their home directories are removed as well. Users without the prefix stay even if the pattern matches them."""
     for user in ("bosh_x1", "bosh_x2", "bosh_y1"):
         inside(setup(user))
 
@@ -131,17 +131,17 @@ STAYING = {
     "killing": [["setsid", sys.executable, "-S", "-c", KILLING]],
     "filling": [["setsid", sys.executable, "-S", "-c", FILLING, "/var/vcap/bosh_ssh/bosh_stays"]] * 2,
 }
-"""Processes that resist their removal.
+"""Commands of processes that make it hard to remove their user.
 
-They are in other sessions and fork endlessly, kill every process that switches to their user, or create new files in
-the home directory that is being removed.
+They leave their session and fork endlessly, kill every process that switches to their user, or keep creating files in
+the home directory.
 """
 
 
 @pytest.mark.attack("an SSH user survives the clean-up")
 @pytest.mark.parametrize("commands", STAYING.values(), ids=STAYING.keys())
 def test_processes_of_a_removed_ssh_user_end(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
-    """Another user may later get the same id."""
+    """Otherwise they would belong to the next user who gets the same uid."""
     inside(setup("bosh_stays"))
     number, home = box.run("id -u bosh_stays").strip(), "/var/vcap/bosh_ssh/bosh_stays"
     as_user = ["setpriv", "--reuid", "bosh_stays", "--regid", "bosh_stays", "--clear-groups"]
@@ -162,7 +162,10 @@ def test_processes_of_a_removed_ssh_user_end(box: Machine, inside: Inside, comma
 
 
 def test_user_removal_ends_no_process_in_the_host_pid_namespace(box: Machine, inside: Inside) -> None:
-    """A user of another container may have the same id. There, PID 1 has another root directory."""
+    """In the host's PID namespace, processes of other containers can have the same uid.
+
+    The agent recognizes this case because the root directory of PID 1 is not its own.
+    """
     inside(setup("bosh_seen"))
     box.run(
         "mkdir -p /mnt/own && mount -t tmpfs tmpfs /mnt/own && cd / && for each in *; do"
@@ -196,7 +199,7 @@ def test_missing_group_leaves_no_partial_ssh_user(box: Machine, inside: Inside) 
 
 
 def test_agent_without_useradd_or_root_creates_no_user(box: Machine, inside: Inside) -> None:
-    """The image may be minimal. An ordinary user is refused before any change."""
+    """useradd may be missing in a minimal image. An agent that is not root reports that before it changes anything."""
     inside(setup("bosh_first"))
     box.run("mount --bind /dev/null /usr/sbin/useradd")
     try:
@@ -210,8 +213,7 @@ def test_agent_without_useradd_or_root_creates_no_user(box: Machine, inside: Ins
     assert "bosh_none" not in accounts(box)
 
 
-def test_authorized_keys_of_vcap_are_replaced(box: Machine, inside: Inside) -> None:
-    """They replace those that were there."""
+def test_authorized_keys_of_vcap_replace_the_previous_ones(box: Machine, inside: Inside) -> None:
     for keys in (["ssh-rsa AAAA", "ssh-rsa BBBB"], ["ssh-rsa CCCC", "ssh-rsa DDDD"]):
         inside(f"{USERS}await users.authorize_vcap({keys!r})")
 
@@ -221,7 +223,7 @@ def test_authorized_keys_of_vcap_are_replaced(box: Machine, inside: Inside) -> N
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_keys_of_vcap_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
-    """vcap cannot make root write where vcap itself may not."""
+    """Otherwise vcap could have root create files in directories that only root may write to."""
     box.run("rm -rf /home/vcap/.ssh && mkdir -m 700 /etc/victim && ln -s /etc/victim /home/vcap/.ssh")
     try:
         error = inside(f"{USERS}await users.authorize_vcap(['ssh-rsa AAAA'])")
@@ -234,7 +236,9 @@ def test_keys_of_vcap_are_not_written_through_a_link(box: Machine, inside: Insid
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_keys_of_an_operator_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
-    """The link may name a directory of root or another user's keys when the same user is set up again."""
+    """Before the same user is set up again, they could put a link to a directory of root or to another user's keys
+    there.
+    """
     inside(setup("bosh_sly"))
     as_sly = "setpriv --reuid=bosh_sly --regid=bosh_sly --clear-groups"
     box.run("mkdir -m 700 /etc/aim && echo kept >/etc/aim/authorized_keys")
@@ -256,8 +260,8 @@ def test_keys_of_an_operator_are_not_written_through_a_link(box: Machine, inside
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 @pytest.mark.parametrize("planted", ["mkfifo", "mkdir", "ln -s /etc/led-to"])
-def test_pipe_at_the_authorized_keys_does_not_block(box: Machine, inside: Inside, planted: str) -> None:
-    """It used to block until the timeout, at each boot."""
+def test_object_planted_at_the_authorized_keys_does_not_block(box: Machine, inside: Inside, planted: str) -> None:
+    """A FIFO used to block each boot until a timeout."""
     box.run("rm -rf /home/vcap/.ssh")
     as_vcap = "setpriv --reuid=vcap --regid=vcap --clear-groups"
     box.run(f"cd /home/vcap && {as_vcap} mkdir .ssh && {as_vcap} {planted} .ssh/authorized_keys.new")
@@ -270,11 +274,13 @@ def test_pipe_at_the_authorized_keys_does_not_block(box: Machine, inside: Inside
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machine, inside: Inside) -> None:
-    """Each such user used to block for a minute, during which no other user was created."""
+    """Each process that stopped the writer used to cause a delay of a minute, in which no other user could be
+    created.
+    """
     stopping = box.popen([*AS_VCAP, "setsid", sys.executable, "-S", "-c", KILLING.replace("9", "19")])
     try:
         box.run("until pgrep -u vcap >/dev/null; do sleep 0.02; done")
-        for _ in range(20):  # the writer may be faster than the process that stops it
+        for _ in range(20):  # The writer may finish before the process has stopped it.
             if error := inside(f"{USERS}await users.authorize_vcap(['ssh-rsa AAAA'])"):
                 break
     finally:
@@ -286,7 +292,6 @@ def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machi
 
 @pytest.mark.parametrize("keep_root", [True, False])
 def test_password_hash_is_in_the_shadow_file_and_in_no_argument(box: Machine, inside: Inside, keep_root: bool) -> None:
-    """It appears in no command line."""
     hashed = f"$6$salt$hash{keep_root}"
     inside(f"{USERS}await users.set_passwords({hashed!r}, keep_root={keep_root})")
     shadow = dict(line.split(":")[:2] for line in (box.root / "etc/shadow").read_text().splitlines())

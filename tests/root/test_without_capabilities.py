@@ -1,4 +1,4 @@
-"""Root without the capability to change owners, in a container that was started with ``--cap-drop=all``."""
+"""Root without capabilities, as in a container that was started with ``--cap-drop=all``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ BOOT = "from agent_shim.daemon import boot\nawait boot.boot([boot.tree_step(Path
 
 
 def test_boot_keeps_owners_that_it_cannot_change(box: Machine, inside: Inside) -> None:
-    """The directories are created with their modes and all belong to root.
+    """The boot creates its directories with the usual modes, but root owns all of them. It logs that only once.
 
-    This is logged once, even for twenty directories. If a file cannot be given to its group, its mode only matters for
-    root. Bundles from the Director are unpacked and usable.
+    Bundles are unpacked as well. A file that could not be given to its group is only readable to root.
     """
     script = """
 import logging
@@ -47,6 +46,6 @@ return said
 
 
 def test_root_with_capabilities_changes_owners(box: Machine, inside: Inside) -> None:
-    """With the capability, the owners are as intended."""
+    """This shows that the owners in the other test differ only because of the missing capability."""
     assert inside(BOOT) is None
     assert box.run("stat -c '%a %U:%G' /var/vcap/data/sys/log") == "750 root:vcap\n"
