@@ -1,4 +1,4 @@
-"""Fixtures of image tests: podman, the image, and a bus with peers that containers can reach."""
+"""Fixtures of the image tests: podman, the image, and a message bus that containers can reach."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def image(podman: Podman, base: str) -> str:
 
 @pytest.fixture(scope="session")
 def network(podman: Podman) -> Iterator[pods.Network]:
-    """Provide a network of containers with this machine as the gateway."""
+    """Provide a container network whose gateway is this machine."""
     with pods.network(podman, f"agent-shim-test-{os.getpid()}") as made:
         yield made
 

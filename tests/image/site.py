@@ -1,4 +1,4 @@
-"""The surroundings of containers: an environment, podman, and a network that connects the two."""
+"""The environment of the containers under test: a message bus with its peers, podman and a network."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ SETTINGS: Final = "/var/vcap/bosh/warden-cpi-agent-env.json"
 AGENT_JSON: Final = "/var/vcap/bosh/agent.json"
 
 FULL: Final = ("--cap-add=all",)
-"""As close to ``--privileged`` as matters, because CPIs grant all capabilities.
-
-Devices of the machine are not passed.
-"""
+"""CPIs grant all capabilities, and so do the tests. Unlike ``--privileged``, this adds no devices of the machine."""
 
 
 @dataclass(frozen=True)
 class Site(Environment):
-    """Surroundings in which ``container`` starts a container."""
+    """An environment in which tests can start containers of one image."""
 
     podman: Podman
     image: str
@@ -39,7 +36,7 @@ class Site(Environment):
     async def container(
         self, *command: str, options: tuple[str, ...] = FULL, files: dict[str, str] | None = None
     ) -> AsyncIterator[Container]:
-        """Run a container on the network of the bus, initially without settings."""
+        """Run a container that can reach the bus. It has no settings unless ``files`` contains them."""
         self.blobs.mkdir(exist_ok=True)
         options = (f"--network={self.network.name}", f"--volume={self.blobs}:{BLOBS}:ro", *options)
         async with pods.running(self.podman, self.image, *command, options=options, files=files) as container:
@@ -47,7 +44,7 @@ class Site(Environment):
 
 
 def project(directory: Path, name: str, content: str) -> None:
-    """Make a file visible in a directory as the kubelet does for Secrets: through a link that is swapped when it
+    """Write a file as the kubelet does for a Secret: through a link to a directory, which is swapped when the content
     changes.
     """
     kept = Path(tempfile.mkdtemp(prefix="..2026_", dir=directory))
@@ -60,7 +57,7 @@ def project(directory: Path, name: str, content: str) -> None:
 
 
 async def get(container: Container, path: str) -> tuple[int, str]:
-    """Return status and body of a page of the agent, retrying until the port is open."""
+    """Return status and body of an HTTP page of the agent, retrying until the agent listens."""
     url = f"http://{await container.address()}:9190{path}"
     async with asyncio.timeout(60):
         while True:

@@ -1,4 +1,4 @@
-"""Objects that the CPI creates, validated against Kubernetes schemas."""
+"""Kubernetes objects that the CPI creates are valid according to Kubernetes schemas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def server() -> Iterator[Server]:
 
 
 def made(server: Server) -> list[Any]:
-    """Return all objects that were created, as they were written."""
+    """Return all objects that the CPI has created, as it sent them."""
     posted = zip(server.requests, server.bodies, strict=True)
     return [json.loads(body) for request, body in posted if request.startswith("POST")]
 
@@ -66,9 +66,7 @@ def check(documents: list[Any], version: str, directory: Path) -> None:
 
 @pytest.mark.parametrize("version", ["1.25", NEWEST])
 @pytest.mark.parametrize("tier", ["privileged", "base", "restricted", "userns"])
-def test_objects_that_the_cpi_creates_for_a_vm_are_valid(
-    server: Server, tmp_path: Path, tier: str, version: str
-) -> None:
+def test_objects_created_by_the_cpi_for_a_vm_are_valid(server: Server, tmp_path: Path, tier: str, version: str) -> None:
     if tier == "userns" and version == "1.25":
         version = "1.30"
     cpi = Cpi(server, tmp_path)
@@ -78,13 +76,13 @@ def test_objects_that_the_cpi_creates_for_a_vm_are_valid(
     documents = made(server)
     kinds = {"Secret", "PersistentVolumeClaim", "Pod", "Service", "PodDisruptionBudget"}
     assert {one["kind"] for one in documents} == kinds
-    if version == "1.25":  # a server that does not know the field omits it
+    if version == "1.25":  # A server of this version ignores the field.
         del documents[-1]["spec"]["unhealthyPodEvictionPolicy"]
     check(documents, version, tmp_path)
 
 
 @pytest.mark.parametrize("version", ["1.25", NEWEST])
-def test_objects_that_the_cpi_creates_for_a_live_disk_are_valid(server: Server, tmp_path: Path, version: str) -> None:
+def test_objects_created_by_the_cpi_for_a_live_disk_are_valid(server: Server, tmp_path: Path, version: str) -> None:
     server.cluster.create(("storageclasses", "", "fast"), {"metadata": {"name": "fast"}})
     cpi = Cpi(server, tmp_path)
     vm = cpi.create_vm(attach="live", tier="privileged")
@@ -93,7 +91,7 @@ def test_objects_that_the_cpi_creates_for_a_live_disk_are_valid(server: Server, 
     check(made(server), version, tmp_path)
 
 
-def test_unknown_manifest_field_is_detected(server: Server, tmp_path: Path) -> None:
+def test_cpi_object_check_detects_an_unknown_field(server: Server, tmp_path: Path) -> None:
     cpi = Cpi(server, tmp_path)
     cpi("create_vm", "agent-1", STEMCELL, {}, DYNAMIC, [], ENV)
     documents = made(server)

@@ -1,4 +1,4 @@
-"""The image built from the Dockerfile: its content, and how it starts by itself."""
+"""The image built from the Dockerfile: its content, and containers that run it without a CPI."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.support.pods import Podman
 pytestmark = pytest.mark.image
 
 TOOLS = "bash tar sed umount mkdir rm ln ip chgrp sync cp chown chpst"
-"""Programs that commands of CPIs call."""
+"""Programs that are called in the start commands of CPIs."""
 AT_HAND = "tcpdump ping arping traceroute lsof strace resolvconf resolvectl"
-"""Programs for users of ``bosh ssh``, and for ``bosh pcap``."""
+"""Programs for operators in ``bosh ssh`` sessions, and tcpdump for ``bosh pcap``."""
 RSYSLOG = "imrelp omrelp lmnsd_gtls lmnsd_ossl mmjsonparse mmnormalize"
-"""Modules of templates of syslog-release, and of rules that people give it."""
+"""Modules that configuration files of syslog-release load, or custom rules that operators give it."""
 
 
-async def test_agent_waits_for_settings(site: Site) -> None:
-    """Without settings, or with incomplete ones, the agent runs and says what it is waiting for."""
+async def test_container_without_settings_waits_for_them(site: Site) -> None:
+    """Without settings or with an incomplete file, the readiness probe says that the agent waits for settings."""
     async with site.container() as container:
         assert await get(container, "/healthz") == (200, "ok\n")
         assert await get(container, "/readyz?level=agent") == (503, "waiting for settings\n")
@@ -44,7 +44,7 @@ async def test_agent_waits_for_settings(site: Site) -> None:
 
 
 async def test_image_runs_without_a_network(podman: Podman, image: str) -> None:
-    """The agent runs and waits, and its program is unchanged."""
+    """Without settings and network, the agent waits, and nothing has changed the installed files."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, "agent-shim", "probe", "ready")
 
@@ -53,7 +53,7 @@ async def test_image_runs_without_a_network(podman: Podman, image: str) -> None:
 
 
 def test_image_has_no_entrypoint_volumes_or_ports(podman: Podman, image: str) -> None:
-    """A CPI's command is run without an entry point, and a CPI requests volumes and ports itself."""
+    """CPIs pass a complete command, which an entrypoint would change, and request volumes and ports themselves."""
     config = json.loads(podman("image", "inspect", image))[0]["Config"]
 
     assert config.get("Entrypoint") is None
@@ -69,7 +69,7 @@ def test_image_has_no_entrypoint_volumes_or_ports(podman: Podman, image: str) ->
 
 
 MOST = 350_000_000
-"""Maximum size in bytes of an image without compilers on a base as small as Debian's."""
+"""Maximum size in bytes of an image without compilers, on a base of the size of Debian's."""
 
 
 @pytest.mark.skipif("TEST_BASE_IMAGE" in os.environ, reason="the base that was asked for has a size of its own")
@@ -96,14 +96,16 @@ def test_image_stays_below_its_size_limit(podman: Podman, image: str) -> None:
     ],
 )
 def test_image_has_the_expected_users_modes_and_tools(podman: Podman, image: str, command: str, output: str) -> None:
-    """Everything that must not be in the image is absent."""
+    """Secrets and host keys from the build are absent."""
     run = podman.run("run", "--rm", "--network=none", image, "sh", "-c", command)
 
     assert run.stdout.decode().strip() == output
 
 
 def test_every_module_in_the_image_is_compiled(podman: Podman, image: str) -> None:
-    """Nothing is compiled at run time, because the compiled modules are marked as never to be checked."""
+    """Modules are compiled with unchecked hashes, so Python neither compiles them again nor compares them with the
+    source.
+    """
     script = """
 import importlib.util, pathlib
 lib = pathlib.Path("/opt/agent_shim/lib")
@@ -120,7 +122,9 @@ EMPTY = ("etc/resolv.conf", "etc/hostname", "etc/machine-id")
 
 
 def test_image_has_no_traces_of_the_build_machine(podman: Podman, image: str, tmp_path: Path) -> None:
-    """The base contains the resolver configuration and the host name of the build machine, and logs of apt and dpkg."""
+    """The base image contains files of the machine that built it, such as resolv.conf, the host name and
+    package logs.
+    """
     container = podman("create", image, "true").strip()
     try:
         podman("export", "--output", str(tmp_path / "files"), container)
@@ -136,7 +140,7 @@ def test_image_has_no_traces_of_the_build_machine(podman: Podman, image: str, tm
 
 @pytest.mark.parametrize("way", ["bash -lic", "sudo -i", "su - vcap -c", "sudo -i -u vcap", "su - bosh_a -c"])
 async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, image: str, way: str) -> None:
-    """The agent's commands are in PATH, and the prompt names the instance, however the operator logs in."""
+    """However an operator opens a shell, PATH contains the agent's commands and the prompt shows the instance."""
     instance = "mkdir -p /var/vcap/instance && cd /var/vcap/instance && printf web >name && printf 0815 >id"
     user = "useradd -m -b /var/vcap/bosh_ssh -s /bin/bash bosh_a"
     show = 'bash -ic \'echo "$PATH"; echo "${PS1@P}"\''
@@ -150,15 +154,15 @@ async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, i
 
 @pytest.mark.parametrize("way", [[], ["sudo"]])
 def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[str]) -> None:
-    """``monit`` and ``bpm`` are wherever ``agent-shim`` is."""
+    """This includes ``monit`` and ``bpm``, and a PATH that sudo has reset."""
     find = ["sh", "-c", "command -v agent-shim; command -v monit; command -v bpm"]
     said = podman("run", "--rm", "--network=none", image, *way, *find)
 
     assert said.split() == ["/usr/local/bin/agent-shim", "/usr/local/bin/monit", "/usr/local/bin/bpm"]
 
 
-def test_links_with_names_of_other_programs_lead_to_the_agent(podman: Podman, image: str) -> None:
-    """The wheel installs none of these links."""
+def test_commands_with_names_of_other_programs_run_the_agent(podman: Podman, image: str) -> None:
+    """The wheel does not install these links, so the image must."""
     ask = "bpm version; monit -V | tail -n 1; /opt/agent_shim/bin/bosh-agent -v"
     said = podman("run", "--rm", "--network=none", image, "sh", "-c", ask).splitlines()
     version = said[0]
@@ -174,8 +178,8 @@ def test_shells_in_the_image_complete_agent_commands(podman: Podman, image: str)
     assert re.fullmatch(r"complete .*-F \w*agent_shim agent-shim", said.strip())
 
 
-async def test_env_bosh_options_are_applied_in_the_image_or_refused_in_the_log(site: Site) -> None:
-    """The image's own lists of files are used."""
+async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: Site) -> None:
+    """For example, the image itself has the list of static libraries that ``remove_static_libraries`` removes."""
     settings = json.loads(site.settings())
     wishes = {"remove_static_libraries": True, "swap_size": 512, "agent": {"settings": {"tmpfs": True}}}
     settings["env"]["bosh"] |= wishes
@@ -192,7 +196,7 @@ async def test_env_bosh_options_are_applied_in_the_image_or_refused_in_the_log(s
 
 
 def test_vcap_needs_its_password_for_sudo(podman: Podman, image: str) -> None:
-    """On a stemcell, vcap is also in the group admin (bosh-linux-stemcell-builder, stages/bosh_users)."""
+    """As on a stemcell, vcap is in the group admin (bosh-linux-stemcell-builder, stages/bosh_users)."""
     tries = "sudo -n true 2>/dev/null || echo refused; echo secret | sudo -S -p '' id -un"
     script = f'echo vcap:secret | chpasswd; exec su vcap -s /bin/bash -c "{tries}"'
 
@@ -200,7 +204,7 @@ def test_vcap_needs_its_password_for_sudo(podman: Podman, image: str) -> None:
 
 
 async def test_bosh_pcap_can_capture_packets(podman: Podman, image: str) -> None:
-    """``bosh pcap`` calls tcpdump with sudo, in a session of ``bosh ssh``."""
+    """``bosh pcap`` runs tcpdump with sudo in a ``bosh ssh`` session."""
     capture = "sudo -n tcpdump -i lo -c 2 -w - icmp 2>/tmp/said & until grep -q listening /tmp/said; do sleep 0.1; done"
     script = f"({capture}; ping -c 2 -q localhost >/dev/null; wait) | tcpdump -r - -n 2>/dev/null"
     user = 'useradd -m -G bosh_sudoers bosh_a && exec su bosh_a -s /bin/bash -c "$SCRIPT"'

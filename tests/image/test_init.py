@@ -1,4 +1,4 @@
-"""Process 1 of the image restarts a crashed agent while jobs keep running, and ends the container in an orderly way."""
+"""PID 1 of the image restarts a crashed agent while jobs keep running, and shuts the container down in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIERS = {
 
 
 def draining(seconds: float, *, leaves: str) -> dict[str, str]:
-    """Return a job that sleeps, drains for this long, and leaves a file in its log directory."""
+    """Return a job whose drain script writes to the file ``leaves`` and then takes this many seconds."""
     drain = f"#!/bin/sh\necho drained > {leaves}\nsleep {seconds}\necho 0\n"
     return jobs.sleeper(Paths(), "sleeper") | {"bin/drain": drain}
 
@@ -49,7 +49,7 @@ async def pid_of_job(container: Container) -> str:
 async def test_container_starts_with_any_capabilities_or_user(
     podman: Podman, image: str, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """It may also be an ordinary user on read-only files. The agent waits for settings."""
+    """The agent waits for settings even as an ordinary user on a read-only root file system."""
     tmp_path.chmod(0o777)
     options = ("--network=none", *(option.format(volume=tmp_path) for option in options))
     async with pods.running(
@@ -62,11 +62,11 @@ async def test_container_starts_with_any_capabilities_or_user(
 
 
 async def test_crashed_agent_is_restarted_and_jobs_continue(site: Site) -> None:
-    """The agent ends, but the container and its jobs do not."""
+    """The process of the job stays the same."""
     async with site.container() as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy()
-        # the packet filter may keep jobs from the bus
+        # Wait for the packet filter rules, which must not keep the restarted agent from the bus.
         await container.until(0, "nft", "list", "table", "inet", "agent_shim")
         before = await pid_of_job(container), await container.exec(*AGENT_PID)
         await container.exec("pkill", "-KILL", "--full", "bin/bosh-agent")
@@ -79,7 +79,7 @@ async def test_crashed_agent_is_restarted_and_jobs_continue(site: Site) -> None:
 
 @pytest.mark.parametrize("signal", ["TERM", "INT", "PWR"])
 async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: Site, signal: str) -> None:
-    """Whatever stop signal the runtime uses, the job drains and is stopped, and the container exits with 0."""
+    """Runtimes use different stop signals. All of them drain and stop the job, and the exit code is 0."""
     leaves = "/var/vcap/data/trace"
     async with site.container("env", "-i", "/sbin/init") as container:
         await container.put(SETTINGS, site.settings())
@@ -92,7 +92,7 @@ async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: Site, sig
 
 
 async def test_unclean_container_stop_is_visible_in_the_exit_code(site: Site) -> None:
-    """A drain that takes longer than the grace period is cut off with it."""
+    """A drain that takes longer than the grace period is aborted, and the container exits with 1."""
     async with site.container("/sbin/init", options=("--env=AGENT_SHIM_GRACE=4",)) as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy({"sleeper": draining(600, leaves="/dev/null")})
@@ -103,8 +103,8 @@ async def test_unclean_container_stop_is_visible_in_the_exit_code(site: Site) ->
         assert "drain scripts were cut short" in container.logs()
 
 
-async def test_signal_during_a_drain_cuts_it_short(site: Site) -> None:
-    """A kubelet gives the preStop hook of an evicted pod one second, and its container two more."""
+async def test_stop_signal_aborts_a_drain_that_is_already_running(site: Site) -> None:
+    """The kubelet gives the preStop hook of an evicted pod one second, and the container two more."""
     leaves = "/var/vcap/data/trace"
     async with site.container("/sbin/init") as container:
         await container.put(SETTINGS, site.settings())
@@ -120,7 +120,7 @@ async def test_signal_during_a_drain_cuts_it_short(site: Site) -> None:
 
 
 async def test_operator_can_log_in_with_bosh_ssh(site: Site) -> None:
-    """The key that ``bosh ssh`` sends grants access. The server is started for it and ends with its last user."""
+    """The agent starts sshd for the first user and ends it when the last user is removed."""
     key = site.scratch / "key"
     await asyncio.to_thread(run, "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
     async with site.container("env", "-i", "/sbin/init") as container:
@@ -140,7 +140,7 @@ async def test_operator_can_log_in_with_bosh_ssh(site: Site) -> None:
 
 
 async def test_agent_does_not_inherit_the_container_environment(podman: Podman, image: str) -> None:
-    """A pod's variables must not reach the agent's scripts, so only the agent's own variables are passed on."""
+    """Variables of a pod must not reach scripts of jobs, so the init passes only those for the agent on to it."""
     options = ("--network=none", "--env=SECRET=x", "--env=KUBERNETES_PORT=y", "--env=AGENT_SHIM_GRACE=9")
     async with pods.running(podman, image, options=options) as container:
         await container.until(1, *READY)
@@ -153,7 +153,7 @@ async def test_agent_does_not_inherit_the_container_environment(podman: Podman, 
 
 
 async def test_pid_1_reaps_orphans(podman: Podman, image: str) -> None:
-    """A process left behind in the container does not stay a zombie."""
+    """A process whose parent has ended does not stay a zombie."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, *READY)
         waits = "until test -e /tmp/go; do sleep 0.1; done"

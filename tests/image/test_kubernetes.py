@@ -1,7 +1,7 @@
-"""Pods of deploy/kubernetes, run by ``podman kube play`` as far as it supports their features.
+"""Pods of deploy/kubernetes, run with ``podman kube play``.
 
-It supports commands, users, capabilities, read-only root file systems, ConfigMaps, host paths and restarts. The tests
-do the rest: they give volumes the pod's group and call the preStop hook.
+podman supports their commands, users, capabilities, read-only root file systems, ConfigMaps, host paths and restarts.
+The tests do what it does not: they set the pod's group on volumes and call the preStop hook.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ LAST_WORDS: Final = ("/opt/agent_shim/bin/agent-shim", "drain", "--timeout", "50
 
 @dataclass(frozen=True)
 class Tier:
-    """What to expect of an overlay's pod: the ``user`` of the agent, and the report of its doctor."""
+    """The ``user`` of the agent in an overlay's pod, and what its doctor should report there."""
 
     user: str
     called: str
     limited: frozenset[str]
-    """Topics in which this tier is more limited than others."""
+    """Topics that the doctor should report as limited."""
 
     @property
     def judged(self) -> tuple[str, dict[str, str]]:
-        """Return the kind of container and the verdicts in the doctor's report."""
+        """Return the expected name of the tier and the expected verdicts on ``TOPICS``."""
         return self.called, {topic: "limited" if topic in self.limited else "good" for topic in TOPICS}
 
 
@@ -65,7 +65,7 @@ TOPICS: Final = frozenset(
 
 
 def judged(report: str) -> tuple[str, dict[str, str]]:
-    """Return the name of the tier and the verdicts on ``TOPICS`` in the doctor's JSON."""
+    """Return the name of the tier and the verdicts on ``TOPICS`` from the doctor's JSON report."""
     said = json.loads(report)
     return said["tier"], {one["topic"]: one["verdict"] for one in said["findings"] if one["topic"] in TOPICS}
 
@@ -76,7 +76,7 @@ def example(podman: Podman, image: str) -> str:
 
 
 def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
-    """Return the input of ``kube play`` for an overlay, with volumes below ``scratch``, and its pod."""
+    """Return an overlay's manifests for ``kube play`` and the pod in them. Volumes are directories in ``scratch``."""
     documents = list(yaml.safe_load_all(manifests(name)))
     owner = next(document for document in documents if document["kind"] in ("StatefulSet", "Pod"))
     template, claims = owner["spec"].get("template", owner), owner["spec"].get("volumeClaimTemplates", [])
@@ -96,7 +96,7 @@ def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
     pod["spec"]["volumes"] = kept
     for container in pod["spec"]["containers"]:
         container["image"] = EXAMPLE if container["image"] == EXAMPLE else pods.IMAGE
-        # podman would also open the ports on this machine, where another program may be using them.
+        # podman would publish the ports on this machine, where other programs may use them.
         for member in ("startupProbe", "livenessProbe", "readinessProbe", "ports"):
             container.pop(member, None)
     maps = [document for document in documents if document["kind"] == "ConfigMap"]
@@ -104,8 +104,9 @@ def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
 
 
 def mapped(text: str, pod: dict[str, Any], network: pods.Network, scratch: Path) -> tuple[tuple[str, ...], list[str]]:
-    """Return options and command for ``podman run`` of a pod with a user namespace, which ``kube play`` does not
-    support.
+    """Return the options and the command with which ``podman run`` simulates a pod with a user namespace.
+
+    ``kube play`` does not support these.
     """
     spec = pod["spec"]["containers"][0]
     (scratch / "config").mkdir()
@@ -126,7 +127,9 @@ def mapped(text: str, pod: dict[str, Any], network: pods.Network, scratch: Path)
 async def played(
     podman: Podman, network: pods.Network, name: str, scratch: Path, secret: tuple[str, str] | None = None
 ) -> AsyncIterator[Container]:
-    """Run the container of an overlay's pod. ``secret`` is a file in the volume "settings"."""
+    """Run the pod of an overlay and yield its container. ``secret`` is a name and a content for the volume
+    "settings".
+    """
     text, pod = playable(name, scratch)
     if secret:
         project(scratch / "settings", *secret)
@@ -150,7 +153,7 @@ async def played(
 
 
 async def answer(container: Container, port: int, path: str) -> str:
-    """Return a page of the pod, retrying until it is available."""
+    """Return an HTTP page of the pod, retrying until it is available."""
     url = f"http://{await address(container)}:{port}{path}"
 
     def ask() -> str:
@@ -166,12 +169,12 @@ async def answer(container: Container, port: int, path: str) -> str:
 
 
 async def address(container: Container) -> str:
-    """Return the pod's address as its container sees it."""
+    """Return the pod's IP address."""
     return (await container.exec("hostname", "-I")).split()[0]
 
 
 async def user_of(container: Container, words: str) -> str:
-    """Return the user id of the process whose command line contains these words."""
+    """Return the user ids of all processes whose command lines match the pattern, separated by spaces."""
     pids = (await container.exec("pgrep", "--full", words)).split()
     users = await container.exec("stat", "--format=%u", *(f"/proc/{pid}" for pid in pids))
     return " ".join(sorted(set(users.split())))
@@ -181,7 +184,7 @@ async def user_of(container: Container, words: str) -> str:
 async def test_job_answers_in_every_security_tier(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path, name: str, tier: Tier
 ) -> None:
-    """A ready pod's job answers requests, the doctor reports the privileges, and the hook drains the job."""
+    """The pod is ready, the doctor reports the privileges of the tier, and the preStop hook drains the job."""
     async with played(podman, network, name, tmp_path) as container:
         assert await answer(container, 9190, "/readyz") == "jobs are running\n"
         assert await answer(container, 8080, "/") == "hello from hello\n"
@@ -193,8 +196,10 @@ async def test_job_answers_in_every_security_tier(
         assert (tmp_path / "store/hello/starts.txt").read_text() == "prepared\ndrained\n"
 
 
-async def test_pod_of_a_cpi_keeps_jobs_over_a_changed_secret_and_a_restart(site: Site) -> None:
-    """A Director deploys to it. After the restart, disk and jobs are back."""
+async def test_pod_of_the_cpi_keeps_jobs_when_its_secret_changes_or_it_restarts(site: Site) -> None:
+    """A Director deploys to the pod. Changed settings do not restart the agent, and after the container was restarted,
+    the disk is mounted and the job runs.
+    """
     disk = {"system": "", "persistent": {"disk-1": "/warden-cpi-dev/disk-1"}}
     file = "config.json"
     async with played(site.podman, site.network, "cpi", site.scratch, (file, site.settings(disks=disk))) as container:
@@ -218,7 +223,7 @@ async def test_pod_of_a_cpi_keeps_jobs_over_a_changed_secret_and_a_restart(site:
 
 
 async def kill_from_outside(podman: Podman, container: Container) -> None:
-    """End process 1 as a crash would. podman's own commands do not restart a container that they have stopped."""
+    """Kill PID 1 from outside, because podman would not restart a container that its own commands have stopped."""
     form = "{{.State.Pid}}"
     first = int(await asyncio.to_thread(podman, "inspect", "--format", form, container.name))
     os.kill(first, 9)
@@ -230,7 +235,7 @@ async def kill_from_outside(podman: Podman, container: Container) -> None:
 async def test_restarted_container_starts_its_job_again(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path
 ) -> None:
-    """The restart policy restarts it, and the job starts without a request."""
+    """The pod's restart policy applies, and no Director requests a start."""
     async with played(podman, network, "base", tmp_path) as container:
         assert await answer(container, 8080, "/starts.txt") == "prepared\n"
         await kill_from_outside(podman, container)
@@ -242,7 +247,9 @@ async def test_restarted_container_starts_its_job_again(
 
 
 def taken_down(podman: Podman, manifest: Path, pod: str) -> None:
-    """Take down a pod. podman 4.3 fails and only removes parts of the pod while conmon is still in its cgroup."""
+    """Remove a pod. podman 4.3 must be called repeatedly, because it fails while conmon is still in the pod's
+    cgroup.
+    """
     for _ in range(30):
         podman.run("kube", "down", str(manifest))
         if podman.run("pod", "exists", pod).returncode:
@@ -254,7 +261,7 @@ def taken_down(podman: Podman, manifest: Path, pod: str) -> None:
 async def test_example_pod_keeps_its_disk_when_it_is_started_again(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path
 ) -> None:
-    """The commands are those of docs/kubernetes.md, with the names of this test."""
+    """The commands are those of docs/kubernetes.md."""
     name = f"shim-again-{os.getpid()}"
     volumes = {kind: f"{name}-{kind}" for kind in ("agent", "store")}
     settings, pod = yaml.safe_load_all((DEPLOY / "example/pod.yaml").read_text())
@@ -283,10 +290,10 @@ async def test_example_pod_keeps_its_disk_when_it_is_started_again(
         await asyncio.to_thread(podman.run, "volume", "rm", *volumes.values())
 
 
-async def test_patch_of_the_doctor_gives_a_container_what_it_lacks(
+async def test_patch_from_the_doctor_gives_a_container_what_it_lacks(
     podman: Podman, image: str, network: pods.Network, tmp_path: Path
 ) -> None:
-    """kubectl accepts the patch, and in the patched container the doctor no longer reports what the patch is for."""
+    """kubectl accepts the patch, and in the patched container the doctor proposes no further changes."""
     name = f"shim-patch-{os.getpid()}"
     context = {"readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "NET_RAW"]}}
     program = {"name": "instance", "image": pods.IMAGE, "command": ["sleep", "infinity"], "securityContext": context}
@@ -317,6 +324,6 @@ async def test_patch_of_the_doctor_gives_a_container_what_it_lacks(
 
 
 def applied(manifest: Path, change: Path) -> str:
-    """Return the manifest as patched by kubectl, without a cluster."""
+    """Apply the patch with kubectl, which needs no cluster for that, and return the new manifest."""
     words = ["kubectl", "patch", "--local", f"--filename={manifest}", f"--patch-file={change}", "--output=yaml"]
     return subprocess.run(words, capture_output=True, check=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""Manifests, the Dockerfile and workflows, checked by external tools."""
+"""Manifests, Dockerfiles, the dashboard and workflows are valid according to external tools."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ OLDEST = {
     "unmodified-copy": "1.25",
     **dict.fromkeys(("../cpi/privileged", "../cpi/baseline", "../cpi/restricted", "../cpi/cluster-reader"), "1.25"),
 }
-"""Directories for clusters, with the oldest supported version that the validator has."""
+"""Directories of manifests, and for each the oldest Kubernetes version that is both supported and known to the
+validator.
+"""
 NEWEST = "1.37"
 
 
 def tool(name: str) -> str:
-    """Return a program from requirements/tools.lock."""
+    """Return the path of a program that requirements/tools.lock installs."""
     path = ROOT / ".tools/bin" / name
     if not path.exists():
         pytest.fail(f"{name} is missing: ./dev test-image installs it")
@@ -35,7 +37,7 @@ def tool(name: str) -> str:
 
 @pytest.mark.parametrize(("name", "version"), [*OLDEST.items(), *dict.fromkeys(OLDEST, NEWEST).items()])
 def test_kubernetes_manifests_are_valid(name: str, version: str, tmp_path: Path) -> None:
-    """Each field is one that this version of Kubernetes knows."""
+    """The validator knows every field in the oldest and in the newest version."""
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(manifests(name))
     validate = [tool("kubernetes-validate"), "--strict", "--kubernetes-version", version, str(manifest)]
@@ -45,7 +47,7 @@ def test_kubernetes_manifests_are_valid(name: str, version: str, tmp_path: Path)
 
 
 def test_monitoring_component_adds_monitoring_to_an_instance(tmp_path: Path) -> None:
-    """It is in the namespace of the overlay that lists it."""
+    """The objects for monitoring get the namespace of the overlay that uses the component."""
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     overlay = {
         "namespace": "mine",
@@ -60,8 +62,7 @@ def test_monitoring_component_adds_monitoring_to_an_instance(tmp_path: Path) -> 
     assert {one["metadata"]["namespace"] for one in documents} == {"mine"}
 
 
-def test_unknown_manifest_field_is_detected(tmp_path: Path) -> None:
-    """Kubernetes does not know the field."""
+def test_manifest_check_detects_an_unknown_field(tmp_path: Path) -> None:
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(manifests("base").replace("terminationGracePeriodSeconds", "terminationGrace"))
     done = subprocess.run([tool("kubernetes-validate"), "--strict", str(manifest)], capture_output=True, text=True)
@@ -70,7 +71,7 @@ def test_unknown_manifest_field_is_detected(tmp_path: Path) -> None:
 
 
 def test_dockerfiles_pass_the_linter() -> None:
-    """Package versions are left open on purpose, so that each build gets the latest fixes."""
+    """The linter's rule for pinned package versions is off, because each build must get the latest fixes."""
     files = [str(ROOT / "Dockerfile"), str(DEPLOY / "example/Dockerfile")]
     done = subprocess.run([tool("hadolint"), "--ignore=DL3008", *files], capture_output=True, text=True)
 
@@ -84,7 +85,7 @@ def dashboard_losses(path: Path) -> list[str]:
 
 
 def test_grafana_reads_the_dashboard_without_loss(tmp_path: Path) -> None:
-    """Grafana's own library would drop a misspelt member."""
+    """Grafana's own library reads and writes the dashboard. It would drop a misspelt field."""
     path = ROOT / "deploy/grafana/agent-shim.json"
     misspelt = tmp_path / "misspelt.json"
     misspelt.write_text(path.read_text().replace('"gridPos"', '"gridPosition"', 1))
@@ -94,7 +95,7 @@ def test_grafana_reads_the_dashboard_without_loss(tmp_path: Path) -> None:
 
 
 def test_workflows_are_valid_and_safe() -> None:
-    """They are checked against the service's schema, and by a security linter."""
+    """They are checked against GitHub's schema and with a security linter."""
     files = sorted(map(str, (ROOT / ".github/workflows").iterdir()))
     schema = [tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", *files]
     for command in (schema, [tool("zizmor"), "--offline", "--no-progress", *files]):

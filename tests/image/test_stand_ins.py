@@ -1,4 +1,4 @@
-"""Commands with which scripts of releases control system services, in a container without systemd."""
+"""Stand-ins for commands with which releases control system services, in a container without systemd."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def container(podman: Podman, image: str) -> AsyncIterator[Container]:
 
 
 async def said(container: Container, command: str) -> str:
-    """Return the output of a shell command in the container, both streams, followed by a line with its exit code."""
+    """Run a shell command in the container. Return its stdout and stderr, followed by a line with its exit code."""
     return await container.exec("sh", "-c", f"{command} 2>&1; echo $?")
 
 
@@ -55,13 +55,13 @@ async def said(container: Container, command: str) -> str:
         ),
     ],
 )
-async def test_service_commands_answer_like_the_real_ones(container: Container, command: str, wanted: str) -> None:
-    """Each command is understood and executed."""
+async def test_service_commands_answer_like_the_real_programs(container: Container, command: str, wanted: str) -> None:
+    """Output and exit codes equal those of systemctl, service and sv, and services change as requested."""
     assert await said(container, command) == wanted
 
 
 async def test_runit_service_of_a_release_is_supervised(container: Container) -> None:
-    """A release that brings a directory for runit has its program supervised."""
+    """A release can add a service by creating a directory in /etc/sv."""
     await container.exec(
         *("sh", "-c"),
         "mkdir -p /etc/sv/own && printf '#!/bin/sh\\nexec sleep 1000\\n' >/etc/sv/own/run && chmod 755 /etc/sv/own/run",
@@ -71,15 +71,14 @@ async def test_runit_service_of_a_release_is_supervised(container: Container) ->
     assert await said(container, "systemctl stop own && pgrep -fx 'sleep 1000'") == "1\n"
 
 
-async def test_syslog_message_is_in_the_usual_file(container: Container) -> None:
-    """A message to syslog is in the usual file."""
+async def test_syslog_messages_are_written_to_var_log_syslog(container: Container) -> None:
     await container.exec("logger", "--tag", "somebody", "hello")
 
     await container.until(0, "grep", "-q", "somebody: hello", "/var/log/syslog")
 
 
 async def test_resolvectl_puts_the_name_server_of_bosh_dns_first_and_removes_it(container: Container) -> None:
-    """bosh-dns puts its server before the others, and removes it again."""
+    """bosh-dns calls resolvectl when it starts and when it ends."""
     await container.exec("sh", "-c", "echo 'nameserver 192.0.2.1' >/etc/resolv.conf")
     await container.exec("resolvectl", "dns", "bosh-dns", "169.254.0.2")
     await container.exec("resolvectl", "domain", "bosh-dns", "~.")
@@ -89,9 +88,9 @@ async def test_resolvectl_puts_the_name_server_of_bosh_dns_first_and_removes_it(
 
 
 async def test_logrotate_rotates_only_system_logs(container: Container) -> None:
-    """The agent rotates the logs of jobs.
+    """Job logs are rotated by the agent. If two programs copied and truncated the same file, lines would be lost.
 
-    If two programs copied and truncated the same file, lines would be lost. Writers of system logs get a new file each.
+    System logs are renamed instead, and their writers continue in a new file.
     """
     await container.exec(
         "sh", "-c", "mkdir -p /var/vcap/data/sys/log/job; yes | head -c 60M >/var/vcap/data/sys/log/job/job.log"
@@ -148,8 +147,10 @@ CHPST = [
 
 
 @pytest.mark.parametrize(("arguments", "code"), CHPST)
-async def test_chpst_behaves_like_that_of_runit(container: Container, arguments: str, code: int) -> None:
-    """It is compared with the real one, which is in the tests' base image. Only error texts differ."""
+async def test_chpst_behaves_like_the_one_of_runit(container: Container, arguments: str, code: int) -> None:
+    """Output and exit codes are compared with runit's chpst, which the base image of the tests contains. Only error
+    messages differ.
+    """
     await container.exec(
         "sh",
         "-c",
@@ -167,14 +168,14 @@ async def test_chpst_behaves_like_that_of_runit(container: Container, arguments:
 
 
 async def test_chpst_passes_its_environment_on_unchanged(container: Container) -> None:
-    """Python sets a locale for its own process if there is none."""
+    """chpst is a Python program, and Python sets LC_CTYPE in its environment if no locale is set."""
     seen = await container.exec("env", "-i", "A=b", "/opt/agent_shim/stand-ins/chpst", "/usr/bin/env")
 
     assert seen == "A=b\n"
 
 
 async def test_resolvconf_puts_the_server_of_the_head_file_first(container: Container) -> None:
-    """bosh-dns of older stemcells writes its server into ``head``."""
+    """bosh-dns on older stemcells writes its server to ``resolv.conf.d/head`` and calls resolvconf."""
     script = """
     mkdir -p /etc/resolvconf/resolv.conf.d; head=/etc/resolvconf/resolv.conf.d/head
     printf 'nameserver 192.0.2.1\nsearch x\n' >/etc/resolv.conf

@@ -1,7 +1,6 @@
-"""The ways in which CPIs start a container and pass it its settings, each up to a running job.
+"""The image runs jobs with the start command and the way of passing settings of each known CPI.
 
-The commands are those of the CPIs, word for word. If one of them fails in a chain of ``&&``, the container ends at
-once.
+The commands are copied from the CPIs. Most are chains with ``&&``, so a failed command would end the container.
 """
 
 from __future__ import annotations
@@ -42,12 +41,11 @@ def chain(*commands: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cpi:
-    """How a CPI starts its ``command``, and how settings arrive: with ``tar`` in the container, or as a ``volume``
-    at ``path``.
+    """The start ``command`` of a CPI, and how it passes settings.
 
-    ``directory`` means that the volume is a directory with the kubelet's links in it. ``whole_tree`` means that another
-    volume hides the image's files in /var/vcap. ``disks`` is where disks appear. ``options`` are those of the
-    container.
+    Settings are a file that is copied into the running container, or a ``volume``, in both cases at ``path``. With
+    ``directory``, the volume is a directory with links as the kubelet creates them for a Secret. With ``whole_tree``,
+    another volume hides the image's /var/vcap. Disks appear in ``disks``. ``options`` are for ``podman run``.
     """
 
     command: tuple[str, ...]
@@ -96,7 +94,7 @@ CPIS = {
     "kubernetes (sykesm)": Cpi(
         ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, disks="/mnt"
     ),
-    # its fork evoila/kubernetes-cpi, where an initially empty volume is all of /var/vcap
+    # A fork of it, evoila/kubernetes-cpi, mounts an initially empty volume at /var/vcap.
     "kubernetes (evoila)": Cpi(
         ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, whole_tree=True
     ),
@@ -124,16 +122,16 @@ CPIS = {
         volume=True,
         options=("--ulimit=nofile=1024", "--ulimit=nproc=1024"),
     ),
-    # bosh-lxd-cpi-release from the time when it created containers: the image's own init
+    # bosh-lxd-cpi-release, before it created VMs instead of containers, ran the image's own init.
     "lxd": Cpi(("/sbin/init",)),
-    # bosh-libvirt-cpi-release driver/domains/lxc.go, where the agent itself is process 1
+    # bosh-libvirt-cpi-release driver/domains/lxc.go runs the agent as PID 1.
     "libvirt": Cpi(("/var/vcap/bosh/bin/bosh-agent", "-C", AGENT_JSON, "-P", "ubuntu"), volume=True),
 }
 
 
 @asynccontextmanager
 async def started(site: Site, cpi: Cpi, *options: str, settings: str | None = None) -> AsyncIterator[Container]:
-    """Run a container as this CPI starts it, with its settings."""
+    """Run a container with this CPI's command, options and settings."""
     document = settings or site.settings()
     if cpi.whole_tree:
         tree = site.scratch / "tree"
@@ -148,21 +146,19 @@ async def started(site: Site, cpi: Cpi, *options: str, settings: str | None = No
 
 
 def disks_of(directory: str) -> dict[str, Any]:
-    """Return ``disks`` of the settings with our disk at the path where this CPI makes it visible."""
+    """Return the key ``disks`` of the settings for a disk below this directory."""
     return {"system": "", "persistent": {DISK: f"{directory}/{DISK}"}}
 
 
 @dataclass(frozen=True)
 class Disks:
-    """A directory of the host that is visible in a container, and into which disks are mounted while the container
-    runs.
-    """
+    """A directory of the host into which disks can be mounted while a container sees it."""
 
     place: Path
     kept: Path
 
     async def attach(self, cid: str) -> None:
-        """Mount a disk there, as the warden CPI does with its disk images."""
+        """Mount a disk in the directory, as the warden CPI does with its disk images."""
         for directory in (self.place / cid, self.kept / cid):
             directory.mkdir()
         await self._run("mount", "--bind", str(self.kept / cid), str(self.place / cid))
@@ -183,7 +179,7 @@ class Disks:
 
 @asynccontextmanager
 async def data_volume(site: Site) -> AsyncIterator[str]:
-    """Return the option that mounts a new volume, deleted after the block, where CPIs put the data directory."""
+    """Yield the option that mounts a new volume at /var/vcap/data. The volume is deleted after the block."""
     name = (await asyncio.to_thread(site.podman, "volume", "create")).strip()
     try:
         yield f"--volume={name}:/var/vcap/data"
@@ -204,7 +200,7 @@ def _volume(scratch: Path, cpi: Cpi, document: str) -> str:
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
 async def test_image_runs_jobs_under_every_cpi(site: Site, cpi: Cpi) -> None:
-    """In every case the init is PID 1, the agent answers, jobs run, and the container stops in an orderly way."""
+    """The image's init is PID 1, the agent deploys a job, and the container stops with exit code 0."""
     async with started(site, cpi) as container:
         await site.deploy()
         heartbeat = await site.monitor.wait_for("heartbeat", AGENT)
@@ -217,10 +213,11 @@ async def test_image_runs_jobs_under_every_cpi(site: Site, cpi: Cpi) -> None:
 
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
-async def test_container_names_resolve_from_the_boot_on(site: Site, cpi: Cpi) -> None:
-    """A compilation VM gets no records from a Director. If its CPI unmounts the hosts file, it would stay empty.
+async def test_container_names_resolve_from_boot_on(site: Site, cpi: Cpi) -> None:
+    """If a CPI unmounts the hosts file, the image's own is empty. A compilation VM would have no names, because its
+    Director never sends records.
 
-    If the CPI has unmounted the runtime's hosts file, the agent sets the host name.
+    If a CPI unmounts /etc/hostname, the agent also sets the host name.
     """
     async with started(site, cpi) as container:
         given = (await container.exec("hostname")).strip()
@@ -241,10 +238,10 @@ def servers(resolv_conf: str) -> list[str]:
     return [line.split()[1] for line in resolv_conf.splitlines() if line.startswith("nameserver")]
 
 
-async def test_agent_starts_beside_another_init(site: Site) -> None:
-    """Garden has its own PID 1 and runs these commands beside it. One of them fails.
+async def test_agent_runs_next_to_another_pid_1(site: Site) -> None:
+    """Garden runs its own PID 1 and executes the start command as another process. One of the unmounts in it fails.
 
-    A disk is attached to a running container: the settings are written again, and it appears in an existing directory.
+    A disk is attached to the running container: its mount appears and the settings are written again.
     """
     script = "\n".join([*UMOUNT, "umount /etc/nothing", *SYS, NO_CHRONY, RUNSVDIR])
     disks = Disks(site.scratch / "disks", site.scratch / "kept")
@@ -265,10 +262,11 @@ async def test_agent_starts_beside_another_init(site: Site) -> None:
         await running
 
 
-async def test_jobs_return_after_a_recreation_by_the_docker_cpi(site: Site) -> None:
-    """To attach a disk this CPI kills the container and deletes its data, and passes saved files to the new one late.
+async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: Site) -> None:
+    """To attach a disk, this CPI kills the container, deletes its data and starts a new one. It copies saved files into
+    the new container only after the start.
 
-    Until then the agent only knows credentials that are no longer accepted, and an incomplete file.
+    Until then, the agent has an incomplete settings file and credentials that the bus no longer accepts.
     """
     cpi = CPIS["docker, runit"]
     disk = site.scratch / "disk"
@@ -297,10 +295,10 @@ async def test_jobs_return_after_a_recreation_by_the_docker_cpi(site: Site) -> N
 
 
 @pytest.mark.parametrize("name", ["kubernetes (cppforlife)", "kubernetes (sykesm)", "kubernetes (SAP)"])
-async def test_jobs_return_after_a_recreation_by_the_kubernetes_cpis(site: Site, name: str) -> None:
-    """A pod with the disk replaces one without. No Director sends a hint, because only the settings contain the disk.
+async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: Site, name: str) -> None:
+    """The new pod has the disk. The Director sends no hint, so the agent must find the disk's path in the settings.
 
-    When the pod is recreated once more, the disk is back before it is requested.
+    If the pod is recreated once more, the disk is mounted before the Director requests it.
     """
     cpi = CPIS[name]
     disk = site.scratch / "disk"
@@ -323,10 +321,10 @@ async def test_jobs_return_after_a_recreation_by_the_kubernetes_cpis(site: Site,
         await container.exec("test", "-f", "/var/vcap/store/kept")
 
 
-async def test_jobs_return_after_a_restart_on_the_same_files(site: Site) -> None:
-    """The LXD CPI restarts the container to attach a disk or for a reboot. Its disk hints are maps.
+async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(site: Site) -> None:
+    """The LXD CPI restarts a container for a reboot or to attach a disk, whose hint is a map.
 
-    Without another deploy, the disk is mounted first and then the jobs start.
+    After the second restart, the disk is mounted and the job runs without another deploy.
     """
     cpi = CPIS["lxd"]
     disks = Disks(site.scratch / "disks", site.scratch / "kept")
@@ -355,8 +353,8 @@ async def test_jobs_return_after_a_restart_on_the_same_files(site: Site) -> None
         await container.exec("test", "-f", "/var/vcap/store/kept")
 
 
-async def test_jobs_return_in_a_new_container_with_the_same_volumes(site: Site) -> None:
-    """A kubelet restarts a container on a fresh root file system, and no new deploy is needed."""
+async def test_jobs_run_again_in_a_new_container_with_the_same_volumes(site: Site) -> None:
+    """A kubelet gives a restarted container a fresh root file system. No other deploy is needed."""
     cpi = CPIS["kubernetes (sykesm)"]
     data = site.scratch / "data"
     data.mkdir()

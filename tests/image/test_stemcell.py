@@ -1,4 +1,4 @@
-"""The stemcell made from the image is unpacked in the way CPIs do it, and started."""
+"""The stemcell that is made from the image has the expected members, and its image starts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.image
 
 MOST = 80_000_000
-"""Maximum number of bytes that the overlay may add to a base, including all of /opt/agent_shim."""
+"""Maximum size in bytes of /opt/agent_shim, which contains almost everything that the overlay adds to a base."""
 
 
 @pytest.fixture(scope="module")
 def taken_apart(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the members of a newly built stemcell."""
+    """Build a stemcell and return a directory with its members."""
     where = tmp_path_factory.mktemp("stemcell")
     program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--version", "9"]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
@@ -42,7 +42,7 @@ def taken_apart(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFac
 
 
 def test_stemcell_has_the_members_that_director_and_cpis_expect(taken_apart: Path) -> None:
-    """The digests are the image's."""
+    """The manifest has the digests of the image, and the SBOMs have licences and dependencies of each package."""
     manifest = yaml.safe_load((taken_apart / "stemcell.MF").read_text())
     sums = [hashlib.new(name, (taken_apart / "image").read_bytes()).hexdigest() for name in ("sha1", "sha256")]
     parts = {path.name for path in taken_apart.iterdir()}
@@ -75,16 +75,16 @@ def test_stemcell_has_the_members_that_director_and_cpis_expect(taken_apart: Pat
 
 
 def test_stemcell_tarball_is_not_larger_than_its_content(taken_apart: Path) -> None:
-    """Compressed data would grow if it were compressed again."""
+    """The members are compressed already, so the tarball must not compress them again."""
     packed = sum(path.stat().st_size for path in taken_apart.iterdir() if path.is_file())
 
     assert int((taken_apart.parent / "size").read_text()) < packed * 1.001
 
 
-def test_stemcell_with_another_operating_system_than_its_image_is_rejected(
+def test_stemcell_for_another_operating_system_than_its_image_is_rejected(
     podman: Podman, image: str, tmp_path: Path
 ) -> None:
-    """A Director would place addons there that cannot run."""
+    """A Director would otherwise place addons for the wrong operating system on it."""
     program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--out", str(tmp_path)]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
     done = subprocess.run([*program, "--os", "ubuntu-xenial"], capture_output=True, text=True, env=environment)
@@ -95,7 +95,7 @@ def test_stemcell_with_another_operating_system_than_its_image_is_rejected(
 
 
 async def test_unpacked_stemcell_image_starts(podman: Podman, taken_apart: Path) -> None:
-    """After an import by the warden CPI, which only keeps the files, the CPI's command starts the agent."""
+    """The warden CPI imports only the files of the image and then runs its own start command."""
     root = taken_apart / "root"
     root.mkdir()
     unpack = ["tar", "-xzf", str(taken_apart / "image"), "-C", str(root)]
@@ -108,7 +108,6 @@ async def test_unpacked_stemcell_image_starts(podman: Podman, taken_apart: Path)
 
 
 def test_stemcell_overlay_stays_below_its_size_limit(podman: Podman, image: str) -> None:
-    """All files of the overlay count."""
     said = podman("run", "--rm", "--network=none", image, "du", "-s", "--bytes", "/opt/agent_shim")
 
     assert int(said.split()[0]) < MOST

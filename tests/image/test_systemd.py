@@ -1,4 +1,4 @@
-"""The systemd unit in an unprivileged container whose process 1 is systemd."""
+"""The systemd units, in an unprivileged container with systemd as PID 1."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_systemd(podman: Podman, image: str) -> str:
 
 @pytest.fixture
 async def container(site: Site, with_systemd: str) -> AsyncIterator[Container]:
-    """Run systemd in a container, with a watchdog timeout of two seconds."""
+    """Run systemd in a container. The watchdog timeout of the agent's unit is two seconds."""
     options = (f"--network={site.network.name}", "--systemd=always", f"--volume={site.blobs}:/blobs:ro")
     site.blobs.mkdir()
     drop_in = {f"/etc/systemd/system/{UNIT}.d/quick.conf": QUICK}
@@ -47,8 +47,8 @@ async def shown(container: Container, member: str) -> str:
     return (await container.exec("systemctl", "show", "--value", "--property", member, UNIT)).strip()
 
 
-async def test_agent_unit_is_active_and_its_restart_restarts_no_job(site: Site, container: Container) -> None:
-    """The unit is active before there are settings, also under its alias."""
+async def test_restart_of_the_agent_unit_does_not_restart_jobs(site: Site, container: Container) -> None:
+    """The unit is also active before there are settings, and under its alias bosh-agent."""
     await container.until(0, "systemctl", "is-active", "--quiet", "bosh-agent")
     await container.put(SETTINGS, site.settings())
     await site.deploy()
@@ -62,15 +62,15 @@ async def test_agent_unit_is_active_and_its_restart_restarts_no_job(site: Site, 
     assert await container.exec("systemd-analyze", "verify", "--man=no", f"/etc/systemd/system/{UNIT}") == ""
 
 
-async def test_sshd_of_systemd_has_host_keys(container: Container) -> None:
-    """The image has no host keys, and the package's unit does not start without."""
+async def test_sshd_unit_finds_host_keys(container: Container) -> None:
+    """The image contains no host keys, without which the unit of Debian's package does not start."""
     await container.until(0, "systemctl", "is-active", "--quiet", "ssh")
 
     assert await container.status_of("test", "-s", "/etc/ssh/ssh_host_ed25519_key") == 0
 
 
 async def test_systemd_watchdog_restarts_a_hanging_agent(container: Container) -> None:
-    """The agent notifies the watchdog. If it hangs, it is killed and restarted."""
+    """The agent runs longer than the watchdog timeout without a restart. A stopped agent is killed and restarted."""
     await container.until(0, "systemctl", "is-active", "--quiet", UNIT)
     first = await shown(container, "MainPID")
     await container.until(0, "sh", "-c", f"test $(ps -o etimes= -p {first}) -ge 5")
@@ -87,7 +87,7 @@ echo 0
 """
 
 
-async def test_poweroff_drains_the_jobs_and_the_next_start_runs_them(site: Site, container: Container) -> None:
+async def test_poweroff_drains_jobs_and_the_next_start_runs_them(site: Site, container: Container) -> None:
     await container.until(0, "systemctl", "is-active", "--quiet", "agent-shim-drain")
     await container.put(SETTINGS, site.settings())
     await site.deploy({"sleeper": {**jobs.sleeper(Paths(), "sleeper"), "bin/drain": DRAIN}})

@@ -1,4 +1,4 @@
-"""``agent-shim try``: from a source tarball to a running container."""
+"""``agent-shim try`` runs a source release in a container."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ERRAND = "{name: check, templates: {run: bin/run}}"
 
 
 def packed(files: dict[str, str | bytes]) -> bytes:
-    """Return a tarball with these files."""
+    """Return a gzipped tarball with these files."""
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w:gz") as tar:
         for name, content in files.items():
@@ -45,7 +45,7 @@ def packed(files: dict[str, str | bytes]) -> bytes:
 
 
 def release(where: Path) -> Path:
-    """Return the tarball of a source release with a service and an errand."""
+    """Create a source release with a service and an errand, and return the path of its tarball."""
     package = packed({"packaging": PACKAGING, "web": "#!/bin/sh\nexec sleep $1\n"})
     (where / "package").write_bytes(package)
     digest = subprocess.run(["sha1sum", where / "package"], capture_output=True, text=True, check=True).stdout.split()[
@@ -63,7 +63,7 @@ def release(where: Path) -> Path:
 
 
 @pytest.mark.timeout(1800)
-def test_release_of_sources_runs(podman: Podman, image: str, tmp_path: Path) -> None:
+def test_try_runs_a_source_release(podman: Podman, image: str, tmp_path: Path) -> None:
     name = f"agent-shim-test-try-{os.getpid()}"
     argv = ["-m", "agent_shim", "try", str(release(tmp_path)), "--image", image, "--name", name, "--tool", "podman"]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}

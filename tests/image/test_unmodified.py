@@ -1,5 +1,5 @@
-"""The agent on an unmodified image: its program is in a volume, and the overlay is applied when the container
-starts.
+"""The agent on an unmodified stemcell image: a volume contains the program, and the overlay is applied at each
+start.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ APPLY = ("/opt/agent_shim/python/bin/python3", "-IB", "/opt/agent_shim/overlay/a
 
 @pytest.fixture(scope="module")
 def volume(podman: Podman, base: str, image: str) -> str:
-    """Provide the image volume with the files of /opt/agent_shim."""
+    """Provide the image that contains only the files of /opt/agent_shim, for an image volume."""
     return pods.build(podman, base, "volume")
 
 
 @pytest.fixture(scope="module")
 def stemcell(podman: Podman, base: str, image: str) -> str:
-    """Provide a Debian image with the packages of a stemcell and none of our files."""
+    """Provide a Debian image with a stemcell's packages and without any file of the agent."""
     return pods.build(podman, base, "system")
 
 
 @pytest.fixture(scope="module")
 def copied(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide a directory like an emptyDir into which an init container has copied the program."""
+    """Provide a directory into which the program was copied, as an init container does with an emptyDir."""
     where = tmp_path_factory.mktemp("agent")
     where.chmod(0o777)
     podman(
@@ -44,10 +44,10 @@ def copied(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("way", ["image volume", "copy"])
-async def test_unmodified_stemcell_runs_the_agent_over_its_image(
+async def test_unmodified_stemcell_runs_the_agent_from_a_volume(
     site: Site, stemcell: str, volume: str, copied: Path, way: str
 ) -> None:
-    """The program stays read-only, deployed jobs run, and after a restart the overlay is already applied."""
+    """Nothing in the volume changes. After a restart, the start script finds the overlay applied."""
     image_volume = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     option = image_volume if way == "image volume" else f"--volume={copied}:/opt/agent_shim:ro"
     unmodified = dataclasses.replace(site, image=stemcell)
@@ -74,8 +74,8 @@ def test_overlay_applied_twice_changes_nothing(podman: Podman, stemcell: str, vo
     assert int(second) == 0
 
 
-async def test_overlay_names_missing_libraries_of_the_interpreter(podman: Podman, base: str, volume: str) -> None:
-    """Plain Debian is not a stemcell, so the error names the missing packages."""
+async def test_overlay_reports_missing_libraries_of_the_interpreter(podman: Podman, base: str, volume: str) -> None:
+    """Plain Debian lacks packages of a stemcell, which the error must name."""
     mount = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     run = await asyncio.to_thread(podman.run, "run", "--rm", "--network=none", mount, base, *START)
 

@@ -1,7 +1,7 @@
-"""Upgrades from an earlier release and back, with running jobs and a disk.
+"""Upgrades from earlier releases and rollbacks, with running jobs and a disk.
 
-They are made in place, by replacing the program below running jobs, and with new containers on the same volumes, as a
-kubelet and the CPIs for Kubernetes do it.
+Some tests replace the program while jobs run. The others create new containers with the same volumes, as a kubelet and
+the Kubernetes CPIs do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.image
 
 FORMER: Final = {"0.2.0": "9b696af0"}
-"""The commits of earlier releases: the last two."""
+"""Versions and commits of the last two releases. There is only one so far."""
 CPI: Final = CPIS["kubernetes (sykesm)"]
 OVERLAY: Final = ("stemcell_overlay", "systemd")
 PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid", "/var/vcap/sys/run/user/user.pid")
@@ -40,13 +40,15 @@ rm -r /mnt/program
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """An image, and the source tree from which it was built."""
+    """The image of a release, and the source tree from which it was built."""
 
     image: str
     tree: Path
 
     async def install(self, podman: Podman, container: Container) -> None:
-        """Replace the program in a running container, and restart the agent (docs/upgrading.md, Staying current)."""
+        """Replace the program in a running container and restart the agent, as in docs/upgrading.md under "Staying
+        current".
+        """
         read = ("run", "--rm", "--network=none", self.image, "sh", "-c", PUT_PROGRAM)
         program = (await asyncio.to_thread(podman.run, *read)).stdout
         sources = ["tar", "-C", str(self.tree), "--exclude=program", "-cf", "-", *OVERLAY]
@@ -63,7 +65,7 @@ class Release:
 def former(
     request: pytest.FixtureRequest, podman: Podman, base: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Release:
-    """Build an earlier release in the way it was built then."""
+    """Build the image of an earlier release from its own sources."""
     tree = tmp_path_factory.mktemp("former")
     packed = subprocess.run(["git", "-C", str(ROOT), "archive", FORMER[request.param]], capture_output=True)
     if packed.returncode != 0:
@@ -78,7 +80,10 @@ def now(image: str) -> Release:
 
 
 def release(version: str) -> Mapping[str, Mapping[str, str | bytes]]:
-    """Return a job of root, and one of vcap that has to pass through ``/var/vcap/data``."""
+    """Return a job that runs as root, and one that runs as vcap and needs access through ``/var/vcap/data``.
+
+    The version changes a script of the second job.
+    """
     user = jobs.process(Paths(), "user", "echo $$ >$pidfile; exec chpst -u vcap:vcap /var/vcap/jobs/user/bin/run")
     run = f"#!/bin/sh\n# {version}\nexec sleep 1000\n"
     return {"sleeper": jobs.sleeper(Paths(), "sleeper"), "user": user | {"bin/run": run}}
@@ -89,14 +94,14 @@ def at(site: Site, one: Release) -> Site:
 
 
 async def is_whole(site: Site, container: Container) -> None:
-    """Check that the jobs run, and that the disk is on the store with the job's file."""
+    """Check that the jobs run and that the disk with its file is mounted on the store."""
     await site.until_state("running")
     assert await site.director.run(AGENT, "list_disk") == [DISK]
     await container.exec("test", "-e", "/var/vcap/store/kept")
 
 
 async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(site: Site, former: Release, now: Release) -> None:
-    """Nothing is deployed in between. The second deploy has a changed job."""
+    """Each release first runs the jobs that another release has deployed, and then deploys changed ones."""
     data, disk = site.scratch / "data", site.scratch / "disk"
     for path in (data, disk):
         path.mkdir()
@@ -115,8 +120,10 @@ async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(site: Site, fo
             await container.stop()
 
 
-async def test_rollback_runs_jobs_of_vcap_on_a_volume_with_mode_0750(site: Site, former: Release, now: Release) -> None:
-    """Earlier releases do not change the mode of such a volume, but this release leaves it accessible."""
+async def test_rollback_runs_jobs_of_vcap_on_a_volume_created_with_mode_0750(
+    site: Site, former: Release, now: Release
+) -> None:
+    """vcap could not enter such a volume under the earlier release, but this release has changed its mode."""
     data = site.scratch / "data"
     data.mkdir(mode=0o750)
     volume = f"--volume={data}:/var/vcap/data"
@@ -131,7 +138,7 @@ async def test_rollback_runs_jobs_of_vcap_on_a_volume_with_mode_0750(site: Site,
 async def test_agent_program_is_replaced_and_restored_without_restarting_jobs(
     site: Site, podman: Podman, former: Release, now: Release
 ) -> None:
-    """No job is restarted."""
+    """The program is replaced in the running container, by this release and then by the earlier one."""
     disk = site.scratch / "disk"
     disk.mkdir()
     settings = site.settings(disks=disks_of(CPI.disks))
@@ -154,6 +161,6 @@ async def test_agent_program_is_replaced_and_restored_without_restarting_jobs(
 
 
 async def version(container: Container) -> Any:
-    """Return the version of the running agent, once it answers."""
+    """Wait until the agent answers and return its version."""
     await container.until(0, "agent-shim", "status")
     return (await container.exec("agent-shim", "status", "--json")).partition('"version"')[2].split('"')[1]
