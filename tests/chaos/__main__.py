@@ -1,8 +1,8 @@
 """``./dev chaos [CASE or ARGUMENT of pytest]...``: run the cases, and write their rows into docs/reliability.md.
 
-CASE is a number or a group: ``C-01``, ``N``. ``--into FILE`` names another page. Another agent (``--agent-command``)
-has no page of its own. As root the cases run below a process 1 of their own, and those marked ``guest`` in a virtual
-machine.
+CASE is the id of a case or the letter of a group, such as ``C-01`` or ``N``. ``--into FILE`` selects another page. For
+another agent (``--agent-command``), nothing is written unless ``--into`` is given. If started by root, the cases run
+below their own process 1, and those marked ``guest`` run in a virtual machine.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ def main(words: Sequence[str]) -> int:
 
 
 NOTHING: Final = 5
-"""Exit code of pytest if there was nothing to run."""
+"""Exit code of pytest if no test was selected."""
 
 
 def pytest(arguments: Sequence[str]) -> int:
-    """Run the cases one after the other. Return the exit code."""
+    """Run the cases one after the other. Return pytest's exit code."""
     argv = [sys.executable, "-m", "pytest", "-q", "--timeout=1800", "-o", "faulthandler_timeout=0", "tests/chaos"]
-    # The caller may be a test of ours, itself in a worker of pytest.
+    # One of our tests may have started this module in a pytest-xdist worker. The new pytest must not take itself for
+    # one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.run([*argv, *arguments], env=environment, check=False).returncode
 
 
 def in_guest(arguments: Sequence[str]) -> int:
-    """Run the chosen cases that need a kernel of their own in a virtual machine, and write their rows."""
+    """Run the selected cases that need their own kernel in a virtual machine, and write their rows."""
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/chaos", "-m", "guest", *arguments],
         capture_output=True,

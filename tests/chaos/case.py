@@ -1,4 +1,4 @@
-"""All cases by number. Modules with cases register them when they are imported."""
+"""The registry of cases by id. Test modules register their cases when they are imported."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ Play = Callable[[Stand], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the scorecard. ``scale`` describes what was reduced."""
+    """A case, which is a row of the scorecard. ``scale`` describes how ordinary runs are reduced."""
 
     id: str
     fault: str
     scale: str = ""
     has_full: bool = False
-    """Whether the case is reduced unless it is run with ``--full``."""
+    """Whether the case is reduced when it runs without ``--full``."""
     is_long: bool = False
     """Whether the case takes more than ten seconds, which excludes it from the daily tests."""
     guest: bool = False
-    """Whether it runs in the virtual machine of ``tests.support.guest``: clocks, cgroup v2, device mapper, netem."""
+    """Whether the case runs in the virtual machine of ``tests.support.guest``, because it needs to change clocks, or
+    needs cgroup v2, the device mapper or netem.
+    """
 
 
 CASES: Final[dict[str, Case]] = {}
@@ -43,7 +45,7 @@ def case(
 ) -> Callable[[Play], Play]:
     """Mark a test as a case, which injects a fault and fails unless the agent recovers and the invariants hold.
 
-    ``attack`` is the attack of docs/attacks.md that it performs, if any.
+    ``attack`` is the attack in docs/attacks.md that the case performs, if any.
     """
     told = ", ".join(filter(None, (scale, "in a virtual machine" if guest else "")))
     entry = CASES[number] = Case(number, fault, told, has_full, is_long or guest, guest)

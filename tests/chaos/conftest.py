@@ -1,4 +1,4 @@
-"""The ring of injected faults. Each case gets a test stand, its invariants are checked, and its row is written."""
+"""Provides each chaos case with a test stand, checks the invariants afterwards, and writes the scorecard row."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def option(config: pytest.Config, name: str) -> Any:
-    """Return an option of this ring. pytest only knows it when it was started for this directory."""
+    """Return a command line option, or its default if pytest was started for another directory and does not
+    define it.
+    """
     return config.getoption(name, {"agent_command": COMMAND, "full": False, "times": 1}.get(name))
 
 
 def case_of(item: pytest.Item) -> Case | None:
-    """Return the case of a test."""
+    """Return the case that a test implements, or None."""
     mark = item.get_closest_marker("chaos")
     return mark.args[0] if mark is not None else None
 
@@ -51,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let ``-k N-02`` and ``-k N-`` select cases and groups."""
+    """Make ``-k N-02`` select a case and ``-k N-`` a group."""
     if (case := case_of(item)) is not None:
         item.extra_keyword_matches.add(case.id)
         item.add_marker(pytest.mark.timeout(FULL_LIMIT if option(item.config, "full") else LIMIT))
@@ -68,16 +70,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 async def stand(request: pytest.FixtureRequest) -> AsyncIterator[Stand]:
-    """Provide an agent that is not started yet, with its init, a bus behind a proxy, a Director and a Health
-    Monitor.
-    """
+    """Provide a stand with a bus behind a proxy, a Director and a Health Monitor. The agent is not started yet."""
     async with standing(option(request.config, "agent_command"), is_full=option(request.config, "full")) as one:
         yield one
 
 
 @pytest.fixture
 async def witness(stand: Stand, request: pytest.FixtureRequest) -> AsyncIterator[Witness]:
-    """Check all invariants after a case that held."""
+    """Check all invariants after a case whose own checks have passed."""
     yield stand.witness
     if stand.figures and (broken := await stand.witness.broken()):
         raise NotHeldError("; ".join(broken))
@@ -85,7 +85,7 @@ async def witness(stand: Stand, request: pytest.FixtureRequest) -> AsyncIterator
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Skip a case that this machine cannot run."""
+    """Skip a case whose fault cannot be injected on this machine."""
     try:
         return (yield)
     except CannotInjectError as exc:
@@ -96,7 +96,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add to the report what its row needs and, after a failure, the end of the agent's log."""
+    """Add the case's scorecard row to the report and, after a failure, the end of the agent's log."""
     report = yield
     case, one = case_of(item), getattr(item, "funcargs", {}).get("stand")
     if case is None or one is None:
@@ -117,7 +117,7 @@ def pytest_runtest_makereport(
 
 
 class Scorecard:
-    """The rows of this run. Each is written into the page as soon as its case has ended."""
+    """The rows of this run. Each row is written into the page as soon as its case has ended."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._into: Path | None = config.getoption("into", None)
@@ -133,7 +133,7 @@ class Scorecard:
                     write(self._into, [self._whole(row.id)])
 
     def _whole(self, number: str) -> Row:
-        """Return the row of a case after all its runs so far: the first that did not hold, or else the last."""
+        """Return the row for all runs of a case so far: the row of the first failed run, or else of the last run."""
         rows = self._rows[number]
         row = next((row for row in rows if row.verdict != "held"), rows[-1])
         return row.dated(FULL if self._is_full else f"{len(rows)} of {self._times}" if self._times > 1 else "")

@@ -1,7 +1,7 @@
-"""Makes one named, wrong change to the agent, and checks that the row fails: ``./dev sabotage``.
+"""Breaks the agent with one named change at a time, and checks that the matching row fails: ``./dev sabotage``.
 
-If a case holds although its own subject is broken in the agent, it proves nothing. The change is made in a scratch copy
-of the project, and the case runs there, in its own namespaces.
+A case that passes although the feature that it tests is broken proves nothing. The change is made in a scratch copy of
+the project, and the case runs there, in its own namespaces.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from tests.support import namespaces
 ROOT: Final = Path(__file__).parents[2]
 CAUGHT: Final = "caught"
 INVARIANTS: Final = tuple(f"I{number}" for number in range(1, 11))
-"""Invariants with a saboteur of their own."""
+"""Invariants that have their own saboteur."""
 WITNESSED: Final = tuple(f"I{number}" for number in range(11, 19))
-"""Invariants that general saboteurs break."""
+"""Invariants that are broken by general saboteurs."""
 RAN: Final = 'open(__file__ + ".ran", "w").close()'
-"""Statement in general saboteurs that records that the wrong code has run."""
+"""Statement that general saboteurs insert to record that the wrong code has run."""
 NOT_RUN: Final = "did not run"
 HELD: Final = "held"
 
 
 class SabotageError(Exception):
-    """A change that cannot be made, because its text is not in the agent, or is there more than once."""
+    """The change cannot be made, because the text to replace does not occur in the agent exactly once."""
 
 
 @dataclass(frozen=True)
 class Saboteur:
-    """A wrong change of the agent: ``before`` is replaced by ``after`` in one file."""
+    """A change that breaks the agent: ``before`` is replaced by ``after`` in one file."""
 
     row: str
-    """Case (``N-02``) or invariant (``I6``) that must fail under it. ``G-01`` for a general one, of all cases."""
+    """The case (such as ``N-02``) or invariant (``I6``) that must fail, or the id of a general saboteur (``G-01``)."""
     does: str
-    """Wrong behaviour, as a sentence about the agent."""
+    """The wrong behaviour, as a predicate whose subject is the agent."""
     path: str
-    """File, from the top of the project."""
+    """Path of the file, relative to the project."""
     before: str
     """Text that occurs in the file exactly once."""
     after: str
@@ -54,15 +54,15 @@ class Saboteur:
     reason.
     """
     case: str = ""
-    """For an invariant: the case after which it is checked."""
+    """For an invariant, the case after which it is checked."""
     mark: str = ""
-    """Regular expression for what the witness reports only for this general saboteur, so that it is recognized among
-    others.
+    """Regular expression for a report of the witness that only this general saboteur causes. It identifies the saboteur
+    when several are active.
     """
 
     @property
     def played(self) -> str:
-        """The case to run."""
+        """The id of the case to run."""
         return self.case or self.row
 
     def applied(self, text: str) -> str:
@@ -74,7 +74,7 @@ class Saboteur:
 
 
 def play(playing: Sequence[Saboteur]) -> tuple[Row | None, list[Saboteur], str]:
-    """Run a case with the changes of its saboteurs. Return its row, those whose wrong code ran, and the figures.
+    """Run a case with the changes of its saboteurs. Return the row, the saboteurs whose code ran, and the figures.
 
     The row is None if the case was not run.
     """
@@ -128,7 +128,7 @@ def _copy(target: Path) -> None:
 
 
 def report(saboteur: Saboteur) -> str:
-    """Run one saboteur and report on standard error.
+    """Run one saboteur and report the result on standard error.
 
     Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``, or "" if the case could not be run.
     """
@@ -145,11 +145,11 @@ def report(saboteur: Saboteur) -> str:
 
 
 def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None]) -> int:
-    """Run general saboteurs in one case and enter ``caught``, ``did not run`` or ``held`` for each.
+    """Run general saboteurs in one case, and enter ``caught``, ``did not run`` or ``held`` for each.
 
-    The first run has all of them. If the case holds and no wrong code ran, none of them runs in this case. A saboteur
-    whose mark is in the figures is caught. Each other one that ran is tried alone. Those that did not run are tried
-    again.
+    The first run applies all of them at once. If the case passes and none of their code ran, the result for all is
+    ``did not run``. A saboteur whose mark is in the figures is caught. The others are run again: each one whose code
+    ran alone, and those whose code did not run together.
     """
     begun_at = time.monotonic()
     name = f"{' '.join(one.row for one in playing)} {playing[0].case}"

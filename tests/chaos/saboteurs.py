@@ -1,7 +1,7 @@
-"""One saboteur for each row of the scorecard: a change of the agent that must make the row fail.
+"""The saboteurs: for each row of the scorecard, a change to the agent that must make the row fail.
 
-Each breaks the subject of its row, and not a step on the way to it. A structure test checks that each changed text
-occurs exactly once, so a saboteur does not outlive the code that it breaks.
+Each saboteur breaks exactly what its row tests, and not some step that leads there. A structure test checks that each
+text to replace occurs exactly once, so that a saboteur is removed together with the code that it breaks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.chaos.sabotage import RAN, Saboteur
 NATS: Final = "agent_shim/edges/bus/nats.py"
 LINK: Final = "agent_shim/edges/bus/link.py"
 _OF_A_REPLY: Final = '        begun_at, task_id = time.monotonic(), ""\n'
-"""First statement of each reply to a request."""
+"""The first statement of the function that replies to requests."""
 
 CRASHES: Final = (
     Saboteur(
@@ -778,7 +778,7 @@ GENERAL: Final = (
         "I18|alert",
     ),
 )
-"""Saboteurs that belong to no row and are run with every case.
+"""Saboteurs that do not belong to a row. They are run with every case.
 
-The case or its witness must notice each whose code runs.
+The case or its witness must notice every saboteur whose code runs.
 """

@@ -1,4 +1,4 @@
-"""The scorecard: rows of cases, written to and read from the table of ``docs/reliability.md``."""
+"""Reads and writes the scorecard, the tables of cases in ``docs/reliability.md``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DOCUMENT: Final = Path(__file__).parents[2] / "docs/reliability.md"
 BEGIN: Final = "<!-- scorecard -->"
 END: Final = "<!-- /scorecard -->"
 GROUPS: Final = "CNSDRM"
-"""First letters of the cases, in the order of the tables."""
+"""Letters with which the case ids begin, in the order of the tables."""
 HELD: Final = "held"
 OUTCOMES: Final = ("caught", HELD, "did not run")
-"""Those of a general saboteur."""
+"""The possible outcomes of a general saboteur in a case."""
 FULL: Final = "in full"
-"""Start of the entry for a case that was played at full size."""
+"""Beginning of the entry for a run at full size."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,28 @@ class Row:
     verdict: str
     figures: str
     played: str = ""
-    """The date, after the number of runs if there was more than one in a row."""
+    """The date of the last run. If the case was repeated, the number of runs precedes it."""
     saboteur: str = ""
     """Date on which the case failed under its saboteur, or a remark that it did not."""
 
     @property
     def outcome(self) -> str:
-        """Return the cell with the outcome: the date on which the case held, or the verdict."""
+        """The text of the outcome cell: the date on which the case held, or the verdict."""
         if self.verdict == HELD and self.played:
             return self.played
         return f"{self.verdict}, {self.played}" if self.played else self.verdict
 
     def dated(self, how_often: str) -> Row:
-        """Return this row with today's date, after the number of runs if there is one, or None if it was not run."""
+        """Return this row with today's date, preceded by the number of runs if given. Not changed if the case was not
+        run.
+        """
         if self.verdict == "not run":
             return self
         return replace(self, played=f"{how_often} on {time.strftime('%Y-%m-%d')}".removeprefix(" on "))
 
     def beside(self, known: Row | None) -> Row:
-        """Return this row with the entries of the previous one that are still valid, because both reduced and full
-        runs count.
+        """Merge this row with the previous row of the same case, so that entries for both reduced and full runs are
+        kept.
         """
         if known is None:
             return self
@@ -69,12 +71,12 @@ class Row:
 
     @property
     def times(self) -> str:
-        """Return the date and number of the reduced runs."""
+        """Date and number of the last reduced runs."""
         return "; ".join(part for part in self.played.split("; ") if not part.startswith(FULL))
 
     @property
     def full(self) -> str:
-        """Return when the case was last run in full."""
+        """The entry for the last run at full size."""
         return "; ".join(part for part in self.played.split("; ") if part.startswith(FULL))
 
 
@@ -88,8 +90,8 @@ def row_of(
 ) -> Row:
     """Return the row of a case from the reports of its phases.
 
-    ``omitted`` are the invariants that were not checked, each with the reason. If a case did not hold, its row only
-    says why, because the text of its figures could be mistaken for the reason that a saboteur expects.
+    ``omitted`` are the invariants that were not checked, each with the reason. If a case did not hold, its row contains
+    only the reason, because its figures could accidentally match the pattern that a saboteur expects.
     """
     for report in reports:
         if not report.passed:
@@ -100,7 +102,7 @@ def row_of(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the table as text for the document."""
+    """Return the rows as Markdown tables."""
     count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("held", "not held", "not run")}
     lines = [
         f"{len(rows)} cases: {count['held']} held, {count['not held']} not held, {count['not run']} not run.",
@@ -116,7 +118,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def earlier(text: str) -> dict[str, Row]:
-    """Return the rows of a document."""
+    """Parse a document and return its rows by id."""
     rows = {}
     for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -129,7 +131,7 @@ def earlier(text: str) -> dict[str, Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Replace the rows of the same cases in a document, which is created if missing. Safe for concurrent writers."""
+    """Replace the rows of these cases in a document, which is created if missing. Safe for concurrent writers."""
     with _locked(path):
         text = path.read_text() if path.exists() else ""
         known = earlier(text)
@@ -138,9 +140,9 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def enter_saboteur(path: Path, case: str, caught: str) -> None:
-    """Set the last cell in the row of a case or an invariant.
+    """Set the saboteur cell, which is the last, in the row of a case or an invariant.
 
-    It is the date on which its saboteur was caught, or ``NOT CAUGHT`` with the date.
+    It contains the date on which the saboteur was caught, or ``NOT CAUGHT`` with the date.
     """
     caught = caught.removeprefix("caught ")
     with _locked(path):
@@ -154,7 +156,7 @@ def enter_saboteur(path: Path, case: str, caught: str) -> None:
 
 
 def enter_general(path: Path, saboteur: str, case: str, outcome: str) -> None:
-    """Enter the outcome of a general saboteur in a case, one of ``OUTCOMES``, in its line of the table."""
+    """Enter the outcome (one of ``OUTCOMES``) of a general saboteur in a case into the table of general saboteurs."""
     with _locked(path):
 
         def entered(line: re.Match[str]) -> str:
@@ -167,7 +169,9 @@ def enter_general(path: Path, saboteur: str, case: str, outcome: str) -> None:
 
 
 def _outcomes(cell: str) -> dict[int, str]:
-    """Return the outcome of each number in a cell: in ``3 **4** (1-2 5)`` one is caught and one has held."""
+    """Parse a cell and return the outcome by case number. In ``3 **4** (1-2 5)`` it was caught in 3, held in 4, and did
+    not run in the others.
+    """
     caught, _, others = cell.partition("(")
     found = dict[int, str]()
     for words, outcome in ((caught, OUTCOMES[0]), (others.rstrip(")"), OUTCOMES[2])):
@@ -179,7 +183,7 @@ def _outcomes(cell: str) -> dict[int, str]:
 
 
 def _shown(outcomes: Mapping[int, str]) -> str:
-    """Return the cell with these outcomes."""
+    """Format outcomes as a cell."""
     caught, held, others = ([one for one in sorted(outcomes) if outcomes[one] == name] for name in OUTCOMES)
     parts = [*_ranges(caught), *(f"**{one}**" for one in held), f"({' '.join(_ranges(others))})" if others else ""]
     return " ".join(filter(None, parts))

@@ -1,4 +1,4 @@
-"""C: crashes, restarts and the end of the agent."""
+"""Cases C: the agent crashes, is restarted or is stopped."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def _ask(stand: Stand, method: str, *arguments: object) -> None:
 
 
 def _installed(world: World, version: str) -> dict[str, tuple[int, bytes]]:
-    """Return modes and contents of all files of packages and jobs, without the version numbers in them."""
+    """Return the modes and contents of all package and job files, with the version numbers in them removed."""
     found = {}
     for place in (world.base / "packages", world.base / "jobs"):
         for top in place.iterdir():
@@ -115,7 +115,7 @@ def _installed(world: World, version: str) -> dict[str, tuple[int, bytes]]:
     has_full=True,
     is_long=True,
 )
-async def test_state_files_are_whole_after_a_kill_at_any_write(stand: Stand) -> None:
+async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) -> None:
     world = stand.world
     await stand.boot()
     await stand.deploy(2)
@@ -143,7 +143,7 @@ async def test_state_files_are_whole_after_a_kill_at_any_write(stand: Stand) -> 
 
     async def boot() -> None:
         os.kill(stand.pid, signal.SIGCONT)
-        await stand.answers(60)  # each of its system calls is traced
+        await stand.answers(60)  # this takes long because each system call of the agent is traced
         await world.until_running()
 
     async def boot_point(version: str) -> Told:
@@ -173,7 +173,7 @@ async def test_state_files_are_whole_after_a_kill_at_any_write(stand: Stand) -> 
 
 
 STANDING: Final = 'kill -STOP $$; exec "$@"'
-"""A program that waits for a tracer to follow it, and then becomes the agent."""
+"""A shell script that stops itself until a tracer follows it, and then executes the agent."""
 
 
 def _stands(pid: int) -> bool:
@@ -183,12 +183,12 @@ def _stands(pid: int) -> bool:
 
 
 @case("C-04", "SIGKILL of the agent; a job dies before the next agent starts", is_long=True)
-async def test_job_that_died_without_an_agent_is_restarted_alone(stand: Stand) -> None:
+async def test_restarted_agent_restarts_only_the_job_that_died_meanwhile(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(20)
     victim, pid = next(iter(stand.live().items()))
     state = Paths(stand.world.base).supervisor_state
-    # If the agent does not know that the job ran, it has not seen it end either.
+    # Wait until the agent has saved that the job runs. Otherwise the next agent would not notice that the job has died.
 
     def saved() -> str:
         return str(json.loads(state.read_bytes().splitlines()[-1])["services"][victim]["state"])
@@ -236,7 +236,7 @@ async def test_sigterm_to_process_1_ends_all_jobs_in_order(stand: Stand) -> None
 
 
 def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
-    """Return a job that reports when a stop request ends it."""
+    """Return a job that records when it is asked to stop."""
     trap = f"trap '{farewell} echo {name} >> {{base}}/data/ended; exit 0' TERM"
     monit, programs = checked(name, f"echo $$ > {{run}}/{name}.pid; {trap}; while :; do sleep 0.1; done")
     return monit.replace('/ctl stop" with timeout 3 seconds', '/ctl stop" with timeout 20 seconds'), programs
@@ -280,7 +280,7 @@ async def test_container_restarted_in_place_starts_its_jobs(stand: Stand) -> Non
             elif not place.is_dir() or place.is_symlink():
                 place.unlink()
         for number in range(5):
-            (base / f"data/sys/run/job{number}/job{number}.pid").write_text("1\n")  # as the next agent finds it
+            (base / f"data/sys/run/job{number}/job{number}.pid").write_text("1\n")  # found by the next agent
         (base / "data/sys/run/stale").touch()
 
     stand.between = reset
@@ -296,7 +296,7 @@ async def test_container_restarted_in_place_starts_its_jobs(stand: Stand) -> Non
 
 
 @case("C-08", "the agent is replaced while 50 jobs and an errand run", is_long=True)
-async def test_replaced_agent_leaves_jobs_alone_and_reports_the_lost_errand(stand: Stand) -> None:
+async def test_replacing_the_agent_keeps_jobs_running_and_reports_the_lost_errand(stand: Stand) -> None:
     await stand.boot()
     world = stand.world
     await stand.deploy(50)
@@ -310,7 +310,7 @@ async def test_replaced_agent_leaves_jobs_alone_and_reports_the_lost_errand(stan
     agent.send(signal.SIGTERM)
     await agent.wait()
     back = await stand.answers(5)
-    # As with the Go agent, a script that ran for the old process is lost, and the Director gets an error saying so.
+    # As with the Go agent, a script that the old process ran is lost, and the Director gets an error that says so.
     error = await refused(stand, "get_task", task)
     expect("could not be found" in error, error)
     stand.tell(f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is reported as lost, as by the Go agent")
@@ -354,7 +354,7 @@ async def test_failing_part_of_the_agent_does_not_affect_the_others(stand: Stand
         with contextlib.suppress(NotHeldError):
             await until(lambda: stand.ends, pause, "the end")
         if stand.ends:
-            break  # the signal would end the next agent during its boot
+            break  # the agent has been replaced, and the signal would kill the new one during its boot
     await until(lambda: stand.ends, 5, "the end of the agent whose lane keeps failing")
     first = await stand.answers(5)
     part.write_text("supervisor")
@@ -382,7 +382,7 @@ async def test_second_agent_on_the_same_tree_is_refused(stand: Stand) -> None:
 
 
 VICTIMS: Final = ("caller", "all", "root")
-"""These are killed in turn: only the worker, which makes the calls; the agent and its worker; only the agent."""
+"""Victims in turn: only the worker, which makes the calls; the agent and its worker; only the agent."""
 
 
 @case(
@@ -392,7 +392,7 @@ VICTIMS: Final = ("caller", "all", "root")
     has_full=True,
     is_long=True,
 )
-async def test_package_is_whole_or_absent_after_a_kill_of_agent_or_worker(stand: Stand) -> None:
+async def test_package_is_complete_or_absent_after_a_kill_of_agent_or_worker(stand: Stand) -> None:
     world = stand.world
     await stand.boot()
     spec = await stand.deploy(2)
@@ -407,7 +407,7 @@ async def test_package_is_whole_or_absent_after_a_kill_of_agent_or_worker(stand:
             answers[version] = str(exc)
             raise
 
-    # Two packages with the same blob are unpacked one after the other, always in the same order.
+    # Use two packages with the same blob, because these are unpacked one after the other, always in the same order.
     blob = world.blob("large", _large())
     packed = {name: {"name": name, **blob} for name in ("large0", "large1")}
     await apply("first")
@@ -438,7 +438,7 @@ async def test_package_is_whole_or_absent_after_a_kill_of_agent_or_worker(stand:
         expect(stand.live() == jobs, f"{where} the jobs are others: {stand.live()} after {jobs}")
         await tidied([world.base], where)
     _check_syncs(calls, places[0])
-    await world.run("start")  # an apply forgets the jobs, but leaves their processes running
+    await world.run("start")  # needed because an apply forgets the jobs, but leaves their processes running
     await world.until_running()
     done = f"{kills.total()} kills at {len(kinds)} kinds of call, {kills['caller']} kills of the worker alone"
     stand.tell(f"{done}; each package whole or absent, each repeated apply the same")
@@ -470,7 +470,9 @@ def _tree(top: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int, str]]:
-    """Yield numbers of calls and victims: for each kind of call, at most ``most`` at even distances."""
+    """Yield pairs of a call number and a victim. For each kind of call there are at most ``most``, at even
+    distances.
+    """
     kinds = defaultdict[str, list[int]](list)
     for told in calls:
         if told["pid"] != agent:
@@ -483,9 +485,10 @@ def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int,
 
 
 def _check_syncs(calls: Sequence[Told], packages: Path) -> None:
-    """Check that the file system is synced between a package's last change and its renaming, and the name after it.
+    """Check that the file system is synced between a package's last change and its renaming, and again after the
+    renaming.
 
-    A kill leaves written data in the kernel, but a crash of the machine does not.
+    Without a sync, data survives a kill of the process but not a crash of the machine.
     """
     renamed = 0
     for at, told in enumerate(calls):

@@ -1,4 +1,4 @@
-"""D: disks, blobs and files."""
+"""Cases D: disks, blobs and files."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ async def test_apply_on_a_failing_disk_is_refused_until_the_disk_recovers(stand:
 
 
 def loop_device(stand: Stand, megabytes: int) -> str:
-    """Put the agent's data on a file system that the kernel makes read-only after an error. Yield its device name."""
+    """Put the agent's data on a file system that the kernel remounts read-only after an error. Yield the
+    device name.
+    """
     place, image = stand.world.base / "data", stand.world.scratch / "data.img"
     place.mkdir(parents=True)
     with image.open("wb") as file:
@@ -97,7 +99,7 @@ def loop_device(stand: Stand, megabytes: int) -> str:
 @case(
     "D-05", "blobs that are cut, changed or missing", attack="a blobstore delivers another blob than the requested one"
 )
-async def test_wrong_blobs_are_refused(stand: Stand) -> None:
+async def test_apply_refuses_incomplete_changed_and_missing_blobs(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
     stand.remember()
@@ -107,7 +109,7 @@ async def test_wrong_blobs_are_refused(stand: Stand) -> None:
     blob = stand.world.store / "package0-2"
     good = blob.read_bytes()
     errors = []
-    # The changed blob is a complete archive, of which only the digest is wrong.
+    # The second variant is a complete archive that only has another digest.
     for content in (good[:-1000], archive({"content": b"another"}), b"", None):
         if content is None:
             blob.unlink()
@@ -123,7 +125,10 @@ async def test_wrong_blobs_are_refused(stand: Stand) -> None:
 
 
 async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
-    """Apply packages that do not fit, check, free space, and apply again. ``inodes`` is the number left, if limited."""
+    """Apply packages that do not fit, check the error, free space, and apply again.
+
+    ``inodes`` is the number of free inodes, if it is limited.
+    """
     await stand.boot()
     data = stand.world.base / "data"
     if inodes:
@@ -133,7 +138,7 @@ async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
     stand.remember()
     errors = set()
     for megabytes in (8, 4, 2):
-        # Run this in a thread, because a blocked event loop would not answer pings of the bus.
+        # Run this in a thread, because this process must keep answering the bus server's pings.
         spec = await asyncio.to_thread(stand.world.spec, 1, 8, megabytes << 20, version=f"v{megabytes}")
         error = await refused(stand, "apply", spec)
         expect("No space left on device" in error, f"refused without its reason: {error}")
@@ -160,7 +165,7 @@ async def test_apply_without_inodes_can_be_repeated(stand: Stand) -> None:
 
 
 def _hostile() -> dict[str, bytes]:
-    """Return archives that try to write outside their directory."""
+    """Return archives that try to write outside the directory into which they are unpacked."""
     made: dict[str, bytes] = {}
 
     def add(name: str, *members: tuple[tarfile.TarInfo, bytes]) -> None:
@@ -258,7 +263,7 @@ def _write_half_random(logs: Path, count: int) -> None:
 
 
 async def _move(logs: Path, count: int) -> None:
-    """Remove, rotate and extend files everywhere until cancelled."""
+    """Remove, rotate and append to random log files until cancelled."""
     chance = random.Random(7)
     while True:
         gone, moved, grown = (f"{chance.randrange(count)}.log" for _ in range(3))
@@ -280,7 +285,7 @@ class Watched:
 
 
 async def _watch(stand: Stand, watched: Watched) -> None:
-    """Watch until cancelled. The blobstore is not counted, because it would be on another machine's disk."""
+    """Measure until cancelled. Files in the blobstore are not counted, because it is usually on another machine."""
     while True:
         watched.memory = max(watched.memory, stand.size().memory)
         for child in Path(f"/proc/{stand.pid}/task/{stand.pid}/children").read_text().split():
@@ -297,7 +302,7 @@ async def _watch(stand: Stand, watched: Watched) -> None:
 
 
 def _members(archive: Path) -> tuple[set[str], str]:
-    """Return the names of the files in an archive of logs, and its remarks on files that changed."""
+    """Return the names of the files in a log archive, and its notes about files that changed meanwhile."""
     with tarfile.open(archive) as tar:
         names, remarks = set(), ""
         for member in tar:
@@ -346,7 +351,7 @@ while time.time() < ends_at:
     os.close(out)
     time.sleep(0.01)
 """
-"""Writes numbered lines with their times, a megabyte per second, and exits by itself."""
+"""A program that writes numbered lines with timestamps, about one megabyte per second, for a limited time."""
 
 
 @case(
@@ -397,7 +402,7 @@ async def test_rotation_keeps_the_lines_of_a_log_in_use(stand: Stand) -> None:
 
 
 def _write_logs(logs: Path, big: int) -> None:
-    """Write small logs, a hundred that exceed the limit, and one of ``big`` bytes."""
+    """Write small logs, 100 logs that exceed the rotation limit, and one log of ``big`` bytes."""
     logs.mkdir()
     for number in range(5000):
         (logs / f"{number}.log").write_bytes(b"all work and no play\n" * (100_000 if number % 50 == 0 else 10))
@@ -408,7 +413,9 @@ def _write_logs(logs: Path, big: int) -> None:
 
 
 def _lost(log: Path) -> tuple[int, float]:
-    """Return how many lines are neither in the log nor in its archives, and the longest time without a new line."""
+    """Return the number of lines that are neither in the log nor in its archives, and the longest gap between two lines
+    in seconds.
+    """
     found = {}
     for path in log.parent.glob(f"{log.name}*"):
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -493,7 +500,7 @@ def _unmount_below(place: Path) -> None:
     has_full=True,
     is_long=True,
 )
-async def test_answered_changes_survive_failed_writes_of_state(stand: Stand) -> None:
+async def test_acknowledged_changes_survive_failed_state_writes(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(2)
     stand.remember()
@@ -536,7 +543,7 @@ async def test_answered_changes_survive_failed_writes_of_state(stand: Stand) -> 
 
 
 async def _until_refused(stand: Stand, version: str) -> dict[str, bool]:
-    """Send requests up to the first that is refused, as a Director does. Return those that succeeded."""
+    """Send requests until one is refused, as a Director does. Return for each sent request whether it succeeded."""
     answers: dict[str, bool] = {}
     for method, *arguments in changes(stand, version):
         try:
@@ -549,9 +556,7 @@ async def _until_refused(stand: Stand, version: str) -> dict[str, bool]:
 
 
 async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: str) -> None:
-    """Check that each successful action still holds for the next agent, and that the state of jobs is reported
-    correctly.
-    """
+    """Check that the next agent still has the effect of each successful action, and reports the job state correctly."""
     paths, state = Paths(stand.world.base), await stand.call("get_state")
     if answers.get("update_settings"):
         expect(version in paths.update_settings.read_text(), f"{where} the settings are lost")
@@ -562,7 +567,9 @@ async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: 
     if answers.get("apply"):
         expect(state["configuration_hash"] == version, f"{where} the spec is another")
     true = {("running", 2), ("stopped", 0)}
-    if False in (answers.get("stop"), answers.get("start")):  # as for the Go agent when its marker is missing
+    # If a stop or start failed, "failing" without processes is correct as well, as for a Go agent without its marker
+    # file.
+    if False in (answers.get("stop"), answers.get("start")):
         true.add(("failing", 0))
     try:
         async with asyncio.timeout(120):
@@ -574,5 +581,5 @@ async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: 
     if answers.get("start"):
         expect(state["job_state"] == "running", f"{where} the jobs do not run that were started")
     elif answers.get("stop") and "start" not in answers:
-        await asyncio.sleep(1)  # a job that is to be started would have been by now
+        await asyncio.sleep(1)  # long enough for the agent to start the job if it wants to
         expect(state["job_state"] == "stopped" and not stand.live(), f"{where} jobs run that were stopped")

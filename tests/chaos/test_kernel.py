@@ -1,4 +1,4 @@
-"""Cases that need their own kernel: cgroup v2 with memory limits, hanging disks, clocks, links that lose packets.
+"""Cases that need their own kernel: cgroup v2 with memory limits, hanging disks, changed clocks and lossy networks.
 
 They run only in the virtual machine of ``tests.support.guest``.
 """
@@ -27,7 +27,7 @@ from tests.support.stand import CONNECTED, CannotInjectError, Stand, at_most, ex
 
 HOUR = 3600.0
 CONTAINER = 300 << 20
-"""Memory limit of the container of R-03, in bytes."""
+"""Memory limit in bytes of the container in R-03."""
 
 _EATER = {
     "monit": """
@@ -50,7 +50,7 @@ stop) kill $(cat $run/{name}.pid); rm -f $run/{name}.pid ;;
 esac
 """,
 }
-"""A program that allocates memory without limit when it is requested to."""
+"""Files of a job that allocates memory without limit as soon as the file ``eat`` exists."""
 _LIMITED = {
     "monit": """
 check process {name}
@@ -85,7 +85,7 @@ def _named(name: str, alerts: list[dict[str, Any]]) -> bool:
 
 @contextmanager
 def container(limit: int) -> Iterator[Path]:
-    """Create a cgroup v2 with a memory limit, marked as delegated in the way systemd does it."""
+    """Create a cgroup v2 with a memory limit, and mark it as delegated like systemd."""
     ours = cgroups.find().memory
     if ours is None or ours.version != 2:
         raise CannotInjectError("needs a memory cgroup of version 2")
@@ -106,7 +106,7 @@ def container(limit: int) -> Iterator[Path]:
 
 
 def _remove(group: Path) -> None:
-    """Wait until the killed processes are gone."""
+    """Remove a cgroup, after waiting until its killed processes have exited."""
     for _ in range(1000):
         with contextlib.suppress(OSError):
             group.rmdir()
@@ -120,7 +120,7 @@ def _remove(group: Path) -> None:
     scale="60 s of 30 to come back",
     guest=True,
 )
-async def test_job_beyond_its_memory_is_reported(stand: Stand) -> None:
+async def test_job_or_container_beyond_its_memory_limit_is_reported(stand: Stand) -> None:
     if "vcap:" not in Path("/etc/passwd").read_text():
         _do("useradd", "--uid", "1000", "vcap")
     stand.world.scratch.chmod(0o755)
@@ -223,7 +223,7 @@ def _clock(ahead: float) -> Iterator[None]:
 
 
 @case("D-04", "a disk that hangs", scale="60 s of 600", has_full=True, guest=True)
-async def test_hanging_disk_delays_no_other_request(stand: Stand) -> None:
+async def test_hanging_disk_does_not_delay_other_requests(stand: Stand) -> None:
     volume = stand.world.scratch / "volume"
     name = stand.after.enter_context(_mapped(stand.world.scratch / "image", volume))
     stand.world.write_settings()
@@ -253,13 +253,13 @@ async def test_hanging_disk_delays_no_other_request(stand: Stand) -> None:
     await asyncio.wait_for(writer.wait(), 30)
     await stand.answers(1)
     told = f"a request took {longest * 1000:.0f} ms at most, one to an echo server {others * 1000:.0f}"
-    # An emulated processor may stall for a second, which affects all processes.
+    # Allow as much more time as another process needed, because an emulated processor may stall for a second.
     expect(longest < 2 + others, told)
     stand.tell(f"{told}; {beats} heartbeats in {lasting} s")
 
 
 async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) -> float:
-    """Return how many seconds a request takes."""
+    """Return the duration of a request in seconds."""
     begun_at = time.monotonic()
     await stand.world.director.value(agent, method, *arguments, timeout=20)
     return time.monotonic() - begun_at
@@ -268,7 +268,7 @@ async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) ->
 @contextmanager
 def _mapped(image: Path, point: Path) -> Iterator[str]:
     """Mount a volume through a device mapper. Yield the name of the device."""
-    name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"  # the previous device may be removed late
+    name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"  # a new name, because the previous device may not be removed yet
     point.mkdir()
     _do("truncate", "-s", "64M", str(image))
     loop = _do("losetup", "--find", "--show", str(image))
@@ -299,7 +299,7 @@ async def test_requests_are_answered_over_a_lossy_connection(stand: Stand) -> No
     await stand.deploy(3)
     stand.remember()
     requests = []
-    # With a fifth of the packets lost, TCP itself needs 5 s or more for one request in ten.
+    # With 20 % packet loss, TCP itself needs 5 s or more for one request in ten.
     async with _netem(stand.proxy.port, "delay 500ms 300ms loss 2% duplicate 5%"):
         beats, begun_at = len(stand.monitor.of("heartbeat", AGENT)), time.monotonic()
         for number in range(20):
@@ -312,14 +312,14 @@ async def test_requests_are_answered_over_a_lossy_connection(stand: Stand) -> No
         beat = await stand.heartbeat(36)
         took = time.monotonic() - begun_at
         expect(len(stand.monitor.of("heartbeat", AGENT)) - beats >= int(took / 35), "heartbeats are missing")
-    await stand.answers(10)  # packets in its queue are lost with it
+    await stand.answers(10)  # removing the qdisc also drops the packets in its queue, so wait until they are sent again
     expect(max(requests) < 5, f"a request took {max(requests):.1f} s")
     stand.tell(f"a request took {max(requests):.1f} s at most; a heartbeat within {beat:.0f} s")
 
 
 @asynccontextmanager
 async def _netem(port: int, how: str) -> AsyncIterator[None]:
-    """Simulate a bad network for packets to and from one port of the loopback."""
+    """Simulate a bad network for packets to and from one port of the loopback interface."""
     _do("tc", "qdisc", "add", "dev", "lo", "root", "handle", "1:", "prio", "bands", "4")
     try:
         _do("tc", "qdisc", "add", "dev", "lo", "parent", "1:4", "handle", "30:", "netem", *how.split())

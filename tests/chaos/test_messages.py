@@ -1,4 +1,4 @@
-"""M: malformed, many or large messages."""
+"""Cases M: malformed, numerous or large messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.nonsense import BAD, mutated
 from tests.support.stand import CannotInjectError, Stand, at_most, expect
 
 PINGS_PER_S: Final = 5000
-"""Pings a second of a flood."""
+"""Rate of pings in a flood."""
 
 
 @case(
@@ -25,7 +25,7 @@ PINGS_PER_S: Final = 5000
     has_full=True,
     is_long=True,
 )
-async def test_malformed_requests_delay_no_ping(stand: Stand) -> None:
+async def test_malformed_requests_do_not_delay_pings(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(2)
     for message in BAD:
@@ -44,7 +44,7 @@ async def test_malformed_requests_delay_no_ping(stand: Stand) -> None:
 
 
 async def _mutated(stand: Stand, count: int) -> float:
-    """Return the seconds of the slowest ping during a flood of malformed requests."""
+    """Send malformed requests. Return the duration of the slowest ping meanwhile in seconds."""
     chance, slowest = random.Random(1), 0.0
     for number in range(count):
         message = chance.choice(BAD) if chance.random() < 0.02 else mutated(chance)
@@ -65,7 +65,7 @@ async def _publish(stand: Stand, message: bytes) -> None:
 @case(
     "M-02", "two floods: 5 000 pings/s, 5 000 get_task, 200 tasks", scale="10 s of 60 each", has_full=True, is_long=True
 )
-async def test_floods_leave_no_memory_behind(stand: Stand) -> None:
+async def test_request_floods_leak_no_memory(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(2)
     before = stand.size()
@@ -86,7 +86,9 @@ def _mb(size: int) -> str:
 
 
 async def _flood(stand: Stand) -> tuple[int, float, float]:
-    """Return the pings sent per second, and the seconds until the next heartbeat and until a pong afterwards."""
+    """Flood the agent with requests. Return the pings sent per second, and the seconds from the end of the flood until
+    the next heartbeat and until a ping is answered.
+    """
     tasks = [asyncio.create_task(stand.call("run_script", "nothing", {}, timeout=60)) for _ in range(200)]
     asked = [asyncio.create_task(stand.call("get_task", "none", timeout=60)) for _ in range(5000)]
     begun_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""N: the bus and the network."""
+"""Cases N: the bus and the network."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_agent_reconnects_to_a_killed_server(stand: Stand) -> None:
 
 
 @case("N-02", "a black hole in both directions", scale="40 s of 120", has_full=True, is_long=True)
-async def test_dead_link_is_noticed_and_replaced(stand: Stand) -> None:
+async def test_dead_bus_connection_is_detected_and_replaced(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -58,7 +58,7 @@ async def test_dead_link_is_noticed_and_replaced(stand: Stand) -> None:
 
 
 @case("N-03", "the server is stopped by a signal", scale="30 s of 45", has_full=True, is_long=True)
-async def test_agent_survives_a_stopped_server(stand: Stand) -> None:
+async def test_agent_survives_a_suspended_bus_server(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -88,8 +88,8 @@ async def test_agent_survives_repeated_disconnections(stand: Stand) -> None:
 @case("N-05", "600 MB are applied and packed beside pings", is_long=True)
 async def test_pings_are_answered_during_heavy_work(stand: Stand) -> None:
     await stand.boot()
-    # Run this in threads. A blocked event loop would stop the proxy here, and agent and bus would drop a silent
-    # connection.
+    # Run this in threads. If it blocked the event loop, the proxy in this process would stop, and the agent and the bus
+    # would drop the silent connection.
     spec = await asyncio.to_thread(stand.world.spec, 2, 6, 100 << 20)
     logs = stand.world.base / "data/sys/log/job0"
     logs.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ async def test_changed_bus_credentials_are_used_and_invalid_ones_refused(stand: 
 
 
 @case("N-09", "its user is removed from the server and restored", scale="20 s of 120", has_full=True, is_long=True)
-async def test_agent_returns_when_its_user_is_restored(stand: Stand) -> None:
+async def test_agent_reconnects_when_its_bus_user_is_restored(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -201,7 +201,7 @@ async def test_agent_survives_a_server_that_stops_reading(stand: Stand) -> None:
 class NameServer(asyncio.DatagramProtocol):
     """A name server that answers queries for an IPv4 address with ``address``.
 
-    Depending on ``mode``, it returns an error or nothing.
+    Depending on ``mode``, it answers with an error or not at all.
     """
 
     CODES: Final = {"answer": 0, "SERVFAIL": 2, "NXDOMAIN": 3}
@@ -226,7 +226,7 @@ class NameServer(asyncio.DatagramProtocol):
 
 @asynccontextmanager
 async def names(stand: Stand) -> AsyncIterator[NameServer]:
-    """Let our own server resolve all names for the agent. Call this before ``boot``."""
+    """Run a name server that resolves all names for the agent. Call this before ``boot``."""
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for a resolv.conf of its own")
     address = f"127.{os.getpid() >> 16 & 0x7F | 0x80}.{os.getpid() >> 8 & 0xFF}.{os.getpid() & 0xFF}"
@@ -248,7 +248,7 @@ async def test_agent_survives_faulty_name_servers(stand: Stand) -> None:
         await stand.boot()
         await stand.deploy(3)
         stand.remember()
-        stand.dies("job0", times=None)  # two exits within ten seconds cause one alert
+        stand.dies("job0", times=None)  # the number varies, because two exits within ten seconds cause only one alert
         longest = 0.0
         for mode, seconds in (("NXDOMAIN", 6), ("SERVFAIL", 6), ("silence", 30)):
             server.mode = mode
@@ -296,11 +296,11 @@ ERRORS = (
     "something that no server says",
     "",
 )
-"""Errors of nats-server's ``server/errors.go``, and two invented ones."""
+"""Errors from nats-server's ``server/errors.go``, and two invented errors."""
 
 
 def _nonsense() -> dict[str, bytes]:
-    """Return invalid messages of a server by kind."""
+    """Return invalid server messages by kind."""
     message = b'{"protocol":3,"method":"ping","arguments":[],"reply_to":"director.x.y.z"}'
     return {
         **{f"-ERR {text}": f"-ERR '{text}'\r\n".encode() for text in ERRORS},
@@ -377,7 +377,7 @@ async def test_agent_survives_invalid_server_messages(stand: Stand) -> None:
 
 
 async def _in_pieces(wire: Wire) -> int:
-    """Send a ping in two pieces, cutting it at every possible place. Return the number of answers."""
+    """Send a ping in two pieces, once for each position where it can be split. Return the number of answers."""
     reply_to = f"director.x.{AGENT}.y"
     request = json.dumps({"protocol": 3, "method": "ping", "arguments": [], "reply_to": reply_to}).encode()
     message = b"MSG agent.%b 1 %d\r\n%b\r\n" % (AGENT.encode(), len(request), request)
@@ -398,11 +398,11 @@ async def _in_pieces(wire: Wire) -> int:
 CROWD = 1000
 OUTAGE = 20
 SETTLED = 12
-"""Seconds after which agents that lost their server at the same moment retry at different moments."""
+"""Seconds after which the retries of agents that lost their server at the same time are spread out."""
 
 
 class _Member(NatsBus):
-    """One of many clients, with the times of its connection and its attempts."""
+    """One of many clients. It records when it connects and when it attempts to."""
 
     came = 0.0
 

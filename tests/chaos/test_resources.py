@@ -1,4 +1,4 @@
-"""R: too little of everything."""
+"""Cases R: exhausted resources."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ async def test_agent_answers_on_busy_processors(stand: Stand) -> None:
 
 @contextmanager
 def cgroup(controller: str) -> Iterator[Path]:
-    """Create a cgroup in the first hierarchy. Its processes return to their previous one afterwards."""
+    """Create a cgroup for the duration of the block. Its processes are moved back to their previous cgroup
+    afterwards.
+    """
     top = Path("/sys/fs/cgroup") / controller
     try:
         place = Path(tempfile.mkdtemp(prefix="agent-shim-chaos-", dir=top))

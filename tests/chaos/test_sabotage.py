@@ -1,4 +1,4 @@
-"""``./dev sabotage``: each row of the scorecard fails when its own subject is broken in the agent."""
+"""``./dev sabotage``: each row of the scorecard fails when the behaviour that it tests is broken in the agent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.sabotage, pytest.mark.timeout(3600)]
 
 @pytest.fixture
 def page(request: pytest.FixtureRequest) -> Path | None:
-    """Return the page that gets the dates, if ``--into`` names one that exists."""
+    """Return the page into which the dates are written, or None unless ``--into`` names an existing page."""
     into: Path | None = request.config.getoption("into", None)
     return into if into is not None and into.exists() else None
 
@@ -32,7 +32,9 @@ def test_every_case_and_invariant_has_a_saboteur() -> None:
 
 @pytest.mark.parametrize("saboteur", [*SABOTEURS, *GENERAL], ids=lambda one: one.row)
 def test_change_of_each_saboteur_can_be_applied(saboteur: Saboteur) -> None:
-    """The text to replace occurs once, the result is valid Python, and the expected failure is a valid pattern."""
+    """The text to replace occurs once, the result is valid Python, and the expected failure is a valid regular
+    expression.
+    """
     changed = saboteur.applied((ROOT / saboteur.path).read_text())
 
     assert changed != (ROOT / saboteur.path).read_text()
@@ -41,7 +43,7 @@ def test_change_of_each_saboteur_can_be_applied(saboteur: Saboteur) -> None:
     assert saboteur in GENERAL or saboteur.played in CASES
 
 
-def test_row_that_fails_for_another_reason_does_not_catch_its_saboteur() -> None:
+def test_saboteur_is_not_caught_by_a_row_that_fails_for_another_reason() -> None:
     saboteur = Saboteur("N-02", "is deaf", "x", "a", "b", "dead link")
 
     assert is_caught(saboteur, Row("N-02", "", "not held", "dead link noticed: not within 16 s"))

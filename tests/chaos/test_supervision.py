@@ -1,4 +1,4 @@
-"""S: jobs that die, loop, hang, write wrong pids and hide processes."""
+"""Cases S: jobs that die, crash in a loop, hang, write wrong pids, or hide processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN_TIMEOUT_S: Final = 2 * 3600
 
 
 @case("S-01", "200 jobs are killed at once", is_long=True)
-async def test_all_killed_jobs_are_restarted_and_alerted(stand: Stand) -> None:
+async def test_all_killed_jobs_are_restarted_and_reported(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(200)
     stand.remember()
@@ -139,14 +139,14 @@ async def test_wrong_pidfiles_are_ignored(stand: Stand) -> None:
     has_full=True,
     is_long=True,
 )
-async def test_reused_pids_get_no_signal(stand: Stand) -> None:
+async def test_processes_with_reused_pids_get_no_signal(stand: Stand) -> None:
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for a pid namespace")
     await stand.boot()
     stand.remember()
     rounds = str(stand.of(300, 10_000))
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(stand.world.scratch / "reuse"), rounds, "5"]
-    # The shell is process 1, so other orphans become its children.
+    # Make a shell process 1, so that it adopts the orphans that the program leaves.
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside]
     done = await asyncio.to_thread(
@@ -206,7 +206,7 @@ def _dead_children(pid: int) -> int:
     "a job ignores TERM, forks on TERM, and leaves children in sessions of their own",
     attack="a job outruns its stop by forking",
 )
-async def test_stop_ends_a_job_that_ignores_and_forks(stand: Stand) -> None:
+async def test_stop_ends_a_job_that_ignores_sigterm_and_forks(stand: Stand) -> None:
     await stand.boot()
     start = """echo $$ > {run}/deaf.pid
 setsid sleep 100003 &
@@ -271,7 +271,7 @@ async def test_faulty_start_programs_do_not_delay_other_jobs(stand: Stand) -> No
 
 
 def unread(stand: Stand) -> None:
-    """Send the output of the agent into a pipe that nobody reads. Call this before ``boot``."""
+    """Redirect the agent's output into a pipe that nobody reads. Call this before ``boot``."""
     pipe = stand.world.scratch / "unread"
     os.mkfifo(pipe)
     stand.after.callback(os.close, os.open(pipe, os.O_RDWR))
@@ -279,7 +279,7 @@ def unread(stand: Stand) -> None:
 
 
 @case("S-10", "jobs that write without end, no reader of the agent's log, a full disk", is_long=True)
-async def test_endless_logs_and_a_full_disk_do_not_end_jobs(stand: Stand) -> None:
+async def test_jobs_survive_endless_output_and_a_full_disk(stand: Stand) -> None:
     small(stand, "size=48m")
     unread(stand)
     await stand.boot()
@@ -297,7 +297,7 @@ async def test_endless_logs_and_a_full_disk_do_not_end_jobs(stand: Stand) -> Non
         told = os.statvfs(data)
         return told.f_bavail * told.f_frsize
 
-    for _ in range(1000):  # 200 KiB of its log, whereas a pipe holds 64
+    for _ in range(1000):  # this produces 200 KiB of log, but a pipe has room for only 64 KiB
         await stand.call("ping")
     await until(lambda: left() < 1 << 20, 60, "the disk is full")
     os.kill(stand.pid, signal.SIGSTOP)
@@ -317,11 +317,11 @@ async def test_endless_logs_and_a_full_disk_do_not_end_jobs(stand: Stand) -> Non
 
 COMMANDS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 OUTCOMES: Final = {"start": 1, "stop": 0, "restart": 1}
-"""Number of processes after two concurrent commands of this kind. The outcome of other pairs is not determined."""
+"""Number of processes after two concurrent commands of the same kind. For other pairs the outcome is not determined."""
 
 
 @case("S-11", "each two commands at once, from running and from stopped", is_long=True)
-async def test_concurrent_commands_leave_one_process(stand: Stand) -> None:
+async def test_concurrent_commands_never_start_a_job_twice(stand: Stand) -> None:
     await stand.boot()
     ctl = "echo $$ > {run}/{name}.pid; exec sleep 100011"
     await deployed(stand, {"racer": checked("racer", ctl)})
@@ -348,7 +348,7 @@ async def test_concurrent_commands_leave_one_process(stand: Stand) -> None:
                 await until(lambda: commands("sleep 100011") == OUTCOMES[first], 10, told)  # noqa: B023
             [seen] = (await asked(stand, "services", action="show"))["services"]
             if seen["phase"] in ("running", "stopped"):
-                wanted = int(seen["phase"] == "running")  # the script may not have reached the exec yet
+                wanted = int(seen["phase"] == "running")  # but the start script may not have reached its exec yet
                 told = f"{wanted} instances, as it is {seen['phase']} after {first} and {second}"
                 await until(lambda: commands("sleep 100011") == wanted, 5, told)  # noqa: B023
     await ask("stop")
@@ -359,7 +359,7 @@ async def test_concurrent_commands_leave_one_process(stand: Stand) -> None:
 
 
 @case("S-12", "a cycle of dependencies, a missing one, a name twice, 500 checks")
-async def test_monit_files_with_errors_leave_the_others_alone(stand: Stand) -> None:
+async def test_invalid_monit_files_do_not_affect_other_jobs(stand: Stand) -> None:
     await stand.boot()
     jobs = {
         "cycle-a": _with(simple("cycle-a"), "depends on cycle-b"),
@@ -386,7 +386,7 @@ async def test_monit_files_with_errors_leave_the_others_alone(stand: Stand) -> N
 
 
 def _placed(job: tuple[str, dict[str, str]], name: str, place: str) -> tuple[str, dict[str, str]]:
-    """Return a job whose check has another name than the job."""
+    """Return a job whose monit check has a different name from the job."""
     return job[0].replace(f"jobs/{name}/", f"jobs/{place}/"), job[1]
 
 
@@ -417,10 +417,10 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
 
 
 @case("S-14", "the target of a check hangs, drips, never ends", is_long=True)
-async def test_hanging_checks_delay_no_restart(stand: Stand) -> None:
+async def test_hanging_checks_do_not_delay_restarts(stand: Stand) -> None:
     await stand.boot()
 
-    # It is cancelled at the end of the case. Python 3.11 logs a cancelled handler as an error.
+    # Catch the cancellation at the end of the case, because Python 3.11 logs a cancelled handler as an error.
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(600)
@@ -448,7 +448,7 @@ async def test_hanging_checks_delay_no_restart(stand: Stand) -> None:
     try:
         await deployed(stand, jobs)
         for name in jobs:
-            await reaches(stand, name, "running", 30)  # it is ``starting`` until its first check
+            await reaches(stand, name, "running", 30)  # a process is ``starting`` until its first check
         stand.remember()
         await asyncio.sleep(25)
         before = stand.live()["good"]
@@ -465,7 +465,7 @@ DAY: Final = 24 * 3600
 
 
 @case("S-15", "the clock jumps: a day ahead, a day back, to 1970", scale="no suspension, no leap second", is_long=True)
-async def test_clock_jumps_change_no_interval(stand: Stand) -> None:
+async def test_clock_jumps_do_not_change_intervals(stand: Stand) -> None:
     library = next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
     if library is None:
         raise CannotInjectError("needs the Debian package faketime")
@@ -484,7 +484,7 @@ async def test_clock_jumps_change_no_interval(stand: Stand) -> None:
         shown += [one["uptime"]["secs"] for one in state["processes"]]
         expect(state["job_state"] == "running", f"the jobs are {state['job_state']}")
         expect(min(shown) >= 0 and max(shown) < DAY, f"uptimes of {min(shown)} to {max(shown)} s")
-    # In 1970 no certificate is valid yet.
+    # Force a reconnection, which must fail because no certificate is valid yet in 1970.
     stand.proxy.cut()
     links = stand.proxy.connections
     await until(lambda: stand.proxy.connections > links + 1, 20, "it tries again")

@@ -1,9 +1,9 @@
-"""The invariant checks for all chaos cases, made after each case.
+"""Checks the invariants after each chaos case.
 
-``remember`` records the reference before the fault, and ``broken`` returns the violated invariants. The witness trusts
-neither pidfiles nor answers of the agent. It reads the bus, the blobs of the applied spec, the process table and the
-mount table. A case declares what its fault does (``Stand.involved``, ``told``, ``failing``, ``lasting``, ``moved``).
-Everything else must be as before.
+``remember`` records the reference state before the fault, and ``broken`` returns the violated invariants. The witness
+does not rely on pidfiles or on the agent's replies. It reads the bus, the blobs of the applied spec, the process table
+and the mount table. A case declares the effects of its fault (``Stand.involved``, ``told``, ``failing``, ``lasting``,
+``moved``). Everything else must be the same as before.
 """
 
 from __future__ import annotations
@@ -33,51 +33,51 @@ if TYPE_CHECKING:
     from tests.support.stand import Stand
 
 CANARY: Final = "canary-7f3a9c"
-"""A secret of the settings, allowed only in files that no other user can read."""
+"""A secret in the settings. It may appear only in files that other users cannot read."""
 LOG_GROWTH_BYTES: Final = 1 << 20
 AUDIT_BYTES: Final = 800
-"""Bytes of log that one request may add: a task has two audit lines, each about 300 bytes long."""
+"""Bytes that one request may add to the log. A task causes two audit lines of about 300 bytes each."""
 MEMORY: Final = 5 << 20
 HALF_MADE: Final = re.compile(r"\.tmp-[0-9a-f]{8}$|\.part$")
-"""Names of unfinished files."""
+"""Pattern for names of unfinished files."""
 BUNDLE: Final = re.compile("[0-9a-f]{40}")
-"""Name of an installed version of a job or package."""
+"""Pattern for the directory names of installed job and package versions."""
 DEAF: Final = 3.0
-"""Seconds for which pings are sent after a case. Each is answered within one second."""
+"""Seconds for which pings are sent after a case. Each must be answered within ``PONG`` seconds."""
 PONG: Final = 1.0
 BUSY: Final = 30.0
 """Seconds after which a busy machine no longer excuses a late ping."""
 SETTLED: Final = 10.0
-"""Seconds within which jobs reach their state, alerts arrive and processes that end are gone."""
+"""Seconds within which jobs must reach their state, alerts must arrive, and ending processes must have exited."""
 BEAT: Final = 35.0
-"""Seconds within which a heartbeat arrives: its period, and five for a busy machine."""
+"""Seconds within which a heartbeat must arrive: the interval, and five more for a busy machine."""
 TASK: Final = 60.0
 PLAIN_TEXT: Final = "managed_disk_settings.json"
-"""Contains only a cid, despite its name."""
+"""This file contains only a disk cid and no JSON, despite its name."""
 LARGE: Final = 8 << 20
-"""Bytes of a file beyond which only its size is compared."""
+"""Size in bytes above which files are compared only by size."""
 LOG: Final = "".join(f"{number} a line of the witness\n" for number in range(3000)).encode()
-"""A log file that is there before the fault and complete in an archive after it."""
+"""Content of a log file that is written before the fault, and must be complete in an archive fetched afterwards."""
 OWN: Final = "bpm"
-"""The job and the package of the agent itself."""
+"""Name of the job and the package that the agent itself provides."""
 Identity: TypeAlias = tuple[int, int]
 """Pid and start time of a process."""
 Entry: TypeAlias = tuple[int, str]
-"""Mode of a file, and its digest or the target of a link. "" for a directory."""
+"""Mode of a file and its digest. For a symlink the target takes the place of the digest, for a directory ""."""
 PRIVATE_KEY: Final = re.compile(rb"PRIVATE KEY-----(.+?)-----END", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Size:
-    """Resources of the machine that an agent uses."""
+    """The agent's resource usage."""
 
     descriptors: int
     threads: int
     memory: int
-    """Resident bytes."""
+    """Resident memory in bytes."""
 
     def beyond(self, before: Size) -> list[str]:
-        """Return how far they exceed the reference, in the words of I4."""
+        """Return the violations of I4: values that exceed the reference by more than is allowed."""
         found = []
         if self.descriptors > before.descriptors + 5:
             found.append(f"I4: {self.descriptors} descriptors after {before.descriptors}")
@@ -95,13 +95,13 @@ class Before:
     size: Size
     starts: dict[str, list[int]]
     roots: dict[str, Identity]
-    """First process of each job."""
+    """The first process of each job."""
     log_size: int
     asked: int
-    """Requests published."""
+    """Number of requests that the Director has published."""
     notices: int
     links: int
-    """Connections through the proxy."""
+    """Number of connections through the proxy."""
     mounts: Counter[str]
     applied: Mapping[str, Any] | None
     files: dict[str, Entry]
@@ -116,7 +116,7 @@ class Witness:
         self._before: Before | None = None
 
     def remember(self) -> None:
-        """Record the reference."""
+        """Record the reference state."""
         stand = self._stand
         log = stand.world.base / "data/sys/log/witness/witness.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ class Witness:
         )
 
     def remember_memory(self) -> None:
-        """Record only the memory again."""
+        """Record only the memory usage again."""
         assert self._before is not None
         self._before = replace(self._before, size=replace(self._before.size, memory=self._stand.size().memory))
 
@@ -164,7 +164,7 @@ class Witness:
     # --- I2, I11 to I18: what the Director, the Health Monitor and the machine see ---
 
     async def _settled(self) -> list[str]:
-        """Wait until jobs and processes are in the requested state (I15, I16)."""
+        """Wait until jobs and processes are in the requested state, and return the violations of I15 and I16."""
         ends_at, strange = time.monotonic() + SETTLED, set[Identity]()
         while True:
             seen = self._strangers()
@@ -178,7 +178,7 @@ class Witness:
         return wrong + ([f"I15: {len(names)} processes live on: {', '.join(names[:3])}"] if names else [])
 
     async def _wrong_states(self) -> list[str]:
-        """Compare the jobs of ``get_state`` with the requests and with the processes (I16)."""
+        """Compare the jobs in ``get_state`` with the requested states and the running processes (I16)."""
         stand, roots, found = self._stand, self._roots(), list[str]()
         try:
             state = await stand.call("get_state", "full")
@@ -199,7 +199,7 @@ class Witness:
         return found
 
     def _strangers(self) -> dict[Identity, str]:
-        """Return processes of jobs that belong to no running job, with their command lines."""
+        """Return leftover job processes that do not belong to a running job, with their command lines."""
         table, agent = proc.table(), self._stand.pid
         children = proc.children(table)
         marker = str(self._stand.world.base).encode()
@@ -225,7 +225,7 @@ class Witness:
         return found
 
     def _roots(self) -> dict[str, Identity]:
-        """Return the first running process of each job, from its latest start or else from its pidfile."""
+        """Return the first process of each running job, from its latest recorded start or else from its pidfile."""
         world, numbers = self._stand.world, self._numbers()
         starts = {name: pids[-1] for name, pids in world.starts().items() if pids}
         found = {}
@@ -243,7 +243,7 @@ class Witness:
         return {table[pid].identity: _line(pid) for pid in pids if pid in table}
 
     def _numbers(self) -> dict[int, int]:
-        """Map the pids in the agent's own pid namespace to ours. Empty if it has no namespace of its own."""
+        """Map pids in the agent's pid namespace to ours. Empty if the agent runs in our namespace."""
         if not self._stand.world.is_apart:
             return {}
         found = {}
@@ -284,7 +284,7 @@ class Witness:
         return missing[:3] + other
 
     def _mounts(self) -> Counter[str]:
-        """Return point, root, type and source of each mount of the agent, with counts, except those of the machine."""
+        """Count the agent's mounts by mount point, root, type and source, without those that the machine itself has."""
         found, ours = Counter[str](), (f"{self._stand.world.scratch}/", "/etc/", "/var/vcap")
         for line in Path(f"/proc/{self._stand.pid}/mountinfo").read_text().splitlines():
             words = line.split()
@@ -295,7 +295,7 @@ class Witness:
         return found
 
     def _mounted(self, before: Before) -> list[str]:
-        """Compare the mounts with those before, and with those that the case declares (I14)."""
+        """Compare the mounts with the reference, and with those that the case declares (I14)."""
         wanted, now = self._stand.moved, self._mounts()
         points = Counter(one.partition(":")[0] for one in now.elements())
         found = [
@@ -310,7 +310,7 @@ class Witness:
         return found
 
     def _deployed(self) -> dict[str, Entry]:
-        """Return the files of the deployment, below jobs, packages and the directory of monit."""
+        """Return the files of the deployment: everything below the job, package and monit directories."""
         base = self._stand.world.base
         found = {}
         for name in ("jobs", "packages", "monit/job", "data/jobs", "data/packages"):
@@ -320,7 +320,7 @@ class Witness:
         return found
 
     def modes(self) -> dict[str, int]:
-        """Return the modes of job and package files by names that stay the same across an apply."""
+        """Return the modes of job and package files, by names that do not change with an apply."""
         base = self._stand.world.base
         return {
             str(path.relative_to(base)): path.lstat().st_mode
@@ -330,7 +330,7 @@ class Witness:
         }
 
     def changed(self, before: Before) -> list[str]:
-        """Compare the files of the deployment with the blobs of the applied spec, and with those before (I13)."""
+        """Compare the files of the deployment with the blobs of the applied spec and with the reference (I13)."""
         stand, spec = self._stand, self._stand.world.applied
         if spec is None:
             return []
@@ -360,7 +360,7 @@ class Witness:
         found += [f"I13: {path} has another mode" for path in wrong[:1]]
         if spec is before.applied and not found:
             now = self._deployed()
-            # A refused apply may have installed other versions.
+            # Ignore new files below ``data``, because a refused apply may have installed other versions there.
             new = {path for path in now.keys() - before.files.keys() if not path.startswith("data/")}
             wrong = sorted(new | {path for path, entry in before.files.items() if now.get(path) != entry})
             wrong = [path for path in wrong if not any(path.endswith(one.partition("/")[2]) for one in stand.written)]
@@ -368,7 +368,7 @@ class Witness:
         return found[:3]
 
     def _blobs(self, spec: Mapping[str, Any]) -> dict[str, dict[str, dict[str, str] | None]]:
-        """Return the files of jobs and packages by their blobs, or None for a large file."""
+        """Return the files of jobs and packages according to their blobs. The digest of a large file is None."""
         kept = self._stand.world.kept
         assert kept is not None
 
@@ -440,7 +440,7 @@ class Witness:
         return found
 
     async def _compiled(self) -> list[str]:
-        """Compile a package, if nothing is deployed."""
+        """Compile a package and check the result. Used if no job is deployed that could run an errand."""
         stand = self._stand
         source = stand.world.blob("witness", archive({"packaging": "echo compiled > $BOSH_INSTALL_TARGET/witness\n"}))
         told = await stand.world.director.run(
@@ -451,7 +451,7 @@ class Witness:
             return [] if file and file.read() == b"compiled\n" else ["I17: a compiled package lacks its file"]
 
     async def _beats(self, before: Before) -> list[str]:
-        """Wait for a heartbeat. Compare it with the state, and the metrics with all observations (I11, I18)."""
+        """Wait for a heartbeat and compare it with the state (I11). Compare the metrics with the observations (I18)."""
         stand, count = self._stand, len(self._heartbeats())
         ends_at = time.monotonic() + BEAT
         while len(self._heartbeats()) == count:
@@ -481,7 +481,7 @@ class Witness:
     def _measured(self, before: Before, state: Mapping[str, Any]) -> list[str]:
         """Compare the metrics with the observations (I18)."""
         stand = self._stand
-        beat_at = self._heartbeats()[-1].at  # read this before the scrape, during which the next one may arrive
+        beat_at = self._heartbeats()[-1].at  # read before the scrape, because the next heartbeat may arrive during it
         told = {
             label: float(value)
             for label, _, value in (line.rpartition(" ") for line in stand.scrape().splitlines())
@@ -504,14 +504,14 @@ class Witness:
         return found[:3] + self._counted(before)
 
     def _counted(self, before: Before) -> list[str]:
-        """Compare the number of counted alerts with the received ones. More may arrive meanwhile."""
+        """Compare the alert counter with the number of received alerts. Further alerts may arrive meanwhile."""
         stand = self._stand
         since = stand.restarted_at if stand.ends else 0
 
         def came() -> int:
             return sum(one.kind == "alert" for one in stand.monitor.notices[since:])
 
-        # An alert that was sent into a dead connection is counted and lost.
+        # An alert that was sent over a dead connection is counted although it is lost.
         may_be_lost = stand.proxy.connections != before.links or bool(stand.ends)
         ends_at, least = time.monotonic() + SETTLED, came()
         while True:
@@ -527,7 +527,7 @@ class Witness:
     async def _deaf(self) -> list[str]:
         """Ping for some seconds, so that even a temporary failure to answer is noticed (I3).
 
-        A late ping is repeated if the machine withheld the processors for half of its second.
+        A late ping is repeated if threads had to wait for a CPU during at least half of its second.
         """
         begun_at = time.monotonic()
         ends_at, gives_up_at = begun_at + DEAF, begun_at + BUSY
@@ -544,11 +544,11 @@ class Witness:
         return []
 
     def _waits(self) -> dict[str, dict[str, float]]:
-        """Return the seconds for which each thread of the agent, the bus and this process waited for a CPU."""
+        """Return how many seconds each thread of the agent, the bus and this process has waited for a CPU."""
         found: dict[str, dict[str, float]] = {}
         for pid in (self._stand.pid, self._stand.world.server.pid, os.getpid()):
             found[str(pid)] = {}
-            with contextlib.suppress(OSError):  # one has ended
+            with contextlib.suppress(OSError):  # the process or thread has ended
                 for thread in Path(f"/proc/{pid}/task").iterdir():
                     found[str(pid)][thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
         return found
@@ -572,7 +572,9 @@ class Witness:
         return [f"I5: {len(first & dead())} zombies older than 5 s"] if first & dead() else []
 
     async def _left(self) -> list[str]:
-        """Return unfinished files that are found twice. One that is being written has a different name each time."""
+        """Return unfinished files that are found twice. A file that is still being written gets a different name each
+        time.
+        """
         if first := self._half_made():
             await asyncio.sleep(2)
         left = first & self._half_made() if first else set()
@@ -583,14 +585,14 @@ class Witness:
         places = [base / name for name in ("bosh", "jobs", "packages", "instance", "monit")]
         places += [base / "data" / name for name in ("bosh", "jobs", "packages", "blobs", "sensitive_blobs", "compile")]
         left = {path for place in places for path in _walk(place) if HALF_MADE.search(path.name)}
-        kept = ("errand-",)  # outputs that are too long for a reply stay until the next errand
+        kept = ("errand-",)  # output that is too long for a reply is kept until the next errand
         left |= self._strays()
         return left | {
             path for path in _walk(tmp) if not path.is_dir() and not path.relative_to(tmp).parts[0].startswith(kept)
         }
 
     def _strays(self) -> set[Path]:
-        """Return files among jobs and packages that are neither an installed version nor a link to one."""
+        """Return files in the job and package directories that are neither an installed version nor a link to one."""
         base, found = self._stand.world.base, set[Path]()
         for kind in ("jobs", "packages"):
             found |= {path for path in (base / "data" / kind).glob("*/*") if not BUNDLE.fullmatch(path.name)}
@@ -598,7 +600,7 @@ class Witness:
         return found
 
     def documents(self) -> list[str]:
-        """Return the incomplete state files (I7)."""
+        """Return the state files with incomplete or invalid content (I7)."""
         base, found = self._stand.world.base, []
         places = (base / "bosh", base / "data/bosh", base / "instance", Paths(base).shim_run)
         for path in (path for place in places for path in _walk(place) if path.suffix == ".json"):
@@ -655,12 +657,12 @@ class Witness:
         return found
 
     def secrets(self) -> dict[str, bytes]:
-        """Return the secrets in use by kind: a note in the settings, and each private key of the agent."""
+        """Return the secrets in use by name: the canary in the settings, and each of the agent's private keys."""
         keys = {f"a private key of the bus ({number})": key for number, key in enumerate(sorted(self._keys()))}
         return {"a note of the settings": CANARY.encode(), **keys}
 
     def _keys(self) -> set[bytes]:
-        """Return a line from the middle of each key, which is the same in PEM, in JSON and in a log."""
+        """Return one long line of each key, because a single line looks the same in PEM, in JSON and in a log."""
         keys = set()
         for path in (
             self._stand.world.source,
@@ -677,12 +679,14 @@ class Witness:
         return peer.published if peer is not None else 0
 
     def _log(self) -> int:
-        """Return the size of its log in bytes."""
+        """Return the size of the agent's log in bytes."""
         return (self._stand.world.scratch / "agent.log").stat().st_size
 
 
 def longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the sum, over the processes, of the longest wait of one of their threads between two readings."""
+    """Return the sum over all processes of the longest time that one thread of the process waited between two
+    readings.
+    """
     return sum(
         max((seconds - before.get(pid, {}).get(thread, 0.0) for thread, seconds in threads.items()), default=0.0)
         for pid, threads in after.items()
@@ -690,7 +694,9 @@ def longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str,
 
 
 def _walk(top: Path, shown: Path | None = None) -> Iterator[Path]:
-    """Yield everything below ``top``, with paths as below ``shown``, without following links."""
+    """Yield the paths of everything below ``top``, without following links. With ``shown``, it replaces ``top`` in the
+    paths.
+    """
     for here, directories, names in os.walk(top):
         for name in (*directories, *names):
             path = Path(here, name)
@@ -706,7 +712,7 @@ def _line(pid: int) -> str:
 
 
 def _is_helper(line: str) -> bool:
-    """Return True for the agent's own short-lived programs."""
+    """Return True for the command line of one of the agent's own short-lived programs."""
     return "agent_shim.bulk.worker" in line or "agent_shim.host." in line
 
 
@@ -715,7 +721,7 @@ def _digest(content: bytes, size: int) -> str:
 
 
 def _brief(path: Path) -> str:
-    """Return the digest of a regular file, or ""."""
+    """Return the digest of a regular file, or "" for other files."""
     if path.is_symlink() or not path.is_file():
         return ""
     size = path.stat().st_size
