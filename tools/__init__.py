@@ -1,1 +1,1 @@
-"""Programs that measure, compare, break, build and release this project. The product itself needs none of them."""
+"""Development programs that measure, compare, break, build and release this project. The product does not use them."""

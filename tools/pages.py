@@ -1,4 +1,4 @@
-"""``./dev run python -m tools.pages``: write the generated files and parts of pages."""
+"""``./dev run python -m tools.pages``: write the generated files and the generated parts of documentation pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMETHEUS: Final = ROOT / "deploy/prometheus"
 
 
 def floor_table() -> str:
-    """Return the table of floors from the top down: number, folder, and the purpose of the package."""
+    """Return a table of the floors (layers of packages), top first: number, folder, and purpose."""
     rows = [
         f"| {number} | `{folder}/` | {purpose(modules()[folder])} |"
         for number, folder in floors()
@@ -46,11 +46,11 @@ def purpose(module: Module) -> str:
 
 
 def mermaid() -> str:
-    """Return the transitions as a diagram for the documentation.
+    """Return the state transitions of a service as a Mermaid diagram.
 
-    An arrow names all events that cause the transition. Events with the same target in all states of a service that
-    should run are drawn as one arrow leaving the box around these states. An unusable pidfile can be found in any
-    state.
+    An arrow is labelled with all events that cause the transition. States in which a service should run are in a box.
+    If an event leads to the same target from all of them, one arrow starts at the box. Arrows for an invalid monit file
+    are left out, because they could start at any state.
     """
     inner = [state for state in State if state in ACTIVE | {State.DOWN}]
     arrows: dict[State, dict[Trigger, State]] = {
@@ -76,11 +76,11 @@ def _arrows(source: str, moves: Mapping[Trigger, State]) -> list[str]:
 
 
 def boot_steps() -> str:
-    """Return the names of the boot steps, as in the log, in the order in which they run."""
+    """Return the names of the boot steps in the order in which they run. The log uses the same names."""
     functions = {node.name: node for node in modules()["daemon.boot"].tree.body if isinstance(node, ast.FunctionDef)}
 
     def rows(node: ast.AST) -> Iterator[str]:
-        """Yield the name of each ``Step`` in this code and in the functions that it calls."""
+        """Yield the name of each ``Step`` that this code or a function called by it creates."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in functions:
                 yield from rows(functions[node.func.id])
@@ -97,7 +97,9 @@ def boot_steps() -> str:
 
 
 def statements() -> str:
-    """Return the words that begin a statement or the test of a rule, and the checks that accept them."""
+    """Return a table of the keywords that begin a statement or a rule's test, and the kinds of checks that
+    accept them.
+    """
     words = {word: option.kinds for word, option in parser.OPTIONS.items() if word != "if"}
     tests = {f"if {'N restarts' if word == 'NUMBER' else word}": reading.kinds for word, reading in rules.TESTS.items()}
     grouped: dict[str, list[str]] = {}
@@ -108,13 +110,13 @@ def statements() -> str:
 
 
 def without_effect() -> str:
-    """Return the statements that have no effect, with the reason."""
+    """Return a table of the statements that are accepted but have no effect, with the reasons."""
     rows = [f"| `{words}` | {why} |" for words, why in rules.WITHOUT_EFFECT.items()]
     return "\n".join(["| statement | why |", "|---|---|", *rows, ""])
 
 
 def decisions() -> str:
-    """Return the decision records, and whether each still applies."""
+    """Return a table of the decision records with the status of each."""
     rows = ["| record | decision | status |", "|---|---|---|"]
     for path in sorted((PAGES / "decisions").glob("0*.md")):
         text = path.read_text()
@@ -137,21 +139,21 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("metrics.md", "metrics"): metrics_page.table,
     ("reliability.md", "state files"): state_files.table,
 }
-"""Page and name of each generated part, which is enclosed in ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+"""Functions by page and name of a part. The page encloses each part in ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 
 
 def prometheus_rule() -> str:
-    """Return the rules as an object of the Prometheus operator."""
+    """Return the alerting rules as a PrometheusRule object for the Prometheus operator."""
     rules = (PROMETHEUS / "rules.yaml").read_text().partition("\ngroups:")[2]
     for name, text in re.findall(r"&(\w+) (>-\n(?: {12}.*\n)+)", rules):
-        # Write no YAML anchors, because some tools on the way to the cluster do not support them.
+        # Replace YAML anchors by their content, because some of the tools that process manifests do not support them.
         rules = rules.replace(f"&{name} ", "").replace(f"*{name}\n", text)
     head = _object("monitoring.coreos.com/v1", "PrometheusRule", "agent-shim")
     return f"{head}spec:\n{_inner(f'groups:{rules}', 2)}"
 
 
 def dashboard() -> str:
-    """Return the dashboard in a ConfigMap, with the label by which Grafana's sidecar finds it."""
+    """Return the dashboard in a ConfigMap with the label that Grafana's sidecar looks for."""
     board = (PROMETHEUS.parent / "grafana/agent-shim.json").read_text()
     head = _object("v1", "ConfigMap", "agent-shim-dashboard", '  labels: {grafana_dashboard: "1"}\n')
     return f"{head}data:\n  agent-shim.json: |\n{_inner(board, 4)}"
@@ -168,8 +170,9 @@ def _inner(text: str, width: int) -> str:
 
 
 def status_picture() -> str:
-    """Return ``agent-shim status`` in 80 columns, drawn from a recorded answer of a real agent (``agent-shim status
-    --json``).
+    """Return a picture of ``agent-shim status`` in a terminal with 80 columns.
+
+    Its input is a recorded answer of a real agent (``agent-shim status --json``).
     """
     answer = json.loads((PAGES / "pictures/status.json").read_text())
     return draw.terminal(status_text.render(answer, ansi.coloured, columns=80), "$ agent-shim status")
@@ -185,11 +188,11 @@ FILES: Final[Mapping[str, Callable[[], str]]] = {
     "docs/pictures/status.svg": status_picture,
     "docs/pictures/figures.svg": lambda: draw.figures((ROOT / "README.md").read_text()),
 }
-"""Generated files."""
+"""Functions that return the content of generated files, by path."""
 
 
 def regenerated(page: str, text: str) -> str:
-    """Return the text of a page with up-to-date generated parts. Raises ``ValueError`` if a marker is missing."""
+    """Return the text of a page after replacing its generated parts. Raises ``ValueError`` if a marker is missing."""
     for (where, name), generate in GENERATED.items():
         if where == page:
             begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
@@ -202,7 +205,7 @@ def regenerated(page: str, text: str) -> str:
 
 
 def main() -> int:
-    """Write all pages."""
+    """Write all generated files and parts. Return 0."""
     for page in {page for page, _ in GENERATED}:
         path = PAGES / page
         path.write_text(regenerated(page, path.read_text()))

@@ -1,1 +1,1 @@
-"""Fault injection: real parts are broken, and the reliability invariants are checked after each fault."""
+"""Fault injection into real parts, with a check of the reliability invariants after each fault."""

@@ -1,8 +1,8 @@
-"""Run a command as root that may do anything, for example a mutant of the agent, without harm to this machine.
+"""Run a command as root that may do anything, such as a mutant of the agent, without damage to this machine.
 
-``confined.py SCRATCH COMMAND ...`` runs it in its own mount, pid, network, ipc and cgroup namespaces. Only SCRATCH, a
-new ``/tmp`` and its own cgroup are writable. ``/dev`` has only harmless devices, and the network is only a loopback.
-When the command or its parent ends, every process inside is killed.
+``confined.py SCRATCH COMMAND ...`` runs it in new mount, pid, network, ipc and cgroup namespaces. It can write only to
+SCRATCH, a new ``/tmp`` and its own cgroup. ``/dev`` contains only harmless devices, and the only network is the
+loopback interface. When the command or the parent of this program ends, every process inside is killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ ROOT: Final = Path(__file__).parents[2]
 MAX_PROCESSES: Final = 2000
 MAX_MEMORY: Final = 8 << 30
 _INSIDE: Final = "SHIM_CONFINED_CGROUPS"
-"""Environment variable for the second stage, inside the namespaces: mounts of cgroups, each ``FROM:TO``."""
+"""Environment variable that this program sets when it runs itself inside the namespaces. It lists the cgroup
+directories and where to mount each, as ``FROM:TO``.
+"""
 _FRESH: Final = ("/tmp", "/var/tmp", "/run")
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
 _CLOSED: Final = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
@@ -49,9 +51,9 @@ def command(scratch: Path, argv: Sequence[str]) -> list[str]:
 
 
 def fresh_proc() -> None:
-    """Mount a ``/proc`` of the new pid namespace in which no kernel setting can be changed.
+    """Mount the new PID namespace's ``/proc``, with kernel settings read-only.
 
-    System calls are used because starting a program for each mutant would take longer than its tests.
+    This uses system calls, because starting a program for each mutant would take longer than its tests.
     """
     _checked(_LIBC.mount(b"proc", b"/proc", b"proc", 0, None))
     for place in map(os.fsencode, filter(os.path.exists, _CLOSED)):
@@ -60,12 +62,12 @@ def fresh_proc() -> None:
 
 
 def fork() -> int:
-    """Fork into new pid and mount namespaces.
+    """Fork into new PID and mount namespaces.
 
-    In the child return 0; in this process return the pid of the namespace's process 1.
+    Returns 0 in the child, and the pid of the namespace's PID 1 in this process.
 
-    The child is not process 1 itself. When that process 1 exits, the kernel kills all processes in the namespace. Its
-    exit code is the child's.
+    The child is not PID 1, which waits for it and exits with its exit code. The kernel then kills all other processes
+    in the namespace.
     """
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     _checked(_LIBC.unshare(_CLONE_NEWPID))
@@ -92,7 +94,7 @@ def fork() -> int:
 
 
 def _reap(child: int) -> int:
-    """Wait for all processes until ``child`` exits. Return its exit code, or 128 + N if signal N killed it."""
+    """Reap all children until ``child`` exits. Return its exit code, or 128 + N if signal N killed it."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -101,7 +103,7 @@ def _reap(child: int) -> int:
 
 
 def main(scratch: Path, argv: Sequence[str]) -> int:
-    """Run the program and return the exit code of the command."""
+    """Enter the namespaces, run the command and return its exit code."""
     if _INSIDE in os.environ:
         _enter(scratch)
         return namespaces.main("/run/signals", list(argv))
@@ -125,7 +127,9 @@ def main(scratch: Path, argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
-    """Create cgroups with limits. Yield the directory of each, and the top of its hierarchy."""
+    """Create cgroups with limits on processes and memory. Yield pairs of a cgroup's directory and its
+    hierarchy's root.
+    """
     with own_cgroups("confined") as made:
         for ours, _ in made:
             for name, value in (
@@ -139,12 +143,12 @@ def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
 
 
 def _enter(scratch: Path) -> None:
-    """Set up the mounts of the new namespace, in which this process is process 1."""
+    """Set up the mounts of the new namespaces. This process is PID 1 in them."""
     _set("/", on=_RDONLY | _NODEV, recursive=True)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     aside = Path("/mnt")
     mounts.mount_tmpfs(aside)
-    # Directories that a new tmpfs will hide are moved aside and mounted again afterwards.
+    # Bind-mount these directories elsewhere if a new tmpfs will hide them, to mount them again afterwards.
     needed = (ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
     shown = [place for place in needed if any(map(place.is_relative_to, _FRESH))]
     for number, place in enumerate([scratch, *shown]):
@@ -168,7 +172,7 @@ def _enter(scratch: Path) -> None:
 
 
 def _devices(at: Path) -> None:
-    """Replace ``/dev`` by a directory with only harmless devices, to which no device can be added."""
+    """Replace ``/dev`` by a read-only directory with only harmless devices."""
     at.mkdir()
     mounts.mount_tmpfs(at)
     for name in _DEVICES:
@@ -190,7 +194,7 @@ def _mount(*arguments: str) -> None:
 
 
 def _set(place: str, *, on: int = 0, off: int = 0, recursive: bool = False) -> None:
-    """Change attributes of the mount at ``place``, optionally also of all mounts below it."""
+    """Set and clear attributes of the mount at ``place`` and, if ``recursive``, of all mounts below it."""
     values = ctypes.create_string_buffer(struct.pack("4Q", on, off, 0, 0))
     flags = _AT_RECURSIVE if recursive else 0
     _checked(_LIBC.syscall(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(place), flags, values, ctypes.c_size_t(32)))

@@ -1,4 +1,4 @@
-"""``./dev fuzz [TARGET…]``: feed mutated input to every parser of untrusted input, for a given time.
+"""``./dev fuzz [TARGET…]``: feed mutated input to every parser of untrusted input for a given time.
 
 A finding is an exception that the parser does not document, or a call that takes longer than a second. It is printed
 with its input, which a developer then adds to the seeds of the target.
@@ -53,23 +53,23 @@ from agent_shim.supervisor.monit import parser as monitrc
 from agent_shim.supervisor.ownership import process_record
 
 SLOW: Final = 1.0
-"""CPU seconds after which one call counts as too slow."""
+"""CPU time in seconds after which a call counts as too slow."""
 
-del _core  # importing it registers the actions
+del _core  # The import was only needed to register the actions.
 
 
 @dataclass(frozen=True)
 class Target:
     """A parser to test.
 
-    ``read`` takes bytes and may raise the exceptions ``known``. ``seeds`` are valid inputs and earlier findings.
+    ``read`` takes bytes and may raise the exceptions in ``known``. ``seeds`` are valid inputs and earlier findings.
     """
 
     read: Callable[[bytes], object]
     known: tuple[type[Exception], ...]
     seeds: tuple[bytes, ...]
     words: tuple[bytes, ...] = ()
-    """Tokens that mutations may insert."""
+    """Tokens that mutations can insert."""
 
 
 def _request(data: bytes) -> object:
@@ -99,7 +99,7 @@ _LOOP: Final = asyncio.new_event_loop()
 
 @contextmanager
 def _file(data: bytes, name: str) -> Iterator[Path]:
-    """Return a file in memory with this content."""
+    """Write a file with this content to a tmpfs and yield its path."""
     with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
         path = Path(place, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def _file(data: bytes, name: str) -> Iterator[Path]:
 
 
 def _pidfile(data: bytes) -> None:
-    """Check that the parsed values can be passed to the kernel."""
+    """Check that the pid in a pidfile can be passed to the kernel and does not stand for a process group."""
     with _file(data, "pid") as path:
         found = process_record.read(path)
     if found is not None:
@@ -118,7 +118,7 @@ def _pidfile(data: bytes) -> None:
 
 
 def _update(data: bytes) -> None:
-    """Read settings, and parse the certificates in them as far as the agent does before it uses them."""
+    """Parse settings, and also the certificates in them, as the agent does before it uses them."""
     update = settings.parse_update(data, origin="fuzz")
     effective = settings.Effective(settings.Settings(), update)
     for mbus in (effective.mbus, effective.asked_mbus):
@@ -144,7 +144,7 @@ def _saved(data: bytes) -> None:
 
 
 def _journal(data: bytes) -> None:
-    """Check that only tasks of known methods are queued."""
+    """Restore a task queue, and check that it contains only tasks of known methods."""
     with _file(data, "tasks.json") as path:
         queue = tasks.Tasks(path)
         _LOOP.run_until_complete(queue.resume({"fetch_logs": lambda _: lambda: asyncio.sleep(0)}))
@@ -153,7 +153,9 @@ def _journal(data: bytes) -> None:
 
 
 def _records(data: bytes) -> None:
-    """Check the lines of the hosts file: each has an address and names, and localhost gets no second address."""
+    """Write DNS records to a hosts file, and check that each line has an address and names, none of which is
+    localhost.
+    """
 
     async def fetch() -> bytes:
         return data
@@ -170,7 +172,7 @@ def _records(data: bytes) -> None:
 
 
 def _filters(data: bytes) -> None:
-    """Pack a tree with long and deep names, using one filter pattern per line of input."""
+    """Pack a tree with long and deep names, with each line of the input as a filter pattern."""
     with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
         deep = Path(place, *["ab"] * 30)
         deep.mkdir(parents=True)
@@ -180,7 +182,7 @@ def _filters(data: bytes) -> None:
 
 
 class _NoProcesses:
-    """A supervisor without services, for answering ``bpm`` and ``monit``."""
+    """A supervisor without services, which answers ``bpm`` and ``monit`` requests."""
 
     def rows(self) -> tuple[list[Any], list[str]]:
         return [], []
@@ -205,10 +207,10 @@ class _NoProcesses:
 
 
 def _asked(data: bytes) -> None:
-    """Serve any JSON object as a request of either command."""
+    """Answer any JSON object as if it were a request of ``bpm`` and then of ``monit``."""
     try:
         request = msgspec.json.decode(data, type=dict[str, Any])
-    except (ValueError, RecursionError):  # the connection ends
+    except (ValueError, RecursionError):  # The server would close the connection.
         return
     nothing: Any = _NoProcesses()
     _LOOP.run_until_complete(bpm_api.answer(nothing, request))
@@ -216,7 +218,7 @@ def _asked(data: bytes) -> None:
 
 
 def _http(data: bytes) -> None:
-    """Check that a request gets the same response whether it arrives in one piece or in two."""
+    """Check that an HTTP request is parsed in the same way whether it arrives in one piece or in two."""
 
     async def read(*pieces: bytes) -> list[http_server.Request]:
         heard: list[http_server.Request] = []
@@ -245,9 +247,9 @@ def _shown(data: bytes) -> None:
 
 
 def _unpack(data: bytes) -> None:
-    """Check that an archive is read in the same way with and without gzip compression.
+    """Check that an archive is unpacked in the same way with and without gzip compression.
 
-    Tar headers are tried with the checksums in the input and with corrected ones.
+    Tar archives are also tried with corrected header checksums.
     """
     if data.startswith((compression.GZIP, *compression.PROGRAMS)):
         found = _unpacked(data)
@@ -266,8 +268,9 @@ def _read_alike(data: bytes) -> list[str] | ArchiveError:
 
 
 def _with_right_sums(data: bytes) -> bytes:
-    """Return an archive with correct checksums in all blocks that look like headers, because a wrong one ends the
-    reading.
+    """Return the archive with correct checksums in all blocks that look like headers.
+
+    Otherwise unpacking would stop at nearly every mutated header.
     """
     right = bytearray(data)
     for at in range(0, len(data) - 511, 512):
@@ -278,7 +281,7 @@ def _with_right_sums(data: bytes) -> bytes:
 
 
 def _unpacked(data: bytes) -> list[str] | ArchiveError:
-    """Return the unpacked tree with a line for each entry, or the reason for which the archive was refused."""
+    """Return a line for each entry of the unpacked archive, or the error if it was rejected."""
     with _file(data, "blob") as path:
         into = path.with_name("into")
         try:
@@ -290,7 +293,9 @@ def _unpacked(data: bytes) -> list[str] | ArchiveError:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Describe a path and everything below it. Directories without a member of their own have the time of unpacking."""
+    """Yield a line for a path and for each entry below it. Lines of directories have no time, because those that are
+    not members of the archive get the time of unpacking.
+    """
     found = path.lstat()
     if path.is_symlink():
         yield f"{path.name!r} {path.readlink()} {found.st_mtime_ns}"
@@ -374,17 +379,17 @@ _PAIR: Final = {
     "private_key": _OURS.private_key,
 }
 _DEEP: Final = b'{"env":' + b"[" * 3000
-"""A finding: nested deeper than the decoder's limit."""
+"""A finding: more nested than the decoder allows."""
 _HUGE: Final = b"processes: [{name: a, executable: b, limits: {memory: " + b"8" * 400 + b"}}]"
-"""A finding: a number beyond the range of a float."""
+"""A finding: a number outside of the range of a float."""
 _MANY: Final = b";".join(b"%x:b" % number for number in range(10_000))
-"""A finding: each name was compared with all others."""
+"""A finding: each name was compared with all others, which took quadratic time."""
 _DAMAGED: Final = _tar("w:gz")[:-8], _tar("w:gz")[:-8] + bytes(8), _tar("w:gz")[:3] + b"\xa1" + _tar("w:gz")[4:]
-"""Findings: isal read past a wrong checksum and reserved flags, and zlib past an end before the checksum."""
+"""Findings: isal ignored a wrong checksum and reserved flags, and zlib a missing checksum at the end."""
 _WIDE: Final = _tar("w")[:100] + b"\x80" + _tar("w")[101:]
-"""A mode in base 256."""
+"""A valid header whose mode is encoded in base 256."""
 _FOLLOWED: Final = b"POST /a HTTP/1.1\r\nContent-Length: 4\r\n\r\nbodyGET /b HTTP/1.0\r\n\r\n"
-"""A finding: the first request was parsed as one with the second's method."""
+"""A finding: the first of two pipelined requests was parsed with the method of the second."""
 _METHODS: Final = tuple(
     _json({"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.a.b.c"})
     for method, arguments in (
@@ -580,7 +585,9 @@ TARGETS: Final[dict[str, Target]] = {
 
 
 def mutated(chance: random.Random, target: Target) -> bytes:
-    """Return one input: a seed with some bytes changed, cut or doubled, or with a meaningful token inserted."""
+    """Return a mutated seed: bytes are changed, removed or repeated, tokens inserted, or the end replaced by another
+    seed's.
+    """
     data = bytearray(chance.choice(target.seeds))
     for _ in range(chance.randint(1, 6)):
         place = chance.randrange(len(data) + 1)
@@ -603,7 +610,10 @@ def mutated(chance: random.Random, target: Target) -> bytes:
 
 
 def findings(target: Target, chance: random.Random, until: Callable[[int], bool]) -> Iterator[tuple[bytes, str]]:
-    """Yield each input that broke the parser together with the failure, until ``until(number of inputs)`` is true."""
+    """Yield each input that broke the parser and a description of the failure.
+
+    Ends when ``until``, which gets the number of inputs so far, returns True.
+    """
     number = 0
     while not until(number):
         data = mutated(chance, target) if number >= len(target.seeds) else target.seeds[number]
@@ -621,7 +631,7 @@ def findings(target: Target, chance: random.Random, until: Callable[[int], bool]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 1 if anything was found."""
+    """Run the targets. Return 1 if there was a finding."""
     parser = argparse.ArgumentParser(prog="./dev fuzz", description=__doc__)
     parser.add_argument(
         "target", nargs="*", choices=[[], *TARGETS], metavar="TARGET", help=f"{', '.join(TARGETS)} (default: all)"

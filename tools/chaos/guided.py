@@ -1,7 +1,7 @@
-"""``python -m tools.chaos.guided TARGET [OPTION…]``: the targets of ``./dev fuzz``, with coverage guidance.
+"""``python -m tools.chaos.guided TARGET [OPTION…]``: run a target of ``./dev fuzz`` with coverage guidance.
 
-The options are libFuzzer's. Needs ``atheris``, which is too large for a dependency. A finding ends the run with
-a traceback and leaves a file ``crash-…``.
+The options are those of libFuzzer. Needs ``atheris``, which is not a dependency because of its size. A finding ends the
+run with a traceback and leaves its input in a file ``crash-…``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run until the limit of libFuzzer's options (``-max_total_time=600``)."""
+    """Run until a finding, or until a limit in libFuzzer's options (``-max_total_time=600``)."""
     atheris = importlib.import_module("atheris")
     with atheris.instrument_imports(include=["agent_shim"]):
         from tools.chaos.fuzz import TARGETS

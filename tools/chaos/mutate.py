@@ -1,17 +1,19 @@
 """``./dev mutate [PATH…]``: make small wrong changes to the agent, one at a time, and list those that no test notices.
 
-A mutant is one change of ``agent_shim`` or ``kubernetes_cpi``: a statement removed, a condition negated, another
-number, another constant. The tests that reach its line run against it until one fails, beginning with those of its
-module. If all pass, the mutant survives the stage.
+A mutant is one change of ``agent_shim`` or ``kubernetes_cpi``: a statement removed, a condition negated, a number or
+another constant changed. The tests that reach its line run against it until one fails, first those that are named after
+its module. If all pass, the mutant survives.
 
 There are three stages, and each gets only the mutants that the previous ones did not notice. The first forks a process
-that has the unit tests loaded. The second forks one that has the contract and integration tests loaded
-(``tools.chaos.mutate_forked``). Both need a fraction of a second to seconds per mutant, but an agent that a test starts
-is not mutated. The third runs pytest with all daily tests on a changed copy, in which such agents are mutated too
-(seconds to minutes). For each stage, coverage measures once which tests reach which line. ``.mutate`` keeps that and
-the results. Mutants are tried in random order, so an interrupted run is a fair sample, and the next run continues it.
-Each process that runs a mutant is confined (``tools.chaos.confined``), because a mutant that runs as root can remove
-the wrong directory.
+that has loaded the unit tests. The second forks one that has loaded the contract and integration tests
+(``tools.chaos.mutate_forked``). Both need between a fraction of a second and some seconds per mutant, but do not mutate
+an agent that a test starts as another process. The third stage runs pytest with all daily tests on a changed copy of
+the code, in which such agents are mutated as well (seconds to minutes per mutant).
+
+Before a stage, its tests run once under coverage, which records the lines that each test reaches. ``.mutate`` contains
+these records and the results. Mutants are tried in random order, so an interrupted run is a fair sample, and the next
+run continues it. Each process that runs a mutant is confined (``tools.chaos.confined``), because a mutant that runs as
+root could delete the wrong directory.
 """
 
 from __future__ import annotations
@@ -42,19 +44,23 @@ ROOT: Final = Path(__file__).parents[2]
 STORE: Final = Path(os.environ.get("SHIM_MUTATE_STORE") or ROOT / ".mutate")
 DEFAULT_PATHS: Final = ("supervisor", "host", "bulk", "services", "edges", "actions", "daemon", "kubernetes_cpi")
 MAX_TESTS: Final = 150
-"""At most this many of the tests that reach a mutant's line run against it."""
+"""Maximum number of tests that run against a mutant."""
 TIMEOUT_S: Final = 120.0
-"""A run of pytest that takes longer counts as noticed, because a test waits forever."""
+"""Time limit of one run of pytest in seconds. After that, a test probably waits forever, and the mutant counts as
+noticed.
+"""
 Result: TypeAlias = dict[str, object]
-"""Members ``outcome`` (noticed, survived, unreached, not tried), ``tests``, ``by``."""
+"""Result of a mutant in a stage: ``outcome`` (noticed, survived, unreached, not tried), the number of ``tests``, and
+which test noticed it or why it was not tried (``by``).
+"""
 Results: TypeAlias = dict[str, dict[str, Result]]
-"""By key of the mutant and name of the stage."""
+"""Results by key of the mutant and name of the stage."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The tests to run against a mutant, and how many seconds of tests (as measured under coverage) one mutant may
-    cost.
+    """The tests to run against each mutant, and the maximum sum of their durations in seconds (as measured under
+    coverage).
     """
 
     name: str
@@ -79,7 +85,9 @@ data_file = {data}
 sigterm = true
 """
 _CHILDREN: Final = "context = ${PYTEST_CURRENT_TEST}\n"
-"""The coverage configuration of a process that a test starts. It contains the variable that the process inherits."""
+"""Added to the coverage configuration of processes that tests start. pytest sets the variable to the running test, so
+it becomes the coverage context.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,11 +105,11 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """A key that stays the same as long as the surrounding text does."""
+        """Return a hash of the change that stays the same as long as the text before it does."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
     def applied(self, text: str) -> str:
-        """Return the text of the file with the change."""
+        """Return the text of the file after the change."""
         assert text[self.begin : self.end] == self.before
         return text[: self.begin] + self.after + text[self.end :]
 
@@ -123,9 +131,9 @@ _SWAPPED: Final[dict[type[ast.AST], str]] = {
 
 
 def mutants(path: str, text: str) -> Iterator[Mutant]:
-    """Return all mutants of a module, in the order of its text.
+    """Yield all mutants of a module in the order of its text.
 
-    Docstrings, types, logging and imports are left alone.
+    Docstrings, types, logging and imports are not changed.
     """
     lines = text.splitlines(keepends=True)
     starts = list(accumulate((len(line) for line in lines), initial=0))
@@ -135,11 +143,11 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
     inner = {node for function in functions for each in function.body for node in ast.walk(each)}
 
     def offset(line: int, column: int) -> int:
-        """Convert a column to characters, because ``ast`` counts columns in bytes of UTF-8."""
+        """Convert a line and column to an index into the text. Columns from ``ast`` count UTF-8 bytes."""
         return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
     def span(part: ast.expr | ast.stmt) -> tuple[int, int]:
-        """Return where a node begins and ends in the text."""
+        """Return the indexes at which a node begins and ends in the text."""
         assert part.end_lineno is not None
         assert part.end_col_offset is not None
         return offset(part.lineno, part.col_offset), offset(part.end_lineno, part.end_col_offset)
@@ -155,7 +163,7 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
 
 
 def _changes(node: ast.AST, source: Callable[[ast.expr], str]) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
-    """List the changes of a node: the part to replace, the kind of change, and the new text.
+    """Yield the changes of a node as tuples: the part to replace, the kind of change, and the new text.
 
     ``source`` returns the text of a part.
     """
@@ -181,8 +189,8 @@ def _changes(node: ast.AST, source: Callable[[ast.expr], str]) -> Iterator[tuple
 
 
 def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
-    """Return the nodes whose change would not be a fault: annotations, docstrings, log calls, imports, constants that
-    hold types.
+    """Yield the nodes in which a change would not be a fault: annotations, docstrings, log calls, imports, and
+    constants that are types.
     """
     for node in ast.walk(tree):
         match node:
@@ -204,7 +212,7 @@ def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def measure(copy: Path, stage: Stage, workers: int) -> None:
-    """Run the tests once under coverage. Store which lines each test reaches and how many seconds it takes."""
+    """Run the tests once under coverage. Store which lines each test reaches and its duration in seconds."""
     place = STORE / stage.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -231,7 +239,7 @@ def measure(copy: Path, stage: Stage, workers: int) -> None:
 
 
 def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
-    """Return the tests that reach each line of each file, limited to those that run within the time of the stage."""
+    """Return for each line of each file the tests that reach it, as many as fit into the stage's time per mutant."""
     durations = _durations(stage)
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     with contextlib.closing(sqlite3.connect(STORE / stage.name / "coverage")) as connection:
@@ -248,7 +256,9 @@ def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
             found[name][line].add(test)
 
     def nearest(name: str, tests: Iterable[str]) -> list[str]:
-        """Sort the tests: first those in files named after the module, then the others, each group by duration."""
+        """Sort tests by duration, those in files named after the module first, and return as many as fit into
+        the time.
+        """
         module = Path(name).stem
         quick = (one for one in tests if durations[one] < stage.max_s)
         chosen = sorted(quick, key=lambda one: (module not in one.partition("::")[0], durations[one]))[:MAX_TESTS]
@@ -276,7 +286,7 @@ def _lines(bits: bytes) -> Iterator[int]:
 
 
 def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, str]:
-    """Return whether all ``tests`` pass with the change, and which test first failed or hung."""
+    """Return True and "" if all ``tests`` pass with the change, otherwise False and the test that failed or hung."""
     target = copy / mutant.path
     original = target.read_text()
     target.write_text(mutant.applied(original))
@@ -296,7 +306,7 @@ def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, st
         try:
             printed, _ = running.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            running.terminate()  # this also ends everything in its namespaces
+            running.terminate()  # This also ends all processes in its namespaces.
             running.communicate()
             return False, f"took longer than {TIMEOUT_S:g} s"
     finally:
@@ -308,11 +318,10 @@ def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, st
 
 
 def _tests_of(mutant: Mutant, lines: dict[int, list[str]]) -> list[str] | None:
-    """Return the tests that reach a line, or None if none does.
+    """Return the tests that reach a mutant's line, or None if there are none.
 
-    For a line inside a statement, use the statement's first line.
-
-    A line that runs when the module is imported is reached by all tests of the module.
+    Coverage records only the first line of a statement, so lines above are tried as well. A line that runs when its
+    module is imported is reached by all tests of the module.
     """
     for line in range(mutant.line, max(0, mutant.line - 8), -1):
         if line in lines:
@@ -333,7 +342,7 @@ def _environment(copy: Path) -> dict[str, str]:
 
 
 def chosen(paths: Iterable[str]) -> list[Mutant]:
-    """Return the mutants of these files and directories of ``agent_shim`` or ``kubernetes_cpi``."""
+    """Return the mutants of the given files and directories of ``agent_shim`` or ``kubernetes_cpi``."""
     files: list[Path] = []
     for name in paths:
         place = ROOT / name if name.startswith(("agent_shim", "kubernetes_cpi")) else ROOT / "agent_shim" / name
@@ -344,7 +353,7 @@ def chosen(paths: Iterable[str]) -> list[Mutant]:
 
 
 def table(results: Results, wanted: Sequence[Mutant], stages: Sequence[Stage]) -> str:
-    """Return counts by module and stage, followed by the mutants that no stage noticed.
+    """Return a table of counts by module and stage, followed by a list of the mutants that no stage noticed.
 
     *Unreached* mutants are on lines that no test of the stage runs in a process with coverage. The next stage may reach
     them.
@@ -370,23 +379,25 @@ def table(results: Results, wanted: Sequence[Mutant], stages: Sequence[Stage]) -
 
 
 def _counts(ones: Sequence[Mutant], results: Results, stage: Stage) -> tuple[int, int, int, int, int]:
-    """Count mutants: all, noticed, survived, on lines that no test reaches, and without a result."""
+    """Return the number of mutants, and how many of them were noticed, survived, were not reached, or have no
+    result.
+    """
     outcomes = [results.get(one.key, {}).get(stage.name, {}).get("outcome") for one in ones]
     noticed, survived, unreached = map(outcomes.count, ("noticed", "survived", "unreached"))
     return len(ones), noticed, survived, unreached, len(ones) - noticed - survived - unreached
 
 
 def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage] | None = None) -> bool:
-    """Return True if one of the stages noticed the mutant. By default all stages are considered."""
+    """Return True if one of these stages noticed the mutant. None means all stages."""
     names = None if stages is None else {stage.name for stage in stages}
     tried = results.get(mutant.key, {}).items()
     return any(row["outcome"] == "noticed" for name, row in tried if names is None or name in names)
 
 
 def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple[Mutant, list[str]]]:
-    """List the mutants that a stage has yet to try, with their tests, in random order.
+    """Return the mutants that a stage still has to try, with their tests, in random order.
 
-    Record a result for those that no test reaches.
+    Mutants that no test reaches get their result here.
     """
     reached = reaching(stage)
     tasks = []
@@ -406,7 +417,9 @@ def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple
 def try_in_forks(
     tasks: Sequence[tuple[Mutant, list[str]]], results: Results, stage: Stage, workers: int, until: float
 ) -> None:
-    """Run a stage with ``tools.chaos.mutate_forked`` in this many processes until the wall-clock time ``until``."""
+    """Run a stage with ``tools.chaos.mutate_forked`` in this many processes until the time ``until`` (seconds since
+    1970).
+    """
     running, taken = [], []
     seconds = _durations(stage)
     for number in range(workers):
@@ -439,7 +452,7 @@ def try_in_forks(
 def _collect(taken: Iterable[Path], results: Results, stage: Stage) -> None:
     for path in taken:
         for line in path.read_text().splitlines():
-            if line.endswith("]"):  # the last line may be incomplete
+            if line.endswith("]"):  # The last line may be incomplete.
                 key, outcome, tests, by = json.loads(line)
                 results.setdefault(key, {})[stage.name] = {"outcome": outcome, "tests": tests, "by": by}
     _save(results)
@@ -448,7 +461,7 @@ def _collect(taken: Iterable[Path], results: Results, stage: Stage) -> None:
 def try_in_processes(
     tasks: Sequence[tuple[Mutant, list[str]]], results: Results, stage: Stage, copy: Path, until: float
 ) -> None:
-    """Run a stage with one run of pytest for each mutant."""
+    """Run a stage in which each mutant gets its own run of pytest."""
     for position, (one, tests) in enumerate(tasks, 1):
         if time.time() > until:
             return
@@ -466,7 +479,7 @@ def _save(results: Results) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if no mutant survived."""
+    """Try the mutants and print a table. Return 0 if every mutant was noticed."""
     parser = argparse.ArgumentParser(prog="./dev mutate", description=__doc__)
     parser.add_argument(
         "path", nargs="*", default=DEFAULT_PATHS, help=f"below agent_shim (default: {' '.join(DEFAULT_PATHS)})"
@@ -498,7 +511,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(
     wanted: Sequence[Mutant], results: Results, stages: Sequence[Stage], workers: int, until: float, *, measured: bool
 ) -> None:
-    """Run the stages, one after the other."""
+    """Run the stages one after the other."""
     copy = STORE / "copy"
     _make_copy(copy)
     for stage in stages:
@@ -514,7 +527,9 @@ def run(
 
 
 def _make_copy(copy: Path) -> None:
-    """Copy the files that git tracks or would add. Their current content is mutated."""
+    """Copy the files that git tracks or would track, with uncommitted changes, so that mutants can be written to the
+    copy.
+    """
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir(parents=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -523,7 +538,7 @@ def _make_copy(copy: Path) -> None:
         if name and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
-    # Git ignores the compiled keeper, which the tests cannot compile in a read-only copy.
+    # Also copy the compiled keeper, which git ignores and which the tests could not compile in a read-only copy.
     hatch_build.build_keeper_of_checkout()
     shutil.copy2(ROOT / hatch_build.KEEPER, copy / hatch_build.KEEPER)
 

@@ -1,5 +1,5 @@
-"""A pytest plugin of ``tools.chaos.mutate`` that tells coverage which test is running, and records how long each
-took.
+"""A pytest plugin of ``tools.chaos.mutate`` that tells coverage which test is running, and records each test's
+duration.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _seconds: Final[dict[str, float]] = {}
 
 
 def pytest_configure() -> None:
-    """Measure the processes that tests start, too."""
+    """Also measure the processes that tests start."""
     if config := os.environ.get("SHIM_MUTATE_CHILDREN"):
         os.environ["COVERAGE_PROCESS_START"] = config
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Set the context for lines that run in this process."""
+    """Set coverage's context to the running test."""
     current = coverage.Coverage.current()
     if current is not None:
         current.switch_context(item.nodeid)
@@ -32,11 +32,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Record only tests that passed, because others say nothing about a mutant."""
+    """Record the duration of tests that passed. A test that fails without a mutant says nothing about mutants."""
     if report.when == "call" and report.passed:
         _seconds[report.nodeid] = report.duration
 
 
 def pytest_sessionfinish() -> None:
-    """Write the durations for ``tools.chaos.mutate``."""
+    """Write the durations to the file that ``tools.chaos.mutate`` reads."""
     Path(os.environ["SHIM_MUTATE_DURATIONS"]).write_text(json.dumps(_seconds))

@@ -1,7 +1,7 @@
-"""A pytest plugin of ``tools.chaos.mutate`` that tries mutants in forks of one process that has all tests loaded.
+"""A pytest plugin of ``tools.chaos.mutate`` that tries mutants in forks of a process that has loaded all tests.
 
-Each fork replaces the code of the mutant's function and runs the tests that reach its line, until one fails. Agents
-that tests start as processes of their own are not mutated, so a survivor may still be noticed by such tests.
+Each fork replaces the code of the mutant's function and runs the tests that reach its line until one fails. Agents that
+tests start as other processes are not mutated, so tests with such agents may still notice a survivor in the next stage.
 """
 
 from __future__ import annotations
@@ -26,35 +26,45 @@ from tools.chaos import confined
 from tools.chaos.mutate import ROOT, Mutant
 
 TASKS: Final = "SHIM_MUTATE_TASKS"
-"""Names a file with a list of ``[mutant, {node id of a test: its seconds under coverage, …}]``."""
+"""Environment variable with the path of a JSON list of ``[mutant, {node id of a test: its seconds under coverage,
+…}]``.
+"""
 RESULTS: Final = "SHIM_MUTATE_RESULTS"
-"""Names the file to which a line of JSON is written for each mutant: key, outcome, number of tests, the failed test."""
+"""Environment variable with the path of the output. It gets a JSON list per line: a mutant's key, the outcome, the
+number of tests and the failed test.
+"""
 TIMEOUT_S: Final = 5.0
-"""Time limit of one test, in addition to four times its duration under coverage. A mutant may make it wait forever."""
+"""Time limit of a test in seconds, to which four times its duration under coverage is added. A mutant may loop
+forever.
+"""
 PROCESSOR_S: Final = 5
 MAX_MEMORY: Final = 3 << 30
-"""Memory limits of one test and of a fork. The same tests must pass without the mutant."""
+"""Limits of a test's CPU time in seconds and of a fork's memory in bytes. The tests without a mutant stay below
+them.
+"""
 TMP: Final = Path("/tmp/mutant")
-"""A fresh tmpfs for each fork. The base of pytest's temporary directories is in it."""
+"""Mount point of a new tmpfs for each fork. It contains pytest's temporary directories."""
 
 _Functions: TypeAlias = dict[tuple[str, str], list[FunctionType]]
 
 _SOUND_AFTER: Final = 2
-"""How often a test must fail with a mutant and pass without one before it is no longer run without one."""
+"""Number of times that a test must fail with a mutant and pass without it before it is assumed to pass without
+mutants.
+"""
 _NOTICED: Final = 1
 _NOT_TRIED: Final = 3
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool:
-    """Replace pytest's loop over the tests."""
+    """Try all mutants instead of running the tests once."""
     items = {item.nodeid: item for item in session.items}
-    gc.unfreeze()  # tests/conftest.py froze the collected objects, which hides them from the search below
+    gc.unfreeze()  # tests/conftest.py has frozen the collected objects, but the search for functions must find them.
     functions = _functions()
     tasks = json.loads(Path(os.environ[TASKS]).read_text())
     TMP.mkdir(exist_ok=True)
     gc.collect()
-    gc.freeze()  # the forks share the pages
+    gc.freeze()  # Frozen objects stay on memory pages that the forks share.
     with Path(os.environ[RESULTS]).open("a", buffering=1) as results:
         for members, seconds in tasks:
             mutant = Mutant(**members)
@@ -65,9 +75,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
 
 
 class _FirstFailure:
-    """A pytest plugin for forks, which ends the fork with the first test that fails or hangs.
+    """A pytest plugin for forks that exits when the first test fails or hangs.
 
-    The name of each test is written to the pipe before it runs, so the last name is that of the test that failed.
+    It writes the name of each test to a pipe before the test runs, so the last name is that of the failed test.
     """
 
     def __init__(self, to: int, seconds: Mapping[str, float]) -> None:
@@ -75,13 +85,13 @@ class _FirstFailure:
         self._seconds = seconds
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note the start of a test for its time limit."""
+        """Write the name of the test and set its time limits."""
         os.write(self._to, nodeid.encode()[:200] + b"\n")
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + PROCESSOR_S, resource.RLIM_INFINITY))
         signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S + 4 * self._seconds[nodeid])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Handle the report on one phase of a test."""
+        """Exit if a phase of a test has failed."""
         if report.failed:
             os._exit(_NOTICED)
 
@@ -89,14 +99,14 @@ class _FirstFailure:
 _broken: Final[set[str]] = set()
 """Tests that fail in a fork even without a mutant. They prove nothing and are left out."""
 _sound: Final[Counter[str]] = Counter()
-"""How often a test failed with a mutant and passed without one."""
+"""Number of times that a test has failed with a mutant and passed without it."""
 _noticing: Final[dict[str, Counter[str]]] = defaultdict(Counter)
-"""By file, how often a test noticed one of its mutants."""
+"""For each file, how many of its mutants each test has noticed."""
 
 
 def _likely_first(items: list[pytest.Item], mutant: Mutant) -> list[pytest.Item]:
-    """Sort the tests: first those that noticed other mutants of the file, then those named after the module; otherwise
-    keep the order.
+    """Sort the tests so that those that noticed other mutants of the file come first, then those named after the
+    module.
     """
     module = Path(mutant.path).stem
     noticed = _noticing[mutant.path]
@@ -106,7 +116,7 @@ def _likely_first(items: list[pytest.Item], mutant: Mutant) -> list[pytest.Item]
 def _try(
     mutant: Mutant, items: list[pytest.Item], functions: _Functions, seconds: Mapping[str, float]
 ) -> tuple[str, str, int]:
-    """Return ``noticed``, ``survived`` or ``not tried``; the test that failed or the reason; and the number of
+    """Return the outcome (``noticed``, ``survived`` or ``not tried``), the failed test or a reason, and the number of
     tests.
     """
     while items := [item for item in items if item.nodeid not in _broken]:
@@ -125,9 +135,10 @@ def _try(
 
 
 def _forked(change: Callable[[], None], items: list[pytest.Item], seconds: Mapping[str, float]) -> tuple[int, str]:
-    """Make a change in a fork and run tests there. Return the fork's exit code, and the last test or why none was run.
+    """Apply a change in a fork and run tests there.
 
-    The fork has pid and mount namespaces of its own, which contain whatever its tests start, kill or mount.
+    Returns the fork's exit code and, unless it is 0, the last test or the reason why none ran. The fork has its own PID
+    and mount namespaces, so the tests cannot kill or mount anything outside of them.
     """
     reading, writing = os.pipe()
     pid = confined.fork()
@@ -164,10 +175,10 @@ def _in_fork(change: Callable[[], None], items: list[pytest.Item], to: int, seco
 
 
 def exchange(mutant: Mutant, functions: _Functions) -> None:
-    """Replace the code of the loaded functions by the mutant's.
+    """Replace the code of loaded functions by the mutant's.
 
-    Raises LookupError if no loaded function changes (because the code runs on import), and ValueError if the variables
-    of a closure change.
+    Raises LookupError if no loaded function changes, for example because the code runs on import. Raises ValueError if
+    a closure would have other variables.
     """
     text = (ROOT / mutant.path).read_text()
     name = str(ROOT / mutant.path)
@@ -183,18 +194,20 @@ def exchange(mutant: Mutant, functions: _Functions) -> None:
 
 
 def _changed(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Yield the pairs of functions that differ between two versions of a module, from the outside in."""
+    """Yield pairs of functions that differ between two versions of a module, each before the functions that it
+    contains.
+    """
     if old.co_flags & inspect.CO_OPTIMIZED and old != new:
         yield old, new
     inner, others = ([each for each in code.co_consts if isinstance(each, CodeType)] for code in (old, new))
-    if len(inner) == len(others):  # a removed statement may have contained a lambda
+    if len(inner) == len(others):  # They differ if the mutant has removed a statement with a lambda.
         for one, other in zip(inner, others, strict=True):
             if one != other:
                 yield from _changed(one, other)
 
 
 def _functions() -> _Functions:
-    """Return all functions of the agent that are loaded, by file and qualified name."""
+    """Return all loaded functions of the agent and the CPI by file and qualified name."""
     found: _Functions = defaultdict(list)
     inside = str(ROOT / "agent_shim"), str(ROOT / "kubernetes_cpi")
     for one in gc.get_objects():

@@ -1,10 +1,11 @@
-"""``./dev soak SECONDS``: subject an agent to faults and work of all kinds for a given time.
+"""``./dev soak SECONDS``: subject an agent to faults and to all kinds of work for a given time.
 
 A Director sends requests all the time. Jobs are killed and deployed again, their logs are fetched, errands run, and
-credentials change. Malformed messages and floods of requests arrive, and the bus is cut, killed and made silent. The
-agent is killed once, early in the first quarter, in which every other event also happens for the first time. Growth is
-measured after that quarter. A second process only sleeps and reads the clock; if it is late as well, the machine is the
-reason.
+credentials change. Malformed messages and floods of requests arrive, and the bus is cut, killed or stops answering. The
+agent is killed once, at the start. Each kind of event first happens in the first quarter of the time, and growth is
+measured after it.
+
+A second process only sleeps and reads the clock. If it wakes up late as well, a late heartbeat is due to the machine.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from tests.support.witness import Size
 JOBS: Final = 20
 HEARTBEAT_PERIOD_S: Final = 30.0
 TOLERANCE: Final = 1.0
-"""Tolerated delay of a heartbeat, in seconds."""
+"""Tolerated delay of a heartbeat in seconds."""
 
 GROWTH: Final = 1 << 20
-"""Tolerated growth of memory after the first quarter, in bytes an hour."""
+"""Tolerated growth of memory after the first quarter, in bytes per hour."""
 
 _NONSENSE: Final = tuple(message for message in BAD if b"[null]" not in message)
-"""An empty ``apply`` removes all jobs."""
+"""Malformed messages, without an ``apply`` of null, which would remove all jobs."""
 
 _SLEEPER: Final = """
 import time
@@ -59,7 +60,7 @@ while True:
 
 @dataclass(frozen=True)
 class Profile:
-    """How often each event happens. ``sampled`` and ``scraped`` are the seconds between two samples and two scrapes."""
+    """How much load to generate. ``sampled`` and ``scraped`` are intervals in seconds."""
 
     jobs: int
     tasks_asked: int
@@ -72,44 +73,44 @@ class Profile:
 FAULTS: Final = Profile(JOBS, 5, 5, 15)
 """All kinds of faults and work."""
 LOAD: Final = Profile(202, 18, 5, 1, is_load=True)
-"""202 services, one kill and one flood of logs per second, twenty requests per second, a restart of the bus every
-minute.
-"""
+"""Every second a kill, 4 MB of logs and twenty requests, with 202 services. The bus is restarted every minute."""
 FLOOD_LIMIT: Final = 200 << 20
 
 
 @dataclass
 class Record:
-    """Measurements. All times are monotonic seconds."""
+    """Measurements of a run. All points in time are monotonic seconds."""
 
     begun_at: float
     until: float
     profile: Profile = FAULTS
     sizes: list[tuple[float, Size]] = field(default_factory=list)
     pings: list[tuple[float, float]] = field(default_factory=list)
-    """Round trips of pings in seconds."""
+    """Time and duration of each ping in seconds."""
     sleeper: list[tuple[float, float]] = field(default_factory=list)
-    """Delays of the sleeping process above 20 ms."""
+    """Times at which the sleeping process should have woken up, and its delays if they exceed 20 ms."""
     beats: list[float] = field(default_factory=list)
     outages: list[tuple[float, float]] = field(default_factory=list)
-    """Periods from a deliberate stop of the bus or the agent until the next answer."""
+    """Periods between a deliberate stop of the bus or the agent and the agent's next answer."""
     connected: list[float] = field(default_factory=list)
-    """Seconds from the end of each fault until the agent reported that it was connected."""
+    """Seconds from the end of each fault until the agent was connected again."""
     done: dict[str, int] = field(default_factory=dict)
-    """Number of each kind of event."""
+    """Number of events of each kind."""
     broken: list[str] = field(default_factory=list)
 
     @property
     def settled_at(self) -> float:
-        """The end of the first quarter."""
+        """Return the end of the first quarter."""
         return self.begun_at + (self.until - self.begun_at) / 4
 
     def settled(self) -> list[tuple[float, Size]]:
-        """Return samples of the agent after the first quarter."""
+        """Return the samples of the agent's size after the first quarter."""
         return [(moment, size) for moment, size in self.sizes if moment >= self.settled_at]
 
     def growth(self) -> float:
-        """Growth of memory after the first quarter in bytes per hour, as the slope of a regression line."""
+        """Return the slope of a regression line through the memory samples after the first quarter, in bytes
+        per hour.
+        """
         samples = self.settled()
         if len(samples) < 3:
             return 0.0
@@ -117,13 +118,13 @@ class Record:
         return line.slope * 3600
 
     def ends(self, what: Callable[[Size], int]) -> tuple[float, float]:
-        """Return the median of a figure in the first and in the last third of the time after the first quarter."""
+        """Return the medians of a value in the first and in the last third of the samples after the first quarter."""
         values = [what(size) for _, size in self.settled()]
         third = max(1, len(values) // 3)
         return statistics.median(values[:third]), statistics.median(values[-third:])
 
     def course(self) -> list[float]:
-        """Return the median memory of each twelfth of the run in MiB."""
+        """Return the median of the agent's memory in each twelfth of the run, in MiB."""
         twelfth = (self.until - self.begun_at) / 12
         parts: list[list[int]] = [[] for _ in range(12)]
         for moment, size in self.sizes:
@@ -131,7 +132,7 @@ class Record:
         return [round(statistics.median(part) / (1 << 20), 2) for part in parts if part]
 
     def gaps(self) -> list[tuple[float, float]]:
-        """Return the time of each heartbeat and the gap before it, leaving out gaps in which the bus was down."""
+        """Return the time of each heartbeat and the gap before it, except for gaps during which the bus was down."""
         found = []
         for before, at in zip(self.beats, self.beats[1:], strict=False):
             if not any(begin < at and end > before for begin, end in self.outages):
@@ -139,11 +140,11 @@ class Record:
         return found
 
     def starved(self, begin: float, end: float) -> float:
-        """Return the longest delay of the sleeping process in a period."""
+        """Return the longest delay of the sleeping process in a period, in seconds."""
         return max((late for at, late in self.sleeper if begin <= at + late and at <= end), default=0.0)
 
     def faults(self) -> list[str]:
-        """Return the violated conditions."""
+        """Return a message for each condition that was violated."""
         found = list(self.broken)
         if (growth := self.growth()) > GROWTH:
             found.append(f"memory grows by {growth / (1 << 20):.2f} MiB an hour")
@@ -161,7 +162,7 @@ class Record:
         return found
 
     def figures(self) -> dict[str, object]:
-        """Return everything as numbers."""
+        """Return all results for the output."""
         descriptors, threads = self.ends(lambda size: size.descriptors), self.ends(lambda size: size.threads)
         memory = self.ends(lambda size: size.memory)
         free = [took for at, took in self.pings if not any(begin - 1 < at < end + 1 for begin, end in self.outages)]
@@ -197,7 +198,7 @@ class Record:
 
 
 class Soak:
-    """Runs a profile on a test stand."""
+    """Runs the events of a profile on a test stand."""
 
     def __init__(self, one: Stand, record: Record, seed: int) -> None:
         self._stand = one
@@ -219,7 +220,7 @@ class Soak:
         }
 
     async def run(self) -> None:
-        """Run until the end: each event once in the first quarter, then as often as planned."""
+        """Run until the end. Each event happens once in the first quarter and then at its interval."""
         record = self._record
         await self._do("agent killed", self._agent_killed)
         quarter = record.settled_at - time.monotonic()
@@ -253,7 +254,7 @@ class Soak:
                 await asyncio.sleep(0.05)
             took = time.monotonic() - healed_at
             self._record.connected.append(took)
-            await self._stand.answers(back - took, patience=back)  # an answer may be this late under such a load
+            await self._stand.answers(back - took, patience=back)  # Under this load, answers may be that late.
             await until(lambda: len(self._record.beats) > beats, 3, "heartbeat at once")
         finally:
             self._record.outages[-1] = (begun_at, time.monotonic())
@@ -347,7 +348,7 @@ class Soak:
 
 
 class Load(Soak):
-    """A load without pauses: processes that die every second, floods of logs, restarts of the bus."""
+    """Kills, floods of logs and restarts of the bus without pauses."""
 
     def __init__(self, one: Stand, record: Record, seed: int) -> None:
         super().__init__(one, record, seed)
@@ -358,13 +359,13 @@ class Load(Soak):
         }
 
     async def _one_death(self) -> None:
-        """Kill a job without waiting for its next process."""
+        """Kill a job without waiting for its restart."""
         living = sorted(self._stand.live().values())
         if living:
             os.kill(self._chance.choice(living), signal.SIGKILL)
 
     async def _log_flood(self) -> None:
-        """Add megabytes to the log of a job, which a rotation truncates."""
+        """Append megabytes to a job's log, which the agent's log rotation truncates."""
         log = self._stand.world.base / f"data/sys/log/job{self._chance.randrange(10)}/flood.log"
 
         def write() -> None:
@@ -381,7 +382,9 @@ class Load(Soak):
 
 
 async def _ask(one: Stand, record: Record) -> None:
-    """Send requests as a Director does during a deploy: five get_task per second, sometimes get_state, and a ping."""
+    """Send requests as a Director does during a deploy: every second a ping, several get_task and sometimes a
+    get_state.
+    """
     number = 0
     while True:
         number += 1
@@ -399,10 +402,10 @@ async def _ask(one: Stand, record: Record) -> None:
 
 
 async def _measure(one: Stand, record: Record) -> None:
-    """Sample the agent's resources, and scrape its metrics."""
+    """Regularly record the agent's size and scrape its metrics."""
     number = 0
     while True:
-        with contextlib.suppress(OSError, KeyError):  # the agent is being restarted
+        with contextlib.suppress(OSError, KeyError):  # This happens while the agent is being restarted.
             if number % record.profile.sampled == 0:
                 record.sizes.append((time.monotonic(), one.size()))
         if number % record.profile.scraped == 0:
@@ -412,7 +415,7 @@ async def _measure(one: Stand, record: Record) -> None:
 
 
 async def _beats(one: Stand, record: Record) -> None:
-    """Record the times of heartbeats, and clear the Health Monitor's list."""
+    """Record the times of heartbeats and discard the messages to the Health Monitor."""
     while True:
         record.beats += [notice.at for notice in one.monitor.of("heartbeat", AGENT)]
         one.monitor.notices.clear()
@@ -433,7 +436,7 @@ async def _sleeper(record: Record) -> None:
 
 
 async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULTS) -> Record:
-    """Run the profile for this time."""
+    """Run the profile for this many seconds."""
     async with stand(command) as one:
         await one.boot()
         await one.deploy(profile.jobs, 5, 4 << 20)
@@ -451,13 +454,13 @@ async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULT
                 watch.cancel()
             ended = await asyncio.gather(*watching, return_exceptions=True)
         record.broken += [repr(end) for end in ended if isinstance(end, Exception)]
-        if not profile.is_load:  # otherwise the last victim may be dead just now
+        if not profile.is_load:  # Under the load profile, the process that was killed last may not be running yet.
             record.broken += await one.witness.broken()
         return record
 
 
 def main() -> int:
-    """Return 0 if all conditions held. The figures go to standard output."""
+    """Run a soak and print its results. Return 0 if no condition was violated."""
     parser = argparse.ArgumentParser(prog="./dev soak", description=__doc__)
     parser.add_argument("seconds", type=float)
     parser.add_argument("--load", action="store_true", help="a load that never pauses instead: 202 services")
