@@ -1,1 +1,1 @@
-"""Values, errors and helpers that every floor uses."""
+"""Values, errors and helpers that all other packages use."""

@@ -1,4 +1,4 @@
-"""Counters that the bus updates and the metrics show."""
+"""Counters that the bus updates and the metrics report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stats(msgspec.Struct):
     denied: int = 0
     """Messages refused by the server for lack of permission, and callers refused by the agent."""
     last_error: str = ""
-    """Why there is no connection, or the last problem on it. "" if there was none."""
+    """Why the bus is not connected, or the last problem of the connection, or "" if there was none."""
 
     @property
     def reconnects(self) -> int:

@@ -1,5 +1,5 @@
-"""Finds mistakes in a configuration file: all members of a wrong type, and unknown keys with the nearest known one.
-Pure.
+"""Finds mistakes in a configuration file: all members of a wrong type, and unknown keys, for each of which the most
+similar known key is suggested. Pure.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import msgspec
 
 
 def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
-    """Yield a text for each member of ``value`` that does not fit ``wanted``, with its JSON path.
+    """Yield a text, with the JSON path, for each member of ``value`` that does not fit ``wanted``.
 
-    ``value`` has the member names of ``wanted``. A type that has a description is named by that.
+    ``value`` uses the member names of ``wanted``. If a type has a description, the text contains the description
+    instead of the type's name.
     """
     origin = typing.get_origin(wanted)
     is_union = origin in (types.UnionType, typing.Union)
@@ -41,7 +42,7 @@ def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 
 
 def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
-    """Yield a text for each key of ``value`` that ``wanted`` lacks, with the nearest known key below ``path``."""
+    """Yield a text for each key of ``value`` that ``wanted`` lacks, with the most similar known key below ``path``."""
     known = {field.encode_name.lower(): field for field in msgspec.structs.fields(wanted)}
     for name, member in value.items() if isinstance(value, dict) else ():
         inner = known.get(name.lower())
@@ -52,7 +53,7 @@ def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``: did you mean WORD?`` with the nearest of the known words, or an empty string.
+    """Return ``: did you mean WORD?`` with the most similar known word, or "" if no known word is similar.
 
     A known word that contains dots is the path of an inner key and is shown as JSON.
     """
@@ -69,8 +70,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def all_keys(wanted: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of all keys, including those of inner objects, such as ``monit.http`` for a key that was written
-    at the top.
+    """Yield the paths of all keys, including those of inner objects. Thus ``http`` at the top level leads to the
+    suggestion ``monit.http``.
     """
     for field in msgspec.structs.fields(wanted):
         yield f"{path}{field.encode_name}"

@@ -1,7 +1,7 @@
-"""Digest strings, which contain several digests of one blob. The strongest is the one that is checked. Pure.
+"""Digest strings, which contain one or more digests of a blob. Only the strongest is checked. Pure.
 
-Grammar, choice and texts are those of bosh-utils (crypto/multiple_digest.go, crypto/digest.go): pieces joined by ``;``,
-each of which is ``algorithm:hex``, or only hex digits for sha1.
+Grammar, choice and error texts are those of bosh-utils (crypto/multiple_digest.go, crypto/digest.go). The digests are
+separated by ``;``, and each is ``algorithm:hex``, or only hex digits for sha1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agent_shim.core.errors import DigestError
 KNOWN: Final = ("sha512", "sha256", "sha1")
 """Supported algorithms, strongest first."""
 
-# Go accepts every decimal digit of Unicode, as ``\d`` does.
+# As in Go, any Unicode decimal digit is accepted.
 _WORD: Final = re.compile(r"[a-zA-Z\d]+")
 
 
@@ -80,7 +80,9 @@ class MultipleDigest(msgspec.Struct, frozen=True):
         raise DigestError(f"Computing digest from stream: Unable to create digest of unknown algorithm '{given[0]}'")
 
     def check(self, hasher: Hasher) -> None:
-        """Compare the digest of ``hasher`` with the one for its algorithm, exactly. Raises ``DigestError``."""
+        """Compare the digest of ``hasher`` with the expected one for the same algorithm. Raises ``DigestError`` if they
+        differ, even in case.
+        """
         actual = Digest(hasher.name, hasher.hexdigest())
         if actual not in self.digests:
             (expected,) = (digest for digest in self.digests if digest.algorithm == hasher.name)

@@ -1,7 +1,7 @@
-"""Exceptions, one class for each kind that is caught.
+"""Exceptions, with one class for each kind of error that some code catches.
 
-Texts read ``cannot X: why`` and name the thing and the place. Texts of the Go agent that a Director compares are kept
-exactly.
+Texts read ``cannot X: why`` and name the object and the place. Texts of the Go agent that a Director compares are
+reproduced exactly.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BusError(ShimError):
 
 
 class CredentialsError(BusError):
-    """Our credentials for a bus are unusable: the certificate, key or CA cannot be read, or the server refuses them."""
+    """Our bus credentials are invalid: the certificate, key or CA cannot be read, or the server refuses them."""
 
 
 class NoAgentError(ShimError):
@@ -79,7 +79,7 @@ class DigestError(ActionError):
 
 
 class ArchiveError(ActionError):
-    """An archive is invalid or hostile. Nothing of it was unpacked."""
+    """An archive is invalid or hostile. No unpacked files remain."""
 
 
 class BlobError(ActionError):
@@ -87,7 +87,7 @@ class BlobError(ActionError):
 
 
 class LastingError(BlobError):
-    """Another attempt would fail too, because the disk of this machine is full or the URL is unusable."""
+    """A retry would fail too, because the disk of this machine is full or the URL is invalid."""
 
 
 class HostError(OSError):
@@ -96,7 +96,9 @@ class HostError(OSError):
 
 @contextmanager
 def errors_as(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert an exception of these kinds, by default ``OSError``, to an ``ActionError`` "WHAT: why"."""
+    """Convert exceptions of the given kinds, by default ``OSError``, to an ``ActionError`` with the text "WHAT:
+    why".
+    """
     wanted = kinds or (OSError,)
     try:
         yield

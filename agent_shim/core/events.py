@@ -8,7 +8,9 @@ from typing import Any
 
 
 async def ended_before(event: asyncio.Event, work: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
-    """Wait for ``work``. Return False if the event is set or the time is over first. Either way ``work`` continues."""
+    """Wait for ``work``. Return False if the event is set or the timeout expires first. In either case ``work``
+    continues.
+    """
     waiting = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({work, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -18,7 +20,7 @@ async def ended_before(event: asyncio.Event, work: asyncio.Future[Any], timeout_
 
 
 async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
-    """Wait for ``work`` or ``stop``. Return False for the latter."""
+    """Wait until ``work`` has finished or ``stop`` is set. Return False if ``stop`` was set first."""
     working = asyncio.ensure_future(work)
     try:
         if is_done := await ended_before(stop, working):

@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 60.0
-"""Maximum pause before a restart, in seconds. Each pause is twice the one before, and a run of this length resets
-it.
+"""Maximum pause before a restart, in seconds. Each pause is twice as long as the previous one. A task that ran for this
+long starts again with the shortest pause.
 """
 FAILURE_PERIOD_S: Final = 60.0
 MAX_FAILURES: Final = 5
-"""Failures within ``FAILURE_PERIOD_S`` above which a vital task raises its error."""
+"""A vital task that fails more often than this within ``FAILURE_PERIOD_S`` raises its error."""
 
 failures: Final[Counter[str]] = Counter()
 """Failures by task since the process started."""

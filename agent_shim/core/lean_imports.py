@@ -1,4 +1,4 @@
-"""Imports libraries without the modules that they need only for features that this program does not use."""
+"""Imports libraries without loading those of their dependencies that only unused features need."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class _StandIn(ModuleType):
-    """Replaces an unused module.
+    """A placeholder for a module that is not used.
 
-    While a library is imported it has an empty class for each name, later the real one.
+    While a library is imported, each attribute is an empty class; afterwards, it is the attribute of the real module.
     """
 
     is_importing = True
@@ -25,10 +25,10 @@ class _StandIn(ModuleType):
 
 
 def preload(module: str, *unused: str) -> None:
-    """Import ``module`` so that its imports of ``unused`` modules take no memory.
+    """Import ``module`` without loading the ``unused`` modules that it imports.
 
-    If importing ``module`` uses more of them than their names, it stays unloaded, and the following import statement
-    loads it completely.
+    If the import fails because it needs more than names from those modules, ``module`` is not loaded, and the caller's
+    import statement then loads it with all dependencies.
     """
     stand_ins = {name: _StandIn(name) for name in unused if name not in sys.modules}
     before = set(sys.modules)

@@ -1,4 +1,4 @@
-"""Logging: one line per fact, as JSON for collectors or text for a terminal, and never a secret.
+"""Logging: one line per record, as JSON for log collectors or as text for a terminal, without secrets.
 
 INFO is a timeline for operators; WARNING needs attention if it repeats; ERROR needs an operator.
 """
@@ -31,7 +31,7 @@ LARGEST: Final = 10_000_000
 """Size at which a log file is rotated. One older file is kept."""
 
 MAX_WAITING_BYTES: Final = 2 * 1024 * 1024
-"""Maximum size of the lines that wait for a reader of stderr."""
+"""Maximum total size of the lines that are buffered until stderr accepts them."""
 FLUSH_TIMEOUT_S: Final = 1.0
 """Timeout for writing the waiting lines at exit."""
 
@@ -42,12 +42,14 @@ _SECRETS: Final = (
     re.compile(r"(?<=://)[^/@\s:]+:[^/@\s]+(?=@)"),
     re.compile(r"(?<=\?)[^\s\"'>]+(?=[\s\"'>]|$)"),
 )
-"""Private keys, ``user:password`` in a URL, and query strings (which contain the signature of signed URLs)."""
+"""Patterns of private keys, ``user:password`` in a URL, and query strings (which contain the signature of signed
+URLs).
+"""
 
 
 def redacted(text: str) -> str:
     """Remove secrets from a text. This is a safety net, because no secret should be logged in the first place."""
-    if "?" in text or "://" in text or "-----BEGIN " in text:  # every secret has one of these, most lines have none
+    if "?" in text or "://" in text or "-----BEGIN " in text:  # for speed, because most lines contain none of these
         for pattern in _SECRETS:
             text = pattern.sub("<redacted>", text)
     return text
@@ -57,7 +59,9 @@ _encode: Final = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def _members(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the additional members of a line, from ``logger.info(text, extra={"members": {…}})``."""
+    """Return the additional JSON members of a line, which are given as ``logger.info(text, extra={"members":
+    {…}})``.
+    """
     members: dict[str, Any] = getattr(record, "members", {})
     return {name: redacted(value) if isinstance(value, str) else value for name, value in members.items()}
 
@@ -65,7 +69,7 @@ def _members(record: logging.LogRecord) -> dict[str, Any]:
 def _trace(error: BaseException | None) -> str:
     """Describe an error and its causes by location.
 
-    Only our own errors keep their text, because any other may contain a secret.
+    Only our own errors are logged with their text, because any other text may contain a secret.
     """
     parts: list[str] = []
     known: set[int] = set()
@@ -114,7 +118,8 @@ class JsonLines(logging.Formatter):
 
 
 class _File(logging.handlers.RotatingFileHandler):
-    """A file that follows no link. A large one is renamed and kept for a while.
+    """A log file, which is never opened through a link. A large file is rotated: it is renamed and replaces the
+    previous old file.
 
     Failed writes (full disk, missing directory) are ignored, because the line goes to standard error too.
     """
@@ -130,8 +135,8 @@ class _File(logging.handlers.RotatingFileHandler):
 class _Stderr(logging.Handler):
     """Standard error, whose reader may be slow. Lines that cannot be written at once are written later by a thread.
 
-    The descriptor may be shared, so it stays blocking, and data is written only once the kernel reports space for
-    ``PIPE_BUF`` bytes. Lines beyond ``MAX_WAITING_BYTES`` are dropped and counted.
+    The descriptor may be shared with other processes, so it must stay in blocking mode, and data is written only when
+    the kernel reports space for ``PIPE_BUF`` bytes. Lines beyond ``MAX_WAITING_BYTES`` are dropped and counted.
     """
 
     def __init__(self) -> None:
@@ -170,7 +175,7 @@ class _Stderr(logging.Handler):
                 self._waiting.clear()
 
     def _write_later(self) -> None:
-        """Write whenever the reader makes room, until no lines are waiting."""
+        """Write whenever the pipe has space, until no lines are left."""
         while self._has_thread:
             self._has_room(None)
             self.acquire()
@@ -190,7 +195,7 @@ class _Stderr(logging.Handler):
 
 
 def is_json(form: str) -> bool:
-    """Return True for JSON lines. Without a ``form`` a terminal gets text, and anything else JSON."""
+    """Return True if lines are to be JSON. If ``form`` is "", a terminal gets text, and anything else JSON."""
     return form == "json" or (form != "text" and not sys.stderr.isatty())
 
 

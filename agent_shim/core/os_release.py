@@ -9,8 +9,8 @@ from collections.abc import Iterator
 def operating_system(text: str) -> str:
     """Return a name such as ``ubuntu-noble`` from the content of os-release. Raises ``ValueError``.
 
-    This cannot be read from the file ``operating_system`` of stemcells, which always contains ``ubuntu``, here even on
-    Debian, because it is passed to the Go agent as option ``-P``, and that agent does not know Debian.
+    The stemcell file ``operating_system`` cannot be used for this. It contains ``ubuntu`` even on Debian, because it is
+    passed to the Go agent as option ``-P``, and that agent does not support Debian.
     """
     members = dict(_assigned(text))
     for name in ("ID", "VERSION_CODENAME"):

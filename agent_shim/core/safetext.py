@@ -1,8 +1,9 @@
-"""Escaping of untrusted text for a terminal, a log line, JSON or a metric label.
+"""Escapes untrusted text for a terminal, a log line, JSON or a metric label.
 
 Jobs control log lines, the last output of processes, file and process names, and titles. In these, an escape sequence
 could control the reader's terminal, a line break could forge a line, a bidirectional override could disguise text, and
-a lone surrogate (a byte of invalid UTF-8) could not be encoded. Each such character is replaced by its number.
+a lone surrogate (a byte of invalid UTF-8) could not be encoded. Each such character is replaced by an escape sequence
+with its code point.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def line(text: str) -> str:
 
 
 def lines(text: str) -> str:
-    """Escape a text of several lines. Line breaks and tabs stay."""
+    """Escape a text of several lines. Line breaks and tabs are preserved."""
     return text if text.isprintable() else _escaped(text, "\n\t")
 
 
@@ -38,7 +39,7 @@ def label(text: str) -> str:
 
 
 def value(found: Any) -> Any:
-    """Escape every text in a JSON value, including keys, so that an agent's answer can be shown."""
+    """Escape every string in a JSON value, including keys, so that an agent's answer can be displayed safely."""
     match found:
         case str():
             return line(found)

@@ -29,7 +29,7 @@ CPI_SETTINGS: Final = (
 )
 """Settings files of container CPIs. Every CPI except that for Kubernetes writes the first."""
 MAX_MISTAKES: Final = 20
-"""Maximum number of mistakes listed in the error of a document."""
+"""Maximum number of mistakes that an error lists for one document."""
 _PORT: Final = "(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 LISTENER: Final = rf"\A(?:off|(?P<host>.+):(?P<port>{_PORT}))\Z"
 Listener = Annotated[str, msgspec.Meta(pattern=LISTENER, description="ADDR:PORT or off")]
@@ -59,7 +59,7 @@ class Infrastructure(msgspec.Struct, frozen=True, rename="pascal"):
 
 
 class SshOptions(msgspec.Struct, frozen=True):
-    """The ssh server that the agent starts if none is running."""
+    """Options of the ssh server that the agent starts if none is running."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 22
 
@@ -123,7 +123,8 @@ class AgentConfig(msgspec.Struct, frozen=True):
     shim: ShimOptions = msgspec.field(default=ShimOptions(), name="AgentShim")
 
     def settings_files(self, paths: Paths) -> list[Path]:
-        """Return the possible settings files in order, each as a path in the tree of ``paths``.
+        """Return the possible settings files in the order in which they are tried, each as a path in the tree of
+        ``paths``.
 
         Files named in agent.json are used alone, unless a container CPI writes one of them. In that case the files of
         all container CPIs follow, because an official stemcell names only the first. They are also used if no file is
@@ -137,7 +138,7 @@ class AgentConfig(msgspec.Struct, frozen=True):
 
 
 _OF_THE_GO_AGENT: Final = frozenset({"platform", "infrastructure"})
-"""Members of agent.json (its ``app/config.go``), in lower case."""
+"""Members of agent.json that belong to the Go agent (its ``app/config.go``), in lower case."""
 
 
 def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -> AgentConfig:
@@ -179,8 +180,8 @@ class Blobstore(msgspec.Struct, frozen=True):
     provider: str = "dummy"
     options: dict[str, Any] = {}
     proxies: Internal[dict[str, str]] = {}
-    """``http_proxy`` and related variables for its connections, which come from another part of the settings
-    (``Env``).
+    """``http_proxy`` and related variables for connections to the blobstore. They come from another part of the
+    settings (``Env``).
     """
 
 
@@ -226,7 +227,7 @@ class BoshEnv(msgspec.Struct, frozen=True):
     remove_dev_tools: bool = False
     remove_static_libraries: bool = False
     swap_size: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """MB."""
+    """Size of the swap space in MB."""
     password: str = ""
     keep_root_password: bool = False
     authorized_keys: list[str] = []
@@ -306,8 +307,8 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     trusted_certs: str = ""
 
     def merged(self, news: UpdateSettings) -> UpdateSettings:
-        """Return the result of another update. Certificates and associations are always replaced, bus and blobstores
-        only if given.
+        """Return the result of another update. Trusted certificates and disk associations are always replaced, the bus
+        and blobstores only if the update has them.
         """
         return UpdateSettings(
             blobstores=self.blobstores if news.blobstores is None else news.blobstores,
@@ -378,7 +379,7 @@ def require_bus(found: Effective, origin: str) -> None:
 
 def _is_bus(url: str) -> bool:
     parts = bus_address(url)
-    # An https address without a host means that the agent itself listens on all its addresses.
+    # An https address may lack a host, because then the agent itself listens on all addresses.
     return parts.scheme == "https" or (parts.scheme == "nats" and bool(parts.hostname))
 
 
@@ -452,7 +453,9 @@ class Effective(msgspec.Struct, frozen=True):
 
     @property
     def name_servers(self) -> list[str]:
-        """Name servers of the default network for DNS, otherwise of the only network (settings/settings.go)."""
+        """Name servers of the network that is the default for DNS or, without one, of the only network
+        (settings/settings.go).
+        """
         networks = [network for network in self.source.networks.values() if network.type != "vip"]
         if len(networks) > 1:
             networks = [network for network in networks if "dns" in network.default]

@@ -1,4 +1,4 @@
-"""The apply spec: what the Director wants on this instance, and the form in which it is stored and reported. Pure.
+"""The apply spec: the instance state that the Director wants, in the form in which it is stored and reported. Pure.
 
 Only the members that the Go agent knows are stored (agent/applier/applyspec/v1_apply_spec.go), because the Director
 reads the stored form in ``get_state``. ``networks`` and ``resource_pool`` are stored exactly as received.

@@ -1,7 +1,7 @@
 """Decodes requests from bytes and encodes replies to bytes. Pure.
 
-Formats and limits are the Go agent's (handler/request.go, handler/perform_handler_with_json.go). Null values and the
-case of member names are treated as leniently as by Go's encoding/json, because callers may rely on that.
+Formats and limits are those of the Go agent (handler/request.go, handler/perform_handler_with_json.go). Null values and
+the case of member names are treated as leniently as by Go's encoding/json, because callers may rely on that.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ T = TypeVar("T")
 Lenient = Annotated[T, msgspec.Meta(extra={"lenient": True})]
 """A member unknown to the Go agent: a value of a wrong type is ignored, as Go ignores the whole member."""
 Internal = Annotated[T, msgspec.Meta(extra={"internal": True})]
-"""A member that documents cannot set."""
+"""A member that is ignored in documents, because only the agent sets it."""
 DigestText = Annotated[str, msgspec.Meta(extra={"digest": True})]
-"""A digest string. Text without a digest counts as a wrong type. As in the Go agent, null means the digest ``null``."""
+"""A digest string. A text without a valid digest is treated as a value of a wrong type. As in the Go agent, null means
+the digest ``null``.
+"""
 INT64: Final = msgspec.Meta(ge=-(2**63), le=2**63 - 1)
 UINT64: Final = msgspec.Meta(ge=0, extra={"most": 2**64 - 1})
-"""Ranges of Go's integers. msgspec itself compares only with signed 64-bit numbers."""
+"""The range of Go's uint64. The maximum is in ``extra`` because msgspec's own limits are signed 64-bit numbers."""
 
 MAX_REPLY_BYTES: Final = 1024 * 1024
-"""Maximum size of a reply over NATS. A longer one is cut or replaced (mbus/nats_handler.go)."""
+"""Maximum size of a reply over NATS. A longer reply is truncated or replaced (mbus/nats_handler.go)."""
 
 TRUNCATED: Final = "\n...[truncated]...\n"
 TOO_LONG: Final = "Response exceeded maximum allowed length"
@@ -66,8 +68,8 @@ def decode_request(data: bytes) -> Request:
 MAX_DEPTH: Final = 400
 """Maximum nesting of a document. A Director's have at most 100 levels (``max_nesting`` of Ruby's JSON)."""
 _BEFORE_VALUES: Final = b"[{,"
-"""Characters that precede a value. A document contains at most one value more than it contains these, even counting
-those in texts.
+"""Characters that precede a value. Counting them gives an upper bound for the number of values (plus one), even though
+those within strings are counted too.
 """
 
 _ESCAPE: Final = r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|(?s:.))"
@@ -75,15 +77,15 @@ _ESCAPE: Final = r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}
 and other escapes are matched only up to their second character.
 """
 _DECODER: Final = msgspec.json.Decoder(float_hook=float)
-"""Floats are parsed by Python, which reads exponents twenty times faster than msgspec. A megabyte of ``1e308`` would
-take 1.7 s.
+"""A decoder that lets Python parse floats, because Python reads exponents twenty times faster than msgspec, which needs
+1.7 s for a megabyte of ``1e308``.
 """
 _MAX_INTEGER_DIGITS: Final = 100
-"""Maximum number of digits. Python refuses to read very long integers, and no number in the protocol is that long."""
+"""Maximum number of digits of an integer. Python refuses to read very long integers, and the protocol has none."""
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Read a document of one type. Raises ``msgspec.DecodeError``, also if it is nested too deeply or is not UTF-8."""
+    """Decode a document of one type. Raises ``msgspec.DecodeError``, even if it is nested too deeply or not UTF-8."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (RecursionError, ValueError) as exc:
@@ -91,7 +93,7 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
 
 
 def decode_json(data: bytes) -> Any:
-    """Read a document that encoding/json of Go reads. Raises ``ValueError``.
+    """Decode any document that Go's encoding/json accepts. Raises ``ValueError``.
 
     As in Go, each invalid UTF-8 byte and each lone surrogate becomes U+FFFD, and numbers may have any size.
     """
@@ -111,7 +113,7 @@ def decode_json(data: bytes) -> Any:
 
 
 VALUE_BYTES: Final = 100
-"""Approximate memory of a small decoded value. An empty list takes 64 bytes, and a member of an object 200."""
+"""Approximate memory of a small decoded value. An empty list takes 64 bytes, and an object member 200."""
 
 
 def weight(data: bytes) -> int:
@@ -188,7 +190,7 @@ def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
     ``convert``.
     """
     if "digest" in _extra(wanted):
-        # This is the text that Go's ``MultipleDigest.UnmarshalJSON`` parses: JSON of any type, without the quotes.
+        # Go's ``MultipleDigest.UnmarshalJSON`` parses the JSON text of any value, without the quotes.
         text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
         try:
             MultipleDigest.parse(text)
@@ -220,7 +222,7 @@ def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
 
 
 def _members(value: dict[str, Any], wanted: type[msgspec.Struct], ignored: list[str]) -> dict[str, Any]:
-    """Return the members of ``value`` under their names in ``wanted``. If a name occurs in two spellings, the last
+    """Return the members of ``value`` under their names in ``wanted``. If a name occurs in two spellings, the last one
     counts.
     """
     fields = _fields(wanted)

@@ -1,5 +1,5 @@
-"""Finds certificates in a PEM text, and their validity. Parses only as much DER (X.690, RFC 5280) as is needed to find
-the two times.
+"""Finds certificates in a PEM text, and the start and end of their validity. Parses only as much DER (X.690, RFC 5280)
+as that needs.
 
 Nothing is verified here.
 """
@@ -26,8 +26,8 @@ class Validity(NamedTuple):
 
 
 def blocks(pem: str) -> Iterator[str]:
-    """Yield each certificate block of ``pem``, valid or not, in linear time. A block without an end does not hide other
-    blocks.
+    """Yield each certificate block of ``pem``, valid or not, in linear time. A block whose end line is missing does not
+    swallow the following blocks.
     """
     end = 0
     while (begin := pem.find(_BEGIN, end)) >= 0 and (end := pem.find(_END, begin)) >= 0:
@@ -73,7 +73,9 @@ def _of_block(block: str) -> Validity:
 
 
 def _validity(certificate: bytes) -> Validity:
-    """Certificate { tbsCertificate { [0] version, serial, algorithm, issuer, validity { begin, end }, … } … }."""
+    """Read the validity from the DER structure Certificate { tbsCertificate { [0] version, serial, algorithm, issuer,
+    validity { begin, end }, … } … }.
+    """
     whole, _ = _inside(certificate, 0, _SEQUENCE)
     signed, _ = _inside(whole, 0, _SEQUENCE)
     at = 0
@@ -101,7 +103,7 @@ def _inside(data: bytes, at: int, wanted: int | None = None) -> tuple[bytes, int
 
 
 def _seconds(tag: int, stamp: bytes) -> int:
-    """``YYMMDDhhmmssZ`` (1950 to 2049) or ``YYYYMMDDhhmmssZ`` as seconds since 1970."""
+    """Convert ``YYMMDDhhmmssZ`` (1950 to 2049) or ``YYYYMMDDhhmmssZ`` to seconds since 1970."""
     text = stamp.decode("ascii")
     if tag not in (_UTC_TIME, _GENERALIZED_TIME) or not text.endswith("Z"):
         raise ValueError("the certificate has no validity")
