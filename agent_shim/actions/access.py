@@ -38,7 +38,9 @@ async def ssh(agent: Agent, command: str, params: SshParams) -> dict[str, str]:
 
 
 def default_ip(settings: Effective) -> str:
-    """Return the address of a default network or, without one, of any network (settings/settings.go, DefaultIP)."""
+    """Return the address of a default network. If there is no default network, return that of any network
+    (settings/settings.go, DefaultIP).
+    """
     networks = sorted(settings.source.networks.values(), key=lambda known: not known.default)
     for known in networks:
         if known.ip:

@@ -26,14 +26,14 @@ from agent_shim.supervisor.supervisor import Supervisor
 
 
 class EdgeCallbacks(msgspec.Struct, frozen=True):
-    """Callbacks through which actions reach the edges above them."""
+    """Callbacks through which actions reach ``edges``, which they cannot import."""
 
     announce_shutdown: Callable[[], Awaitable[None]]
     """Announce an intended shutdown to the Health Monitor."""
     reconnect: Callable[[Mbus], Awaitable[None]]
-    """Switch to other bus addresses or credentials. Raises ``ActionError`` if they are unusable."""
+    """Switch to other bus addresses or credentials. Raises ``ActionError`` if the bus cannot be reached with them."""
     shut_down: Callable[[], None]
-    """Stay idle from now on, because the Director has given up this instance."""
+    """Stay idle from now on, because the Director has shut this instance down."""
 
 
 class Agent(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ class Upload(msgspec.Struct, frozen=True):
 
 @action("upload_blob", Mode.TASK)
 async def upload_blob(agent: Agent, upload: Upload) -> str:
-    """Store a blob for a coming ``prepare`` or ``apply`` (agent/action/upload_blob.go)."""
+    """Store a blob for a later ``prepare`` or ``apply`` (agent/action/upload_blob.go)."""
     with errors_as("illegal base64 data", ValueError):
         content = base64.b64decode(upload.payload.replace("\n", "").replace("\r", ""), validate=True)
     await agent.bundles.keep_blob(upload.blob_id, upload.checksum, content)

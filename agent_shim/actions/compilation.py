@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class Compilation(msgspec.Struct, frozen=True):
-    """Compiles packages from ``store`` and uploads the results to it. ``in_use`` are packages of jobs, which stay
-    active.
+    """Compiles packages from ``store`` and uploads the results to it. ``in_use`` are the packages that jobs use; they
+    stay active.
     """
 
     bundles: Bundles
@@ -28,13 +28,14 @@ class Compilation(msgspec.Struct, frozen=True):
     store: Blobstore
     in_use: Sequence[Bundle] = ()
     parallel: int = 1
-    """Number of concurrent downloads of dependencies."""
+    """Maximum number of concurrent downloads of dependencies."""
 
     async def compile(self, package: Package, dependencies: Sequence[Bundle], report: Callable[[str], None]) -> Done:
-        """Compile with exactly ``dependencies``, the package itself and ``in_use`` in ``packages``.
+        """Compile a package while ``packages`` contains only ``dependencies``, the package itself and the packages
+        ``in_use``.
 
-        Packaging scripts read ``packages/golang-*`` and would silently use any other version there. The Go agent
-        removes the packages of jobs, too. ``report`` receives each step. Returns the blob id and its digests. Raises
+        Packaging scripts read ``packages/golang-*`` and would silently use any other version there. The Go agent also
+        removes packages that jobs use. ``report`` receives each step. Returns the blob id and its digests. Raises
         ``ActionError``. Call :meth:`clean` afterwards.
         """
         target = Bundle("package", package.name, package.version)
@@ -47,7 +48,9 @@ class Compilation(msgspec.Struct, frozen=True):
         return await self.compiler.compile(package, await self.bundles.create(target), self.store, report)
 
     async def clean(self) -> None:
-        """Free the disk space. A failure does not affect the package, and the next compilation reports it."""
+        """Free the disk space. A failure is ignored, because it does not affect the package, and the next compilation
+        would report it.
+        """
         for remove in (self.compiler.clean, self._activate):
             try:
                 await remove()

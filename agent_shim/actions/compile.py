@@ -37,7 +37,9 @@ class Dependency(msgspec.Struct, frozen=True):
 
 
 class Signed(msgspec.Struct, frozen=True):
-    """Argument of ``compile_package_with_signed_url``. The headers apply to source and result."""
+    """Argument of ``compile_package_with_signed_url``. The headers are used for downloading the source and for
+    uploading the result.
+    """
 
     package_get_signed_url: str = ""
     upload_signed_url: str = ""

@@ -38,7 +38,8 @@ async def unmount_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 @action("migrate_disk", Mode.TASK)
 async def migrate_disk(agent: Agent, old: Any = "", new: Any = "") -> dict[str, str]:
-    """Copy the disk on the store to the one on the migration target and swap them. The CLI names neither.
+    """Copy the disk mounted on the store to the one mounted on the migration target, and swap them. The CLI names
+    neither disk.
 
     The Go agent takes no arguments here, so an argument that is not a cid counts as absent.
     """
@@ -58,7 +59,7 @@ async def add_persistent_disk(agent: Agent, cid: str, hint: Any) -> dict[str, st
 
 @action("remove_persistent_disk", Mode.TASK)
 async def remove_persistent_disk(agent: Agent, cid: str) -> dict[str, str]:
-    """Delete the hint for a disk. A mounted disk stays mounted."""
+    """Delete the hint for a disk. If the disk is mounted, it stays mounted."""
     await _refresh(agent)
     with errors_as("Removing persistent disk hints", ShimError, OSError):
         await agent.disks.remove(cid)
@@ -67,7 +68,9 @@ async def remove_persistent_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 @action("add_dynamic_disk", Mode.TASK)
 async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
-    """Create a link to a disk, named after its cid, for jobs. The Director repeats this for attached disks."""
+    """Create a link for jobs to a disk, named after the disk's cid. The Director repeats this call for attached
+    disks.
+    """
     await _refresh(agent)
     with errors_as("Setting up dynamic disk", ShimError, OSError):
         await agent.disks.add_dynamic(cid, hint)
@@ -76,7 +79,7 @@ async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
 
 @action("remove_dynamic_disk", Mode.NOW)
 async def remove_dynamic_disk(agent: Agent, cid: str) -> dict[str, str]:
-    """Remove the link. Errors have the text of the add action, as in the Go agent."""
+    """Remove a disk's link. Errors have the text of the add action, as in the Go agent."""
     with errors_as("Setting up dynamic disk", ShimError, OSError):
         await agent.disks.remove_dynamic(cid)
     return {}

@@ -1,8 +1,8 @@
 """Dispatches requests to actions and builds the replies.
 
-Texts, argument binding and the choice between an answer and a task id are those of the Go agent
-(agent/action_dispatcher.go, agent/action/runner.go). A broad exception handler ensures that no
-request ends the process.
+Texts, argument binding and the choice between an immediate answer and a task id are those of the Go agent
+(agent/action_dispatcher.go, agent/action/runner.go). A broad exception handler ensures that no request ends the
+process.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Action(msgspec.Struct, frozen=True):
     def bind(self, arguments: Any) -> dict[str, Any]:
         """Convert positional JSON arguments to named ones of the declared types.
 
-        Surplus arguments are ignored, as in Go. If the last parameter is optional, which corresponds to a variadic one
-        in Go, they must have its type.
+        Surplus arguments are ignored, as in Go. If the last parameter is optional, which corresponds to a variadic
+        parameter in Go, surplus arguments must have its type.
         """
         if arguments is None:
             arguments = []
@@ -96,8 +96,8 @@ def action(
 ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
     """Register a coroutine function as the action ``method``.
 
-    Its first parameter is the ``Agent``. Parameters of type ``ProtocolVersion`` and ``asyncio.Event`` (set on
-    cancellation of the task) are injected. All others are the arguments on the wire, in order.
+    The function's first parameter is the ``Agent``. Parameters of type ``ProtocolVersion`` and ``asyncio.Event`` (set
+    when the task is cancelled) are injected. All others are the arguments of the request, in order.
     """
 
     def register(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -134,7 +134,7 @@ class Dispatcher:
         self._tasks = tasks
         self._on_done = on_done
         self.refusing = ""
-        """Reason to refuse actions that change the instance. Empty while they are accepted."""
+        """Why actions that change the instance are refused, or "" while they are accepted."""
 
     async def handle(self, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> tuple[str, bytes] | None:
         """Answer a request. Return the reply subject and the reply, or None for an unreadable request."""
@@ -227,7 +227,7 @@ def write_audit(
 ) -> None:
     """Write an audit line. ``result`` is done, failed, accepted (as a task) or dropped (unreadable).
 
-    Texts are truncated, because they are untrusted.
+    Texts are truncated, because callers control their length.
     """
     seconds = round(time.monotonic() - begun_at, 6)
     members: dict[str, Any] = {"method": method[:100], "result": result, "seconds": seconds}

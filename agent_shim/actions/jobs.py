@@ -28,7 +28,7 @@ ADDRESS: Final = ("ip", "netmask", "gateway")
 
 @action("prepare", Mode.TASK)
 async def prepare(agent: Agent, wanted: ApplySpec) -> str:
-    """Download and unpack the bundles of a coming ``apply`` without enabling them (agent/action/prepare.go)."""
+    """Download and unpack the bundles for a later ``apply`` without enabling them (agent/action/prepare.go)."""
     with errors_as("Preparing apply spec", ShimError):
         await _install(agent, wanted)
     return "prepared"
@@ -39,7 +39,7 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
     """Make ``wanted`` the state of this instance (agent/action/apply.go).
 
     Downloads, verifies and unpacks all bundles before it changes anything that runs. A spec without a configuration
-    hash is only stored, because the Director sends one to mark a fresh instance.
+    hash is only stored, because the Director sends such a spec to initialize a new instance.
     """
     for package in wanted.packages.values():
         if not package.sha1:  # the Go agent fails only later, when it stores the spec after installing everything
@@ -48,7 +48,7 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
 
 
 async def deploy(agent: Agent, wanted: ApplySpec) -> str:
-    """Apply a spec. Packages that are already installed, as they are without a Director, need no digest."""
+    """Apply a spec. Packages need no digest if they are already installed, as is the case without a Director."""
     settings = agent.settings.current
     networks = _resolved(settings, agent.spec.current.networks, wanted.networks)
     wanted = msgspec.structs.replace(wanted, networks=networks)
@@ -59,7 +59,8 @@ async def deploy(agent: Agent, wanted: ApplySpec) -> str:
             await agent.bundles.activate(jobs, packages)
     await agent.spec.save(wanted)
     await asyncio.to_thread(agent.spec.write_instance_files)
-    # Without a saved state, an agent in a new container would assume that the jobs had been running, and start them.
+    # Save the supervisor's state, because without it, an agent in a new container would assume that the jobs had been
+    # running, and start them.
     with errors_as("Applying", HostError):
         await agent.supervisor.saved()
     return "applied"
@@ -114,7 +115,8 @@ def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[s
 
 
 def missing_files(agent: Agent) -> str:
-    """Describe files of the spec's jobs that have been lost since the apply, for example from a directory in memory.
+    """Describe files of the spec's jobs that have been lost since the apply, for example because a directory was in
+    memory.
 
     Return "" if none are missing.
     """
@@ -140,7 +142,8 @@ async def start(agent: Agent) -> str:
     await agent.supervisor.configure(job_files)
     with errors_as("Starting Monitored Services", HostError):
         await agent.supervisor.start()
-    # The Director's start also completes what a recovery waited for, such as pre-start.
+    # The Director starts jobs only after their pre-start scripts have run. Record this, and start what a recovery held
+    # back.
     await agent.state_backup.prepared()
     agent.supervisor.end_hold()
     await record_health(agent)
@@ -155,7 +158,8 @@ async def _monit_files(agent: Agent) -> list[JobFile]:
 def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
     """Read ``monit`` and ``*.monit`` of each job, in the order of the spec (applier/jobs/rendered_job_applier.go).
 
-    Reads just beyond the limits on size and number, so that ``plan`` refuses the job.
+    Slightly more than the limits on size and number is read, so that ``plan`` can detect and refuse a job that exceeds
+    them.
     """
     found = []
     for job in names:

@@ -34,7 +34,7 @@ async def fetch_logs(agent: Agent, log_types: str, filters: list[str]) -> dict[s
 
 @action("fetch_logs_with_signed_url", Mode.TASK)
 async def fetch_logs_with_signed_url(agent: Agent, request: Signed) -> dict[str, str]:
-    """Upload a log archive to a URL, whose blob id only the Director knows
+    """Upload a log archive to a signed URL. Only the Director knows the blob id
     (agent/action/fetch_logs_with_signed_url.go).
     """
     store, url, headers = agent.settings.current.blobstore, request.signed_url, request.blobstore_headers

@@ -1,4 +1,4 @@
-"""Runs scripts of jobs: lifecycle scripts, drain, errands."""
+"""Runs job scripts: lifecycle scripts, drain, errands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ async def run_script(agent: Agent, name: str, options: ScriptOptions) -> dict[st
 
 @action("drain", Mode.TASK)
 async def drain(agent: Agent, cancelled: asyncio.Event, kind: str, wanted: ApplySpec | None = None) -> int:
-    """Drain the jobs. Always returns 0, because the agent waits itself (agent/action/drain.go)."""
+    """Drain the jobs. Always returns 0, because the agent itself waits until the jobs have drained
+    (agent/action/drain.go).
+    """
     current = agent.spec.current
     arguments = drain_arguments(kind, current, wanted)
     if kind == "shutdown":
@@ -43,7 +45,8 @@ async def drain(agent: Agent, cancelled: asyncio.Event, kind: str, wanted: Apply
 
 @action("run_errand", Mode.TASK)
 async def run_errand(agent: Agent, cancelled: asyncio.Event, name: str | None = None) -> dict[str, Any]:
-    """Run ``bin/run`` of a job. A non-zero exit is a result, not a failure (agent/action/run_errand.go).
+    """Run ``bin/run`` of a job. A non-zero exit code is part of the result and does not make the action fail
+    (agent/action/run_errand.go).
 
     Without a name, run the first job of the instance group, named by ``job.template``.
     """

@@ -29,7 +29,7 @@ async def info(agent: Agent) -> dict[str, int]:  # noqa: ARG001
 
 @action("get_task", Mode.NOW)
 async def get_task(agent: Agent, task_id: str) -> Any:
-    """Return the bare result of a task, or its running state. May be repeated (agent/action/get_task.go)."""
+    """Return the result of a task, or its state while it runs. The call may be repeated (agent/action/get_task.go)."""
     task = await agent.tasks.poll(task_id)
     if task.state == "running":
         return {"agent_task_id": task.id, "state": "running"}
@@ -49,8 +49,8 @@ async def cancel_task(agent: Agent, task_id: str) -> str:
 async def get_state(agent: Agent, detail: str = "") -> dict[str, Any]:
     """Return the stored spec with the live state. ``full`` adds vitals (agent/action/get_state.go).
 
-    ``networks`` are those stored by the last ``apply``, never resolved again: the Director recreates an instance that
-    reports a difference (bosh-director deployment_plan/instance_plan.rb).
+    ``networks`` are those stored by the last ``apply``. They are never resolved again, because the Director recreates
+    an instance that reports different networks (bosh-director deployment_plan/instance_plan.rb).
     """
     settings = agent.settings.current
     state = agent.spec.current.members()
@@ -65,7 +65,9 @@ async def get_state(agent: Agent, detail: str = "") -> dict[str, Any]:
 
 
 def _process_entry(process: Any) -> dict[str, Any]:
-    """Build a process entry. Omits zeros where Go does (jobsupervisor/job_supervisor_interface.go)."""
+    """Return the entry of a process. Zeros are omitted where Go omits them
+    (jobsupervisor/job_supervisor_interface.go).
+    """
     uptime = {"secs": process.uptime_secs} if process.uptime_secs > 0 else {}
     memory: dict[str, Any] = {"kb": process.mem_kb} if process.mem_kb > 0 else {}
     return {
@@ -91,13 +93,15 @@ async def record_health(agent: Agent) -> None:
 async def update_settings(agent: Agent, news: UpdateSettings) -> str:
     """Apply new credentials, blobstores and trusted certificates without a restart (agent/action/update_settings.go).
 
-    New bus credentials are stored once a connection made with them works. Refused ones change nothing.
+    New bus credentials are stored only after a connection with them has succeeded. If they are refused, nothing
+    changes.
     """
     with errors_as("Reloading settings", SettingsError):
         await agent.settings.refreshed()
     await agent.disks.associate(news.disk_associations)
     before, after = agent.settings.current, agent.settings.merged(news)
-    # Credentials in the request take precedence over the settings, and are refused if unusable.
+    # Credentials in the request take precedence over the settings. If no connection with them succeeds, the request is
+    # refused.
     wanted = after.asked_mbus if news.mbus.cert.ca else after.mbus
     if wanted != before.mbus:
         await agent.edges.reconnect(wanted)
@@ -108,6 +112,6 @@ async def update_settings(agent: Agent, news: UpdateSettings) -> str:
 
 @action("shutdown", Mode.NOW)
 async def shutdown(agent: Agent) -> str:
-    """Stop all jobs and stay idle, because a container cannot be powered off from inside (agent/action/shutdown.go)."""
+    """Stop all jobs and stay idle, because a container cannot power itself off (agent/action/shutdown.go)."""
     agent.edges.shut_down()
     return ""

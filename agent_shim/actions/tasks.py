@@ -1,8 +1,8 @@
-"""Long actions with an id: a sequential queue and a record of their outcomes.
+"""Tasks, which are long actions with an id: the queue that runs them sequentially, and their outcomes.
 
-Ids, states and texts are those of the Go agent (agent/task, agent/action/get_task.go, cancel_task.go). Differences: the
-queue never blocks the bus; results are bounded by number, size and age; ``get_task`` may be held until the task ends;
-cancelling a queued task ends it immediately.
+Ids, states and texts are those of the Go agent (agent/task, agent/action/get_task.go, cancel_task.go). There are four
+differences: the queue never blocks the bus; the number, size and age of stored results are limited; the reply to
+``get_task`` may be delayed until the task ends; cancelling a queued task ends it immediately.
 """
 
 from __future__ import annotations
@@ -32,23 +32,28 @@ second.
 """
 
 MAX_HELD: Final = 100
-"""Maximum number of polls held at the same time. Further ones are answered at once, because each takes 6 KB and the bus
-accepts thousands of requests.
+"""Maximum number of polls whose replies are delayed at the same time. Further polls are answered at once, because each
+delayed one takes 6 KB and the bus accepts thousands of requests.
 """
 
 MAX_OUTCOME_BYTES: Final = 16 * 1024 * 1024
-"""Maximum total size of remembered outcomes as JSON. The newest is always kept; that of an errand has up to 1 MiB."""
+"""Maximum total size of stored outcomes as JSON. The newest outcome is always kept. An errand's outcome has up to 1
+MiB.
+"""
 MAX_WAITING: Final = 10_000
 MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
-"""Limits on queued tasks: their number, and the size of their arguments in memory. Further requests are refused."""
+"""Limits on queued tasks: their number, and the size of their arguments in memory. Requests beyond the limits are
+refused.
+"""
 MAX_JOURNAL_BYTES: Final = files.MAX_FILE_BYTES // 2
-"""Maximum size of the requests of stored tasks, because a larger journal could not be read back."""
+"""Maximum total size of the requests in the journal, because a larger journal could not be read back."""
 
 TaskWork = Callable[[], Awaitable[Any]]
 
 
 class Task(msgspec.Struct):
-    """One long action. ``state`` is running (also while queued), done or failed. Replies contain only running.
+    """One long action. ``state`` is running (also while queued), done or failed. Of these, only running appears in
+    replies.
 
     Arguments are not kept, because some are large or secret.
     """
@@ -57,10 +62,10 @@ class Task(msgspec.Struct):
     method: str
     cancelled: asyncio.Event | None
     is_resumed: bool = False
-    """An earlier agent has accepted the task, and may have begun it."""
+    """True if an earlier agent process accepted the task, which may have begun it."""
     state: str = "running"
     size: int = 0
-    """Size of its arguments in memory, in bytes, until it ends."""
+    """Size of the task's arguments in memory, in bytes, until the task ends."""
     progress: str = ""
     """Current step, for operators."""
     outcome: Any = None
@@ -73,7 +78,7 @@ class Task(msgspec.Struct):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Limits for finished tasks, which are kept because Director and CLI repeat a poll after a lost reply."""
+    """Limits for finished tasks. They are kept because the Director and the CLI repeat a poll after a lost reply."""
 
     number: int = 1000
     size: int = MAX_OUTCOME_BYTES
@@ -117,7 +122,7 @@ class Tasks:
         task_id: str = "",
         size: int = 0,
     ) -> Task:
-        """Queue ``work`` and return its task, which can be cancelled by setting ``cancelled`` if that is given.
+        """Queue ``work`` and return its task. If ``cancelled`` is given, cancelling the task sets it.
 
         ``size`` is the memory that the stored request takes, approximately (``wire.weight``).
         Raises ``ActionError`` if the queue is full.
@@ -135,7 +140,7 @@ class Tasks:
             raise ActionError(f"cannot queue {method}: {waiting} tasks wait already, repeat it after their end")
 
     async def submit_persistent(self, method: str, work: TaskWork, request: bytes) -> Task:
-        """Queue a task that survives a restart of the agent under the same id (tasks.json).
+        """Queue a task that survives a restart of the agent and keeps its id (tasks.json).
 
         Raises ``ActionError`` if the queue is full.
         """
@@ -148,10 +153,11 @@ class Tasks:
         return self.submit(method, work, task_id=task_id, size=size)
 
     async def resume(self, resumed: Mapping[str, Callable[[bytes], TaskWork]]) -> None:
-        """Queue the persistent tasks of an earlier agent under their old ids. Drops unknown ones.
+        """Queue the persistent tasks of an earlier agent process under their old ids. Tasks with an unknown method are
+        dropped.
 
-        A task fails if an agent has already resumed it and did not finish it, because its request may crash every
-        agent.
+        If a task has been resumed before without finishing, it fails, because its request may crash every agent that
+        runs it.
         """
         for task_id, method, request, is_begun in await asyncio.to_thread(_read_journal, self._journal):
             if method not in resumed:
@@ -169,7 +175,7 @@ class Tasks:
             logger.info("resuming task %s (%s) after a restart", task_id, method)
 
     async def poll(self, task_id: str) -> Task:
-        """Return the task. If it is still running, first wait a short time for its end."""
+        """Return the task. If it is still running, wait a short time for its end before returning."""
         task = self.find(task_id)
         if task.state == "running" and not self._released.is_set() and self._held < MAX_HELD:
             self._held += 1
@@ -182,7 +188,7 @@ class Tasks:
         return task
 
     def release_polls(self) -> None:
-        """Answer all held polls and hold no further ones, because the agent is about to exit."""
+        """Answer all delayed polls and delay no further ones, because the agent is about to exit."""
         self._released.set()
 
     def find(self, task_id: str) -> Task:
@@ -192,7 +198,7 @@ class Tasks:
             raise TaskNotFoundError(f"Task with id {task_id} could not be found") from None
 
     def cancel(self, task_id: str) -> None:
-        """Cancel a task. A queued task ends immediately. A finished task is not changed."""
+        """Cancel a task. A queued task ends immediately. Nothing happens to a finished task."""
         task = self.find(task_id)
         if task.state != "running":
             return
@@ -259,7 +265,7 @@ class Tasks:
         task.cancelled = None
 
     async def _save(self) -> None:
-        async with self._saving:  # if two writers wait, the later one has the newer content
+        async with self._saving:  # one writer at a time, so that the newest content is written last
             try:
                 if self._stored:
                     raw = msgspec.json.encode(self._stored)
@@ -275,7 +281,7 @@ async def _give_up() -> None:
 
 
 def _read_journal(journal: Path) -> list[tuple[str, str, bytes, bool]]:
-    """Read the stored tasks: id, method, request, and True if begun by an agent that had resumed it.
+    """Read the stored tasks: id, method, request, and whether an agent that had resumed the task has begun it.
 
     An unreadable file counts as empty (agent/task/concrete_manager.go).
     """
