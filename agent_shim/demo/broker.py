@@ -1,7 +1,7 @@
 """A private nats-server with the Director's configuration: mutual TLS, users mapped from certificates, permissions.
 
-The configuration follows ``jobs/nats/templates/nats.cfg.erb``, the users follow ``nats_auth_config.rb`` of
-nats-sync, which is also why a reload uses SIGHUP.
+The configuration follows ``jobs/nats/templates/nats.cfg.erb``, and the users follow ``nats_auth_config.rb`` of
+nats-sync. A reload uses SIGHUP, as nats-sync does.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def nats_server() -> str:
 
 
 class NatsServer:
-    """A nats-server on a free loopback port with its files in ``where``. An async context manager.
+    """A nats-server on a free loopback port with its files in ``where``. It is an async context manager.
 
-    The port stays the same across restarts. It drops a silent client after the same time as a Director's server does.
+    The port stays the same across restarts. The server drops a silent client after the same time as a Director's server
+    does.
     """
 
     def __init__(self, where: Path, authority: Authority | None = None) -> None:
@@ -66,7 +67,9 @@ class NatsServer:
         return Mbus((self.url,), self.authority.ca, pair.certificate, pair.private_key)
 
     async def add_agent(self, agent_id: str, *, bootstrap: bool = True, permanent: bool = True) -> None:
-        """Admit an agent by its two certificates, or by one of them. A running server admits it at once."""
+        """Admit an agent with its bootstrap certificate, its permanent certificate, or both. A running server applies
+        the change at once.
+        """
         self._agents[agent_id] = bootstrap, permanent
         await self.reload()
 

@@ -1,7 +1,7 @@
-"""A Director and a Health Monitor as an agent sees them. They only speak the protocol and share no code with the agent.
+"""A simulated Director and Health Monitor. They implement only the agent protocol, and share no code with the agent.
 
 Replies, timeouts and retries are handled as in the real Director (``agent_client.rb`` and ``nats_rpc.rb`` of
-bosh-director), so that a test waits for the same things as a user.
+bosh-director), so that a test sees the same delays and failures as a user.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from agent_shim.edges.bus import tls
 PROTOCOL: Final = 3
 
 RETRIES: Final[Mapping[str, int]] = {"get_task": 4, "get_state": 2, "upload_blob": 3}
-"""Retries of a request without a reply. Other methods have none."""
+"""How often a request is repeated if there is no reply, by method. Requests with other methods are not repeated."""
 
 STOP_LIMIT_S: Final = 300.0
-"""Time for which the Director polls a ``stop``."""
+"""How long the Director polls the task of a ``stop``."""
 
 
 class RpcTimeoutError(ShimError):
@@ -45,7 +45,9 @@ OnMessage = Callable[[str, bytes], None]
 
 
 class Peer:
-    """A client of the bus that subscribes before anything else and reconnects by itself. Created by ``joined``."""
+    """A bus client that subscribes before it publishes anything, and reconnects automatically. Use ``joined`` to create
+    one.
+    """
 
     def __init__(self, mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -> None:
         self._url = urlsplit(random.choice(mbus.urls))  # noqa: S311 - not used for security
@@ -224,7 +226,8 @@ class Director:
         reply = self._waiting.pop(subject.rpartition(".")[2], None)
         with contextlib.suppress(ValueError):
             document = json.loads(data)
-            # A reply that is not an object is dropped. Its request counts as answered and therefore times out.
+            # Drop a reply that is not an object. As in the real Director, it uses up the request, which therefore times
+            # out.
             if reply is not None and not reply.done() and isinstance(document, dict) and document:
                 reply.set_result(document)
 
@@ -248,7 +251,7 @@ def _running(answer: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A message that an agent sent on its own.
+    """A message that an agent sent unsolicited.
 
     ``kind`` is heartbeat, alert or shutdown, and ``at`` is monotonic time.
     """

@@ -1,7 +1,7 @@
-"""Certificates of a bus in BOSH's form, valid and invalid, for the demo, the tests and the benchmarks.
+"""Bus certificates like those of BOSH, both valid and invalid, for the demo, the tests and the benchmarks.
 
-Subjects follow the Director (``nats_client_cert_generator.rb``) and the bosh-deployment manifest. Keys use elliptic
-curves by default because generating one takes a millisecond. Real ones are RSA keys of 3072 bits.
+Subjects follow the Director (``nats_client_cert_generator.rb``) and the bosh-deployment manifest. By default keys use
+elliptic curves, because generating one takes only a millisecond. The Director's keys are RSA with 3072 bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOUR: Final = 3600.0
 GOOD: Final = (-HOUR, 2 * 365 * 24 * HOUR)
 EXPIRED: Final = (-2 * HOUR, -HOUR)
 NOT_YET_VALID: Final = (HOUR, 2 * HOUR)
-"""Begin and end of validity, in seconds from now."""
+"""A validity period that begins in the future: begin and end, in seconds from now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,9 @@ class Authority:
         hosts: Sequence[str] = ("127.0.0.1", "localhost", SERVER),
         valid: tuple[float, float] = GOOD,
     ) -> Pair:
-        """Issue a server certificate for ``hosts`` (names and addresses). Clients verify a host only by these."""
+        """Issue a server certificate for ``hosts`` (names and addresses). Clients verify only these, not the common
+        name.
+        """
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
         return self._pair(common_name, valid, [usage, x509.SubjectAlternativeName([_host(host) for host in hosts])])
 
@@ -121,8 +123,8 @@ def _key(bits: int) -> Any:
 def _name(common_name: str) -> x509.Name:
     parts = {NameOID.COUNTRY_NAME: "USA", NameOID.ORGANIZATION_NAME: "Cloud Foundry", NameOID.COMMON_NAME: common_name}
     with warnings.catch_warnings():
-        # X.509 limits a country to two letters and a common name to 64. BOSH writes three, and 66 for a bootstrap
-        # certificate.
+        # Ignore warnings: X.509 limits a country to 2 letters and a common name to 64, but BOSH's country has 3, and
+        # the common name in a bootstrap certificate has 66.
         warnings.simplefilter("ignore")
         return x509.Name([x509.NameAttribute(oid, text, _validate=False) for oid, text in parts.items()])
 

@@ -46,7 +46,7 @@ NETWORKS = {"default": NETWORK}
 
 LIMIT_S = 120
 DRAIN_S = 20
-"""Time limits in seconds for the whole demonstration, and for ending its jobs and its agent."""
+"""Time limits in seconds: for the whole demonstration, and for stopping its jobs and its agent."""
 
 TO_TRY = """
 A Director has deployed three jobs, and the agent serves them until Ctrl-C. To try in another terminal:
@@ -120,7 +120,7 @@ def _log(scratch: Path) -> Path:
 
 
 class Story:
-    """The steps of the demonstration, in order. ``run`` executes all of them."""
+    """The steps of the demonstration, in the order in which ``run`` executes them."""
 
     def __init__(self, scratch: Path, server: NatsServer, director: Director, monitor: HealthMonitor) -> None:
         self.base = scratch / "vcap"
@@ -185,7 +185,7 @@ class Story:
         self.say("all processes have ended, and the directory is removed")
 
     def _lay_commands(self) -> None:
-        """Create the image's programs ``agent-shim`` and ``monit`` in the directory of the demonstration."""
+        """Create the programs ``agent-shim`` and ``monit`` in the scratch directory, as an image has them."""
         for name in ("agent-shim", "monit"):
             code = f"import sys; sys.argv[0] = {name!r}; from agent_shim.cli.main import main; sys.exit(main())"
             path = self.scratch / name
@@ -203,7 +203,9 @@ class Story:
 
     @asynccontextmanager
     async def _agent_for_the_block(self) -> AsyncIterator[None]:
-        """Start an agent. When the block ends, even by a failure, stop its jobs and require exit status 0."""
+        """Start an agent for the duration of the block. Then, even after a failure, stop its jobs and require exit
+        status 0.
+        """
         try:
             await self._boot()
             yield
@@ -393,7 +395,7 @@ def _get(url: str) -> str:
 
 
 def _free_ports(number: int) -> list[int]:
-    """Return ports that were free a moment ago."""
+    """Return ``number`` ports that are currently free."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for opened in sockets:

@@ -116,9 +116,9 @@ def archive(files: Mapping[str, str | bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class Release:
-    """Three jobs with servers, an errand and two packages.
+    """The release: three jobs with servers, an errand and two packages.
 
-    ``blobs`` are uploaded to the blobstore, ``templates`` sent over the bus.
+    ``blobs`` are uploaded to the blobstore, while ``templates`` are sent over the bus.
     """
 
     base: Path
