@@ -1,1 +1,1 @@
-"""Connections to the outside: the bus, heartbeats and alerts, HTTP servers, the control socket."""
+"""Communication with the outside: the bus, heartbeats and alerts, HTTP servers, the control socket."""

@@ -1,6 +1,6 @@
 """Alerts about processes, for the Health Monitor.
 
-Severities, titles and fields are the Go agent's (``agent/alert/monit_adapter.go``). Event names are monit's.
+Severities, titles and fields are those of the Go agent (``agent/alert/monit_adapter.go``), event names those of monit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MAX_QUEUED: Final = 1000
 """Maximum number of alerts queued for the bus."""
 
 REPEAT_INTERVAL_S: Final = 10.0
-"""Seconds during which an identical alert is raised only once. monit with its ten-second cycle reports no more
-often.
+"""Seconds during which an identical alert is raised only once. Under monit, alerts are not more frequent either,
+because its cycle takes ten seconds.
 """
 
 MAX_SUMMARY_CHARS: Final = 4096
@@ -62,7 +62,7 @@ IGNORED: Final = frozenset(
 def alert_of(service: str, event: str, action: str, description: str, ips: Iterable[str], now: float) -> bytes | None:
     """Encode the alert for an event. Return None for a recovery. ``now`` is in seconds since 1970.
 
-    Each alert has its own id, because the Health Monitor drops repeated ids.
+    Each alert gets a unique id, because the Health Monitor drops repeated ids.
     """
     if event.lower() in IGNORED:
         return None
@@ -78,10 +78,10 @@ def alert_of(service: str, event: str, action: str, description: str, ips: Itera
 
 
 class Alerts:
-    """Queues alerts while disconnected. ``run`` is the root task.
+    """Sends alerts, and queues them while the bus is disconnected. ``run`` is the root task.
 
-    ``publish`` sends to a subject, and raises ``BusError`` while that is impossible. ``encode`` returns the message for
-    an event, or None to send nothing.
+    ``publish`` sends a message to a subject, and raises ``BusError`` while that is impossible. ``encode`` returns the
+    message for an event, or None to send nothing.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Alerts:
     ) -> None:
         self.sent = 0
         self.dropped = 0
-        """Number of alerts dropped in favour of newer ones."""
+        """Number of queued alerts that were dropped in favour of newer ones."""
         self.collapsed = 0
         """Number of repeated alerts that were not sent."""
         self._subject = f"hm.agent.alert.{agent_id}"

@@ -1,8 +1,8 @@
 """The control socket, on which the daemon answers operators' commands.
 
-It is a Unix socket with mode 0600, for root and the agent's own user. Each connection has one request, which is a JSON
-object on one line (``{"method": …, "arguments": […]}`` as on the bus, or ``{"command": "status"}``), and one JSON reply
-on one line. ``control_client`` is the counterpart.
+It is a Unix socket with mode 0600, for root and the agent's own user. On each connection, the client sends one request,
+which is a JSON object in one line (``{"method": …, "arguments": […]}`` as on the bus, or ``{"command": "status"}``),
+and gets one JSON reply in one line. ``control_client`` is the counterpart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 PEER: Final = struct.Struct("3i")
 MAX_REQUEST_BYTES: Final = 4 * 1024 * 1024
 REQUEST_TIMEOUT_S: Final = 10.0
-"""Seconds for a peer to send its request."""
+"""Seconds within which a client must send its request."""
 
 
 class Peer(NamedTuple):
@@ -42,7 +42,7 @@ Answer = Callable[[dict[str, Any], bytes, Peer], Awaitable[bytes]]
 
 @contextlib.asynccontextmanager
 async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
-    """Serve on ``path`` while in the block. Replaces the socket of a dead agent."""
+    """Serve on ``path`` for the duration of the block. The socket of a dead agent is replaced."""
     peers: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,7 @@
 """Heartbeats to the Health Monitor, every 30 s and after each connection to the bus.
 
 The message is that of the Go agent (``agent/heartbeat.go``). The Health Monitor considers an agent dead after 60 s of
-silence, so a heartbeat waits only briefly for its vitals. Everything else in it is current.
+silence, so a heartbeat waits only briefly for its vitals. Everything else in the message is current.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ V = TypeVar("V")
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A heartbeat. It has no ``id`` and ``timestamp``, because the Health Monitor drops repeated ids and non-integer
-    times (``events/base.rb``, ``events/heartbeat.rb``).
+    """A heartbeat. It lacks ``id`` and ``timestamp``, because the Health Monitor drops messages with repeated ids or
+    non-integer times (``events/base.rb``, ``events/heartbeat.rb``).
     """
 
     deployment: str
@@ -40,9 +40,9 @@ class Message(msgspec.Struct, frozen=True):
 class Heartbeat(Generic[V]):
     """Sends heartbeats every ``period`` seconds, and extra ones on request. ``run`` is the root task.
 
-    ``collect`` measures the vitals. A heartbeat waits at most ``collect_s`` seconds for it. If it is late or fails, the
-    previous vitals are sent. ``compose`` builds the message from the vitals (None before the first) and the current
-    state. ``publish`` raises ``BusError`` while disconnected.
+    ``collect`` measures the vitals. A heartbeat waits at most ``collect_s`` seconds for it. If ``collect`` is late or
+    fails, the previous vitals are sent. ``compose`` builds the message from the vitals (None before the first
+    measurement) and the current state. ``publish`` raises ``BusError`` while disconnected.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Heartbeat(Generic[V]):
         collect_s: float = 1.0,
     ) -> None:
         self.sent_at: float | None = None
-        """Monotonic time of the last heartbeat sent."""
+        """Monotonic time at which the last heartbeat was sent."""
         self._collect = collect
         self._compose = compose
         self._publish = publish
@@ -66,7 +66,7 @@ class Heartbeat(Generic[V]):
         self._measuring: asyncio.Task[V] | None = None
 
     def beat_now(self) -> None:
-        """Send an extra heartbeat after a reconnection or a change. This does not shift the regular ones."""
+        """Send an extra heartbeat after a reconnection or a change, without shifting the regular ones."""
         self._now.set()
 
     async def run(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""A minimal HTTP server for scrapers, probes and clients of monit, with one request and one answer per connection.
+"""A minimal HTTP server for scrapers, probes and monit clients, with one request and one answer per connection.
 
 httptools (llhttp) parses requests strictly. In an idle agent it takes 0.2 MB, mostly shared, compared with 0.3 MB for
 h11 and 9 MB for aiohttp. The limits (bytes per request, bytes per connection, time, connections) are enforced outside
@@ -25,19 +25,19 @@ from agent_shim.edges import accepting
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES: Final = 8192
-"""Maximum size of a request, with its first line, headers and body. Larger ones are refused."""
+"""Maximum size of a request including its first line, headers and body. Larger requests are refused."""
 MAX_RECEIVED_BYTES: Final = 8 * MAX_REQUEST_BYTES
-"""Maximum number of bytes received on a connection. Data after a request is dropped unread, and more than this closes
-the connection.
+"""Maximum number of bytes received on a connection. Data after a request is dropped unread, and if a client sends more
+than this, the connection is closed.
 """
 MAX_CONNECTIONS: Final = 64
-"""Maximum number of connections. One more closes the oldest from the busiest address, because idle clients must not
-delay the kubelet's probe.
+"""Maximum number of connections. To make room for another one, the oldest from the address with the most connections is
+closed, because idle clients must not delay the kubelet's probe.
 """
 REQUEST_TIMEOUT_S: Final = 5.0
-"""Seconds for a complete request."""
+"""Seconds within which a client must send a complete request."""
 ANSWER_TIMEOUT_S: Final = 10.0
-"""Seconds to produce an answer, and again for the client to read it."""
+"""Seconds to produce an answer, and then the same time for the client to read it."""
 VERSIONS: Final = ("1.0", "1.1")
 
 PLAIN: Final = "text/plain; charset=utf-8"
@@ -55,7 +55,7 @@ _STATUS: Final = {
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request. ``target`` is the path with its query, and the names of ``headers`` are in lower case."""
+    """A request. ``target`` is the path with the query, and header names are in lower case."""
 
     method: str
     target: str
@@ -73,19 +73,19 @@ class Response(msgspec.Struct, frozen=True):
 
 
 Answer: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
-"""Produces an answer, directly or as an awaitable."""
+"""A function that answers a request, directly or with an awaitable."""
 
 _BAD: Final = Response(400, b"not an HTTP/1.1 request\n")
 _TOO_LONG: Final = Response(431, b"a request has at most 8192 bytes\n")
 
 
 class _Head:
-    """Parser events of the first request. Later ones on the connection are ignored."""
+    """Receives parser events for the first request. Later requests on the connection are ignored."""
 
     def __init__(self) -> None:
         self.parser: httptools.HttpRequestParser | None = None
-        """Set until method and version have been read, because the parser overwrites them with those of later
-        requests.
+        """The parser, from which method and version are copied as soon as they are known. Then it is set to None,
+        because it overwrites both with those of later requests.
         """
         self.method = ""
         self.version = ""
@@ -100,7 +100,7 @@ class _Head:
             self.target += piece
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.has_head:  # later ones are trailers, not headers
+        if not self.has_head:  # later fields are trailers, not headers
             key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
             self.headers[key] = ",".join(filter(None, [self.headers.get(key), text]))
 
@@ -120,8 +120,8 @@ class _Head:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection with one request and one answer. It uses a task only for an awaitable answer, and a timer against
-    stalls.
+    """A connection with one request and one answer. A timer closes it if it stalls; a task is created only for an
+    awaitable answer.
     """
 
     def __init__(self, answer: Answer, methods: Sequence[str], connections: dict[_Connection, str]) -> None:
@@ -158,7 +158,7 @@ class _Connection(asyncio.Protocol):
             self._send(refusal)
 
     def _read(self, data: bytes, *, is_over: bool) -> Response | None:
-        """Feed data to the parser and answer a complete request. Return the refusal of a bad one."""
+        """Feed data to the parser. Answer a complete request, or return the refusal of an invalid one."""
         request = self._request
         try:
             self._parser.feed_data(data)
@@ -185,7 +185,7 @@ class _Connection(asyncio.Protocol):
         if request.method not in self._methods:
             allowed = ", ".join(self._methods)
             return Response(405, f"only {' and '.join(self._methods)}\n".encode(), headers={"Allow": allowed})
-        # The parser accepts only digits, but allows leading zeros and thousands of digits.
+        # The parser ensures that there are only digits, but allows leading zeros and thousands of digits.
         length = request.headers.get("content-length", "").lstrip("0")
         if len(length) > len(str(MAX_REQUEST_BYTES)) or int(length or 0) >= MAX_REQUEST_BYTES:
             return _TOO_LONG
@@ -197,7 +197,7 @@ class _Connection(asyncio.Protocol):
             self._send(found)
             return
         self._is_taken = True
-        # If producing an answer hangs or fails because of a bug, the connection is closed.
+        # The timer closes the connection if producing the answer hangs or fails because of a bug.
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
 
@@ -214,7 +214,7 @@ class _Connection(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
         fields = {"Content-Type": response.kind, "Content-Length": str(len(response.body)), **response.headers}
         lines = [f"{name}: {value}" for name, value in fields.items()]
-        version = "1.0" if self._request.version == "1.0" else "1.1"  # some clients only understand 1.0
+        version = "1.0" if self._request.version == "1.0" else "1.1"  # because some clients only understand 1.0
         status = f"HTTP/{version} {response.status} {_STATUS[response.status]}"
         head = "\r\n".join([status, *lines, "Connection: close", "", ""]).encode("latin-1", "replace")
         self.transport.write(head + (b"" if self._request.method == "HEAD" else response.body))
@@ -240,7 +240,9 @@ def parse_address(text: str) -> tuple[str, int] | None:
 async def listening(
     address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD")
 ) -> AsyncIterator[tuple[str, int] | None]:
-    """Serve on ``address`` while in the block. Yields the bound address, or None if it is off or unavailable."""
+    """Serve on ``address`` for the duration of the block. Yields the bound address, or None if it is off or
+    unavailable.
+    """
     connections: dict[_Connection, str] = {}
     async with serving(address, lambda: _Connection(answer, methods, connections), purpose) as where:
         try:
@@ -254,7 +256,9 @@ async def listening(
 async def serving(
     address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str
 ) -> AsyncIterator[tuple[str, int] | None]:
-    """Listen with a protocol. If the address is in use, that is only logged, because the jobs matter more."""
+    """Listen with a protocol. If the address is in use, this is only logged, because the jobs can run without the
+    server.
+    """
     where = parse_address(address)
     try:
         server = where and await accepting.listen(protocol, *where)

@@ -1,7 +1,7 @@
 """Sends events as mails to a mail server, as monit 5.2.5 does (alert.c, sendmail.c).
 
-The Go agent accepts them on port 2825 and reads the lines ``Service:`` to ``Description:`` and the ``Message-id``
-(jobsupervisor/alert_envelope.go), from which it makes the alert for the Health Monitor.
+The Go agent accepts such mails on port 2825 and creates an alert for the Health Monitor from the lines ``Service:`` to
+``Description:`` and the ``Message-id`` (jobsupervisor/alert_envelope.go).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def deliver(control: Control, mail: bytes) -> None:
         try:
             send = partial(_send, control, host, port, mail)
             await guarded.aside(f"mail server {host}:{port}", send, timeout=control.mail_timeout)
-        except (OSError, ValueError) as exc:  # ValueError: an address with non-ASCII characters
+        except (OSError, ValueError) as exc:  # ValueError is caused by a non-ASCII address
             why = f"{host}:{port}: {safetext.line(str(exc))}"
         else:
             return

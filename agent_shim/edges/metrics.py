@@ -30,7 +30,7 @@ from agent_shim.services.vitals import Figures
 from agent_shim.supervisor.ownership.ending import KINDS
 from agent_shim.supervisor.process_stats import ServiceInfo
 
-# Importing these would take 4 MB. Only the library's own HTTP server and client need them.
+# Importing these modules would take 4 MB, and only the library's own HTTP server and client need them.
 lean_imports.preload(
     "prometheus_client", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server"
 )
@@ -44,7 +44,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PLAIN: Final = "text/plain; version=0.0.4; charset=utf-8"
-"""Media type of the text format. The library has a constant with this value only since version 0.23."""
+"""Media type of the text format. The library defines a constant for it only since version 0.23."""
 
 # --- readings -------------------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ class BusReading(msgspec.Struct, frozen=True):
     """The bus connection since the start of the agent. ``heartbeat_age`` is None before the first heartbeat."""
 
     connected: bool | None = False
-    """None without a Director."""
+    """None if there is no Director."""
     heartbeat_age: float | None = None
     stats: Stats = msgspec.field(default_factory=Stats)
 
@@ -74,21 +74,21 @@ class Readings(msgspec.Struct, frozen=True):
     stemcell: tuple[str, str] | None = None
     """Operating system and version of the stemcell."""
     instance: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Values of ``INSTANCE``. Empty before the first ``apply``."""
+    """Values of the labels in ``INSTANCE``. Empty before the first ``apply``."""
     is_ready: bool = False
     job_state: str = ""
     """One of ``JOB_STATES``, or "" before the agent knows its settings."""
     jobs_blocked: bool = False
-    """The jobs cannot be started or deployed."""
+    """True if the jobs cannot be started or deployed."""
     processes: Sequence[ServiceInfo] = ()
-    """Figures are 0 while nothing runs, because series that come and go complicate queries."""
+    """All services. Figures are 0 while a service does not run, because series that come and go complicate queries."""
     tasks_running: int = 0
     tasks_waiting: int = 0
     firewall_enforced: bool = False
     failures: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Failures and restarts of the agent's endless tasks, by task."""
     addresses_missing: int = 0
-    """Expected addresses that no interface has."""
+    """Number of expected addresses that no interface has."""
     certificates: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Expiry of the bus certificates, in seconds since 1970."""
     disk: DiskReading = DiskReading()
@@ -103,7 +103,7 @@ ACTION_BOUNDS: Final = (0.005, 0.05, 0.5, 2.0, 10.0, 60.0, 600.0)
 LAG_BOUNDS: Final = (0.005, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 LAG_PERIOD_S: Final = 10.0
 PAGE_TTL_S: Final = 1.0
-"""Cache lifetime of a rendered page, so that ten scrapers cost as much as one."""
+"""How long a rendered page is cached, so that ten scrapers cost as much as one."""
 
 OUTCOMES: Final = frozenset({"done", "failed"})
 OTHER: Final = "other"
@@ -111,8 +111,8 @@ OTHER: Final = "other"
 
 
 class Taken(Collector):
-    """The samples of one scrape. They are rendered in a thread, because 500 processes take 60 ms and any machine nearby
-    may send requests.
+    """The samples of one scrape. They are rendered in a thread, because this takes 60 ms for 500 processes, and any
+    host that reaches the port may send requests.
     """
 
     def __init__(self, readings: Readings) -> None:
@@ -126,7 +126,8 @@ class Taken(Collector):
 class Metrics:
     """Counts events, reads current values, and renders both as text.
 
-    ``read`` gathers the readings of a scrape. ``methods`` are the actions with series of their own.
+    ``read`` gathers the readings of a scrape. ``methods`` are the actions that get their own series; others are counted
+    as ``OTHER``.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Metrics:
         self._read_at = float("-inf")
         self._readings = Readings()
         self._pages: dict[tuple[bool, bool], bytes] = {}
-        """Pages rendered from these readings, by format and encoding."""
+        """Pages rendered from ``_readings``, by format and encoding."""
         self._rendering = asyncio.Lock()
 
     def action_done(self, method: str, outcome: str, seconds: float) -> None:
@@ -160,7 +161,7 @@ class Metrics:
         self._durations.labels(method).observe(seconds)
 
     async def watch_lag(self) -> None:
-        """Measure how late the event loop wakes a sleeping task. Runs endlessly as a root task."""
+        """Measure, endlessly as a root task, how late the event loop wakes a sleeping task."""
         while True:
             pause = clock.until_beat(LAG_PERIOD_S)
             due = self._clock() + pause
@@ -251,10 +252,12 @@ def _of_bus(bus: BusReading) -> Iterator[Metric]:
 
 
 _DIRECTIONS: Final = ("get", "put", "upload", "download")
-"""Directions of blobs: with the blobstore, and with a client over HTTPS."""
+"""Directions of blob transfers: get and put with the blobstore, upload and download with an HTTPS client."""
 _TRANSFERS: Final = tuple((direction, outcome) for direction in _DIRECTIONS for outcome in ("done", "failed"))
 ALERT_OUTCOMES: Final = ("sent", "dropped", "collapsed")
-"""Respectively: sent on the bus, displaced by newer ones while disconnected, or suppressed as a repetition."""
+"""An alert was sent on the bus, was dropped in favour of newer ones while disconnected, or was suppressed as a
+repetition.
+"""
 INSTANCE: Final = ("deployment", "group", "index", "id", "az")
 """Labels of ``agent_shim_instance_info``."""
 JOB_STATES: Final = ("running", "starting", "failing", "stopped")
@@ -331,14 +334,15 @@ def _of_processes(readings: Readings) -> Iterator[Metric]:
     memory: Rows = [(label, service.process.mem_kb * 1024) for label, service in named]
     yield _gauge("process_memory_bytes", "Resident memory of the process tree.", memory, "process")
     yield _counter("process_cpu_seconds", "Processor time of the process tree.", rows("cpu_seconds"), "process")
-    # Count them in this thread, because before Linux 6.2 that means listing up to a million files of each process.
+    # Count open files in this thread, because before Linux 6.2 counting means listing up to a million files of each
+    # process.
     open_files: Rows = [(label, proc.open_files(service.pid) if service.pid else 0) for label, service in named]
     yield _gauge("process_open_files", "Open files of the process.", open_files, "process")
     yield _gauge("process_threads", "Threads of the process tree.", rows("threads"), "process")
 
 
 Rows = Iterable[tuple[tuple[str, ...], float | None]]
-"""The samples of one family: label values, and the value or None for no sample."""
+"""The samples of one family: the label values, and the sample's value or None to omit it."""
 
 
 def _one(value: float | None) -> Rows:
@@ -408,7 +412,7 @@ def _takes_gzip(accepted: str) -> bool:
 
 HTML: Final = "text/html; charset=utf-8"
 GZIP_LEVEL: Final = 1
-"""The lowest level takes a fifth of the default's time and produces a tenth more bytes."""
+"""The lowest level. It takes a fifth of the default level's time, and the result is a tenth larger."""
 _LANDING: Final = """\
 <!doctype html>
 <html lang="en">
@@ -465,5 +469,5 @@ def _text(text: str) -> str:
 
 
 def listening(address: str, routes: Routes) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Serve on ``address`` while in the block. See ``http_server.listening``."""
+    """Serve on ``address`` for the duration of the block. See ``http_server.listening``."""
     return http_server.listening(address, routes.answer, "metrics and probes")

@@ -1,11 +1,11 @@
 """The HTTP interface of monit 5.2.5, for releases (http/cervlet.c, http/xml.c).
 
-The Go agent reads ``GET /_status2?format=xml``, pxc's galera-agent ``GET /_status?format=xml``. Both send ``POST
+The Go agent requests ``GET /_status2?format=xml``, and pxc's galera-agent ``GET /_status?format=xml``. Both send ``POST
 /SERVICE`` with ``action=start`` or another action, and galera-agent searches the returned page for ``start pending``.
 Callers need the password in ``/var/vcap/monit/monit.user``, which only root can read.
 
-This also serves the port on which the Go agent accepts monit's mails, because CPIs probe it. Here it answers but
-refuses all mail.
+This module also listens on the port on which the Go agent accepts monit's mails, because CPIs probe that port. All mail
+is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HTML: Final = "text/html"
 TYPES: Final = {"filesystem": 0, "directory": 1, "file": 2, "process": 3, "host": 4, "system": 5, "fifo": 6}
 MODES: Final = {"active": 0, "passive": 1, "manual": 2}
 MONITOR: Final = {"stopped": 0, "unmonitored": 0, "stopping": 0, "starting": 2, "settling": 2}
-"""The value by phase. It is 1 for all others."""
+"""The value of ``monitor`` in the document, by phase. It is 1 for all other phases."""
 PENDING: Final = {"starting": 6, "restarting": 2, "stopping": 3}
 MISSING: Final = 0x200
 FAILED: Final = 0x1000
@@ -54,20 +54,20 @@ Raises ``OSError``.
 
 
 class About(msgspec.Struct, frozen=True):
-    """Facts about the daemon in the document, by default as on a stemcell."""
+    """Facts about the daemon that the document contains. The defaults are those of a stemcell."""
 
     control_file: str = "/var/vcap/bosh/etc/monitrc"
     poll: int = 10
     address: str = "127.0.0.1"
     port: int = 2822
     id: str = ""
-    """By default a digest of the host name."""
+    """The daemon's id. The default "" stands for a digest of the host name."""
     incarnation: int = 0
-    """When the control file was read, in seconds since 1970. By default the start of this process."""
+    """When the control file was read, in seconds since 1970. The default 0 stands for the start of this process."""
 
 
 def user_in(path: Path) -> Users:
-    """Return a function that reads the only user from a file that this agent has written."""
+    """Return a function that reads the only user from the file that the agent has written."""
     return lambda: {files.read(path, is_own=True).strip(): True}
 
 
@@ -100,7 +100,7 @@ class Api:
 
     @functools.cached_property
     def _here(self) -> MachineFacts:
-        return MachineFacts()  # created late, because it imports psutil, which must not delay the first pong
+        return MachineFacts()  # created late, because importing psutil must not delay the first answer to a ping
 
     def _rights(self, given: str) -> bool | None:
         """Return True for a user who may change services, False for one who may only read, and None for anybody
@@ -131,7 +131,7 @@ class Api:
             return _refused(404, "There is no service by that name")
         if action not in ACTIONS:
             return _refused(400, "Invalid action")
-        if not is_known:  # `monit … all` also sends the action for the machine's own name
+        if not is_known:  # `monit … all` also sends the action to the system service
             return _table([("Name", name), ("Status", f"running - {action} pending")])
         done = await self._ask({"action": action, "names": [name]})
         if "exception" in done:
@@ -144,8 +144,8 @@ def _named(shown: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _refused(status: int, why: str) -> Response:
-    """Return an error page. The command ``monit`` 5.2.5 shows the text before ``<p>``, and crashes if there is no
-    ``</h2>`` (control.c).
+    """Return an error page. It must contain ``</h2>`` and ``<p>``: the command ``monit`` 5.2.5 shows the text between
+    them, and crashes without ``</h2>`` (control.c).
     """
     return Response(status, f"<html><body><h2>{status}</h2>{_escaped(why)}<p></body></html>\n".encode(), HTML)
 
@@ -172,7 +172,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> Response:
 
 
 class MachineFacts:
-    """Facts about the machine. Only its load changes."""
+    """Facts about the machine, of which only the load changes."""
 
     def __init__(self) -> None:
         about, memory = os.uname(), host_stats.memory()
@@ -229,7 +229,7 @@ def document(shown: Mapping[str, Any], here: MachineFacts, *, version: int, daem
 
 
 def _service(service: Mapping[str, Any]) -> dict[str, Any]:
-    """List the members in monit's order. Includes figures only where monit does."""
+    """Return the members of a service in monit's order. Figures are included only where monit includes them."""
     phase, status = service["phase"], _bits(service)
     hint = sum(HINTS.get(fault, 0) for fault in service["faults"]) if phase == "running" else 0
     monitor = MONITOR["starting"] if service["state"] == "starting" else MONITOR.get(phase, 1)
@@ -269,7 +269,7 @@ def _response(response: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _bits(service: Mapping[str, Any]) -> int:
-    """Return the ``status`` bits. 0 means no fault."""
+    """Return the ``status`` bit mask of a service. 0 means no fault."""
     match service["phase"]:
         case "running":
             return functools.reduce(operator.or_, (BITS[fault] for fault in service["faults"]), 0)
@@ -292,7 +292,7 @@ def _state(status: int, hint: int, monitor: int, mode: int, pending: int) -> dic
 
 
 def _groups(services: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """List groups with their members, in the reverse order of the files like monit's parser."""
+    """Return the groups with their members. Like monit's parser, list them in the reverse order of the files."""
     found: dict[str, list[str]] = {}
     for service in services:
         for group in service["groups"]:
@@ -317,7 +317,7 @@ class _Data(str):
 
 
 class _Parts(tuple[tuple[str, Any], ...]):
-    """Elements, each with its own name, that are not enclosed in another element."""
+    """Elements, each with a name, that are not enclosed in a common parent element."""
 
     __slots__ = ()
 
@@ -344,7 +344,7 @@ def _element(name: str, value: Any) -> str:
 def listening(
     address: str, ask: Ask, users: Users, about: Callable[[], About] = About
 ) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Serve on ``address`` for the duration of the block, see ``http_server.listening``."""
+    """Serve on ``address`` for the duration of the block. See ``http_server.listening``."""
     return http_server.listening(address, Api(ask, users, about).answer, "clients of monit", ("GET", "HEAD", "POST"))
 
 
@@ -358,5 +358,7 @@ class _NoMail(asyncio.Protocol):
 
 
 def refusing_mail(address: str) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """While in the block, accept connections on ``address`` so that probes of the port succeed. Refuses all mail."""
+    """Accept connections on ``address`` for the duration of the block, so that probes of the port succeed, but refuse
+    all mail.
+    """
     return http_server.serving(address, _NoMail, "probes of the mail port")

@@ -1,7 +1,7 @@
 """Formats service reports with the texts of monit 5.2.5, because scripts grep them (http/cervlet.c).
 
-Services are mappings made by ``monit_api.describe``. Imports only the standard library, so that the command starts
-quickly.
+Services are mappings created by ``monit_api.describe``. Only the standard library is imported, so that the command
+starts quickly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VERSION: Final = "5.2.5"
 """Version of monit reported to scripts."""
 
 _GOOD: Final = {"process": "running", "system": "running", "host": "online with all services"}
-"""Status of a service without a fault, by kind. All other kinds are ``accessible``."""
+"""Status of a service without a fault, by kind. Services of all other kinds are ``accessible``."""
 _WORDS: Final = {
     "stopped": "not monitored",
     "unmonitored": "not monitored",
@@ -79,7 +79,7 @@ def status(shown: Mapping[str, Any], machine: Machine) -> str:
 
 
 def has_system(shown: Mapping[str, Any]) -> bool:
-    """Return True if a job has a ``check system``. monit adds one of its own only if there is none."""
+    """Return True if a job has a ``check system``. monit adds a default one only if there is none."""
     return any(service["kind"] == "system" for service in shown["services"])
 
 

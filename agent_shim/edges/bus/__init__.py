@@ -35,4 +35,6 @@ class Bus(Protocol):
         """Publish a message to the Health Monitor. Raises ``BusError``."""
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Switch to other addresses or credentials. Raises ``ActionError`` and changes nothing if they are unusable."""
+        """Switch to other addresses or credentials. If no connection with them is possible, raise ``ActionError`` and
+        change nothing.
+        """

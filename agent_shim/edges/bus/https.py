@@ -1,9 +1,9 @@
 """HTTPS server for ``bosh create-env``: requests at ``/agent``, blobs below ``/blobs/``.
 
 Paths, statuses and bodies are those of the Go agent (``mbus/https_handler.go``, ``mbus/https_dispatcher.go``). Only
-callers with the user and password in the bus address are served. Others get short answers and little time, and their
-connections are closed first to make room for new ones. The server never sends unsolicited messages. All times are in
-seconds.
+callers with the user and password in the bus address are served. All other callers get short answers and little time,
+and their connections are the first to be closed to make room for new ones. The server never sends unsolicited messages.
+All times are in seconds.
 
 This module imports aiohttp, which an agent on NATS never loads.
 """
@@ -55,12 +55,12 @@ class Bounds(msgspec.Struct, frozen=True):
     blob: int = 16 * 1024**3
     """Maximum size of a blob."""
     connections: int = 128
-    """Maximum number of connections. One more closes the oldest unauthenticated one from the address that has most of
-    them, or itself if there is none.
+    """Maximum number of connections. To make room for another one, the oldest unauthenticated connection is closed,
+    from the address that has the most of them. If all are authenticated, the new one is closed.
     """
     handshake: float = 10.0
     idle: float = 30.0
-    """Time before a connection without a complete request head is closed. The CLI polls every second."""
+    """Time after which a connection without a complete request head is closed. The CLI sends a poll every second."""
     stall: float = 30.0
     """Time without progress of a request or response body before the connection is closed."""
     retry: float = 2.0
@@ -77,7 +77,7 @@ class _Caller(NamedTuple):
 
 
 class HttpsBus:
-    """HTTPS server at the address of the settings. ``run`` is its root task.
+    """HTTPS server at the bus address in the settings. ``run`` is its root task.
 
     ``handle`` answers requests, ``blobs`` is the directory of the blobs, and ``on_connected`` is called each time the
     port is bound.
@@ -114,8 +114,8 @@ class HttpsBus:
         self._known: set[web.RequestHandler] = set()
         """Authenticated connections."""
         self._silent: dict[web.RequestHandler, asyncio.TimerHandle] = {}
-        """Connections that have not sent a request yet, with the timers that close them. aiohttp before 3.14.4 keeps
-        such connections forever.
+        """Connections that have not sent a request yet, with the timers that close them. The timers are needed because
+        aiohttp before 3.14.4 keeps such connections forever.
         """
         self._answering: set[asyncio.Task[tuple[str, bytes] | None]] = set()
         self._kept_bytes = 0
@@ -139,8 +139,8 @@ class HttpsBus:
         """Do nothing, because there is no Health Monitor on this bus (``Send`` in mbus/https_handler.go)."""
 
     async def run(self) -> NoReturn:
-        """Serve endlessly. If the port is in use, binding is retried. After a cancellation the last answers get a
-        moment to be sent.
+        """Serve endlessly. If the port is in use, binding is retried. After a cancellation, ``goodbye`` seconds remain
+        to send the last answers.
         """
         try:
             while True:
@@ -161,8 +161,8 @@ class HttpsBus:
             await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Switch to another certificate or address, keeping connections. If they are unusable, raises ``ActionError``
-        and changes nothing.
+        """Switch to another certificate or address without closing connections. If they are invalid, raise
+        ``ActionError`` and change nothing.
         """
         async with self._changing:
             before, self.mbus = self.mbus, mbus
@@ -224,7 +224,8 @@ class HttpsBus:
                 loser.transport.abort()
         handler = self._web()
         greeting = asyncio.create_task(self._greet(context, caller, handler), name="TLS handshake")
-        # A task cancelled before its first step closes nothing itself.
+        # Close the socket here if the task is cancelled before its first step, because then its own clean-up does not
+        # run.
         greeting.add_done_callback(lambda ended: caller.close() if ended.cancelled() else None)
         self._callers[handler] = _Caller(greeting, accepting.address_of(caller))
         timer = asyncio.get_running_loop().call_later(self._bounds.idle, self._close_silent, handler, greeting)
@@ -305,7 +306,7 @@ class HttpsBus:
             answering = asyncio.ensure_future(self._handle(body))
             self._answering.add(answering)
             answering.add_done_callback(self._answering.discard)
-            answer = await asyncio.shield(answering)  # the request continues after a disconnect
+            answer = await asyncio.shield(answering)  # the action continues after a disconnect
             if answer is None:
                 self.stats.rejected += 1
                 return web.Response(status=500)
@@ -363,8 +364,8 @@ class HttpsBus:
                 response.content_type = "application/octet-stream"
                 response.content_length = size
                 await response.prepare(request)
-                # A client that has received everything may disconnect before the last write returns or the end of the
-                # file is read.
+                # Count each chunk before writing it, and stop at ``size`` instead of reading to the end of the file,
+                # because a client that has received everything may disconnect before the last write returns.
                 while sent < size and (chunk := await asyncio.to_thread(file.read, files.CHUNK_BYTES)):
                     sent += len(chunk)
                     async with asyncio.timeout(self._bounds.stall):
@@ -392,10 +393,10 @@ class HttpsBus:
 
 
 class _Arrival(asyncio.Protocol):
-    """Passes on a connection before any byte of it is read.
+    """Passes each accepted socket on before anything is read from it.
 
-    An asyncio server with TLS reports a connection only after the handshake, so connections in the handshake could not
-    be counted.
+    This is necessary to count connections during their handshake, which an asyncio server with TLS reports only
+    afterwards.
     """
 
     def __init__(self, give: Callable[[socket.socket], None]) -> None:
@@ -424,7 +425,7 @@ def _host_port(mbus: Mbus) -> tuple[str | None, int]:
 
 
 def _credentials(mbus: Mbus) -> bytes:
-    """Return the header that callers must send. Empty if there is no password."""
+    """Return the Authorization header that callers must send, or an empty value if there is no password."""
     user, _, password = urlsplit(mbus.urls[0]).netloc.rpartition("@")[0].partition(":")
     if not password:
         return b""

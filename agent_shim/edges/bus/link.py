@@ -1,8 +1,8 @@
-"""One connection to a NATS server with one subscription, by nats-py.
+"""One connection to a NATS server with one subscription, implemented with nats-py.
 
 This is the only module that uses nats-py. That client may claim to be connected although it has stopped reading or
-writing (after an error in one of its tasks, or an answer that came too late), so a connection that falls silent is
-treated as ended too.
+writing (after an error in one of its tasks, or a late answer to a ping). A connection that falls silent is therefore
+treated as ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agent_shim.edges.bus import tls
 from agent_shim.host import clock, network
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 
-# Importing these would take 14 MB. They are only needed for websockets, JetStream and the version.
+# Importing these modules would take 14 MB, and they are only needed for websockets, JetStream and the version.
 lean_imports.preload("nats.aio.client", "aiohttp", "multidict", "nats.js", "importlib.metadata")
 from nats import errors as nats_errors
 from nats.aio.client import Client
@@ -34,19 +34,22 @@ from nats.aio.subscription import Subscription
 from nats.aio.transport import Transport
 
 NEVER_S: Final = 10 * 365 * 24 * 3600
-"""Turns off the timers of nats-py."""
+"""An interval that effectively turns off the timers of nats-py."""
 
 MAX_SUBJECT_BYTES: Final = 1024
-"""nats-server closes a connection that sends a line of more than 4096 characters (max_control_line)."""
+"""Maximum length of a subject. nats-server closes a connection that sends a line of more than 4096 characters
+(max_control_line).
+"""
 MAX_UNREAD_BYTES: Final = 8 * 1024 * 1024
-"""Maximum number of bytes from a server without the end of a message (1 MiB at most) or an answer to a ping. Beyond
-that, the connection is ended, because nats-py scans an unfinished line again with each piece, which blocks the loop.
+"""Maximum number of bytes that a server may send without completing a message (1 MiB at most) or answering a ping.
+Beyond that, the connection is ended, because nats-py scans an unfinished line from the start whenever data arrives,
+which blocks the loop.
 """
 MAX_BACKLOG_BYTES: Final = 8 * 1024 * 1024
-"""Maximum number of bytes queued for a slow server. Beyond that, publishing fails, as in nats.go."""
+"""Maximum number of bytes queued for a slow server. If more are queued, publishing fails, as in nats.go."""
 
 GREETING: Final = b'INFO {"tls_required":true,"max_payload":%d}\r\n' % MAX_REPLY_BYTES
-"""Replaces the server's greeting, which comes before TLS and may have been forged on the way."""
+"""Given to nats-py in place of the server's greeting, which arrives before TLS and could therefore be forged."""
 
 
 async def look_up(url: ParseResult | SplitResult) -> list[str]:
@@ -79,7 +82,7 @@ class _Stream(asyncio.StreamReaderProtocol):
 
 
 class _Wire(Transport):
-    """TCP and then TLS of one connection, instead of nats-py's own transport.
+    """The TCP and TLS transport of one connection, which replaces nats-py's own transport.
 
     That transport resolves names in threads that delay the exit, trusts what it reads before TLS, waits without a
     deadline for a server that accepts no data, and needs 30 s to close a dead connection.
@@ -95,13 +98,15 @@ class _Wire(Transport):
         self.peer = ""
         """Address of the server."""
         self._read_by: asyncio.Task[Any] | None = None
-        """nats-py's read task, which ends if it cannot decode something."""
+        """nats-py's read task, which ends if it cannot decode what it has read."""
         self.reads = 0
         self.unread = 0
         """Bytes received since the link last got a message or an answer to a ping."""
 
     async def dial(self, url: SplitResult, timeout_s: float) -> None:
-        """Connect to the first address of a name that answers within ``timeout_s`` seconds. Raises ``OSError``."""
+        """Connect to the first of the host's addresses that answers within ``timeout_s`` seconds. Raises
+        ``OSError``.
+        """
         addresses, loop = await look_up(url), asyncio.get_running_loop()
         for number, address in enumerate(addresses, 1):
             try:
@@ -116,7 +121,7 @@ class _Wire(Transport):
                 return
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
-        """Return immediately: ``dial`` has connected."""
+        """Do nothing, because ``dial`` has already connected."""
 
     async def connect_tls(self, uri: str | ParseResult, ssl_context: ssl.SSLContext, *_: int, **__: int) -> None:
         """Upgrade to TLS with a new reader.
@@ -124,7 +129,7 @@ class _Wire(Transport):
         Plaintext received before the handshake must not be read as data from the authenticated server.
         """
         assert self._pipe is not None
-        if self._pipe.is_closing():  # asyncio would otherwise wait for an answer
+        if self._pipe.is_closing():  # otherwise, asyncio would wait for an answer
             raise ConnectionResetError("the server has closed the connection")
         stream, host = _Stream(), uri if isinstance(uri, str) else uri.hostname
         loop = asyncio.get_running_loop()
@@ -136,7 +141,7 @@ class _Wire(Transport):
         self._is_secure = True
 
     async def readline(self) -> bytes:
-        """Read the next line of the handshake. Announcements of the server in between are skipped."""
+        """Read the next line of the handshake, skipping other announcements of the server."""
         while True:
             line = await self._reader.readline()
             self.has_greeted = self.has_greeted or line != b""
@@ -171,7 +176,7 @@ class _Wire(Transport):
     def write(self, payload: bytes) -> None:
         if self._pipe is not None:
             self._pipe.write(payload)
-        # Only answers to the server's pings can exceed this, because ``Link.send`` stops earlier.
+        # Only answers to the server's pings can exceed this limit, because ``Link.send`` refuses messages earlier.
         if self.backlog > MAX_BACKLOG_BYTES + 2 * MAX_REPLY_BYTES:
             self._on_end("the server does not accept data")
 
@@ -179,20 +184,20 @@ class _Wire(Transport):
         self.write(b"".join(payload))
 
     async def drain(self) -> None:
-        """Return immediately: ``Link.send`` bounds the backlog."""
+        """Do nothing, because ``Link.send`` limits the backlog."""
 
     def at_eof(self) -> bool:
         return self._reader.at_eof()
 
     def close(self) -> None:
-        """Close without the closing message of TLS, and drop the references that keep the memory of TLS alive."""
+        """Close without TLS's closing message, and drop the references that keep the TLS buffers in memory."""
         if self._pipe is not None:
             self._pipe.abort()
             self._pipe, self._reader = None, asyncio.StreamReader()
             self._reader.feed_eof()
 
     async def wait_closed(self) -> None:
-        """Return immediately: ``close`` aborts."""
+        """Do nothing, because ``close`` aborts the connection."""
 
     def __bool__(self) -> bool:
         """True even before the connection is made, because nats-py would otherwise replace the transport with its
@@ -252,12 +257,14 @@ class Link:
         return self._ended.done()
 
     async def over(self) -> str:
-        """Wait for the end of the connection. Returns the reason."""
+        """Wait for the end of the connection. Return the reason."""
         await asyncio.wait({self._ended})
         return self._ended.result()
 
     def end(self, why: str) -> None:
-        """Mark the connection as ended. The first reason counts, but the server's last message takes precedence."""
+        """Mark the connection as ended for the reason ``why``. The first reason counts, unless the server has sent an
+        error.
+        """
         if not self._ended.done():
             told = self._client.last_error
             self._ended.set_result(why if told in (None, self._denial) else str(told))
@@ -291,7 +298,9 @@ class Link:
         return asked.done() and self._answers > before and not self.is_over
 
     async def watch(self, interval: float, unanswered: int) -> None:
-        """Send pings at the beat common to all timers. End the connection after several intervals without an answer."""
+        """Send pings in step with the agent's other timers. End the connection after several intervals without an
+        answer.
+        """
         silent = 0
         await asyncio.sleep(clock.until_beat(interval))
         while silent < unanswered:
@@ -322,7 +331,7 @@ class Link:
         return task
 
     def _ask(self) -> asyncio.Task[None]:
-        """Send a ping after all queued data. Return a future for the answer."""
+        """Send a ping after all queued data. The returned task ends with the answer."""
         return self.begin(self._round_trip(), "bus ping")
 
     async def _round_trip(self) -> None:
@@ -334,7 +343,7 @@ class Link:
             await self._client.flush(NEVER_S)
         except nats_errors.Error as exc:
             self.end(str(exc))
-        if self.wire.reads > before:  # if nats-py has stopped reading, the call returns at once
+        if self.wire.reads > before:  # otherwise nats-py has stopped reading, and the call returned at once
             self._answers += 1
             self.wire.unread = 0
 
@@ -344,7 +353,9 @@ class Link:
         self._on_message(message.data)
 
     async def _failed(self, exc: Exception) -> None:
-        """Handle an error that nats-py reports. All others either end the connection as well or do no harm."""
+        """Handle the errors that nats-py reports. Those not listed here either end the connection anyway or are
+        harmless.
+        """
         text = str(exc).removeprefix("nats: ")
         if text.startswith("permissions violation for publish"):
             self._denial = exc
@@ -356,7 +367,7 @@ class Link:
         self.end("nats-py has closed it")
 
     async def _forget_servers(self) -> None:
-        """Drop the servers that a cluster announces, because the addresses come from the settings, and nats-py would
-        keep all of them.
+        """Drop the servers that a cluster announces. Only addresses from the settings are used, and nats-py would
+        collect all announced ones.
         """
         self._client.set_server_pool([self._given_url])

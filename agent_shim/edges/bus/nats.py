@@ -34,20 +34,24 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUESTS: Final = 10_000
 MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
-"""Limits on concurrent requests: their number and their size in memory. Requests beyond that are dropped, as in
+"""Limits on concurrent requests: their number and their size in memory. Requests beyond these limits are dropped, as in
 nats.go.
 """
 PINGS: Final = 1000
 MAX_PING_BYTES: Final = 512
-"""Maximum size of a ping, which is answered even beyond that number, because other requests may take long and an agent
-that does not answer pings counts as lost.
+"""Maximum size of a ping. Pings are answered even if the number of requests exceeds the limit, because other requests
+may take long, and the Director considers an agent lost if it does not answer pings.
 """
 OF_A_DIRECTOR: Final = re.compile(rb'"reply_to" ?: ?"director\.[^"]*\.[0-9a-f-]{36}"')
-"""A reply subject that is unique to one request (``nats_rpc.rb``). If the same bytes arrive again, they are a copy."""
+"""A reply subject that is unique to one request (``nats_rpc.rb``). If the same bytes arrive again, they are a copy of
+the same request.
+"""
 COPY_WINDOW_S: Final = 60.0
-"""Seconds during which a copy is recognised. During a rotation the second connection delivers it at once."""
+"""Seconds during which a copy is recognised. Copies arise during a rotation, when both connections deliver a request at
+nearly the same time.
+"""
 MAX_SEEN: Final = 10_000
-"""Number of requests remembered for that. A copy of an older one is treated as a new request."""
+"""How many requests are remembered to recognise copies. A copy of an older request is treated as a new request."""
 
 REREAD_AFTER_FAILURES: Final = 3
 """Number of consecutive failures before the settings are read again, because the bus may have moved."""
@@ -59,19 +63,21 @@ class Timing(msgspec.Struct, frozen=True):
     connect: float = 10.0
     """Timeout of one attempt at one address: lookup, TCP, TLS and subscription."""
     dial: float = 4.0
-    """The part of it for TCP, for each address of a name. A longer wait would not make an unavailable network answer,
-    and it may be back for the next attempt. The kernel tries three times within this.
+    """Timeout of the TCP connection to each address of a host name, during which the kernel sends three SYNs. If the
+    network is unavailable, a new attempt later is more useful than a longer wait.
     """
     ping: float = 5.0
-    """Interval between pings. After ``unanswered`` missed replies the connection counts as dead: 10 to 15 s."""
+    """Interval between pings. After ``unanswered`` missed replies, which is after 10 to 15 s, the connection is
+    considered dead.
+    """
     unanswered: int = 2
     step: float = 2.0
     longest: float = 10.0
     """The pause after the n-th consecutive failure is n steps, at most ``longest``, minus a random part.
 
-    The random part is up to four fifths while the pause grows, so that agents that lost their server at the same moment
-    do not return in waves; then up to half. The pause must stay well below the 45 s that the Director waits for a
-    reply.
+    The random part is up to four fifths of the pause while the pause grows, so that agents that lost their server at
+    the same moment do not return in waves, and later up to half of it. The pause must stay well below the 45 s that the
+    Director waits for a reply.
     """
     early: float = 60.0
     early_step: float = 1.0
@@ -79,26 +85,28 @@ class Timing(msgspec.Struct, frozen=True):
     agent yet.
     """
     reply: float = 45.0
-    """How long a reply waits for a connection. After that the Director gives up."""
+    """How long a reply waits for a connection. The Director gives up after the same time."""
     overlap: float = 2.0
-    """How long the old connection stays open beside the new one during a rotation."""
+    """How long the old connection stays open in addition to the new one during a rotation."""
     refused: float = 20.0
     unreachable: float = 120.0
-    """How long new credentials are tried while the server refuses them, and while only the old ones reach a server."""
+    """How long new credentials are tried: ``refused`` while the server refuses them, ``unreachable`` while a server can
+    be reached only with the old ones.
+    """
     goodbye: float = 1.0
-    """How long the last replies may take to be sent."""
+    """How long sending the last replies may take."""
     look: float = 20.0
     gone: int = 3
-    """Interval between lookups of the server's name. After ``gone`` lookups that do not return our peer's address,
-    reconnect.
+    """Lookups of the server's name in a row, ``look`` seconds apart, that must not return our peer's address before the
+    agent reconnects.
     """
 
     def pause(self, failures: int, slow: int = 0) -> float:
         """Return the pause after consecutive failures. 0 failures means that a working connection broke.
 
-        The pause is added once more for each of up to two ``slow`` attempts, in which a server sent its greeting but
-        did not complete the handshake in time. The timeout of the next attempt grows likewise. Otherwise a server to
-        which thousands of agents return at once would only begin handshakes that time out.
+        The pause is doubled after one ``slow`` attempt and tripled after two or more. An attempt is slow if the server
+        sent its greeting but did not complete the handshake in time. The timeout of the next attempt grows likewise.
+        Otherwise, a server to which thousands of agents return at once would only begin handshakes that time out.
         """
         if failures == 0:
             return random.uniform(0, self.step)  # noqa: S311 - no secret
@@ -115,10 +123,10 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class NatsBus:
-    """Keeps the agent connected to the bus. ``run`` is its root task.
+    """Keeps the agent connected to the bus. ``run`` is the root task.
 
-    ``handle`` answers requests, each in a task of its own, started in order of arrival. ``on_connected`` is called for
-    each new connection. ``reread`` receives refused credentials and returns those to try next.
+    ``handle`` answers requests, each in a separate task; the tasks are started in order of arrival. ``on_connected`` is
+    called for each new connection. ``reread`` receives credentials that were refused and returns those to try next.
     """
 
     def __init__(
@@ -145,7 +153,7 @@ class NatsBus:
         self._changed = asyncio.Event()
         """Set by each new connection, and by each failed attempt in which a server sent its greeting."""
         self._greeted_at = 0
-        """Number of the last failed attempt in which a server sent its greeting."""
+        """Number (``stats.attempts``) of the last failed attempt in which a server sent its greeting."""
         self._slow = 0
         """Number of consecutive attempts in which a server sent its greeting but did not complete the handshake in
         time.
@@ -156,7 +164,7 @@ class NatsBus:
         self._rotating = asyncio.Lock()
         self._retiring: asyncio.Task[None] | None = None
         self._seen: dict[int, float] = {}
-        """Times of recent requests of a Director, oldest first."""
+        """When recent requests from a Director arrived, by their hash, oldest first."""
 
     @property
     def is_connected(self) -> bool:
@@ -173,8 +181,8 @@ class NatsBus:
     async def is_heard(self, timeout_s: float) -> bool:
         """Return True if a server sends anything within ``timeout_s`` seconds, on the connection or during an attempt.
 
-        Opens no connection: ``run`` makes the attempts. An attempt already in progress counts if it succeeds. A
-        connection that does not answer in time is closed.
+        This does not open a connection, because ``run`` does. An attempt that is already in progress counts only if it
+        succeeds. A connection that does not answer in time is closed.
         """
         begun = self.stats.attempts
         try:
@@ -191,7 +199,7 @@ class NatsBus:
         return is_answered
 
     async def wait_connected(self) -> None:
-        """Wait for a connection."""
+        """Wait until the bus is connected."""
         while not self.is_connected:
             await self._change()
 
@@ -200,8 +208,8 @@ class NatsBus:
         await self._changed.wait()
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Send a message immediately, or raise ``BusError``. Messages are not queued, since they would be outdated
-        later.
+        """Send a message immediately, or raise ``BusError``. Messages are not queued, because they would be outdated by
+        the time of the next connection.
         """
         if self._link is None:
             raise BusError(f"cannot publish to {subject!r}: not connected to the bus")
@@ -213,7 +221,9 @@ class NatsBus:
         self.stats.sent_bytes += len(data)
 
     async def run(self) -> NoReturn:
-        """Keep the agent connected, endlessly. After a cancellation, published messages get a moment to be sent."""
+        """Keep the agent connected, endlessly. After a cancellation, ``goodbye`` seconds remain to send published
+        messages.
+        """
         early_until = time.monotonic() + self._timing.early
         failures = 0
         try:
@@ -241,8 +251,8 @@ class NatsBus:
     async def rotate(self, mbus: Mbus) -> None:
         """Switch to other credentials without a gap: the new connection subscribes before the old one closes.
 
-        A request received on both is handled once. Raises ``ActionError`` and changes nothing if the new credentials
-        are unusable.
+        A request received on both connections is handled once. If no connection with the new credentials succeeds,
+        raise ``ActionError`` and change nothing.
         """
         async with self._rotating:
             if self._retiring is not None:
@@ -262,8 +272,8 @@ class NatsBus:
             await self._abandon(link)
 
     async def _connect_persistently(self, mbus: Mbus) -> Link:
-        """Connect with new credentials, waiting for the bus if it is unavailable. Raises ``ActionError`` if they are
-        unusable.
+        """Connect with new credentials. If the bus is unavailable, wait for it. Raises ``ActionError`` if the
+        credentials do not work.
         """
         began, failures = time.monotonic(), 0
         while True:
@@ -277,7 +287,7 @@ class NatsBus:
             except TimeoutError:
                 why = "cannot connect to the bus: no answer in time"
             if not is_refused and not self.is_connected:
-                began = time.monotonic()  # an unreachable bus does not show that the credentials are wrong
+                began = time.monotonic()  # restart, because an unreachable bus does not mean wrong credentials
             timeout_s = self._timing.refused if is_refused else self._timing.unreachable
             if time.monotonic() - began >= timeout_s:
                 raise ActionError(f"cannot use the new bus credentials: {why}")
@@ -301,8 +311,8 @@ class NatsBus:
         raise failure
 
     async def _open(self, url: str, mbus: Mbus) -> Link:
-        """Connect to an address. Authorities that share a name are tried one by one, because OpenSSL tries only the
-        first.
+        """Connect to an address. If several CAs have the same name, they are tried one by one, because OpenSSL tries
+        only the first.
         """
         try:
             return await self._attempt(url, mbus)
@@ -349,7 +359,9 @@ class NatsBus:
         self._on_connected()
 
     async def _wait_for_loss(self) -> bool:
-        """Wait for the end of the current connection. Return True if it lasted longer than the interval of pings."""
+        """Wait for the end of the current connection. Return True if the connection lasted longer than the ping
+        interval.
+        """
         link, began = self._link, time.monotonic()
         assert link is not None
         why = await link.over()
@@ -360,8 +372,8 @@ class NatsBus:
         return time.monotonic() - began > self._timing.ping
 
     async def _follow(self, link: Link) -> None:
-        """Reconnect when the server's name resolves to another address, because the server that had the name before may
-        still answer.
+        """Reconnect if the server's name resolves to another address, because the previous server may continue to
+        answer.
         """
         gone = 0
         while link is self._link:
@@ -382,7 +394,7 @@ class NatsBus:
             await old.flushed(self._timing.overlap)
             await asyncio.sleep(self._timing.overlap)
             old.end("replaced")
-            await self._abandon(old)  # do this here too, because ``run`` may be pausing
+            await self._abandon(old)  # close it here too, because ``run`` may be in a pause
 
     async def _abandon(self, link: Link) -> None:
         await link.close()
@@ -423,8 +435,8 @@ class NatsBus:
             self._answering_bytes += size
 
     def _is_copy(self, data: bytes) -> bool:
-        """Return True if a Director's request has already arrived, because both connections of a rotation deliver
-        it.
+        """Return True if the same request from a Director has already arrived. During a rotation, both connections
+        deliver each request.
         """
         now, message = time.monotonic(), hash(data)
         while self._seen and (len(self._seen) >= MAX_SEEN or next(iter(self._seen.values())) < now - COPY_WINDOW_S):

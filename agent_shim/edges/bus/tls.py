@@ -22,11 +22,12 @@ logger = logging.getLogger(__name__)
 SIGNATURE_FAILURE: Final = 7
 """X509_V_ERR_CERT_SIGNATURE_FAILURE: the authority that OpenSSL chose did not sign the certificate."""
 MAX_NAMESAKES: Final = 8
-"""Maximum number of authorities that are then tried one by one."""
+"""Maximum number of authorities with the same name that are tried one by one after this error."""
 MAX_KEY_CHARS: Final = 7000
-"""Maximum length of a private key, as of an RSA key of 8192 bits, because signing in a handshake blocks the event loop.
+"""Maximum length of a private key, enough for RSA with 8192 bits. It is limited because signing blocks the event loop
+during a handshake.
 
-Servers written in Go refuse larger ones.
+Servers written in Go refuse larger keys.
 """
 SERVER_NAME: Final = re.compile(r"[a-zA-Z0-9*\-]*\.nats\.bosh-internal")
 """Pattern of the common name in a server's certificate."""
@@ -49,7 +50,7 @@ def client_context(mbus: Mbus) -> ssl.SSLContext:
 
 @functools.lru_cache(maxsize=8)
 def authorities(ca: str) -> tuple[str, ...]:
-    """Return the readable certificates of a CA. Log the others once. Raises ``CredentialsError`` if none is
+    """Return the readable certificates in ``ca``, and log unreadable ones once. Raises ``CredentialsError`` if none is
     readable.
     """
     good, bad = x509.readable(ca)
@@ -85,7 +86,7 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
         raise CredentialsError("the private key is not a PEM key")
     if len(private_key) > MAX_KEY_CHARS:
         raise CredentialsError(f"the private key has more than {MAX_KEY_CHARS} characters (RSA: 8192 bits)")
-    if "ENCRYPTED" in certificate + private_key:  # the file determines how long decrypting takes, which may be hours
+    if "ENCRYPTED" in certificate + private_key:  # decrypting may take hours, depending on the file
         raise CredentialsError("the private key is encrypted, and the settings hold no password for it")
     with open(os.memfd_create("bus"), "w") as file:
         file.write(f"{certificate}\n{private_key}\n")
@@ -100,11 +101,13 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
 
 
 def check_server_name(server: ssl.SSLObject) -> None:
-    """Refuse a server whose certificate is valid but is not that of a bus. Raises ``ssl.SSLCertVerificationError``."""
+    """Refuse a server with a valid certificate that is not a bus certificate. Raises
+    ``ssl.SSLCertVerificationError``.
+    """
     subject: Any = (server.getpeercert() or {}).get("subject", ())
     names = [value for part in subject for name, value in part if name == "commonName"]
     if not names or not SERVER_NAME.fullmatch(names[-1]):
-        # Pass an error number too, so that the text is shown unchanged.
+        # Pass an error number too, because otherwise the exception changes the text.
         reason = "server Certificate CommonName does not match *.nats.bosh-internal"
         raise ssl.SSLCertVerificationError(ssl.SSL_ERROR_SSL, reason)
 
