@@ -1,6 +1,6 @@
-"""The name of a build, the version with the commit, the page of the wheel, and the keeper: read by hatchling.
+"""Hooks of hatchling: they set the version and commit of a build, create the wheel's README and compile the keeper.
 
-``python hatch_build.py`` makes the keeper of a checkout if it is missing or older than its source.
+``python hatch_build.py`` compiles the keeper of a checkout if it is missing or older than its source.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ ROOT = Path(__file__).parent
 SOURCE = ROOT / "agent_shim/__init__.py"
 HOME = "https://github.com/agent-shim/agent-shim"
 KEEPER = "agent_shim/host/keeper"
-"""The program that keeps the processes of jobs, without the ``.c`` of its source."""
+"""Path of the program that supervises the processes of jobs. Its source has the same path with ``.c``."""
 KEEPER_FLAGS = ("-std=gnu11", "-Os", "-Wall", "-Wextra", "-Werror", "-s")
 
 
 def version() -> str:
-    """Return ``0.3.0`` for a release. Between releases ``0.3.0.dev0+g`` and the commit, if one is known."""
+    """Return the version, such as ``0.3.0``. Between releases, it is ``0.3.0.dev0+g`` and the commit if that is
+    known.
+    """
     number, commit = _written("__version__"), revision()
     if commit and number.endswith(".dev0"):
         return f"{number}+g{commit[:9]}{commit[40:].replace('-', '.')}"
@@ -37,20 +39,20 @@ def version() -> str:
 
 
 def semantic_version() -> str:
-    """Return the version for BOSH and for tags of images, in the order of semantic versions: ``0.3.0-dev.g…``."""
+    """Return the version as a semantic version, which BOSH and image tags need, such as ``0.3.0-dev.g…``."""
     return version().replace(".dev0+", "-dev.").replace(".dev0", "-dev")
 
 
 def revision() -> str:
-    """Return the commit, with ``-dirty`` if files of it are changed. "" if it is unknown.
+    """Return the commit, with ``-dirty`` appended if tracked files have changed, or "" if it is unknown.
 
-    From the source of a distribution, else ``AGENT_SHIM_REVISION`` (a build without git), else git.
+    Sources are the source distribution, then ``AGENT_SHIM_REVISION`` (for builds without git), then git.
     """
     return _written("__revision__") or os.environ.get("AGENT_SHIM_REVISION", "") or _of_git()
 
 
 def _of_git() -> str:
-    # A checkout of another project around an unpacked archive says nothing about the archive.
+    # Git would return the commit of another project if this tree was unpacked in its checkout.
     if not (ROOT / ".git").exists():
         return ""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
@@ -66,7 +68,7 @@ def _written(name: str) -> str:
 
 
 def page(readme: str) -> str:
-    """Return README.md with absolute links, to the files of this commit or release."""
+    """Return README.md with absolute links to files of this commit or release."""
     at = (revision()[:40] if "dev" in version() else f"v{version()}") or "main"
     raw = HOME.replace("//github.com/", "//raw.githubusercontent.com/")
     readme = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\g<1>{raw}/{at}/", readme)
@@ -74,14 +76,15 @@ def page(readme: str) -> str:
 
 
 def machine() -> str:
-    """Return the processor that a wheel is for: ``AGENT_SHIM_MACHINE``, else that of this machine."""
+    """Return the architecture of a wheel, such as ``x86_64``: ``AGENT_SHIM_MACHINE``, or that of this machine."""
     return os.environ.get("AGENT_SHIM_MACHINE") or platform.machine()
 
 
 def compilers() -> list[list[str]]:
-    """Return the commands of C compilers on this machine for ``machine``, the preferred one first.
+    """Return the commands of installed C compilers for ``machine``, in order of preference.
 
-    musl makes the smallest program. A cross compiler has its processor in its name, and zig is one for all.
+    musl makes the smallest program. A cross compiler has the architecture in its name, whereas zig supports all of
+    them.
     """
     if command := os.environ.get("CC", "").split():
         return [command]
@@ -96,7 +99,10 @@ def compilers() -> list[list[str]]:
 
 
 def build_keeper(target: Path, links: tuple[str, ...] = ("-static",)) -> None:
-    """Compile the keeper to ``target`` with the first compiler that can. ``links`` are ways to link, in this order."""
+    """Compile the keeper to ``target``. Try each way to link in ``links`` with each compiler until one succeeds.
+
+    Raises ``SystemExit`` if none does.
+    """
     reasons = ["there is no C compiler: install musl-gcc, or gcc, or the package ziglang of PyPI"]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".keeper-") as scratch:
         made = Path(scratch, "keeper")
@@ -105,16 +111,16 @@ def build_keeper(target: Path, links: tuple[str, ...] = ("-static",)) -> None:
                 argv = [*command, *KEEPER_FLAGS, link, "-o", str(made), str(ROOT / f"{KEEPER}.c")]
                 done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
                 if done.returncode == 0:
-                    made.replace(target)  # another build may be doing the same
+                    made.replace(target)  # Replace the file atomically, because another build may be writing it.
                     return
                 reasons.append(f"{' '.join(argv)}\n{done.stdout}")
     raise SystemExit(f"cannot compile {KEEPER}.c: {reasons[-1]}")
 
 
 def build_keeper_of_checkout() -> None:
-    """Compile the keeper beside its source if it is missing or older.
+    """Compile the keeper next to its source if it is missing or older.
 
-    Here it may need shared libraries: Fedora's compiler has no static ones.
+    It may be linked dynamically here, because Fedora's compiler has no static libraries.
     """
     target, source = ROOT / KEEPER, ROOT / f"{KEEPER}.c"
     if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
@@ -122,7 +128,7 @@ def build_keeper_of_checkout() -> None:
 
 
 class PageHook(MetadataHookInterface):
-    """Gives the wheel its page and its addresses."""
+    """Sets the wheel's README and the URLs in its metadata."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         text = page((ROOT / "README.md").read_text())
@@ -136,10 +142,10 @@ class PageHook(MetadataHookInterface):
 
 
 class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Writes the version and the commit into ``agent_shim/__init__.py`` of a build, and the keeper into a wheel."""
+    """Writes version and commit into ``agent_shim/__init__.py`` of a build, and adds the keeper to a wheel."""
 
     def dependencies(self) -> list[str]:
-        """Return a C compiler of PyPI (100 MB) where the system has none."""
+        """Return the package of a C compiler (100 MB) if a wheel needs one and the system has none."""
         return ["ziglang"] if self.target_name == "wheel" and not compilers() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -158,7 +164,8 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name == "wheel":
             build_keeper(scratch / "keeper")
             build_data["force_include"][str(scratch / "keeper")] = KEEPER
-            # A static program needs no libc, so the wheel fits systems with glibc and with musl. Tags name their age.
+            # A static program needs no libc, so the wheel fits all systems with glibc or musl. The tags give the oldest
+            # versions.
             build_data["tag"] = f"py3-none-manylinux_2_17_{machine()}.musllinux_1_1_{machine()}"
             build_data["pure_python"] = False
 

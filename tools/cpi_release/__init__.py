@@ -1,1 +1,1 @@
-"""The BOSH release that carries the CPI."""
+"""BOSH releases of this project: one with the Kubernetes CPI, and one that replaces monit."""

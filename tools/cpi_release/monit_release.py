@@ -1,8 +1,8 @@
 """``./dev monit-release`` builds a BOSH release that replaces monit by the supervisor, for ``bosh upload-release``.
 
-Its job ``agent_shim_monit`` is an addon without processes. The job's pre-start replaces monit, and removing the job
-restores monit (docs/monit.md). The job ``bpm`` is for those who also want this project's bpm. The package is built like
-the one of the CPI (``release``).
+Its job ``agent_shim_monit`` is an addon without processes. The pre-start of the job replaces monit, and removing the
+job restores monit (docs/monit.md). The job ``bpm`` is for operators who also want this project's bpm. The package is
+built in the same way as that of the CPI (``release``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROPERTIES: Final = {
 
 
 def release(version: str, out: Path) -> Path:
-    """Build the tarball in ``out`` and return its path."""
+    """Build the tarball of the release in ``out`` and return its path."""
     jobs = {JOB: files_of_job(JOB, TEMPLATES, PROPERTIES), "bpm": files_of_job("bpm", {"bpm": "bin/bpm"}, {}, JOB)}
     return write(out, NAME, version, jobs, lambda content: package_tree(content, JOB, "runtime.lock", "agent_shim"))
 

@@ -1,11 +1,11 @@
 """``./dev cpi-release`` builds a BOSH release with the CPI, for ``bosh upload-release`` and ``bosh create-env``.
 
-Its job ``kubernetes_cpi`` has properties generated from the types of the configuration. Its package contains an
-interpreter, the libraries of requirements/cpi.lock and the program. All of them are compiled, so the packaging script
-only copies.
+The properties of its job ``kubernetes_cpi`` are generated from the types of the CPI's configuration. Its package
+contains an interpreter, the libraries of requirements/cpi.lock and the program. Everything is already compiled, so the
+packaging script only copies files.
 
-The interpreter is a copy of the running one, so the release needs the same architecture, and the same glibc or a newer
-one. Equal trees, interpreters and lock files produce equal bytes.
+The interpreter is a copy of the running one, so VMs need the same architecture and the same or a newer glibc. The same
+source tree, interpreter and lock file always produce the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kubernetes_cpi import schema
 from kubernetes_cpi.config import Config
 
 Member: TypeAlias = tuple[str, bytes | str, int]
-"""Name, content (a string is the target of a link) and mode of a file."""
+"""Name, content (a string is the target of a link) and mode of a file in a tarball."""
 ROOT: Final = Path(__file__).parents[2]
 HERE: Final = Path(__file__).parent
 NAME: Final = "bosh-kubernetes-cpi"
@@ -46,7 +46,7 @@ OF_DEPLOYMENTS: Final[Mapping[str, dict[str, Any]]] = {
     },
     "blobstore.path": {"description": "Directory of that blobstore, in the VM."},
 }
-"""Properties that deployment manifests set in the same way for every CPI."""
+"""Properties with the same names for every CPI, which deployment manifests such as bosh-deployment set."""
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def command(name: str, description: str, build: Callable[[str, Path], Path]) -> int:
-    """Run ``./dev NAME``, which builds a release of a given version in a directory."""
+    """Run ``./dev NAME``, which builds a release with the function ``build``. Return the exit code."""
     parser = argparse.ArgumentParser(prog=f"./dev {name}", description=description)
     parser.add_argument(
         "--version", default=semantic_version(), help="version of the release (default: that of the project)"
@@ -74,14 +74,16 @@ def command(name: str, description: str, build: Callable[[str, Path], Path]) -> 
 
 
 def release(version: str, out: Path) -> Path:
-    """Build the tarball in ``out`` and return its path."""
+    """Build the tarball of the release in ``out`` and return its path."""
     return write(out, NAME, version, {JOB: job_files()}, lambda content: package_tree(content, JOB, "cpi.lock", JOB))
 
 
 def write(
     out: Path, name: str, version: str, jobs: Mapping[str, Iterable[Member]], make_package: Callable[[Path], None]
 ) -> Path:
-    """Build a release with jobs and one package, and name it after the first job."""
+    """Build a release with these jobs and one package, which is named after the first job. Return the path of its
+    tarball.
+    """
     job = next(iter(jobs))
     with tempfile.TemporaryDirectory() as scratch:
         content = Path(scratch)
@@ -119,7 +121,7 @@ def write(
 
 
 def properties() -> dict[str, dict[str, Any]]:
-    """Return each property of the job, with its description and its default."""
+    """Return the properties of the job with their descriptions and defaults."""
     rows = {key: text for key, _, _, text in schema.rows(Config)}
     leaves = [key for key in rows if not any(other.startswith(f"{key}.") for other in rows)]
     found = {
@@ -136,7 +138,9 @@ def job_files() -> Iterator[Member]:
 def files_of_job(
     name: str, templates: Mapping[str, str], known: Mapping[str, dict[str, Any]], package: str = ""
 ) -> Iterator[Member]:
-    """Return the files of a job without processes. By default, its package has the job's name."""
+    """Yield the files of a job without processes. Unless ``package`` is given, the package it needs has the
+    job's name.
+    """
     where = HERE / "jobs" / name
     manifest = {"name": name, "templates": dict(templates), "packages": [package or name], "properties": dict(known)}
     yield "job.MF", as_yaml(manifest), 0o644
@@ -149,17 +153,20 @@ def files_of_job(
 
 
 def package_tree(target: Path, name: str, lock: str, program: str) -> None:
-    """Create ``packaging`` and ``python``: interpreter, libraries of a lock file, and program."""
+    """Create the files of a package: ``packaging``, and ``python`` with interpreter, libraries of a lock file and
+    program.
+    """
     shutil.copy(HERE / "packages" / name / "packaging", target / "packaging")
     python = target / "python"
     subprocess.run([sys.executable, ROOT / "stemcell_overlay/make/interpreter", python], check=True)
     shared = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
-    # Debian's interpreter claims to be built with a shared library, but contains that library.
+    # Debian's build variables claim that the interpreter needs the shared library, but the interpreter contains it. So
+    # copy the library only if it exists.
     if sysconfig.get_config_var("Py_ENABLE_SHARED") and shared.exists():
         shutil.copy(shared, python / "lib")
         _look_beside(python / "bin", shared.parent)
-    # Put the libraries beside the standard library, because every build of Python searches this directory wherever it
-    # is installed.
+    # Install the libraries next to the standard library, because every build of Python searches that directory, even
+    # after it was moved.
     library = python / "lib" / Path(sysconfig.get_path("stdlib")).name
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     pinned = ["--require-hashes", "--only-binary=:all:", "--requirement", str(ROOT / "requirements" / lock)]
@@ -167,8 +174,7 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
     shutil.copytree(ROOT / program, library / program, ignore=shutil.ignore_patterns("__pycache__"))
     if KEEPER.startswith(f"{program}/"):
         build_keeper(library / KEEPER)
-    # Compile in a separate process with a fixed hash seed, because the order of sets determines the bytes of compiled
-    # modules.
+    # Compile in a new process with a fixed hash seed, because the order of sets affects the compiled modules.
     compile_all = [
         str(python / "bin/python3"),
         "-B",
@@ -183,7 +189,7 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
 
 
 def _look_beside(programs: Path, where: Path) -> None:
-    """Change the library path of programs from the build's directory to ``../lib``, like chrpath."""
+    """Change the library path in programs from the build's directory to ``../lib``, as chrpath does."""
     before, after = f"{where}\0".encode(), b"$ORIGIN/../lib\0"
     for path in programs.iterdir():
         content = path.read_bytes()
@@ -196,7 +202,7 @@ def _look_beside(programs: Path, where: Path) -> None:
 
 
 def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
-    """Yield name, content (a string is the target of a link) and mode of each file, in order."""
+    """Yield name, content (a string is the target of a link) and mode of each file, sorted by name."""
     for path in sorted(top.rglob("*")):
         name = str(path.relative_to(top))
         if path.is_symlink():
@@ -209,7 +215,7 @@ def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
 
 
 def tarball(files: Iterable[tuple[str, bytes | str, int]], level: int = 6) -> bytes:
-    """Return a tarball. Equal files produce equal bytes."""
+    """Return a gzipped tarball. The same files always produce the same bytes."""
     target = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=target, mode="wb", compresslevel=level, mtime=0) as packed,
@@ -228,7 +234,9 @@ def tarball(files: Iterable[tuple[str, bytes | str, int]], level: int = 6) -> by
 
 
 def _entry(name: str, content: bytes) -> dict[str, Any]:
-    """Return the manifest entry of a job or package. Its fingerprint is a digest of its content."""
+    """Return the manifest entry of a job or package, in which the digest of the content is also version and
+    fingerprint.
+    """
     digest = hashlib.sha256(content).hexdigest()
     return {"name": name, "version": digest, "fingerprint": digest, "sha1": f"sha256:{digest}"}
 

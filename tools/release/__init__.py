@@ -1,1 +1,1 @@
-"""``./dev release``: build everything that a release publishes."""
+"""``./dev release``, which builds everything that a release publishes."""

@@ -3,9 +3,11 @@
     ./dev release [--tag TAG] [--name REGISTRY/NAME] [--image ARCHITECTURE=BASE]... [--only PART]... [--out DIRECTORY]
     ./dev release --compare DIRECTORY DIRECTORY
 
-Parts are wheel, cpi, images, stemcells, sboms and notes. Checksums and sizes come last. Images for another architecture
-than this machine's need its emulator (qemu-user-static and binfmt-support), and wheels need its compiler
-(gcc-aarch64-linux-gnu, or ziglang from PyPI). SOURCE_DATE_EPOCH is the time of the last commit unless it is set.
+Parts are wheel, cpi, images, stemcells, sboms and notes. Checksums and sizes are always written at the end.
+
+For another architecture than this machine's, images need an emulator (qemu-user-static and binfmt-support), and wheels
+need a cross compiler (gcc-aarch64-linux-gnu, or ziglang from PyPI). SOURCE_DATE_EPOCH is the time of the last commit
+unless it is set.
 """
 
 from __future__ import annotations
@@ -34,19 +36,19 @@ LOCKS: Final = {"agent-shim": "runtime", "bosh-kubernetes-cpi": "cpi"}
 
 @dataclass(frozen=True)
 class Release:
-    """All inputs of a release."""
+    """The inputs of a release, with a method to build each of its parts."""
 
     version: str
     out: Path
     bases: dict[str, str]
     name: str
-    """Name of the image in a registry for the light stemcell. Without a name, no light stemcell is built."""
+    """Name of the image in a registry, to which the light stemcell refers. If empty, no light stemcell is built."""
     build: list[str]
     epoch: str
 
     def wheel(self) -> None:
-        """Build the source distribution, and a wheel for each architecture, because wheels contain the compiled
-        keeper.
+        """Build the source distribution and, because wheels contain the compiled keeper, a wheel for each
+        architecture.
         """
         build = (sys.executable, "-m", "hatchling", "build", "-d", str(self.out), "-t")
         self._run(*build, "sdist")
@@ -55,11 +57,13 @@ class Release:
                 self._run(*build, "wheel", AGENT_SHIM_MACHINE=machine)
 
     def cpi(self) -> None:
-        """Make the BOSH release of the Kubernetes CPI."""
+        """Build the BOSH release of the Kubernetes CPI."""
         self._run(sys.executable, "-m", "tools.cpi_release.release", "--out", str(self.out))
 
     def images(self) -> None:
-        """Build an image for each architecture, as an OCI archive that `skopeo copy` pushes with its digest."""
+        """Build an image for each architecture and save it as an OCI archive, which `skopeo copy` can push without
+        changing its digest.
+        """
         for architecture, base in self.bases.items():
             given = [f"--platform=linux/{architecture}", f"--build-arg=BASE_IMAGE={base}", f"--timestamp={self.epoch}"]
             named = {"STEMCELL_VERSION": self.version, "VERSION": self.version, "REVISION": revision()}
@@ -76,7 +80,7 @@ class Release:
             saved.unlink()
 
     def stemcells(self) -> None:
-        """Build the full stemcell from the image for amd64, and the light one that refers to it."""
+        """Build the full stemcell from the amd64 image, and the light one that refers to this image in a registry."""
         image = tag("amd64")
         program = [sys.executable, str(STEMCELL), "--version", self.version, "--out", str(self.out)]
         self._run(*program, "--image", image)
@@ -86,7 +90,7 @@ class Release:
             self._run(*program, "--light", "--os", system, "--image", reference)
 
     def sboms(self) -> None:
-        """Write the SBOMs of the wheel, of the CPI and of each image, in CycloneDX format."""
+        """Write CycloneDX SBOMs of the wheel, the CPI and each image."""
         listing = [sys.executable, str(ROOT / "stemcell_overlay/sbom.py")]
         for name, lock in LOCKS.items():
             text = self._output(*listing, "--name", name, "--lock", str(ROOT / f"requirements/{lock}.lock"))
@@ -97,12 +101,12 @@ class Release:
             self.archive(architecture).with_suffix(".cdx.json").write_text(text)
 
     def notes(self) -> None:
-        """Write the release notes of the version."""
+        """Write the release notes of this version."""
         text = texts.notes((ROOT / "CHANGELOG.md").read_text(), self.version)
         (self.out / f"agent-shim-{self.version}-notes.md").write_text(text)
 
     def archive(self, architecture: str) -> Path:
-        """Return the path of an image archive."""
+        """Return the path of the image archive for an architecture."""
         return self.out / f"agent-shim-{self.version}-linux-{architecture}.tar"
 
     def _run(self, *command: str, **environment: str) -> None:
@@ -129,14 +133,12 @@ PARTS: Final = {
 
 
 def tag(architecture: str) -> str:
-    """Return the local name of a built image."""
+    """Return the local name of the image for an architecture."""
     return f"localhost/agent-shim/release-{architecture}"
 
 
 def repack(source: Path, target: Path, epoch: int) -> None:
-    """Copy a tarball with its members sorted and with a fixed time, because `podman save` gives them the current
-    time.
-    """
+    """Copy a tarball with sorted members and a fixed time in each, because `podman save` sets the current time."""
     with tarfile.open(source) as old, tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda one: one.name):
             member.mtime = epoch
@@ -144,7 +146,7 @@ def repack(source: Path, target: Path, epoch: int) -> None:
 
 
 def manifest_digest(archive: Path) -> str:
-    """Return the digest of the image in an OCI archive, which is the digest of its manifest in a registry."""
+    """Return the digest of the image's manifest, by which a registry identifies the image."""
     with tarfile.open(archive) as packed:
         index = packed.extractfile("index.json")
         assert index is not None
@@ -180,7 +182,7 @@ def main() -> int:
 
 
 def make(release: Release, parts: list[str]) -> int:
-    """Build parts of a release, then their checksums. Print the sizes."""
+    """Build these parts of a release and their checksums, and print the sizes. Return the exit code."""
     if {"images", "stemcells"} & set(parts) and shutil.which("podman") is None:
         print("release: cannot make images: podman is not installed; apt-get install podman", file=sys.stderr)
         return 69

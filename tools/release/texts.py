@@ -1,4 +1,4 @@
-"""Release notes, checksums and sizes. The functions have no effects; they only read the files that they list."""
+"""The texts of a release: notes, checksums and sizes. These functions write no files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _CHUNK: Final = 1 << 20
 
 
 def notes(changelog: str, version: str) -> str:
-    """Return the section of a release in CHANGELOG.md, or *Unreleased* for a version between releases."""
+    """Return the section of a version in CHANGELOG.md, or *Unreleased* for a version between releases.
+
+    Raises ``ValueError`` if the section is missing, or if there are unreleased changes besides those of the version.
+    """
     sections = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
     found = {one.partition("\n")[0].strip(): one.partition("\n")[2].strip() for one in sections}
     name = "Unreleased" if "-dev" in version else version
@@ -35,17 +38,17 @@ def digest(path: Path) -> str:
 
 
 def sums(directory: Path) -> str:
-    """Return the lines of ``sha256sum`` for all files of a directory, sorted by name."""
+    """Return the checksums of all files in a directory in the format of ``sha256sum``, sorted by name."""
     return "".join(f"{digest(path)}  {path.name}\n" for path in _files(directory))
 
 
 def sizes(directory: Path) -> str:
-    """Return a table of sizes and names."""
+    """Return a table of the sizes and names of all files in a directory."""
     return "".join(f"{path.stat().st_size / 1e6:9.2f} MB  {path.name}\n" for path in _files(directory))
 
 
 def differing(before: str, after: str) -> Mapping[str, str]:
-    """Return what differs between two lists of checksums, by name: "content", "only before" or "only after"."""
+    """Return how files differ between two lists of checksums, by name: "content", "only before" or "only after"."""
     old, new = _by_name(before), _by_name(after)
     changed = {name: "content" for name in old.keys() & new.keys() if old[name] != new[name]}
     gone = dict.fromkeys(old.keys() - new.keys(), "only before")

@@ -1,1 +1,1 @@
-"""BOSH on Kubernetes to try out: a node, a Director and a small deployment in one command."""
+"""A trial of BOSH on Kubernetes: one command creates a node, a Director and a small deployment."""

@@ -1,10 +1,11 @@
-"""``./dev try-kubernetes``: a Director on a Kubernetes node of this machine, and a small deployment that stays.
+"""``./dev try-kubernetes``: run a Director on a Kubernetes node on this machine, and a small deployment to experiment
+with.
 
 Needs docker or podman, kubectl, git and the bosh CLI, and access to registries, bosh.io and GitHub. If kind is
-installed, it provides the node. Otherwise it is the node of ``./dev test-kubernetes``, which requires root.
+installed, it provides the node. Otherwise the node is that of ``./dev test-kubernetes``, which requires root.
 docs/try-kubernetes.md describes each step and what to try.
 
-A second run continues after the step that failed. Its state is in .try-kubernetes; --remove removes everything.
+After a failed step, a second run continues there. The state is in .try-kubernetes, and --remove removes everything.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ROOT: Final = Path(__file__).parents[2]
 HERE: Final = Path(__file__).parent
 DEPLOYMENTS: Final = "https://github.com/cloudfoundry/bosh-deployment"
 COMPILED: Final = r"ubuntu-(?P<line>\w+)-(?P<version>\d[\d.]*)\.tgz$"
-"""End of the URL of a compiled release, which only fits the stemcell that it names."""
+"""End of the URL of a compiled release. It names the only stemcell with which the release can be deployed."""
 NAMESPACE: Final = "bosh"
 DEPLOYMENT: Final = "hello"
 PAGE: Final = """
@@ -52,20 +53,20 @@ docs/try-kubernetes.md tells more. `./dev try-kubernetes --remove` takes everyth
 
 @dataclass
 class Trial:
-    """The steps of the trial. Each may be repeated, and what an earlier run created is kept."""
+    """The steps of the trial. Each can be repeated and keeps what an earlier run has created."""
 
     runner: Runner
     node: nodes.Node
     deployments: Path
     bosh: dict[str, Any] = field(default_factory=dict)
-    """bosh-deployment's bosh.yml."""
+    """Content of bosh-deployment's bosh.yml."""
 
     @property
     def state(self) -> Path:
         return self.runner.state
 
     def run(self) -> None:
-        """Run all steps."""
+        """Run all steps in order."""
         self.fetch()
         self.node.start(self.stemcell_line())
         self.account()
@@ -76,22 +77,27 @@ class Trial:
         self.deploy(stemcell)
 
     def fetch(self) -> None:
-        """Fetch bosh-deployment, which determines the releases and their versions."""
+        """Clone bosh-deployment, which determines the releases and their versions."""
         if not (self.deployments / "bosh.yml").exists():
             self.runner("git", "clone", "--quiet", "--depth=1", DEPLOYMENTS, str(self.deployments))
         self.bosh = yaml.safe_load((self.deployments / "bosh.yml").read_text())
 
     def stemcell_line(self) -> str:
-        """Return the name of the Ubuntu release for which the releases are compiled."""
+        """Return the name of the Ubuntu version for which bosh-deployment's releases are compiled, such as
+        ``noble``.
+        """
         return self._compiled()["line"]
 
     def account(self) -> None:
-        """Create the namespace and the account of the CPI."""
+        """Create the namespace and the service account of the CPI."""
         for place in ("privileged", "cluster-reader"):
             self.runner.kubectl("apply", "-k", f"deploy/cpi/{place}")
 
     def tarballs(self) -> tuple[str, str]:
-        """Build the release of the CPI, and a stemcell of the version for which the releases are compiled."""
+        """Build the CPI's release, and a stemcell with the version for which bosh-deployment's releases are compiled.
+
+        Return the paths of both tarballs.
+        """
         compiled = self._compiled()
         out = f"--out={self.state}"
         release = self.runner("./dev", "cpi-release", "--version", "0.1.0", out).split()[-1]
@@ -100,7 +106,7 @@ class Trial:
         return release, self.runner("./dev", "stemcell", "--light", *image, *system, out).split()[-1]
 
     def director(self, release: str, stemcell: str) -> None:
-        """Create the Director in a pod whose ports are also ports of the node."""
+        """Create the Director in a pod whose ports are published on the node."""
         values = {
             "cpi_release": f"file://{release}",
             "stemcell": f"file://{stemcell}",
@@ -118,7 +124,7 @@ class Trial:
         )
 
     def enter(self) -> None:
-        """Set the CLI's environment variables for the Director."""
+        """Set the environment variables with which the CLI finds the Director."""
         made = yaml.safe_load((self.state / "creds.yml").read_text())
         self.runner.environment |= {
             "BOSH_ENVIRONMENT": self.node.address,
@@ -130,20 +136,20 @@ class Trial:
     def configs(self) -> None:
         """Give the Director a cloud-config, and a runtime-config that adds bosh-dns to every VM."""
         self.runner.bosh("update-cloud-config", "deploy/cpi/bosh/cloud-config.yml", "-o", "tools/trial/bosh/cloud.yml")
-        # This Director has no CredHub, so the CLI generates the certificates.
+        # Have the CLI generate the certificates, because this Director has no CredHub.
         store = f"--vars-store={self.state}/dns-creds.yml"
         said = self.runner.bosh("int", f"{self.deployments}/runtime-configs/dns.yml", store, is_secret=True)
         runtime = yaml.safe_load(said)
         runtime.pop("variables", None)
         for job in (job for addon in runtime["addons"] for job in addon["jobs"]):
-            # Pods have no systemd-resolved, and some kernels lack the device that the job would create for it.
+            # Do without systemd-resolved, which pods lack, and without the dummy device that some kernels lack.
             job["properties"] |= {"configure_systemd_resolved": False, "override_nameserver": True}
         self.runner.bosh("update-runtime-config", "--name=dns", self._written("dns.yml", runtime))
 
     def deploy(self, stemcell: str) -> None:
-        """Deploy the release of this directory together with the bpm of bosh-deployment."""
+        """Deploy the release in this directory, with the bpm release of bosh-deployment."""
         self.runner.bosh("upload-stemcell", stemcell)
-        # Use a copy, because the CLI writes into the directory of a release.
+        # The CLI writes into the directory of a release, so use a copy.
         source, tarball = self.state / "release", f"{self.state}/hello.tgz"
         shutil.rmtree(source, ignore_errors=True)
         shutil.copytree(HERE / "release", source)
@@ -182,7 +188,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command that the arguments name. Return the exit code."""
+    """Run the command given by the arguments and return the exit code."""
     options = parsed(arguments)
     os.chdir(ROOT)
     state = options.state.resolve()

@@ -1,4 +1,4 @@
-"""Nodes for the trial: one from kind, or the node of ``./dev test-kubernetes`` in namespaces of its own."""
+"""Kubernetes nodes for the trial: one from kind, or the node of ``./dev test-kubernetes`` in its own namespaces."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from tools.trial.running import FailedError, Runner
 
 NAME: Final = "agent-shim-trial"
 CONTAINER: Final = f"{NAME}-control-plane"
-"""Container of kind's one node."""
+"""Name of the container that is the only node of the kind cluster."""
 IMAGE: Final = "localhost/agent-shim/trial:latest"
 BASE: Final = "ghcr.io/cloudfoundry/ubuntu-{line}-stemcell:latest"
 START_S: Final = 3600.0
-"""Time limit in seconds for starting the tests' own node. Its first start builds Kubernetes."""
+"""Time limit in seconds for starting the tests' own node, which builds Kubernetes at its first start."""
 STOP_S: Final = 60.0
 
 
 class Node(Protocol):
-    """A node that has the agent's image, and whose address exposes the ports of the Director's pod."""
+    """A node that has the agent's image and publishes the ports of the Director's pod on its address."""
 
     @property
     def address(self) -> str:
-        """Return the address of the node, which both this machine and pods can reach."""
+        """Return the address of the node, which this machine and pods can reach."""
 
     def start(self, line: str) -> None:
-        """Start the node, unless it is running, with an image based on the Ubuntu release ``line``."""
+        """Start the node unless it is running. Its agent image is based on the Ubuntu release ``line``, such as
+        ``noble``.
+        """
 
     def enter(self) -> None:
-        """Make the commands that follow reach a node that is already running."""
+        """Prepare the runner for commands that use the node, which must be running."""
 
     def digest(self) -> str:
         """Return the digest of the image ``localhost/agent-shim`` on the node."""
 
     def remove(self) -> None:
-        """Remove the node with everything that runs on it. Does nothing if there is none."""
+        """Remove the node and everything that runs on it. Do nothing if it does not exist."""
 
 
 def require(*programs: str) -> None:
@@ -51,13 +53,15 @@ def require(*programs: str) -> None:
 
 
 def chosen(runner: Runner, wanted: str | None) -> Node:
-    """Return the node recorded in the state, or else the requested one, or else kind if it is installed."""
+    """Return the requested node. Without a request, return the one that is recorded in the state, else kind if it is
+    installed.
+    """
     kind = wanted or ("own" if (runner.state / "own").exists() or shutil.which("kind") is None else "kind")
     return Kind(runner) if kind == "kind" else Own(runner)
 
 
 class Kind:
-    """A node of kind, in a container of docker or podman."""
+    """A node created by kind in a container of docker or podman."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -81,11 +85,12 @@ class Kind:
         self._runner(self._engine, "save", f"--output={archive}", IMAGE)
         self._runner("kind", "load", "image-archive", archive, f"--name={NAME}")
         Path(archive).unlink(missing_ok=True)
-        # The image is in no registry, so the kubelet has to find it locally, by the name that the stemcell gives it.
+        # Give the image the name by which the stemcell refers to it, because the kubelet cannot pull it from a
+        # registry.
         self._images("tag", "--force", IMAGE, f"localhost/agent-shim@{self.digest()}")
 
     def enter(self) -> None:
-        """Do nothing, because the kubeconfig already leads to the node."""
+        """Do nothing, because the kubeconfig is enough to reach the node."""
 
     def digest(self) -> str:
         for line in self._images("list").splitlines():
@@ -103,9 +108,9 @@ class Kind:
 
 
 class Own:
-    """The node of ``./dev test-kubernetes``, kept running by a background process. Only root can start it.
+    """The node of ``./dev test-kubernetes``, which a background process keeps running. Only root can start it.
 
-    Its image is based on Debian, because there is no registry.
+    Its agent image is based on Debian instead of Ubuntu, because the node has no access to a registry.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -135,7 +140,8 @@ class Own:
         if not self._is_held():
             raise FailedError("cannot reach the node: it does not run; `./dev try-kubernetes` starts it")
         pid = (self._where / "pid").read_text()
-        # The background process waits for `unshare`, whose only child is process 1 of the namespaces.
+        # The namespaces belong to a grandchild of the background process: its child is `unshare`, whose child is their
+        # PID 1.
         for _ in range(2):
             (pid,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         namespaces = ("--mount", "--net", "--pid")

@@ -1,4 +1,4 @@
-"""Runs the commands of the trial with a common environment."""
+"""Runs the trial's commands in the same environment."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 
 class FailedError(Exception):
-    """A step that failed. The message reads ``cannot X: why``."""
+    """A step of the trial failed. The message has the form ``cannot X: why``."""
 
 
 @dataclass
 class Runner:
-    """Runs commands and prints each of them.
+    """Runs commands and prints them with their output.
 
-    ``inside`` is the command prefix that enters the namespaces of the node.
+    ``inside`` is a command prefix that enters the namespaces of the node.
     """
 
     state: Path
@@ -30,16 +30,16 @@ class Runner:
         return self.state / "kubeconfig"
 
     def env(self) -> dict[str, str]:
-        """Return the environment for commands."""
+        """Return the environment variables for commands."""
         set_up = {"KUBECONFIG": str(self.kubeconfig), "BOSH_NON_INTERACTIVE": "true"}
         return {**os.environ, **set_up, **self.environment}
 
     def command(self, *argv: str) -> list[str]:
-        """Return a command that will be run on the node's side."""
+        """Return the command with the prefix that runs it in the node's namespaces."""
         return [*self.inside, *argv]
 
     def __call__(self, *argv: str, is_secret: bool = False) -> str:
-        """Run a command on this machine. Return its output, which is also shown unless it is secret."""
+        """Run a command on this machine and return its output. The output is printed as well unless ``is_secret``."""
         return self._run(argv, is_secret=is_secret)
 
     def kubectl(self, *arguments: str) -> str:
