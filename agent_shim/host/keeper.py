@@ -15,6 +15,7 @@ import errno
 import grp
 import hashlib
 import logging
+import math
 import os
 import pwd
 import re
@@ -46,6 +47,8 @@ START_TIMEOUT_S: Final = 30.0
 ANSWER_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
 """How long to wait until everything that was killed has ended. A process that is stuck in the kernel takes longer."""
+RECONNECT_PAUSE_S: Final = 1.0
+"""A keeper that disconnects again within this time is given up."""
 _PACKET_BYTES: Final = 4096
 _MAX_NAME_BYTES: Final = 220
 _NAME: Final = re.compile(r"[^@]+@((?P<ticks>[0-9a-f]+)-)?[0-9a-f]{8}")
@@ -162,19 +165,18 @@ class Keeper:
         self.parent = 0
         """Pid of its parent, which would inherit its processes. 0 if unknown."""
         self.is_lost = False
-        """The keeper was killed: the connection is closed although it was not released and had processes below."""
+        """The keeper was killed, or it keeps disconnecting, although it was not released and had processes below."""
         self.on_change: Callable[[], None] | None = None
         """Called after each report, and when it is lost."""
         self._directory = directory
-        self._connection = connection
         self._loop = asyncio.get_running_loop()
+        self._reconnected_at = -math.inf
         self.is_released = False
         """The keeper was told to exit once it has no descendants, and the connection is closed."""
         self._changed = asyncio.Event()
         self._answers: deque[asyncio.Future[State]] = deque()
         self._slots: dict[int, tuple[int, int]] = {}
-        connection.setblocking(False)
-        self._loop.add_reader(connection, self._read)
+        self._attach(connection)
 
     def __repr__(self) -> str:
         return f"<Keeper {self.state.keeper} of {self.label}>"
@@ -377,6 +379,11 @@ class Keeper:
 
     # --- the connection ---------------------------------------------------------------------------------------------
 
+    def _attach(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setblocking(False)
+        self._loop.add_reader(connection, self._read)
+
     def _read(self) -> None:
         """Read the packets that have arrived."""
         while True:
@@ -405,7 +412,7 @@ class Keeper:
 
     def _disconnected(self) -> None:
         self.close()
-        if not self.is_released:
+        if not self.is_released and not self._reconnect():
             # A keeper without children exits by itself when the machine shuts down, and its last report is complete.
             # The socket of a killed keeper stays, so that the next agent learns about it too.
             self.is_lost = not self.state.is_childless
@@ -413,6 +420,19 @@ class Keeper:
                 with contextlib.suppress(OSError):
                     (self._directory / self.name).unlink()
             self._wake()
+
+    def _reconnect(self) -> bool:
+        """Connect again after another client has taken the agent's place. Return False if the keeper has ended."""
+        now = self._loop.time()
+        if self.state.is_childless or now - self._reconnected_at < RECONNECT_PAUSE_S:
+            return False
+        self._reconnected_at = now
+        try:
+            self._attach(_connect(self._directory / self.name))
+        except OSError:
+            return False
+        logger.warning("the keeper of %s has served another client; connected again", self.label)
+        return True
 
     def _wake(self) -> None:
         self._changed.set()

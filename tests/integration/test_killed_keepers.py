@@ -115,17 +115,34 @@ async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_
         assert (info(supervisor, "web").state, is_alive(pid)) == ("stopped", False)
 
 
-async def test_stop_fails_while_a_keeper_lives_that_has_left_the_agent(world: World) -> None:
-    """The keeper is connected to another agent, and its processes are below it.
+async def test_agent_reconnects_to_a_keeper_after_another_client_has_replaced_it(world: World) -> None:
+    """Root can connect to the socket of a keeper, which serves only its latest client."""
+    child = world.base / "child"
+    job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
+    async with world.supervising(job) as supervisor:
+        running = await in_state(supervisor, "web", "running")
+        hidden = await until(lambda: number_of_program(child, "sleep"))
+        keeper.living(world.paths.keepers)
 
-    Those of a dying keeper get a new parent a bit later.
-    """
+        await supervisor.stop(wait=True)
+
+        assert [is_alive(running.pid), is_alive(hidden)] == [False, False]
+        assert not world.told("Execution failed")
+
+
+async def test_stop_fails_while_another_client_keeps_taking_a_keeper(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent must not report "stopped" for processes that a living keeper holds, and must not reconnect forever."""
+    monkeypatch.setattr(keeper, "RECONNECT_PAUSE_S", 3600)
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
         await in_state(supervisor, "web", "running")
         hidden = await until(lambda: number_of_program(child, "sleep"))
         kept = keeper_of(supervisor)
+        keeper.living(world.paths.keepers)
+        await until(lambda: "connected again" in caplog.text)
         keeper.living(world.paths.keepers)
 
         with pytest.raises(ActionError, match=rf"cannot end {kept} \(keeper\)"):
