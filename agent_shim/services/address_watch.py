@@ -1,8 +1,8 @@
-"""Detects addresses that the Director expects but that no interface has, because a recreated pod may get another
+"""Detects addresses that the Director expects but that no interface has. This happens when a recreated pod gets another
 address.
 
-``get_state`` does not report this. Its ``networks`` stay as the last ``apply`` stored them, since any difference would
-make the Director recreate the instance. Instead, an alert, a metric and ``status`` report it.
+It is reported in an alert, a metric and ``status``, but not in ``get_state``. There, ``networks`` stay as the last
+``apply`` stored them, because any difference would make the Director recreate the instance.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from agent_shim.host import clock, network
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 30.0
-"""Poll interval. A poll takes some microseconds for each address."""
+"""Poll interval. A poll takes a few microseconds for each address."""
 
 MAX_TOLD: Final = 10
-"""Maximum number of addresses reported per check, because thousands of alerts would block the loop. ``missing`` has all
-of them.
+"""Maximum number of addresses reported per check, because thousands of alerts would block the loop. ``missing`` still
+contains all of them.
 """
 
 
 def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
-    """Return the expected addresses, each with its source. ``applied`` are the networks of the spec.
+    """Return the expected addresses, each with the name of its network. ``applied`` are the networks of the spec.
 
     Floating addresses (vip) are not included, because no interface has them. A dynamic address is included once a spec
     with it has been applied.
@@ -47,9 +47,10 @@ def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
 
 
 class AddressWatch:
-    """Watches the expected addresses. ``missing`` maps those that no interface had at the last check to their sources.
+    """Watches the expected addresses. ``missing`` contains those that no interface had at the last check, each with the
+    name of its network.
 
-    ``report`` is called with the network and a text when another address is found missing.
+    ``report`` is called with the network and a text for each address that is newly missing.
     """
 
     def __init__(self, expected: Callable[[], Mapping[str, str]], report: Callable[[str, str], None]) -> None:
@@ -64,7 +65,7 @@ class AddressWatch:
             await asyncio.sleep(clock.until_beat(POLL_S))
 
     def look(self) -> None:
-        """Compare the addresses once."""
+        """Compare the expected addresses with those of the interfaces once."""
         before = self.missing
         self.missing = {ip: where for ip, where in self._expected().items() if not network.has_address(ip)}
         gone = [ip for ip in self.missing if ip not in before]

@@ -1,4 +1,5 @@
-"""Requests in ``env.bosh`` that concern the machine itself: every key that the Go agent reads, with its effect here.
+"""Handles the keys of ``env.bosh`` that concern the machine itself, and lists every key that the Go agent reads with
+its effect in a container.
 
 Names are those of ``BoshEnv`` in the Go agent (settings/settings.go). docs/configuration.md has the same table.
 """
@@ -51,7 +52,7 @@ KEYS: Final = (
 
 
 def refused(bosh: BoshEnv) -> str | None:
-    """Boot step: return the keys that are set but cannot be honoured, with reasons, or None if there are none."""
+    """Boot step: return the keys that are set but not supported, with reasons, or None if there are none."""
     given = {"ipv6.enable": bosh.ipv6.enable, "swap_size": bosh.swap_size}
     return "; ".join(f"env.bosh.{key.name}: {key.outcome}" for key in KEYS if given.get(key.name)) or None
 
@@ -63,7 +64,7 @@ async def remove_listed(listing: Path, *, is_wanted: bool) -> str | None:
     """Boot step: remove the files and links named in ``listing``, one per line, if they exist. Directories are not
     removed.
 
-    Return the reason if they are kept, or None. Raises ``OSError``.
+    Return the reason if the files are kept, or None. Raises ``OSError``.
     """
     if not is_wanted:
         return "not asked for"
@@ -95,9 +96,10 @@ async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
 
 
 def _move_to_memory(paths: Paths) -> None:
-    """Move the files and leave a link at each old place.
+    """Move the files, leaving a link at each former path.
 
-    After the container has been stopped, the directory is no longer mounted and may contain files written since then.
+    A stopped container loses the mount, so after a restart, the directory may contain files that were written without
+    it.
     """
     place = paths.settings_tmpfs
     files.make_dir(place, 0o700)

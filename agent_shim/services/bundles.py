@@ -1,9 +1,9 @@
 """Installed versions of jobs and packages: their directories, their installation, and the links to the versions in use.
 
 A bundle is ``data/jobs/<job>/<digest>`` or ``data/packages/<package>/<digest>``. It is in use while a link in ``jobs``
-or ``packages`` points to it. Layout, modes and owners are the Go agent's (agent/applier/bundlecollection/), so that
-either agent can take over from the other. A bundle gets its name only once it is complete and on disk, and is renamed
-before it is removed, so a directory with that name is always complete.
+or ``packages`` points to it. Layout, modes and owners are those of the Go agent (agent/applier/bundlecollection/), so
+that either agent can take over from the other. A bundle gets its final name only once it is complete and synced to
+disk, and it is renamed before it is removed, so a directory with a bundle's name is always complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agent_shim.host import files
 Kind = Literal["job", "package"]
 
 MAX_SMALL_BYTES: Final = files.MAX_FILE_BYTES
-"""Maximum size of a blob that is read into memory. The DNS records of ten thousand instances take half of it."""
+"""Maximum size of a blob that is read into memory. DNS records of ten thousand instances take half of this."""
 
 
 class Bundle(msgspec.Struct, frozen=True):
@@ -64,8 +64,8 @@ class Bundles:
     def path(self, bundle: Bundle) -> Path:
         """Return the path of a bundle, installed or not. The directory is named by the sha1 of version and digest.
 
-        For a package compiled here it is the sha1 of the version alone (models/job.go, models/package.go). Raises
-        ``ActionError`` for an invalid name or version.
+        For a package compiled on this instance, it is the sha1 of the version alone (models/job.go, models/package.go).
+        Raises ``ActionError`` for an invalid name or version.
         """
         name = checked_name(bundle.kind, bundle.name)
         if not bundle.version:
@@ -80,8 +80,8 @@ class Bundles:
     ) -> None:
         """Fetch and unpack the bundles of ``wanted`` that are missing, ``parallel`` archives at a time.
 
-        If some fail, the others stay installed. The error is that of the first failed one in the order of ``wanted``,
-        with the step and the reason.
+        If some fail, the others stay installed. The error is that of the first failed bundle in the order of
+        ``wanted``, with the step and the reason.
         """
         places = {self.path(bundle): bundle for bundle in wanted}
         missing = await asyncio.to_thread(lambda: {path: places[path] for path in places if not path.is_dir()})
@@ -93,7 +93,7 @@ class Bundles:
         try:
             done = await self._work(protocol.Install(str(self._paths.base), store, parallel, targets))
         except BaseException:
-            # A worker removes its temporary files, unless it was killed.
+            # Remove the blobs' temporary files, which a worker leaves behind only if it is killed.
             with suppress(ActionError):
                 await self._in_thread(files.sweep, {path.parent for path in missing})
             raise
@@ -122,16 +122,19 @@ class Bundles:
         await self._in_thread(self._link_all, jobs, packages)
 
     async def activate_packages(self, packages: Sequence[Bundle], spared: Iterable[str] = ()) -> None:
-        """Link exactly these packages, and remove all other packages and anything else in the directory of links.
+        """Link exactly these packages, and remove all other packages and anything else in the directory that contains
+        the links.
 
-        Jobs and the names ``spared`` in that directory are not touched.
+        Jobs, and the names in ``spared`` in that directory, are not changed.
         """
         await self._in_thread(self._activate, "package", packages)
         await self._in_thread(self._keep_only, "package", packages)
         await self._in_thread(self._remove_strays, {*spared, *(package.name for package in packages)})
 
     async def create(self, bundle: Bundle) -> Path:
-        """Create and link an empty bundle for a compilation to fill. An existing one of the same version is removed."""
+        """Create and link an empty bundle for a compilation to fill. An existing bundle of the same version is
+        removed.
+        """
         path = self.path(bundle)
         await self._in_thread(self._create, bundle, path)
         return path
@@ -154,7 +157,9 @@ class Bundles:
             await asyncio.to_thread(files.write_atomic, path, content, mode=0o640)
 
     async def delete_source(self, blob_id: str) -> None:
-        """Delete the blob of an installed bundle. Only blobs on this machine are deleted (cascading_blobstore.go)."""
+        """Delete the blob of an installed bundle. Only blobs on this machine can be deleted
+        (cascading_blobstore.go).
+        """
         if not blob_id:
             return
         protocol.checked_blob_id(blob_id)
@@ -177,7 +182,7 @@ class Bundles:
             temp.unlink(missing_ok=True)  # even if this task is cancelled again
 
     async def sweep(self) -> None:
-        """Remove unfinished work of earlier boots."""
+        """Remove incomplete bundles and temporary files of earlier boots."""
         await self._in_thread(self._sweep)
 
     # --- on the disk, in a thread ------------------------------------------------------------------------------------
@@ -222,7 +227,7 @@ class Bundles:
                 self._uninstall(kind, path)
 
     def _uninstall(self, kind: Kind, path: Path) -> None:
-        """Remove the link, then rename and remove the bundle."""
+        """Remove the link to a bundle, then rename and remove the bundle."""
         link = self._links[kind] / path.parent.name
         if link.is_symlink() and link.readlink() == path:
             link.unlink()
@@ -258,13 +263,13 @@ class Bundles:
 
 
 BPM: Final = "bpm"
-"""Name of the job and of the package ``bpm``, which this agent brings itself."""
+"""Name of the job and of the package ``bpm``, which the agent itself replaces."""
 
 
 def install_bpm_wrapper(paths: Paths) -> None:
-    """Install our ``bpm`` where scripts call it, whether a release contains its own or not."""
+    """Install our ``bpm`` at the path where scripts call it, even if a release contains bpm."""
     ours = str(Path(__file__).parents[2])
-    # This skips site and runpy, so it starts in half the time of -m.
+    # This skips site and runpy, so it starts twice as fast as with -m.
     code = f"import sys; sys.path.insert(0, {ours!r}); from agent_shim.cli.bpm import main; sys.exit(main())"
     launcher = (
         "#!/bin/sh\n"

@@ -1,6 +1,6 @@
 """Warns of certificates that are about to expire, with a metric, a line in ``status`` and a warning in the log.
 
-Only these reports depend on the wall clock.
+Nothing else depends on the wall clock.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ POLL_S: Final = 60.0
 """Poll interval. The credentials of a new VM are valid for an hour or less."""
 DAY_S: Final = 86400.0
 WARNING_PERIOD_S: Final = 30 * DAY_S
-"""Warning period: the last 30 days of a certificate's validity, but at most its last fifth."""
+"""Warning period: the last 30 days of a certificate's validity, or its last fifth if that is shorter."""
 WARNING_SHARE: Final = 0.2
 DOOR: Final = "server"
-"""The certificate of the HTTPS endpoint for the bosh CLI. All others are the agent's on the bus."""
+"""Name of the certificate of the HTTPS endpoint for the bosh CLI. All other certificates belong to the agent's bus
+connection.
+"""
 
 
 class CertificateWatch:
     """Watches certificates. ``ends`` maps their names to their expiry (seconds since 1970) as of the last check."""
 
     def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 validity
-        """``certificates`` are PEM texts by name. If a text has several certificates, the one that expires last
+        """``certificates`` are PEM texts by name. If a text contains several certificates, the one that expires last
         counts.
         """
         self.ends: dict[str, float] = {}
@@ -61,7 +63,9 @@ class CertificateWatch:
 
 
 def _warning(name: str, validity: Validity, now: float) -> str:
-    """Return the warning for a certificate, or "". The text stays the same until the certificate has expired."""
+    """Return the warning for a certificate, or "". The text does not change until the certificate has expired, so that
+    it is logged only once.
+    """
     if validity.ends - now > min(WARNING_PERIOD_S, WARNING_SHARE * (validity.ends - validity.begins)):
         return ""
     end = datetime.fromtimestamp(validity.ends, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,8 +1,9 @@
 """Compilation of a package: unpack its source, run its packaging script, pack and upload the result.
 
-Environment, logs and error texts are the Go agent's (agent/compiler/concrete_compiler.go, compiler_unix.go,
-agent/cmdrunner/file_logging_cmd_runner.go). Differences: processes and files of a compilation never outlive it, and the
-same source gives the same bytes if the tools that it calls do.
+Environment, logs and error texts are those of the Go agent (agent/compiler/concrete_compiler.go, compiler_unix.go,
+agent/cmdrunner/file_logging_cmd_runner.go). There are two differences: processes and files of a compilation never
+outlive it, and compilations are reproducible (the same source results in the same bytes) if the tools that they call
+are.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from agent_shim.host.process import Process
 logger = logging.getLogger(__name__)
 
 QUOTED_BYTES: Final = 10 * 1024
-"""Number of bytes, from the end of each output, that an error quotes (app/app.go)."""
+"""How many bytes from the end of each output an error quotes (app/app.go)."""
 GRACE_S: Final = 1.0
-"""Time between TERM and KILL for processes of a compilation, which have nothing to save."""
+"""Time between TERM and KILL for processes of a compilation. It is short because they have nothing to save."""
 LABEL: Final = "compilation"
 """Label of the keepers of packaging scripts."""
 EARLIEST_S: Final = 315_532_800
-"""1 January 1980, the earliest time in some archive formats (zip, wheels)."""
+"""1 January 1980, the earliest time that some archive formats (zip, wheels) can represent."""
 
 
 class Package(msgspec.Struct, frozen=True):
@@ -54,7 +55,9 @@ class Package(msgspec.Struct, frozen=True):
 
 
 class PackagingKeepers(Protocol):
-    """``supervisor.ownership.keepers.Keepers``: packaging scripts and all that they start run below keepers."""
+    """The interface of ``supervisor.ownership.keepers.Keepers`` that this module needs. Packaging scripts and all
+    processes that they start run below keepers.
+    """
 
     async def run(self, label: str, program: Program, out: Path, err: Path) -> Process: ...
 
@@ -64,7 +67,9 @@ class PackagingKeepers(Protocol):
 
 
 class Compiler:
-    """Compiles one package at a time. Packaging scripts inherit ``environ``, with the agent's programs in PATH."""
+    """Compiles one package at a time. Packaging scripts inherit ``environ``, with the agent's programs added to
+    PATH.
+    """
 
     def __init__(
         self, paths: Paths, environ: Mapping[str, str], keepers: PackagingKeepers, work: protocol.Execute = workers.work
@@ -80,7 +85,7 @@ class Compiler:
     ) -> protocol.Done:
         """Compile into ``target``, an empty linked bundle, and upload it. Return the blob id and the digests.
 
-        Its dependencies must be linked too. ``report`` is called with each step. Raises ``ActionError``.
+        The package's dependencies must be linked too. ``report`` is called with each step. Raises ``ActionError``.
         """
         report("fetching the source")
         source = await self._fetch(package, store)
@@ -122,7 +127,9 @@ class Compiler:
             return done.outcomes[0]
 
     async def _run(self, package: Package, newest: int) -> None:
-        """Run ``packaging``. The logs contain only its own output. Its process group is always ended with it."""
+        """Run ``packaging``. The logs contain only its own output. When the script ends, its process group is ended
+        too.
+        """
         log = self._paths.log / "compilation"
         stdout, stderr = log / "packaging.stdout.log", log / "packaging.stderr.log"
         try:
@@ -148,7 +155,7 @@ class Compiler:
             "BOSH_INSTALL_TARGET": str(self._paths.packages / package.name),
             "BOSH_PACKAGE_NAME": package.name,
             "BOSH_PACKAGE_VERSION": package.version,
-            # Tools write this into their output instead of the current time (reproducible-builds.org).
+            # Tools write this time into their output instead of the current time (reproducible-builds.org).
             "SOURCE_DATE_EPOCH": str(newest),
         }
 
@@ -166,9 +173,10 @@ def _failure(status: int | None, stdout: Path, stderr: Path) -> str:
 
 
 def _quote(name: str, path: Path) -> str:
-    """Return the end of an output, starting at a line if possible, with a title that says whether it was cut.
+    """Return the end of an output, starting at the beginning of a line if possible, with a title that says whether the
+    output was truncated.
 
-    The Go agent omits the first line even if nothing was cut.
+    The Go agent omits the first line even if nothing was truncated.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

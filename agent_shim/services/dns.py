@@ -1,10 +1,10 @@
 """Maintains the files with DNS names: ``/etc/hosts`` and ``/var/vcap/instance/dns/records.json``.
 
-bosh-dns reads ``records.json``, byte for byte as the Director wrote it. That file is written first, and the request
-succeeds if it is written. ``/etc/hosts`` helps programs that do not use bosh-dns. In a pod it may be read-only or a
-mount, and that must not keep the records from being updated. ``localhost`` and the host name are in it from the boot
-on, with or without a Director, because some CPIs unmount the container runtime's file (warden's after the agent has
-started), and the file underneath lacks them.
+bosh-dns reads ``records.json``, byte for byte as the Director wrote it. ``records.json`` is written first, and the
+request succeeds if that works. ``/etc/hosts`` helps programs that do not use bosh-dns. In a pod it may be read-only or
+a mount, which must not keep the records from being updated. The agent adds ``localhost`` and the host name at boot,
+with or without a Director, because some CPIs unmount the container runtime's file (warden's CPI does so after the agent
+has started), and the file underneath lacks them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from agent_shim.host import clock, files, guarded, hostname, mounts, network
 logger = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S: Final = 45.0
-"""Timeout for the fetch of a blob. The Director waits for ten."""
+"""Timeout for fetching a blob, in seconds. The Director itself waits only ten seconds."""
 
 LOCALHOST: Final = "localhost"
 POLL_S: Final = 10.0
-"""Interval between checks for another hosts file."""
+"""Interval between checks whether the hosts file was replaced."""
 
 
 class _Blob(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class _Blob(msgspec.Struct, frozen=True):
 
 
 class Dns:
-    """Stores the newest records, for both ``sync_dns`` and ``sync_dns_with_signed_url``."""
+    """Stores the newest DNS records for ``sync_dns`` and ``sync_dns_with_signed_url``."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -65,8 +65,8 @@ class Dns:
                 await asyncio.to_thread(self._store, records, version, agent_id)
 
     async def restore(self, agent_id: str) -> bool:
-        """Write the stored records to the hosts file again, because a new container has a new one. Return False if
-        there are none.
+        """Write the stored records to the hosts file again, because a new container has a new hosts file. Return False
+        if there are no records.
 
         Raises ``ActionError``.
         """
@@ -77,7 +77,9 @@ class Dns:
         return blob is not None
 
     async def forget_neighbours(self, addresses: list[str]) -> None:
-        """Delete the ARP entries of these addresses as far as the container is allowed to, one program at a time."""
+        """Delete the ARP entries of these addresses, as far as the container is allowed to. One program runs at a
+        time.
+        """
         async with self._forgetting:
             await network.forget_neighbours(addresses)
 
@@ -94,7 +96,7 @@ class Dns:
         return kept or None
 
     async def keep_names(self, agent_id: Callable[[], str]) -> NoReturn:
-        """Add both names again whenever another hosts file appears. Never returns."""
+        """Add ``localhost`` and the host name again whenever the hosts file is replaced. Never returns."""
         known = None
         while True:
             found = await asyncio.to_thread(_identity, self._paths.etc / "hosts")
@@ -165,7 +167,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def stored_version(records: Path) -> int:
-    """Return the version of a ``records.json``, or -1, which is older than any, if it is missing or unreadable."""
+    """Return the version of a ``records.json``. If it is missing or unreadable, return -1, which is lower than any
+    version.
+    """
     try:
         return wire.decode(files.read(records, is_own=True), _Blob).version
     except (OSError, msgspec.DecodeError):
@@ -181,7 +185,7 @@ def lines_naming(name: str, hosts: Path) -> list[str]:
 
 
 def own_lines(names: Sequence[str]) -> str:
-    """Return lines that map ``names`` to this machine, for a hosts file written by another program."""
+    """Return lines that map ``names`` to this machine, to be added to a hosts file that another program has written."""
     lines = [f"127.0.0.1 {name}" for name in names]
     lines += [f"::1 {LOCALHOST} ip6-localhost ip6-loopback"] if LOCALHOST in names else []
     return "\n".join(lines)

@@ -1,14 +1,14 @@
-"""Packet filter rules for the bus: only root and the agent's own user may connect to its addresses.
+"""Packet filter rules for the bus: only root and the agent's own user may connect to the bus addresses.
 
-This makes a bus certificate useless to a job that gets hold of it. The rules follow those of the Go agent
+This makes a stolen bus certificate useless to a job. The rules follow those of the Go agent
 (platform/firewall/nftables_firewall.go): they match by user, for each current address of the names in ``mbus.urls``
 except ``https`` URLs. They are replaced periodically, so that new addresses are covered and removed rules are restored
 within a minute. A refused connection fails at once, whereas with the Go agent it hangs.
 
 The rules must never cut off the agent itself, as they would if a proxy run by another user (the sidecar of a service
-mesh) were between it and the bus. So they are tested, and removed again if the bus answers only without them. The test
-uses the existing connection and the regular connection attempts, because the server would log a connection opened only
-for a test as broken.
+mesh) were between it and the bus. The agent therefore tests the rules, and removes them again if the bus answers only
+without them. The test uses the existing connection and the regular connection attempts, because the server would log an
+error for a connection that is opened only for a test.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from agent_shim.host.daemon_thread import run_in_daemon_thread
 logger = logging.getLogger(__name__)
 
 RULES_PERIOD_S: Final = 50.0
-"""Interval for the replacement of the rules."""
+"""Interval at which the rules are replaced."""
 LOOKUP_TIMEOUT_S: Final = 3.0
 """Timeout of a name lookup."""
 HEARD_WITH_RULES_S: Final = 3.0
 HEARD_WITHOUT_RULES_S: Final = 20.0
-"""Time to wait for a message from the server with and without rules. The latter is longer than the pause between two
-connection attempts.
+"""How long to wait for a message from the server, with and without rules. Without rules, it is longer than the pause
+between two connection attempts.
 """
 
 Targets = frozenset[tuple[str, int]]
-"""Addresses and ports."""
+"""Address and port pairs."""
 
 AWAITED: Final = "the addresses of the bus are not known yet"
 NO_BUS: Final = "there is no bus that jobs could reach"
@@ -70,7 +70,7 @@ class Firewall:
         self._is_heard = is_heard
         self._refusal = refusal
         self.due = asyncio.Event()
-        """Set to replace the rules at once, because the bus may have another address."""
+        """Set by callers to have the rules replaced at once, because the bus may have a new address."""
         self._proven: Targets = frozenset()
         """Addresses that were reached with rules in place."""
         self._proxied: Targets = frozenset()
@@ -103,11 +103,11 @@ class Firewall:
             return NO_BUS
         targets = await _addresses(urls)
         if not targets:
-            return self.obstacle  # the rules for the known addresses stay
+            return self.obstacle  # keep the rules for the previous addresses
         if targets == self._proxied:
             return PROXIED
         wanted = chains(targets, {0, os.geteuid()})
-        if targets != self._proven:  # an existing connection shows at once whether the rules break it
+        if targets != self._proven:  # wait for a connection, which shows at once whether the rules break it
             await self._is_heard(HEARD_WITHOUT_RULES_S)
         await nftables.replace(wanted)
         if targets == self._proven and self._is_linked():
@@ -118,19 +118,19 @@ class Firewall:
         await nftables.remove()
         if await self._is_heard(HEARD_WITHOUT_RULES_S):
             await nftables.replace(wanted)
-            if await self._is_heard(HEARD_WITH_RULES_S):  # the connection came back meanwhile
+            if await self._is_heard(HEARD_WITH_RULES_S):  # the server was only unavailable for a moment
                 self._proven = targets
                 return ""
             await nftables.remove()
             self._proxied = targets
             return PROXIED
-        await nftables.replace(wanted)  # the bus is unreachable with and without rules
+        await nftables.replace(wanted)  # the bus is unreachable even without rules, so they do no harm
         return ""
 
 
 def chains(targets: Targets, users: Collection[int]) -> str:
-    """Return rules under which only ``users`` may send to ``targets``. Packets without a user (closed connections) pass
-    too.
+    """Return rules that allow only ``users`` to send to ``targets``. Packets without a user (of closed connections)
+    pass too.
     """
     allowed = ", ".join(map(str, sorted(users)))
     rules = "".join(
@@ -142,17 +142,18 @@ def chains(targets: Targets, users: Collection[int]) -> str:
 
 
 async def _addresses(urls: Collection[str]) -> Targets:
-    """Resolve all names. Names without an address are skipped."""
+    """Resolve all host names in ``urls``. Names without an address are skipped."""
     found = set()
     for url in urls:
         parts = bus_address(url)
-        # An empty host would mean the loopback address, where the rules would block ports of jobs.
+        # Skip an empty host: it would mean the loopback address, and the rules would block ports of jobs there.
         if not parts.hostname:
             continue
         kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or NATS_PORT
         with suppress(OSError, ValueError, TimeoutError):
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                # A name server that never answers would otherwise use up all threads for file access.
+                # Use a separate thread, because a name server that never answers would otherwise use up all threads for
+                # file access.
                 asked = partial(socket.getaddrinfo, parts.hostname, port, **kind)
                 entries = await run_in_daemon_thread(asked, "look up the bus")
             found |= {(str(entry[4][0]).partition("%")[0], int(entry[4][1])) for entry in entries}

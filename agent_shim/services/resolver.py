@@ -1,7 +1,7 @@
 """Configures the container's resolver with the name servers from ``dns`` of a network in the Director's cloud-config.
 
 The Go agent writes resolvconf's base file or a drop-in for systemd-resolved (platform/net/dnsresolver). A container has
-neither, unless its process 1 is systemd.
+neither program, unless its PID 1 is systemd.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ RESOLV_CONF: Final = Path("/etc/resolv.conf")
 SYSTEMD: Final = Path("/run/systemd/system")
 RESOLVED_DROP_IN: Final = Path("/etc/systemd/resolved.conf.d/10-bosh.conf")
 FIRST: Final = "# set by resolvectl"
-"""End of the lines that our replacement of resolvectl puts first, as bosh-dns requires."""
+"""Comment at the end of the lines that our replacement of resolvectl adds at the top of resolv.conf, as bosh-dns
+requires.
+"""
 
 
 async def write_servers(servers: Sequence[str]) -> str | None:
@@ -55,8 +57,8 @@ def resolv_conf(before: str, servers: Sequence[str]) -> str:
     """Return a resolv.conf that uses ``servers``.
 
     A text that already names all of them is not changed, because a job may have put its own server first. Otherwise
-    they replace the container runtime's servers. Search domains and options stay, as does a server that bosh-dns has
-    put first.
+    they replace the container runtime's servers. Search domains and options are kept, and so is a server that bosh-dns
+    has put first.
     """
     lines = before.splitlines()
     named = [words[1] for line in lines if len(words := line.split()) > 1 and words[0] == "nameserver"]

@@ -1,9 +1,9 @@
-"""Runs scripts of jobs: lifecycle scripts in parallel, drain scripts with their integer protocol, and errands with
-their output.
+"""Runs job scripts: lifecycle scripts in parallel, drain scripts, which print an integer, and errands, whose output is
+returned.
 
-Arguments, environment, working directory, niceness and error texts are the Go agent's (agent/script/,
-agent/action/run_errand.go). Output goes to files, because processes left behind would keep a pipe open. Times are in
-seconds.
+Arguments, environment, working directory, niceness and error texts are those of the Go agent (agent/script/,
+agent/action/run_errand.go). Output goes to files, because processes that a script leaves behind would keep a pipe open.
+Times are in seconds.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Scripts:
     async def run_all(self, name: str, jobs: Sequence[str], env: Mapping[str, str]) -> None:
         """Run ``bin/NAME`` of every job that has it and wait for all, without a timeout.
 
-        Output is appended to the job's logs. If one fails, raises ``ActionError`` with the last line that each failed
-        script wrote to stderr, or to a log of its job if stderr contains only commands traced by ``set -x``.
+        Output is appended to the job's logs. If any script fails, raises ``ActionError`` with the last line that each
+        failed script wrote to stderr, or to a log of its job if stderr contains only commands traced by ``set -x``.
         """
         last_lines: dict[str, str] = {}
 
@@ -166,7 +166,7 @@ class Scripts:
         while True:
             answer = await self._ask_drain(job, arguments, environment, cancelled)
             if cancelled.is_set():
-                return True  # whatever the script printed
+                return True  # regardless of what the script printed
             if _INTEGER.fullmatch(answer) is None:
                 logger.warning("drain of job %s failed: it printed %r, not a number of seconds", job, answer[:80])
                 return False
@@ -188,9 +188,11 @@ class Scripts:
             return os.pread(stdout.fileno(), 4096, 0).strip()
 
     async def errand(self, job: str, cancelled: asyncio.Event) -> Errand:
-        """Run ``bin/run`` of ``job``. Setting ``cancelled`` terminates it, and its exit code is then returned as usual.
+        """Run ``bin/run`` of ``job``. Setting ``cancelled`` terminates the errand, whose exit code is then returned as
+        usual.
 
-        Output that is too long for the reply is cut in the middle, and kept in a file until the job's next errand.
+        If the output is too long for the reply, its middle is left out there, and the whole output is kept in a file
+        until the job's next errand.
         """
         outputs = [self._paths.tmp / f"errand-{job}.{stream}" for stream in ("stdout", "stderr")]
         opened: list[int] = []
@@ -280,9 +282,10 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 
 def _cause(log: Path, name: str, before: Mapping[str, int]) -> str:
-    """Return the last line that a failed script wrote, shortened. "" if there is none.
+    """Return the last line that a failed script wrote, shortened, or "" if there is none.
 
-    Commands that ``set -x`` traces on stderr do not explain a failure. bosh-dns writes the cause to a log of its own.
+    Commands that ``set -x`` traces on stderr do not explain a failure, so if there is nothing else, other logs of the
+    job are searched. bosh-dns, for example, writes the cause to a separate log.
     """
     err, out = f"{name}.stderr.log", f"{name}.stdout.log"
     lines = _lines(log / err, before.get(err, 0))
@@ -308,14 +311,14 @@ def _lines(log: Path, begin: int) -> list[str]:
 
 
 def _shown_together(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:
-    """Return both outputs within the limit of a reply, and the files that hold more."""
+    """Return both outputs, shortened to the limit of a reply, and the files of those outputs that were shortened."""
     errors = shown(stderr, MAX_OUTPUT_BYTES // 2)
     output = shown(stdout, MAX_OUTPUT_BYTES - _encoded(errors[0]))
     return output[0], errors[0], [path for path, (_, is_cut) in ((stdout, output), (stderr, errors)) if is_cut]
 
 
 def shown(path: Path, limit: int) -> tuple[str, bool]:
-    """Return the text of a file, and True if it was cut in the middle because it exceeds ``limit`` bytes as JSON."""
+    """Return the text of a file, and whether its middle was left out because it exceeds ``limit`` bytes as JSON."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         keep = min(size, limit)

@@ -1,8 +1,8 @@
 """Finds the settings on disk, waits for them, reloads and caches them.
 
-The sources are, in order, the files that agent.json names, then ``settings.json``, which is the copy of the last good
-document. ``update_settings.json`` overlays the document of any source (settings/service.go of the Go agent). If no
-source is usable, the store waits, because CPIs write files after the container has started. Each error of a file is
+The sources are the files that agent.json names, in order, and then ``settings.json``, which is the copy of the last
+valid document. ``update_settings.json`` overlays the document of any source (settings/service.go of the Go agent). If
+no source is valid, the store waits, because CPIs write files after the container has started. Each error of a file is
 logged once.
 
 The store also keeps the bus credentials from before the last rotation, in case the current ones fail at a boot.
@@ -26,7 +26,7 @@ from agent_shim.host import clock, files
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.5
-"""Poll interval of the few files. A poll takes one stat for each."""
+"""Poll interval. A poll takes one stat call for each of the few files."""
 IDLE_POLL_FACTOR: Final = 20
 """Factor of the poll interval once settings are loaded."""
 
@@ -44,7 +44,7 @@ class SettingsStore:
         self._said = ""
         self._ignored: list[str] = []
         self._turn = asyncio.Lock()
-        """Serializes reading and writing of the files, so that the later operation decides what ``current`` is."""
+        """Serializes reading and writing of the files, so that ``current`` is the result of the last operation."""
 
     @property
     def current(self) -> settings.Effective:
@@ -54,7 +54,7 @@ class SettingsStore:
         return self._current
 
     async def wait(self) -> settings.Effective:
-        """Wait for usable settings, without a timeout."""
+        """Wait for valid settings, without a timeout."""
         while True:
             try:
                 return await self.refreshed()
@@ -88,7 +88,7 @@ class SettingsStore:
             self._current = settings.Effective(self.current.source, update)
 
     async def keep_former(self, mbus: settings.Mbus) -> None:
-        """Store the working credentials during a rotation, which continues even if this fails."""
+        """Store the credentials that currently work, during a rotation. The rotation continues even if this fails."""
         async with self._turn:
             self._former = mbus
             try:
@@ -122,7 +122,7 @@ class SettingsStore:
                 continue
             finally:
                 seen = stamps
-            # Compare with the last reported settings, because an action may have loaded the change first without
+            # Compare with the last reported settings, because an action may already have loaded the change without
             # reporting it.
             if found != told:
                 logger.info("the settings have changed")
@@ -130,12 +130,12 @@ class SettingsStore:
                 await changed(found)
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
-        # Do this without a thread: it takes about 10 µs, and a thread for each poll took a quarter of the CPU time when
-        # idle.
+        # Do this without a thread, because it takes only about 10 µs. A thread for each poll took a quarter of the CPU
+        # time of an idle agent.
         return [files.version(path) for path in (*self._sources, self._paths.update_settings)]
 
     def _read_source(self) -> tuple[settings.Settings, bytes, Path]:
-        """Load the first usable source. If there is none, report the error of the first existing file."""
+        """Load the first valid source. If there is none, raise the error of the first existing file."""
         problem: SettingsError | None = None
         for path in (*self._sources, self._paths.settings_cache):
             try:

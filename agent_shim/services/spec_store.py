@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class SpecStore:
-    """Stores the spec. ``current`` is the spec of the last ``apply``, or an empty one before the first."""
+    """Stores the spec. ``current`` is the spec of the last ``apply``, or an empty spec before the first."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self.current = spec.ApplySpec()
 
     async def load(self) -> spec.ApplySpec:
-        """Load the file. An unreadable one is renamed and counts as missing, so that the agent stays reachable."""
+        """Load the file. An unreadable file is renamed and treated as missing, so that the agent stays reachable."""
         try:
             self.current = spec.decode(await asyncio.to_thread(files.read, self._paths.spec, is_own=True))
         except FileNotFoundError:
@@ -41,7 +41,7 @@ class SpecStore:
 
     def write_instance_files(self) -> None:
         """Write ``instance/{id,az,name,deployment}``: world-readable, without a newline, empty if unset
-        (agent/action/apply.go). Blocks. Unchanged files, which is most of them, are not written.
+        (agent/action/apply.go). Blocks. Files whose content has not changed are not written.
         """
         files.make_dir(self._paths.instance, 0o755)
         for name in ("id", "az", "name", "deployment"):

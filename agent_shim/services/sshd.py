@@ -1,8 +1,8 @@
 """The ssh server for ``bosh ssh``, run for as long as it is needed if the container has none.
 
-The rules are those of a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` log in with
-a key only, and root never does. The server is recognised by its command line, not its pid, so that a restarted agent
-can end its predecessor's server.
+The rules are those of a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` can log in,
+but only with a key, and root cannot. The server is recognised by its command line, not its pid, so that a restarted
+agent can end its predecessor's server.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import command, files, network, proc, process
 
 LISTEN_TIMEOUT_S: Final = 10.0
-"""Timeout for a started server to listen."""
+"""How long a started server may take until it listens."""
 GRACE_S: Final = 2.0
-"""Time between TERM and KILL. Meanwhile existing sessions continue and new ones are refused."""
+"""Time between TERM and KILL, during which existing sessions continue and new ones are refused."""
 POLL_S: Final = 0.02
 MAX_LOG_BYTES: Final = 10_000_000
 """Size at which the server's log is truncated."""
 
 _PRIVILEGE_SEPARATION: Final = Path("/run/sshd")
-"""The empty directory for the unprivileged half of Debian's sshd. It is missing when /run is new."""
+"""The empty directory for the unprivileged half of Debian's sshd. It must be created, because a new container has an
+empty /run.
+"""
 _OURS: Final = re.compile(r"(sshd: |\S*/sshd )")
 
 CONFIG: Final = """\
@@ -70,7 +72,7 @@ class Sshd:
                 return (await asyncio.to_thread(files.read, await self._have_host_key())).decode(errors="replace")
 
     async def settle(self) -> None:
-        """Start a server if one is needed and none listens. End ours when it is no longer needed."""
+        """Start a server if one is needed and none listens. End our server if it is no longer needed."""
         if not self._paths.is_system:
             return
         async with self._turn:

@@ -1,9 +1,9 @@
 """Maintains a backup of the agent's own state, which outlives the root file system and is restored on a new one.
 
 A container that is restarted in place has a new root file system but the old ``data``. Without a backup
-``/var/vcap/bosh`` would be lost, including the bus credentials. So its files are copied to ``data/bosh`` before the
-Director gets the reply to an action. Two stamps, one on the root file system and one beside the backup, show whether
-the two belong together.
+``/var/vcap/bosh`` would be lost, including the bus credentials. Its files are therefore copied to ``data/bosh`` before
+the Director gets the reply to an action. Two stamps, one on the root file system and one in the backup, show whether
+both belong together.
 
 | root file system | backup | action |
 |---|---|---|
@@ -19,8 +19,8 @@ it, or if the other stamp names its pid namespace and the root file system conta
 stamp belongs to this agent if the container is the same, or if this agent was the last to hold the volume
 (``volume_lease``).
 
-A damaged file never replaces its good copy, but is restored from it. So is a missing file, unless agents remove files
-of its kind.
+A damaged file never replaces its intact copy, but is restored from it. A missing file is restored too, unless it is one
+that agents remove.
 
 State written by a newer version of this program is not changed. The boot fails with an error instead.
 """
@@ -47,7 +47,9 @@ from agent_shim.host import clock, files, proc
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-"""Version of the whole set of state files. It is increased when an older version would misread a file of this one."""
+"""Version of the whole set of state files. It is increased when an older agent would misread a file that this agent
+writes.
+"""
 STAMP: Final = "agent_shim.json"
 SET_ASIDE: Final = "set_aside"
 POLL_S: Final = 10.0
@@ -55,14 +57,16 @@ POLL_S: Final = 10.0
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """The stamp of a root file system or of a backup. Two that belong together have the same ``lineage``."""
+    """The stamp of a root file system or of a backup. If both belong together, their stamps have the same
+    ``lineage``.
+    """
 
     schema: int
     agent_id: str
     lineage: str
-    """"" on a root file system that is being restored."""
+    """The id shared by a root file system and its backup. It is "" on a root file system while it is being restored."""
     incarnation: str = ""
-    """The container in which it was last written (``host.proc``)."""
+    """The container in which the stamp was last written (``host.proc``)."""
     is_prepared: bool = True
     """On a root file system: whether the pre-start scripts of the jobs have run on it."""
 
@@ -74,12 +78,12 @@ class BackedUpFile(msgspec.Struct, frozen=True):
     mode: int = 0o600
     owner: str | None = None
     is_removed: bool = False
-    """Agents remove this file, so its absence is a valid state."""
+    """True if agents remove this file, so that it may be missing although nothing was lost."""
     is_json: bool = True
     may_be_empty: bool = False
 
     def is_whole(self, raw: bytes) -> bool:
-        """Return False for content that no agent wrote, as may be left by a crash of the machine or its disk."""
+        """Return False for content that no agent wrote. A crash of the machine or its disk may leave such content."""
         if not self.is_json:
             return self.may_be_empty or raw.strip(b"\0 \n") != b""
         try:
@@ -89,7 +93,7 @@ class BackedUpFile(msgspec.Struct, frozen=True):
 
 
 NOTHING: Final = Stamp(SCHEMA, "", "")
-"""Stands for a missing or damaged stamp."""
+"""The stamp that is assumed if the real one is missing or damaged."""
 
 
 def backup_files(paths: Paths) -> list[BackedUpFile]:
@@ -118,13 +122,13 @@ class StateBackup:
         self._writing = asyncio.Lock()
         self._logged = ""
         self._are_stamps_due = False
-        """A stamp could not be written."""
+        """True if a stamp could not be written."""
         self.root_is_new = False
         """True if the backup was restored on a new root file system."""
         self.unwritable = ""
-        """Why the backup cannot be changed, if its file system is read-only or broken. It may then be older than the
-        last stop or start of the jobs. "" if the file system is only full, because the marker for a stop needs no
-        space.
+        """Why the backup cannot be changed, if its file system is read-only or broken, otherwise "". The backup may
+        then be older than the last stop or start of the jobs. A full file system does not count, because the marker for
+        a stop needs no space.
         """
 
     # --- a new agent ------------------------------------------------------------------------------------------------
@@ -155,8 +159,9 @@ class StateBackup:
         if here.lineage and copy.lineage:
             return here.lineage == copy.lineage and now in ("", here.incarnation, copy.incarnation)
         if here.agent_id and not here.lineage:
-            return False  # the restore on it is not complete
-        # A new container that shares the pid namespace of its pod has a root file system without state.
+            return False  # restoring this root file system was interrupted
+        # The pid namespace is not enough to recognise the container: a new container may share that of its pod, but its
+        # root file system contains no state.
         is_root_used = here.lineage != "" or any(
             file.path.exists() for file in self._files if file.path != self._paths.update_settings
         )
@@ -168,7 +173,7 @@ class StateBackup:
     async def recover(self, agent_id: str) -> None:
         """Restore this agent's backup on a new root file system, and keep it up to date from now on.
 
-        Raises ``BootError`` on failure, because without its state this would be a different agent.
+        Raises ``BootError`` on failure, because without its state, the agent would have another identity.
         """
         try:
             await asyncio.to_thread(self._recover, agent_id)
@@ -180,7 +185,7 @@ class StateBackup:
         if self._former not in ("", agent_id):
             aside = self._paths.bosh / SET_ASIDE / _plain(self._former)
             self._move([*(file.path for file in self._files), self._paths.stamp], aside, self._former)
-            _empty(self._paths.monit_job)  # the files there link into the bundles of the jobs
+            _empty(self._paths.monit_job)  # they are links to files of the previous jobs
             here = NOTHING
         is_ours = copy is not None and copy.agent_id == agent_id
         if (copy is None or not copy.agent_id) and self._has_copies():
@@ -205,7 +210,7 @@ class StateBackup:
             if not is_same_root:
                 self.root_is_new = True
                 ours = msgspec.structs.replace(ours, is_prepared=False)
-        # The restore is complete from here on. If the agent is killed earlier, the restore is repeated.
+        # From here on, the restore counts as complete. If the agent is killed earlier, the next agent repeats it.
         self._stamp = ours
         self._update()
 
@@ -254,7 +259,7 @@ class StateBackup:
         return self._stamp is None or self._stamp.is_prepared
 
     async def prepared(self) -> None:
-        """Record that the pre-start scripts have run."""
+        """Record that the pre-start scripts have run on this root file system."""
         if self._stamp is not None and not self._stamp.is_prepared:
             self._stamp = msgspec.structs.replace(self._stamp, is_prepared=True)
             await asyncio.to_thread(self._write_stamps)
@@ -266,25 +271,25 @@ class StateBackup:
         if self._stamp is None:
             return
         async with self._writing:
-            # Do this without a thread, because starting one would take longer than these stat calls.
+            # Do this without a thread, because starting a thread would take longer than these stat calls.
             is_changed = any(files.version(file.path) != self._copied.get(file.path, ()) for file in self._files)
             if is_changed or self._are_stamps_due:
                 await asyncio.to_thread(self._update)
 
     async def watch(self) -> NoReturn:
-        """Forever, copy files that were changed outside actions or that could not be copied before."""
+        """Copy files that were changed outside actions or that could not be copied before. Never returns."""
         while True:
             await asyncio.sleep(clock.until_beat(POLL_S))
             await self.update()
 
     def _update(self) -> None:
-        """Update the copies of changed files. A copy with equal content is not written."""
+        """Update the copies of changed files. A copy that already has the same content is not written."""
         self._write_stamps()
         for file in self._files:
             if (seen := files.version(file.path)) == self._copied.get(file.path, ()):
                 continue
             if seen is None and not file.is_removed:
-                self._copied[file.path] = seen  # never written, or lost: the next agent restores it
+                self._copied[file.path] = seen  # it was never written, or it was lost and the next agent restores it
                 continue
             copy, raw = self._copy_of(file), None
             try:
@@ -303,7 +308,7 @@ class StateBackup:
             self._copied[file.path] = seen
 
     def _write_stamps(self) -> None:
-        """Write both stamps. On a full disk the agent works without them and tries again later."""
+        """Write both stamps. On a full disk, the agent works without stamps and tries again later."""
         assert self._stamp is not None
         self._are_stamps_due, self.unwritable = False, ""
         for path in (self._paths.stamp, self._copy_stamp):
@@ -338,7 +343,7 @@ def forget(paths: Paths) -> None:
 
 
 def _read(path: Path) -> Stamp | None:
-    """Read a stamp. An unreadable one belongs to no agent, so the files beside it are not used."""
+    """Read a stamp. An unreadable stamp is treated as belonging to no agent, so the files next to it are not used."""
     try:
         return wire.decode(files.read(path, is_own=True), Stamp)
     except FileNotFoundError:
@@ -361,7 +366,7 @@ def _agent_id(settings_cache: Path) -> str:
 
 
 def _plain(agent_id: str) -> str:
-    """Convert an agent id that was read from a file to a plain directory name."""
+    """Convert an agent id that was read from a file to a safe directory name."""
     return agent_id.replace("/", "_").replace("\0", "_").strip(".")[:100] or "unnamed"
 
 

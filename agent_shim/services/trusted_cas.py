@@ -1,7 +1,8 @@
-"""Installs the Director's trusted certificate authorities on this machine, in addition to those of its image.
+"""Installs the trusted certificates from the Director on this machine, in addition to those of its image.
 
-Paths, command and limits are the Go agent's (platform/cert/cert_manager.go). Differences: the command, which takes a
-second, runs only after a change, and the authorities are installed again if a new container lacks them.
+Paths, command and limits are those of the Go agent (platform/cert/cert_manager.go). There are two differences: the
+command, which takes a second, runs only after a change, and the authorities are installed again if a new container
+lacks them.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY: Final = Path("/usr/local/share/ca-certificates")
 TRUSTED: Final = Path("/etc/ssl/certs/ca-certificates.crt")
-"""The bundle that the command generates from all directories."""
+"""The bundle that the command generates from all certificate directories."""
 UPDATE_TIMEOUT_S: Final = 60.0
-"""Timeout of one attempt, because the command sometimes hangs."""
+"""Timeout of one attempt. The command sometimes hangs, so it is tried again."""
 GRACE_S: Final = 5.0
 TRIES: Final = 3
 
 PENDING: Final = DIRECTORY / "bosh-trusted-certs.pending"
-"""This file exists from before the first change until the command has succeeded. The command ignores it, because it
-reads only ``*.crt``.
+"""A file that exists while a change is incomplete: it is created before the first file is changed, and removed once the
+command has succeeded. The command ignores it, because it reads only ``*.crt``.
 """
 
 _OURS: Final = "bosh-trusted-cert-"
@@ -96,8 +97,8 @@ def _holds(path: Path, text: str) -> bool:
 def _is_stale(wanted: Mapping[str, str]) -> bool:
     """Return True if the last result of the command does not match ``wanted``.
 
-    The command leaves a link for each authority beside the bundle. Modification times do not help, because in images
-    the directories are as new as the bundle, or newer.
+    This is recognised by the links that the command creates next to the bundle, one for each authority. Modification
+    times cannot be used, because in images, the directories are as new as the bundle, or newer.
     """
     linked = {path.stem for path in TRUSTED.parent.glob(f"{_OURS}*.pem")}
     if PENDING.exists() or linked != {Path(name).stem for name in wanted}:

@@ -1,8 +1,8 @@
 """Manages users of the machine: temporary ones for ``bosh ssh``, and the keys and passwords of vcap and root.
 
-Names, groups, paths and the prefixes of errors are the Go agent's (agent/action/ssh.go, platform/linux_platform.go).
-Files in a home directory are written as its owner, so that a link there cannot be used to write anywhere else. A
-password hash is never passed in argv.
+Names, groups, paths and the prefixes of errors are those of the Go agent (agent/action/ssh.go,
+platform/linux_platform.go). Files in a home directory are written as its owner, so that a link there cannot be used to
+write anywhere else. Password hashes are never passed as arguments of a program.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from agent_shim.host import command, files, guarded, proc, process
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "bosh_"
-"""Prefix of the users that may be removed. The Director's users have it."""
+"""Prefix of the names of users that may be removed. The Director uses it for all users that it creates."""
 GROUPS: Final = "vcap,admin,bosh_sudoers,bosh_sshers"
 NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
-"""Used instead of a hash, so that no password matches."""
+"""Stored in place of a password hash, so that no password matches."""
 _USER: Final = r"[a-z][a-z0-9_]{0,31}"
 
 KEYS_TIMEOUT_S: Final = 10.0
@@ -45,8 +45,8 @@ try:
 except ProcessLookupError:
     pass
 """
-"""One system call signals all processes of the effective user, so that none escapes by forking. The real and the saved
-user are set to an unused uid, so that processes of the user cannot kill this one first.
+"""A script that kills all processes of a user with a single system call, so that none escapes by forking. Its real and
+saved uid are an unused one, so that processes of the user cannot kill it first.
 """
 
 _REPLACE_KEYS: Final = """
@@ -56,7 +56,7 @@ rm -rf .ssh/authorized_keys.new && cat >.ssh/authorized_keys.new && mv -fT .ssh/
 
 
 class Users:
-    """Creates and removes users. Runs one command at a time, since all of them write the same files."""
+    """Creates and removes users. Runs one command at a time, because all commands write the same files."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -110,7 +110,9 @@ class Users:
                 await self._authorize("vcap", Path(home), "\n".join(keys))
 
     async def set_passwords(self, hashed: str, *, keep_root: bool) -> None:
-        """Set the password of vcap, and of root unless ``keep_root``, from this crypt hash."""
+        """Set the password of vcap, and that of root unless ``keep_root`` is set, to the one with the crypt hash
+        ``hashed``.
+        """
         users = ["vcap"] if keep_root else ["root", "vcap"]
         async with self._turn:
             with errors_as(f"cannot set the password of {' and '.join(users)}"):
@@ -148,7 +150,9 @@ class Users:
         return any(row[0] in users and not row[1].startswith(("*", "!")) for row in rows if len(row) > 1)
 
     def made(self) -> list[str]:
-        """Return our users: those with our prefix, or with a home in the directory for our users."""
+        """Return the users that the agent created: those with our prefix, or with a home in the directory for our
+        users.
+        """
         homes = str(self._paths.ssh_home)
         return [row[0] for row in self._accounts() if row[0].startswith(PREFIX) or row[5:6] == [f"{homes}/{row[0]}"]]
 
@@ -159,8 +163,8 @@ class Users:
 async def remove(user: str) -> None:
     """Remove a user with its home directory and processes.
 
-    The account is removed first so that nobody can log in, then the processes, so that nothing changes the home
-    directory while it is removed.
+    The account is removed first, so that nobody can log in, then the processes are ended, so that they cannot change
+    the home directory while it is being removed.
     """
     try:
         account = pwd.getpwnam(user)
@@ -176,7 +180,7 @@ async def remove(user: str) -> None:
 async def _end_processes(account: pwd.struct_passwd) -> None:
     """End the processes of a removed account, because its uid may be reused."""
     if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
-        return  # an account that was created by hand may share its uid with others
+        return  # another account has the same uid, as an administrator may have configured
     if not proc.has_our_root(1):
         logger.warning("processes of %s may continue: the container shares the pids of the host", account.pw_name)
         return

@@ -2,7 +2,7 @@
 
 Every figure is a string except the uptime, which is a natural number, because the bosh CLI fails on anything else. A
 figure that cannot be read is left out without affecting the others. If the container's limits are lower than the
-machine's resources, memory, swap and CPU are those of the container.
+machine's resources, the figures for memory, swap and CPU are relative to the container's limits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from agent_shim.host.host_stats import CpuTimes, Memory
 logger = logging.getLogger(__name__)
 
 CPU_PERIOD_S: Final = 10.0
-"""Minimum period over which CPU time is averaged. The first sample covers all the time before it."""
+"""Minimum period over which CPU time is averaged. The first sample covers the whole time since the start."""
 DISK_TIMEOUT_S: Final = 1.0
-"""Timeout for a disk, because one on a dead file server never answers."""
+"""Timeout for a disk, because a disk on a dead file server never answers."""
 
 UNREADABLE: Final = (OSError, ValueError, LookupError, ArithmeticError)
-"""Errors caused by a file in ``/proc`` that is missing, hidden or in another format."""
+"""Errors caused by a file in ``/proc`` that is missing, hidden or has an unexpected format."""
 
 Usage = os.statvfs_result | OSError
 
@@ -43,8 +43,8 @@ class Figures(msgspec.Struct, frozen=True):
     """The vitals as numbers, in bytes and seconds: by scope (``container``, ``host``), by minutes of the load average,
     or by disk.
 
-    A disk is identified by its role, a dynamic one by its cid. Figures that cannot be read are missing. Without limits
-    the memory of the container is that of the machine.
+    A disk is identified by its role, a dynamic disk by its cid. Figures that cannot be read are left out. If the
+    container has no limit, its memory is that of the machine.
     """
 
     memory: Mapping[str, Memory] = msgspec.field(default_factory=dict)
@@ -125,8 +125,8 @@ class Vitals:
         return self._cpu
 
     def _age(self) -> float:
-        """Return the container's age: the seconds since process 1 started, or since the kernel booted if that process
-        is hidden.
+        """Return the container's age in seconds since PID 1 started, or since the kernel booted if that process is
+        hidden.
         """
         now = clock.boot_time()
         try:
@@ -145,7 +145,7 @@ class Vitals:
         return {name: disk_vitals(usage) for name, usage in self._usages.items() if name in roles}
 
     async def _ask(self, path: Path) -> Usage | None:
-        """Get the usage of a disk. While a call is still waiting for the disk, no further one is made."""
+        """Return the usage of a disk. While a previous call still waits for the disk, no further call is made."""
         if path not in self._asked:
             self._asked[path] = run_in_daemon_thread(partial(_usage, path), f"statvfs {path}")
         asked = self._asked[path]
@@ -184,7 +184,7 @@ def memory_vitals(memory: Memory) -> dict[str, Any]:
 
 
 def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
-    """Return the usage of a disk in percent. Space reserved for root counts as free. On a file system without inodes
+    """Return the usage of a disk in percent. Space reserved for root counts as free. On a file system without inodes,
     their usage is 0 percent.
     """
     return {
@@ -194,5 +194,5 @@ def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
 
 
 def _percent(part: float, whole: float) -> float:
-    """Return 0 to 100, even for inconsistent figures."""
+    """Return the percentage, which is within 0 to 100 even for inconsistent figures."""
     return min(100.0, max(0.0, 100.0 * part / whole)) if whole > 0 else 0.0

@@ -1,10 +1,10 @@
-"""Leases on volumes. If two agents have the same volume, the second waits and changes nothing.
+"""Leases on volumes. If two agents have the same volume, the second one waits and changes nothing.
 
 A pod may be recreated while its predecessor still shuts down, and an unreachable node may run a pod that was replaced
-long ago. So an agent locks the volume ``data`` and every disk that it mounts. The kernel releases the lock when the
-agent ends, but it only knows agents on the same machine, so the locked file is also a lease that is renewed every few
-seconds. No clocks are compared. A lease expires when the observer has not seen it change for a while. On a file system
-to which only this kernel writes, others would not see a change, so the lease is not renewed (decision 25).
+long ago. An agent therefore locks the volume ``data`` and every disk that it mounts. The kernel releases the lock when
+the agent ends, but it only knows agents on the same machine, so the locked file is also a lease that is renewed every
+few seconds. Clocks are not compared: a lease expires when the observer has not seen it change for a while. On a file
+system to which only this kernel writes, others would not see a change, so the lease is not renewed (decision 25).
 
 | lock | lease | action |
 |---|---|---|
@@ -48,7 +48,7 @@ NAME: Final = "lease.json"
 SCHEMA: Final = 1
 _MAX_BYTES: Final = 4096
 UNWRITABLE: Final = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""Errors of a full or read-only file system, on which an agent works without a lease."""
+"""Errors of a full or read-only file system. An agent uses such a volume without a lease."""
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -69,12 +69,16 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """Seconds between renewals, and seconds without a change after which a lease expires."""
+    """Timing of leases, in seconds: the interval between renewals, and the time without a change after which a lease
+    expires.
+    """
 
     period: float = 10.0
     patience: float = 25.0
     restart: float = 5.0
-    """Seconds for which a lock on this kernel must stay free. A restarting agent takes it again sooner than that."""
+    """Seconds for which a lock on this kernel must stay free before it is taken. A restarting agent takes its lock
+    again sooner.
+    """
 
 
 class Hold(msgspec.Struct):
@@ -94,7 +98,8 @@ class Hold(msgspec.Struct):
 class VolumeLeases:
     """Locks and leases held by this agent.
 
-    ``host`` and ``boot`` identify where the agent runs. The default is this pod or machine, and the boot of its kernel.
+    ``host`` and ``boot`` identify where the agent runs. The defaults are the name of this pod or machine, and the boot
+    id of its kernel.
     """
 
     def __init__(self, *, pace: Pace = Pace(), host: str | None = None, boot: str | None = None) -> None:
@@ -109,7 +114,7 @@ class VolumeLeases:
         self.held: dict[Path, Hold] = {}
         """The leases that this agent holds, by directory."""
         self.former: dict[Path, str] = {}
-        """The agents (ids, or "") that held our volumes before, by directory."""
+        """The agents (ids, or "") that held our volumes before us, by directory."""
         self._seen: dict[Path, tuple[bytes, float]] = {}
         """Leases of other agents, each with the time of its last change."""
 
@@ -130,7 +135,7 @@ class VolumeLeases:
         with ExitStack() as opened:
             try:
                 descriptor = _open(directory)
-                # This also releases the lock, which would otherwise exclude ourselves.
+                # Closing the descriptor also releases the lock, which would otherwise lock out this agent itself.
                 opened.callback(os.close, descriptor)
                 is_local = mounts.is_local(directory)
                 if rival := self._rival(directory, descriptor, is_local=is_local):
@@ -164,7 +169,7 @@ class VolumeLeases:
         return "" if is_over else str(lease or "an agent that does not identify itself")
 
     def twin(self, directory: Path) -> str:
-        """Return another agent with our id that holds a volume, or "". The volume is not held afterwards."""
+        """Return the other agent with our id that holds a volume, or "". The volume is not held after this call."""
         rival = self.hold(directory)
         if not rival:
             self.release(directory)
@@ -173,7 +178,9 @@ class VolumeLeases:
         return rival if lease is not None and lease.agent_id == self._agent_id else ""
 
     def release(self, directory: Path) -> None:
-        """Release a volume for immediate reuse, unless another agent has taken it. Blocks on the disk."""
+        """Release a volume, so that another agent can use it at once. Does nothing if another agent has taken it.
+        Blocks on the disk.
+        """
         if hold := self.held.pop(directory, None):
             with hold.turn:
                 if not self._taker(directory, hold):
@@ -182,14 +189,14 @@ class VolumeLeases:
                 hold.descriptor = -1
 
     def release_all(self) -> None:
-        """Release all volumes, when no process of this agent uses them any more."""
+        """Release all volumes. Call this only when no process of this agent uses them any more."""
         for directory in list(self.held):
             self.release(directory)
 
     async def keep(self, lost: Callable[[str], None]) -> NoReturn:
         """Renew the leases forever. ``lost`` is called when another agent has taken a volume.
 
-        A hanging volume does not delay the others.
+        A volume that hangs does not delay the others.
         """
         renewing: dict[Path, asyncio.Task[None]] = {}
 
@@ -230,13 +237,13 @@ class VolumeLeases:
         return str(lease) if lease is not None and lease.holder != self._holder else ""
 
     def _write(self, directory: Path, hold: Hold, *, is_over: bool = False) -> None:
-        """Write in place, because a new inode would have a lock of its own, and in one call, so that a kill leaves
-        either the old or the new lease.
+        """Write in place, because a new inode would not be locked, and in one call, so that the file contains either
+        the old or the new lease if the agent is killed.
         """
         lease = Lease(SCHEMA, self._holder, self._agent_id, self._host, self._boot, hold.count, is_over)
         raw = msgspec.json.encode(lease)
         try:
-            # Blanks overwrite the rest of a longer lease.
+            # Pad with blanks to overwrite the rest of a longer lease.
             os.pwrite(hold.descriptor, raw.ljust(min(os.fstat(hold.descriptor).st_size, _MAX_BYTES)), 0)
             os.fdatasync(hold.descriptor)
         except OSError as exc:
@@ -281,7 +288,7 @@ def _decoded(raw: bytes) -> Lease | None:
 
 
 def _created(path: Path) -> int | None:
-    """Open the lock file. Return None on a full or read-only file system, where an agent works without it."""
+    """Open the lock file. Return None on a full or read-only file system, on which an agent works without the lock."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as exc:
@@ -293,7 +300,9 @@ def _created(path: Path) -> int | None:
 
 @contextmanager
 def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
-    """Lock this root file system for one agent. Raises ``AlreadyRunningError`` "cannot WHAT" for a second one."""
+    """Lock this root file system for one agent. If another agent has locked it, raises ``AlreadyRunningError`` with the
+    text "cannot WHAT".
+    """
     path = paths.agent_lock
     with files.attempting(f"{what}: {path}"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

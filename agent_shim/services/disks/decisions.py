@@ -1,10 +1,10 @@
-"""The state of the disks as found by one look, and pure decisions about the steps that a request needs.
+"""The state of the disks at one moment (:class:`View`), and pure functions that decide which steps a request needs.
 
 :func:`restore`, :func:`mount`, :func:`unmount`, :func:`begin_copy` and :func:`swap` return steps, which ``mounting``
-carries out in their order. They depend on the view alone, and raise ``ActionError`` if the request is refused. A kill
-between any two steps leaves a state on disk from which the next :func:`restore` continues.
+carries out in order. They depend only on the view, and raise ``ActionError`` if the request is refused. If the agent is
+killed between any two steps, the next :func:`restore` can continue from the state on disk.
 
-:func:`plan` decides where each disk belongs: by its marker, never by the mount table. No data is lost, because if two
+:func:`plan` decides where each disk belongs, using its marker, never the mount table. No data is lost, because if two
 disks claim the store and cannot be told apart, neither is mounted and the reason is reported.
 
 | volume | decision |
@@ -39,10 +39,10 @@ NOT_FOUND: Final = "Persistent disk with volume id '{}' could not be found"
 class Disk(msgspec.Struct, frozen=True):
     """A disk named by the settings or a hint.
 
-    ``volume`` is None while no volume is at ``place``. ``missing`` says why, and ``unusable`` why it is pointless to
-    wait for one. ``is_linkable`` means that ``place`` has something, perhaps a device, to which a link of a named disk
-    can point. ``is_empty`` means that the volume has no data of jobs; it is None if that cannot be read. ``is_held``
-    means that this agent has its lease.
+    ``volume`` is None while there is no volume at ``place``. In that case, ``missing`` says why, and ``unusable`` why
+    it is pointless to wait for one. ``is_linkable`` means that something exists at ``place``, perhaps a device, to
+    which a link of a named disk can point. ``is_empty`` means that the volume has no job data; it is None if that
+    cannot be determined. ``is_held`` means that this agent has the volume's lease.
     """
 
     cid: str
@@ -58,28 +58,28 @@ class Disk(msgspec.Struct, frozen=True):
 
     @property
     def there(self) -> Path:
-        """The volume. Only for a disk that is known to be present."""
+        """The volume of a disk that is known to be present."""
         assert self.volume is not None, f"the volume of disk {self.cid} is there"
         return self.volume
 
     @property
     def is_another(self) -> bool:
-        """True if the marker at its place belongs to another disk."""
+        """True if the volume's marker belongs to another disk."""
         return self.marker is not None and self.marker.cid != self.cid
 
     @property
     def role(self) -> Role | None:
-        """The role in its own marker, or None without a marker."""
+        """The role in the disk's own marker, or None if there is no such marker."""
         return None if self.marker is None or self.is_another else self.marker.role
 
 
 class MountPoint(msgspec.Struct, frozen=True):
     """The store or the migration target.
 
-    ``shown`` maps the known disks whose volume is visible here to whether their mount options are as wanted. ``marker``
-    is read only if no known disk accounts for what is here. ``is_link`` means that it is a link to something that
-    exists. ``is_mount`` means that something is mounted here, or at the target of the link. ``source`` describes that
-    mount for an error.
+    ``shown`` contains the known disks whose volume is visible here, each with whether its mount options are as wanted.
+    ``marker`` is read only if what is mounted here is not a known disk. ``is_link`` means that the path is a link to
+    something that exists. ``is_mount`` means that something is mounted here, or at the target of the link. ``source``
+    describes that mount for an error.
     """
 
     path: Path
@@ -91,10 +91,10 @@ class MountPoint(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """Everything that one look found.
+    """The state of all disks and mount points at one moment.
 
     ``managed`` is the disk (cid, or "") that was last mounted on the store. ``unmounted`` are disks that were unmounted
-    at the Director's request but whose volume has no record of that. ``links`` are the links to named disks by cid.
+    at the Director's request, although their volumes do not record this. ``links`` are the links to named disks by cid.
     ``named`` are the cids of all disks that should have such links. ``binds`` means that this container may mount.
     """
 
@@ -119,8 +119,8 @@ class View(msgspec.Struct, frozen=True):
         return self._mounted_on(self.target)
 
     def _mounted_on(self, point: MountPoint) -> str:
-        """Return the disk (cid, or "") that counts as mounted there. A mount made by the platform stays after
-        ``unmount_disk``, which only removes the role from the marker.
+        """Return the disk (cid, or "") that counts as mounted at a mount point. A mount created by the platform counts
+        only while the disk's marker has a role, because ``unmount_disk`` may not be able to remove the mount.
         """
         for cid, disk in self.disks.items():
             if cid not in point.shown or disk.is_another:
@@ -167,7 +167,9 @@ def plan_of(view: View) -> Plan:
 
 
 def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str) -> Plan:
-    """Decide by markers, then by the disk mounted last (``managed``), then by the one mounted now (``on_store``)."""
+    """Decide by the markers, then by the disk mounted last (``managed``), then by the disk mounted now
+    (``on_store``).
+    """
     strangers = {disk.cid for disk in disks if _is_strange(disk, instance)}
     ours = [disk for disk in disks if disk.cid not in strangers]
     claims = {disk.cid: disk.marker for disk in ours if disk.role == "store" and disk.marker}
@@ -210,7 +212,7 @@ def _is_strange(disk: Disk, instance: str) -> bool:
 
 
 class Take(msgspec.Struct, frozen=True):
-    """Acquire the lease of a volume before it is used. Fails while another agent holds it."""
+    """Acquire the lease of a volume before it is used. Fails while another agent holds the lease."""
 
     cid: str
     volume: Path
@@ -225,7 +227,9 @@ class Show(msgspec.Struct, frozen=True):
 
 
 class TakeAway(msgspec.Struct, frozen=True):
-    """Remove our mount or link. With ``is_optional``, a mount that this container is not allowed to remove stays."""
+    """Remove our mount or link. With ``is_optional``, it is not an error if this container is not allowed to remove the
+    mount.
+    """
 
     place: Path
     is_optional: bool = False
@@ -241,7 +245,7 @@ class Mark(msgspec.Struct, frozen=True):
 class Claim(msgspec.Struct, frozen=True):
     """Record where a disk was mounted: in its marker unless ``is_marked``, and for the store on the root file system.
 
-    If the next agent would not find that record, remove the disk from ``undo`` and fail.
+    If neither record can be written, the next agent would not mount the disk, so remove the mount at ``undo`` and fail.
     """
 
     volume: Path
@@ -254,7 +258,7 @@ class Unclaim(msgspec.Struct, frozen=True):
     """Record that a disk is unmounted: in its marker, or on the root file system if it has no marker or cannot be
     written to.
 
-    ``is_managed`` means that it is recorded as the disk last mounted on the store.
+    ``is_managed`` means that the disk is recorded as the one last mounted on the store.
     """
 
     cid: str
@@ -292,7 +296,7 @@ def restore(view: View) -> list[Step]:
         disk = disks[decided.store]
         if there in ("", disk.cid):
             steps += _show(disk, view.store)
-        else:  # make room only if an interrupted swap left that disk there
+        else:  # unmount the other disk only if an interrupted swap left it there
             occupant = disks.get(there)
             if occupant is None or not (occupant.role == "target" or there in decided.replaced):
                 raise ActionError(f"disk {disk.cid} belongs on {view.store.path}, but disk {there} is there")
@@ -301,7 +305,7 @@ def restore(view: View) -> list[Step]:
             steps.append(Show(disk.there, view.store.path, disk.options))
         steps += _claim(view, disk, "store")
     there = view.on_target
-    # A missing marker is no evidence against a disk, because an older agent may have mounted it.
+    # Keep a disk without a marker mounted, because an older agent may have mounted it.
     is_unmarked = there in disks and disks[there].marker is None
     if decided.target != there and (decided.target or not is_unmarked):
         steps += [TakeAway(view.target.path)] if there else []
@@ -318,7 +322,7 @@ def mount(view: View, cid: str) -> list[Step]:
         raise ActionError(f"the volume at {disk.volume} is marked as disk {disk.marker.cid}, not {cid} {hint}")
     steps = _take(disk)
     if cid == view.on_target:
-        return steps + _claim(view, disk, "target")  # an earlier agent may have been killed before it did this
+        return steps + _claim(view, disk, "target")  # in case an earlier agent was killed before this
     occupant = view.on_store
     if not occupant and disk.is_empty is None:
         raise ActionError(f"cannot read the volume of disk {cid} at {disk.volume}")
@@ -330,14 +334,14 @@ def mount(view: View, cid: str) -> list[Step]:
         return steps + _settle(view, disk, "target")
     if disk.marker and disk.marker.is_unfinished:
         raise ActionError(f"disk {cid} holds an unfinished copy of disk {disk.marker.source}")
-    # Never mount over something of unknown origin.
+    # Never mount over an unknown mount or link.
     if (view.store.is_mount or view.store.is_link) and not view.store.shown:
         raise ActionError(f"{view.store.path} is not a known disk ({view.store.source or 'nothing known'})")
     return steps + _settle(view, disk, "store")
 
 
 def present(view: View, cid: str) -> Disk:
-    """Return a disk whose volume is there. Raises ``ActionError`` for any other."""
+    """Return a disk if its volume is present, otherwise raise ``ActionError``."""
     disk = view.disks.get(cid)
     if disk is None:
         raise ActionError(NOT_FOUND.format(cid))
@@ -349,8 +353,8 @@ def present(view: View, cid: str) -> Disk:
 def _former(view: View, new: Disk) -> Disk | None:
     """Return the disk to mount before a new, empty one: the only other disk that has files, if it has no marker.
 
-    When a CPI recreates the container to attach a second disk, nothing is left to tell where a disk without a marker
-    was mounted.
+    This is necessary if a CPI recreates the container to attach a second disk, because then nothing records where a
+    disk without a marker was mounted.
     """
     if new.role == "store" or not new.is_empty:
         return None
@@ -369,7 +373,8 @@ def unmount(view: View, cid: str) -> list[Step]:
     if volume is not None:
         steps.append(Sync(volume))
     if point is not None and point.path != volume:
-        # A mount with which the container was created may be impossible to remove, and then counts as unmounted.
+        # Removing the mount is optional, because it may be impossible if the container was created with it. The disk
+        # then counts as unmounted anyway.
         steps.append(TakeAway(point.path, is_optional=True))
     if disk is not None and disk.role is not None:
         steps += _unclaim(view, disk, is_managed=view.managed == cid)
@@ -381,7 +386,7 @@ def unmount(view: View, cid: str) -> list[Step]:
 
 
 def begin_copy(view: View, old: str, new: str) -> list[Step]:
-    """Prepare the copy of the disk on the store to the one on the migration target.
+    """Prepare to copy the disk on the store to the one on the migration target.
 
     Empty cids stand for the disks mounted there. After a finished migration there are no steps.
     """
@@ -405,7 +410,7 @@ def swap(view: View, old: str, new: str) -> list[Step]:
     """Replace the source on the store with its finished copy.
 
     The copy takes effect once its marker says ``store``. If the swap fails before that, the next :func:`restore` undoes
-    it; if it fails later, the next :func:`restore` completes it.
+    it; if it fails afterwards, the next :func:`restore` completes it.
     """
     source, target = _pair(view, old, new)
     store = view.store.path
@@ -420,7 +425,9 @@ def swap(view: View, old: str, new: str) -> list[Step]:
 
 
 def _pair(view: View, old: str, new: str) -> tuple[Disk, Disk]:
-    """Return the disks to copy from and to. The requested cids must be those of the mounted disks."""
+    """Return the disks to copy from and to. Raises ``ActionError`` unless the requested cids are those of the mounted
+    disks.
+    """
     found = []
     for point, there, wanted in (view.store, view.on_store, old), (view.target, view.on_target, new):
         if there == "" or wanted not in ("", there):
@@ -452,7 +459,7 @@ def _show(disk: Disk, point: MountPoint) -> list[Step]:
 
 
 def _settle(view: View, disk: Disk, role: Role) -> list[Step]:
-    """Return the steps that mount a disk for its role and record that."""
+    """Return the steps that mount a disk in a role and record the role."""
     point = view.store if role == "store" else view.target
     undo = None if point.path == disk.volume else point.path
     return [*_show(disk, point), *_claim(view, disk, role, undo)]

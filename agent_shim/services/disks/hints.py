@@ -1,6 +1,6 @@
-"""Parses disk hints of CPIs in all their forms, and stores those received by an action in a file.
+"""Parses disk hints from CPIs in all their forms, and stores hints that arrive in a request.
 
-Member names and meanings are the Go agent's (settings/settings.go, DiskSettings; persistent_disk_hints.json).
+Member names and meanings are those of the Go agent (settings/settings.go, DiskSettings; persistent_disk_hints.json).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class IscsiSettings(msgspec.Struct, frozen=True, rename="pascal"):
-    """Kept only for compatibility of the file, because this agent does not support iSCSI."""
+    """iSCSI settings, which are kept only for compatibility of the file. This agent does not support iSCSI."""
 
     initiator_name: str = ""
     username: str = ""
@@ -44,7 +44,7 @@ _NAMES: Final = {
 
 
 class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
-    """One disk in the hints file, in which every member is present."""
+    """One disk in the hints file. The file contains every member, as with the Go agent."""
 
     cid: str = ""
     device_id: str = ""
@@ -64,7 +64,7 @@ class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
         return next((Path(os.path.normpath(text)) for text in named if text.startswith("/")), None)
 
     def __str__(self) -> str:
-        """Format as the Go agent does in replies, without secrets."""
+        """Return the format that the Go agent uses in replies, without secrets."""
         return f"{{ID:{self.cid} DeviceID:{self.device_id} VolumeID:{self.volume_id} Path:{self.path}}}"
 
 
@@ -73,7 +73,8 @@ _ISCSI_MEMBERS: Final = {name: name for name in ("initiator_name", "username", "
 
 
 def from_hint(cid: str, hint: Any, env: Env) -> DiskSettings:
-    """Parse a hint. A string is used as both path and volume id, an object has members, and anything else is ignored.
+    """Parse a hint. A string is used as both path and volume id; an object is read by its members; anything else is
+    ignored.
 
     Members that are not strings are converted (the Go agent crashes on them). Null counts as absent.
     """
@@ -96,8 +97,8 @@ def _texts(given: Mapping[str, Any], members: Mapping[str, str]) -> dict[str, st
 def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSettings]) -> dict[str, DiskSettings]:
     """Return all disks by cid: those of the settings, overridden by the stored hints.
 
-    Old CPIs name disks in the settings, and a stored hint without a path does not override those. An empty cid does not
-    name a disk.
+    Old CPIs name disks in the settings, and a stored hint without a path does not override these. An entry with an
+    empty cid is ignored.
     """
     found = {cid: from_hint(cid, hint, env) for cid, hint in persistent.items() if cid}
     for cid, disk in stored.items():

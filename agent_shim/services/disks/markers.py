@@ -1,7 +1,7 @@
 """The marker of a volume, which identifies the disk, in ``.agent_shim/disk.json`` at the top of the volume.
 
-It is written when a disk is mounted at the Director's request, and it outlives containers. ``decisions`` derives from
-the markers where each disk belongs.
+It is written when a disk is mounted at the Director's request, and it outlives containers. From the markers,
+``decisions`` derives where each disk belongs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 DIRECTORY: Final = ".agent_shim"
 NAME: Final = "disk.json"
 OURS: Final = frozenset({DIRECTORY, "lost+found"})
-"""Names at the top of a volume that are not data of jobs."""
+"""Names at the top of a volume that do not count as job data."""
 _MAX_BYTES: Final = 65536
 
 Role = Literal["store", "target", ""]
-"""Place of a disk. "" means that it was mounted once and then unmounted."""
+"""Where a disk belongs. "" means that the disk was mounted before and then unmounted."""
 
 
 class Marker(msgspec.Struct, frozen=True):
     """Identity of a volume, stored on it.
 
-    ``source`` is the cid of the disk that was copied here. With the role ``store`` the copy is complete, with any other
-    role it may be partial. ``generation`` counts migrations, because after a migration and another one back, each disk
-    is the source of the other. ``instance`` is the id in the apply spec, or "" before there is one.
+    ``source`` is the cid of the disk that was copied here. With the role ``store`` the copy is complete; with any other
+    role it may be partial. ``generation`` counts migrations, because after migrating to another disk and back, each
+    disk is the source of the other. ``instance`` is the id in the apply spec, or "" before there is one.
     """
 
     cid: str
@@ -55,7 +55,7 @@ class Marker(msgspec.Struct, frozen=True):
 def read(volume: Path) -> Marker | None:
     """Read the marker of a volume. Return None if there is no readable marker written by an agent.
 
-    Jobs own the top directory of many volumes, and may replace the marker's directory with one of their own.
+    The owner is checked because jobs own the top directory of many volumes, so they can replace the marker's directory.
     """
     try:
         with guarded.held(volume / DIRECTORY, volume) as directory:
@@ -74,7 +74,9 @@ def read(volume: Path) -> Marker | None:
 
 
 def _is_of_agents(found: os.stat_result) -> bool:
-    """Return True for a file owned by root, by this user, or by the user to which a file server maps root."""
+    """Return True for a file that only an agent can have written: its owner is root, this user, or the user to which a
+    file server maps root.
+    """
     return found.st_uid in {*trusted_path.trusted_users(), user_namespace.overflow_user()}
 
 
@@ -89,9 +91,9 @@ def set_aside(volume: Path) -> None:
 def write(volume: Path, marker: Marker) -> None:
     """Write the marker atomically. Raises ``HostError``.
 
-    If root writes the marker, a new volume gets mode 0755, like a new file system, whatever mode its provisioner set,
-    because jobs of every user must reach their directories. Write permission for others is removed from the top of
-    every volume, because a job could otherwise replace the marker's directory.
+    If root writes the marker, a new volume gets mode 0755, like a new file system, regardless of the mode that its
+    provisioner set, because the jobs of all users must be able to reach their directories. Write permission for others
+    is removed from the top of every volume, because a job could otherwise replace the marker's directory.
     """
     if os.geteuid() == 0:
         is_new = not os.path.lexists(volume / DIRECTORY / NAME)
@@ -102,12 +104,12 @@ def write(volume: Path, marker: Marker) -> None:
     with files.attempting(f"mark the volume {volume} as disk {marker.cid}"):
         set_aside(volume)
         files.make_dir(volume / DIRECTORY, 0o700)
-        # Write through the descriptor, so that nothing is written to a directory that has replaced this one.
+        # Write through the descriptor, because a job may replace the directory meanwhile.
         with guarded.held(volume / DIRECTORY, volume) as fd:
             files.write_atomic(Path(f"/proc/self/fd/{fd}", NAME), msgspec.json.encode(marker), mode=0o600)
 
 
 def remove(volume: Path) -> None:
-    """Remove the marker. Used where a new one cannot be written. Raises ``OSError``."""
+    """Remove the marker, for volumes on which a new marker cannot be written. Raises ``OSError``."""
     with guarded.held(volume / DIRECTORY, volume) as directory:
         os.unlink(NAME, dir_fd=directory)

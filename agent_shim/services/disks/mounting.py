@@ -1,4 +1,4 @@
-"""The blocking part of the disk service: examine the disks, and carry out the steps of a decision.
+"""The blocking part of the disk service: examines the disks, and carries out the steps of a decision.
 
 The agent may be killed after any step. The next agent then continues from the state on disk.
 """
@@ -44,12 +44,12 @@ class InUseError(ActionError):
 
 
 class DiskMounts:
-    """Mounts of the store, the migration target, and the volumes that may be placed there.
+    """The mount points (store and migration target), and the volumes that may be mounted there.
 
-    ``settings`` and ``instance`` (the id in the apply spec, or "") are called at each look. ``hold``, ``release`` and
-    ``is_held`` handle the lease of a volume, which is identified by a private directory on it (``volume_lease``).
-    ``hold`` returns the other agent that has the lease, or "". ``binds`` says whether this container may mount; with
-    None this is tried once.
+    ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
+    ``hold``, ``release`` and ``is_held`` handle the lease of a volume, which is identified by a private directory on it
+    (``volume_lease``). ``hold`` returns the other agent that has the lease, or "". ``binds`` says whether this
+    container may mount; if it is None, this is tried once.
     """
 
     def __init__(
@@ -71,9 +71,10 @@ class DiskMounts:
         self._binds = binds
 
     def fulfil(self, decide: Decision, *which: str, view: View | None = None) -> View:
-        """Look at the disks unless a ``view`` is given, decide, carry out the steps, and look again if there were any.
+        """Examine the disks unless a ``view`` is given, decide, carry out the steps, and examine the disks again if
+        there were any steps.
 
-        Raises ``ActionError`` for a refused request, ``InUseError`` or ``OSError``.
+        Raises ``ActionError`` if the request is refused, and ``InUseError`` or ``OSError`` if a step fails.
         """
         view = self.look() if view is None else view
         steps = decide(view, *which)
@@ -120,7 +121,7 @@ class DiskMounts:
     def _disk(self, cid: str, known: DiskSettings, table: Sequence[mounts.Mount], unmounted: frozenset[str]) -> Disk:
         place, store = known.place, self._paths.store
         if place is None and not store.is_symlink() and mounts.is_mount_point(store, table):
-            place = store  # the CPI names none: the volume was mounted there when the container was made
+            place = store  # the CPI names no path if the container was created with the volume there
         missing, is_linkable = self.absence(place, table)
         unusable = ""
         if place is not None and self._is_of_container(place):
@@ -151,11 +152,12 @@ class DiskMounts:
         )
 
     def absence(self, place: Path | None, table: Sequence[mounts.Mount] | None = None) -> tuple[str, bool]:
-        """Return why no volume is at ``place``, or "", and whether a link to it has something to point to.
+        """Return why there is no volume at ``place``, or "", and whether something exists there to which a link can
+        point.
 
-        A directory that is not a mount point has no volume. The mount below it is irrelevant, because a directory of
-        the node into which volumes are mounted while the pod runs is itself a mount. A file written there before the
-        volume arrives, or after it left, would stay on the node.
+        A directory that is not a mount point is not a volume, even if its parent is a mount: the parent may be a
+        directory of the node into which volumes are mounted while the pod runs. A file written there before the volume
+        is mounted, or after it is unmounted, would stay on the node.
         """
         if place is None:
             return "the CPI has named no path", False
@@ -163,7 +165,7 @@ class DiskMounts:
             mode = place.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             return f"there is no {place}", False
-        except OSError as exc:  # for example on a dead server
+        except OSError as exc:  # for example, the file server is down
             return f"cannot read {place}: {exc.strerror}", False
         if not stat.S_ISDIR(mode):
             return f"{place} is not a directory", True
@@ -172,8 +174,8 @@ class DiskMounts:
         return "", True
 
     def _is_of_container(self, place: Path) -> bool:
-        """Return True for a directory that belongs to the container itself, even if it is a mount, because it would
-        otherwise become the store.
+        """Return True for a directory that belongs to the container itself, even if it is a mount. Without this check,
+        it would become the store.
         """
         real = Path(os.path.realpath(place))
         if real in _SYSTEM or any(real.is_relative_to(top) for top in _KERNEL):
@@ -197,7 +199,9 @@ class DiskMounts:
         return MountPoint(path, shown, _read_marker(path, unmounted), is_link, is_mount, source)
 
     def _may_bind(self) -> bool:
-        """Return True if this container may mount, which does not change while it runs."""
+        """Return True if this container may mount. The result is cached, because this does not change while the
+        container runs.
+        """
         if self._binds is None:
             self._binds = volumes.can_bind(self._paths.bosh)
             logger.info("disks are placed with %s", "bind mounts" if self._binds else "links")
@@ -226,7 +230,7 @@ class DiskMounts:
         places = [step.place for step in steps if isinstance(step, decisions.Show)]
         with ExitStack() as opened:
             covered: dict[Path, Path] = {}
-            for step in steps:  # a volume that a mount will hide is accessed through a descriptor
+            for step in steps:  # keep a volume open if a later mount will hide it
                 if isinstance(step, decisions.Unclaim) and step.volume in places:
                     descriptor = os.open(step.volume, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                     opened.callback(os.close, descriptor)
@@ -267,8 +271,7 @@ class DiskMounts:
     def _claim(self, step: decisions.Claim) -> None:
         """Raise ``HostError`` if the next agent would not mount the disk.
 
-        A full or read-only disk is used without a marker, and if the root file system is full, there is no record on
-        it.
+        A marker is not required on a full or read-only disk, and neither is a record on a full root file system.
         """
         marker, unmarked = step.marker, None
         if not step.is_marked:
@@ -304,7 +307,7 @@ class DiskMounts:
         except HostError as exc:
             logger.warning("%s", exc)
             try:
-                markers.remove(volume)  # removing a file works even on a full disk
+                markers.remove(volume)  # on a full disk, a file can still be removed
             except OSError:
                 self._record_unmounted(step.cid, is_unmounted=True)
 
@@ -316,15 +319,15 @@ class DiskMounts:
 
 
 def _read_marker(volume: Path, unmounted: Collection[str], cid: str = "") -> Marker | None:
-    """Read the marker of a volume, with no role if the disk is recorded as unmounted."""
+    """Read the marker of a volume. Its role is "" if the disk is recorded as unmounted."""
     marker = markers.read(volume)
     is_unmounted = marker is not None and (cid or marker.cid) in unmounted
     return msgspec.structs.replace(marker, role="") if marker is not None and is_unmounted else marker
 
 
 def _is_device(place: Path | None) -> bool:
-    """Return True for a block device, or for the name of a device that this container lacks. Waiting would not turn
-    either into a volume.
+    """Return True for a block device, or for any path in /dev except below /dev/shm, even if the container lacks the
+    device. Waiting would not turn either into a volume.
     """
     if place is None:
         return False
@@ -337,7 +340,7 @@ def _is_device(place: Path | None) -> bool:
 
 @contextmanager
 def _logged(only: int | None = None) -> Iterator[None]:
-    """Log a ``HostError`` raised in the block and go on. With ``only``, do so only for this errno."""
+    """Log a ``HostError`` raised in the block instead of raising it. With ``only``, do so only for this errno."""
     try:
         yield
     except HostError as exc:

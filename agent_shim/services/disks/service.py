@@ -1,8 +1,8 @@
 """Disk requests of the Director: the asynchronous part of the disk service.
 
-For each request the service looks at the disks, a function of ``decisions`` returns the necessary steps, and
-``mounting`` carries them out. A final look verifies the outcome. Nothing that an earlier request found is reused.
-Changes are made in the task lane, one request at a time. Failures raise ``ActionError`` or ``HostError``.
+For each request, the service examines the disks, a function of ``decisions`` returns the necessary steps, and
+``mounting`` carries them out. Then the disks are examined again to verify the outcome. No result is reused for another
+request. Changes are made in the task lane, one request at a time. Failures raise ``ActionError`` or ``HostError``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from agent_shim.services.disks.mounting import Decision, DiskMounts, InUseError,
 logger = logging.getLogger(__name__)
 
 Copy = Callable[[Path, Path, Report], Awaitable[list[str]]]
-"""Copies the first directory to the second, reports progress, and returns what was lost (``bulk.copytree``)."""
+"""A function that copies the first directory to the second, reports progress, and returns what was lost
+(``bulk.copytree``).
+"""
 
 
 async def in_worker(source: Path, target: Path, report: Report) -> list[str]:
@@ -49,11 +51,11 @@ class Timeouts(msgspec.Struct, frozen=True):
     """Timeouts in seconds."""
 
     arrival: float = 30.0
-    """How long to wait for a volume after the request that names it."""
+    """How long to wait for a volume after the arrival of the request that names it."""
     use: float = 20.0
     """How long to wait until processes release a disk that is being unmounted."""
     grace: float = 5.0
-    """Time between TERM and KILL for those of them that belong to jobs."""
+    """Time between TERM and KILL for job processes that use the disk."""
     look: float = 0.2
     rival: float = 40.0
     """How long to wait for another agent's lease to expire. The agent of a deleted VM may have lost the disk without
@@ -64,10 +66,11 @@ class Timeouts(msgspec.Struct, frozen=True):
 class Disks:
     """Persistent and dynamic disks of this instance.
 
-    ``settings`` and ``instance`` (the id in the apply spec, or "") are called each time. ``of_jobs`` returns the pids
-    that may be terminated to release a disk. ``hold`` gets a private directory on a volume, locks the volume against
-    other agents, and returns the agent that holds it, or "". ``release`` unlocks it, and ``is_held`` says whether this
-    agent has locked it. With ``binds`` None, the service tries whether this container may mount.
+    ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
+    ``of_jobs`` returns the pids that may be terminated to release a disk. ``hold`` gets a private directory on a
+    volume, locks the volume against other agents, and returns the agent that holds it, or "". ``release`` unlocks it,
+    and ``is_held`` says whether this agent has locked it. If ``binds`` is None, the service finds out by trial whether
+    this container may mount.
     """
 
     def __init__(
@@ -92,11 +95,11 @@ class Disks:
         self._mounts = DiskMounts(paths, settings, instance, hold, release, is_held, binds)
         self._running = ""
         self._error = ""
-        """Why the mounts could not be restored. It only adds an explanation to what a look finds."""
+        """Why the mounts could not be restored. It is only shown to explain a missing disk."""
         self.progress: Progress | None = None
         """Progress of a running migration."""
         self.is_mounted = False
-        """True if the store had a disk, known or not, at the last look."""
+        """True if there was a disk on the store, known or not, when the disks were last examined."""
 
     # --- restarts ---------------------------------------------------------------------------------------------------
 
@@ -134,7 +137,9 @@ class Disks:
         return self._seen(await asyncio.to_thread(self._mounts.look))
 
     async def _fulfil(self, decide: Decision, *cids: str, view: View | None = None) -> View:
-        """Carry out the steps that a request needs, given ``view`` or a new look. Return the resulting view."""
+        """Carry out the steps that a request needs, starting from ``view`` or from a new examination. Return the
+        resulting view.
+        """
         return self._seen(await asyncio.to_thread(self._mounts.fulfil, decide, *cids, view=view))
 
     def _seen(self, view: View) -> View:
@@ -146,7 +151,8 @@ class Disks:
     async def add(self, cid: str, hint: Any) -> None:
         """Store the CPI's hint for a disk. Raises ``ActionError`` for a disk without a cid.
 
-        The Go agent keeps such a hint. In a :class:`View` the empty cid means a mount without a known disk.
+        The Go agent stores a hint without a cid, but here, the empty cid stands for a mount without a known disk
+        (:class:`View`).
         """
         if not cid:
             raise ActionError("cannot keep the hint: the disk has no cid")
@@ -169,7 +175,7 @@ class Disks:
         known = await asyncio.to_thread(self._mounts.known)
         if cid in known:
             return known[cid]
-        if (await self._look()).point_of(cid) is not None:  # mounted, although its hint was removed
+        if (await self._look()).point_of(cid) is not None:  # it is mounted, although its hint was removed
             return DiskSettings(cid=cid)
         raise ActionError(decisions.NOT_FOUND.format(cid))
 
@@ -247,7 +253,9 @@ class Disks:
             await asyncio.sleep(self.timeouts.look)
 
     async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> bool:
-        """Return True if a process ended, which makes another look worthwhile."""
+        """Terminate the processes of jobs among ``holders``. Return True if any ended, so that unmounting can be tried
+        again.
+        """
         of_jobs = await asyncio.to_thread(self._of_jobs)
         leftovers = [holder for holder in holders if holder.pid in of_jobs]
         left: Collection[tuple[int, int]] = {(holder.pid, holder.start_ticks) for holder in leftovers}
@@ -312,12 +320,13 @@ class Disks:
         await asyncio.to_thread(files.swap_link, place, link)
 
     async def remove_dynamic(self, cid: str) -> None:
-        """Remove that link, if it exists."""
+        """Remove the link to a dynamic disk, if it exists."""
         link = self._paths.dynamic_disks / plain(cid)
         await asyncio.to_thread(link.unlink, missing_ok=True)
 
     def dynamic_places(self) -> dict[str, Path]:
-        """Return the directories of mounted dynamic disks by cid. Does not access the disks, which may not respond.
+        """Return the directories of mounted dynamic disks by cid. The disks are not accessed, because they may not
+        respond.
 
         A device is left out, because the volume driver that uses it decides where its file system is mounted.
         """

@@ -1,1 +1,1 @@
-"""Log files of jobs: archives for ``fetch_logs``, one stream of lines, rotation."""
+"""Job log files: archives for ``fetch_logs``, a combined stream of lines, and rotation."""

@@ -1,8 +1,9 @@
 """Log archives: uploaded for the Director, or kept on disk for a download over ssh.
 
-Log types, names in the archive, patterns and texts are the Go agent's (agent/logstarprovider/logs_tar_provider.go,
-agent/action/fetch_logs.go, bundle_logs.go). Differences: logs are not copied before they are packed, no link is
-followed, and files that change or vanish are listed in the archive instead of failing the request.
+Log types, names in the archive, patterns and texts are those of the Go agent
+(agent/logstarprovider/logs_tar_provider.go, agent/action/fetch_logs.go, bundle_logs.go). There are three differences:
+logs are not copied before they are packed, no link is followed, and files that change or vanish do not make the request
+fail, but are listed in the archive.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ REMARKS: Final = "agent_shim.remarks.txt"
 MAX_AGE_S: Final = 24 * 3600.0
 """Age in seconds at which an archive on disk is removed."""
 MAX_BUNDLES: Final = 20
-"""Maximum number of archives on disk. Creating one more removes the oldest."""
+"""Maximum number of archives on disk. Creating another one removes the oldest."""
 NICE: Final = 5
-"""Niceness of packing relative to the agent: jobs have priority."""
+"""Niceness of packing relative to the agent, so that jobs have priority."""
 
 PACK_TIMEOUT_S: Final = 1500.0
-"""Timeout for a whole archive. The packer finishes earlier unless a disk hangs."""
+"""Timeout for a whole archive. The packer's own time limit is shorter, so this one applies only if a disk hangs."""
 
 _BUNDLE: Final = r"logs-[0-9a-f]{16}\.tgz"
 
@@ -88,7 +89,8 @@ class Logs:
             return archive, done.sha512
 
     async def remove(self, path: str) -> None:
-        """Remove an archive made by ``bundle``, or a temporary file. A missing file is not an error, whatever its path.
+        """Remove an archive created by ``bundle``, or a temporary file. It is not an error if the file does not exist,
+        regardless of its path.
 
         If the path is a link, only the link is removed.
         """
@@ -120,7 +122,7 @@ class Logs:
         put: protocol.Put | None = None,
         report: Callable[[str], None] = lambda _: None,
     ) -> protocol.Done:
-        # A repeated kind is packed once, at its last position.
+        # If a kind is repeated, pack it once, at its last position.
         named = reversed(dict.fromkeys(reversed(kinds.split(","))))
         trees = [self._tree(kind, list(patterns) or ["**/*"]) for kind in named]
         pack = protocol.Pack(trees, str(archive), remarks=REMARKS, put=put)
@@ -149,7 +151,7 @@ class Logs:
 
 
 def _tidy(directory: Path) -> None:
-    """Create the directory, traversable but not readable for others, and remove old archives."""
+    """Create the directory for archives, which other users can traverse but not list, and remove old archives."""
     files.make_dir(directory, 0o711)
     os.utime(directory)
     now = directory.stat().st_mtime

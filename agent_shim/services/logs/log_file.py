@@ -1,7 +1,7 @@
 """Follows a job's log file by name: reads its last lines, and those written since the last read.
 
-The users of jobs may write below ``sys/log`` and create any kind of file there. So links are not followed in any part
-of a path, and opening a pipe does not block (``host.guarded``).
+Jobs may create any kind of file below ``sys/log``. Links are therefore not followed in any part of a path, and opening
+a pipe does not block (``host.guarded``).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from agent_shim.host import guarded
 MAX_LINE_BYTES: Final = 16 * 1024
 """Maximum length of a line. The rest of a longer line is returned as the next one."""
 MAX_TAIL_BYTES: Final = 16 * 1024 * 1024
-"""Size of the part at the end of a file in which the last lines are searched for."""
+"""How far back from the end of a file the last lines are searched for."""
 
 
 class LogFile:
-    """The log at ``path`` below the directory ``root``. It is closed until :meth:`open`, and while the file does not
-    exist.
+    """The log at ``path`` below the directory ``root``. It is closed until :meth:`open` succeeds, which fails while the
+    file does not exist.
 
-    An open file stays open. If it is renamed, it is read to its end before the new file with its name; if it is
-    truncated (copytruncate), it is read from the start again.
+    If an open file is renamed, it is read to its end before the new file with its name is opened. If it is truncated
+    (copytruncate), it is read from the start again.
     """
 
     def __init__(self, path: str, root: str) -> None:
@@ -36,7 +36,7 @@ class LogFile:
         self._place = 0
         """Offset of the next read."""
         self._rest = b""
-        """Incomplete last line, without its line break."""
+        """The beginning of the last line, whose line break has not been read yet."""
 
     @property
     def is_open(self) -> bool:

@@ -1,12 +1,12 @@
 """Rotation of job logs: large logs are rotated and old archives removed, so that they do not fill the disk.
 
 A stemcell uses logrotate and cron for that, with rules that the Go agent writes at each apply
-(platform/linux_platform.go): ``*.log`` in three levels below ``sys/log``, larger than 50 MB, seven archives,
-copytruncate. Here a worker process does the same every minute. In addition, there is a limit on the total size of all
-archives.
+(platform/linux_platform.go): with copytruncate, they rotate ``*.log`` in three levels below ``sys/log`` if larger than
+50 MB, and keep seven archives. In this agent, a worker process does the same every minute. In addition, the total size
+of all archives is limited.
 
-If two programs copy and truncate the same file, lines are lost. So the Go agent's rule is disabled while this agent
-runs, and ``handback`` enables it again.
+If two programs copy and truncate the same file, lines are lost. The Go agent's rule is therefore disabled while this
+agent runs, and ``handback`` enables it again.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from agent_shim.host.descriptors import closing
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH: Final = 3
-"""Levels below ``sys/log`` that are searched."""
+"""How many directory levels below ``sys/log`` are searched."""
 MAX_JOB_ENTRIES: Final = 20_000
 """Maximum number of directory entries read per job."""
 MAX_DUE: Final = 500
 MAX_REMOVED: Final = 500
-"""Maximum number of logs rotated and archives removed in one round. The others wait for the next one."""
+"""Maximum number of logs rotated and archives removed in one round. The others wait for the next round."""
 LOOK_TIMEOUT_S: Final = 10.0
 ROTATE_TIMEOUT_S: Final = 1800.0
 ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz", re.DOTALL)
 OUT_OF_FORCE: Final = ".disabled"
-"""Suffix that logrotate skips (``tabooext``)."""
+"""Suffix that disables a rule, because logrotate skips files with it (``tabooext``)."""
 UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -59,8 +59,8 @@ def size(text: str) -> int:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Rotation limits: the ``size`` of a file in bytes, the number ``keep`` of archives per file, and the ``total``
-    size of all. ``period`` is in seconds.
+    """Rotation limits: ``size`` in bytes above which a file is rotated, ``keep``, the number of archives per file, and
+    ``total``, the size of all archives. ``period`` is in seconds.
     """
 
     size: int = 50 << 20
@@ -72,14 +72,14 @@ class Limits(msgspec.Struct, frozen=True):
     def most(self) -> int:
         """Maximum number of bytes of one log that one rotation keeps.
 
-        With this limit an archive fits into ``total`` together with others, even if it does not compress and the log
-        grows by half meanwhile.
+        With this limit, an archive fits into ``total`` together with others even if its content is incompressible and
+        the log grows by half meanwhile.
         """
         return self.total // 2
 
 
 class Found(NamedTuple):
-    """A file below ``sys/log``. ``size`` is that of its content without holes."""
+    """A file below ``sys/log``. ``size`` is the size of its content without holes."""
 
     path: str
     size: int
@@ -94,7 +94,9 @@ class Archived(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """Logs to rotate, smallest first, and archives, both by job. Memory use does not grow with the number of files."""
+    """Logs to rotate, smallest first, and archives, both by job. The number of entries is limited regardless of the
+    number of files.
+    """
 
     due: dict[str, Sequence[Found]]
     archives: dict[str, Archived]
@@ -133,7 +135,7 @@ class Rotation:
         found = await self._look(limit)
         if due := found.chosen():
             logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in due))
-            most = max(self._limits.most, 2 * limit)  # if a deployment raises the size, keep more
+            most = max(self._limits.most, 2 * limit)  # a spec may set a size larger than ours
             paths = [os.fsencode(log.path) for log in due]
             request = protocol.Rotate(str(self._root), paths, self._limits.keep, most)
             async with asyncio.timeout(ROTATE_TIMEOUT_S):
@@ -151,7 +153,7 @@ class Rotation:
             await guarded.aside(_whose(path), partial(remove, self._root, path))
 
     async def _look(self, limit: int) -> Findings:
-        """Search the files of each job in a thread of its own, so that a hanging volume of one job does not affect
+        """Search the files of each job in a separate thread, so that a job whose volume hangs does not affect
         others.
         """
         findings = Findings({}, {})
@@ -166,7 +168,7 @@ class Rotation:
         return findings
 
     def _size(self) -> int:
-        """Return the size in the deployed spec if it is valid, otherwise that of our own option."""
+        """Return the size limit in the deployed spec if it is valid, otherwise that in agent.json."""
         told = self._spec_size()
         try:
             return size(told) if told else self._limits.size
@@ -189,13 +191,15 @@ def _put_out_of_force(rule: Path) -> bool:
 
 
 def put_into_force(rule: Path) -> None:
-    """Let logrotate rotate the logs of jobs again, if it did before. Raises ``HostError``."""
+    """Enable the Go agent's rule again, if there is one, so that logrotate rotates the job logs. Raises
+    ``HostError``.
+    """
     with files.attempting(f"enable {rule}"), suppress(FileNotFoundError):
         rule.with_name(f"{rule.name}{OUT_OF_FORCE}").rename(rule)
 
 
 def leave_to_logrotate(rule: Path) -> None:
-    """Call ``put_into_force``, and log a failure, after which nothing rotates the logs. Blocks."""
+    """Call ``put_into_force``. A failure is logged, because then nothing rotates the logs. Blocks."""
     try:
         put_into_force(rule)
     except HostError as exc:
@@ -203,12 +207,12 @@ def leave_to_logrotate(rule: Path) -> None:
 
 
 def _whose(path: str) -> str:
-    """Return the key of a job's files for ``guarded``."""
+    """Return the job's key for ``guarded``, which groups the files of each job."""
     return f"sys/log/{path.partition('/')[0]}"
 
 
 def _jobs(root: Path) -> list[str]:
-    """Return the job directories, and "" for the files beside them. Blocks."""
+    """Return the names of the job directories, and "" for the files next to them. Blocks."""
     with guarded.held(root) as top, closing(guarded.open_directory(top, "")) as directory:
         return ["", *sorted(guarded.names(directory))]
 
@@ -217,8 +221,8 @@ def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived
     """Find the logs of a job ("" for files that belong to none) above ``limit`` bytes, smallest first, and its
     archives. Blocks.
 
-    Links are neither followed nor listed. Files with a second hard link are not rotated, and so not listed, because one
-    file could have hundreds of names. The search of one job ends at ``MAX_JOB_ENTRIES``.
+    Links are neither followed nor returned. Files with a second hard link are not rotated, and therefore not returned,
+    because one file could have hundreds of names. The search of one job ends at ``MAX_JOB_ENTRIES``.
     """
     logs: list[Found] = []
     archives: list[Found] = []
@@ -238,8 +242,8 @@ def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived
 def surplus(found: Findings, total: int) -> list[str]:
     """Return the archives to remove to bring the total size down to ``total`` bytes, or closer to it.
 
-    Each one is the oldest of the job whose archives are the largest at that point, so a job cannot cause the removal of
-    other jobs' archives.
+    Each archive to remove is the oldest of the job whose remaining archives are the largest, so a job cannot cause the
+    removal of other jobs' archives.
     """
     sizes = {job: archived.size for job, archived in found.archives.items()}
     ahead = {job: deque(archived.oldest) for job, archived in found.archives.items() if archived.oldest}

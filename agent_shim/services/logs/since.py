@@ -1,8 +1,9 @@
 """Selects log lines written at or after a given time.
 
 The time is read from the line itself, in the formats of RFC 3339, Go's log package and nginx, or from a member of a
-JSON line, where it may also be in seconds since 1970. A line without a time has that of the line before it. If a file
-has no times at all, its modification time decides. Times without a zone are UTC, as on stemcells.
+JSON line, where it may also be in seconds since 1970. A line without a time is treated as if it had the time of the
+preceding line. If a file has no times at all, its modification time decides. Times without a zone are UTC, as on
+stemcells.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 MAX_HEAD_BYTES: Final = 512
-"""Length of the part of a line in which its time is searched for."""
+"""How many bytes at the start of a line are searched for a time."""
 
 _DURATION: Final = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", re.ASCII)
 _CLOCK: Final = re.compile(r"\d\d:\d\d(:\d\d)?", re.ASCII)

@@ -1,4 +1,4 @@
-"""Reads the log files of jobs, across rotations, as one stream of lines that name their source."""
+"""Reads the log files of jobs, across rotations, as one stream of lines, each of which names its source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agent_shim.host.descriptors import closing
 from agent_shim.services.logs.log_file import LogFile
 
 RATE_BYTES_PER_S: Final = 256 * 1024
-"""Maximum number of bytes per second from one file. The excess is skipped, and its size is reported."""
+"""Maximum number of bytes per second from one file. Any excess is skipped, and its size is reported."""
 POLL_S: Final = 0.5
 """Poll interval of files."""
 SEARCH_PERIOD_S: Final = 2.0
@@ -33,7 +33,7 @@ MAX_DEPTH: Final = 8
 MAX_JOB_ENTRIES: Final = 5_000
 """Maximum number of directory entries read per job."""
 JOB_FILES: Final = (".log", ".out", ".err")
-"""Suffixes of files that are being written. Rotated files have other suffixes."""
+"""Suffixes of current log files. Rotated files have other suffixes."""
 AGENT_FILES: Final = ("current",)
 
 
@@ -88,7 +88,7 @@ class Follower:
         self._clock = clock
         self._files: dict[str, LogFile] = {}
         self._crowded: set[str] = set()
-        """Jobs for which it was reported that not all files are followed."""
+        """Jobs with too many files to follow all of them, for which this was already reported."""
         self._searched_at = float("-inf")
         self._looked_at = clock()
 
@@ -126,8 +126,8 @@ class Follower:
         return Line(job, guarded.shown(file), text)
 
     def _search(self, *, at_end: bool) -> Iterator[Line]:
-        """Open new files, in each job the most recently written ones. Yields a line for each job with too many
-        files.
+        """Open new files, preferring the most recently written files of each job. Yields a line for each job with too
+        many files.
         """
         self._searched_at = self._clock()
         with self._refusing(self._job), guarded.held(self._directory) as top:
@@ -173,7 +173,7 @@ def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
 
     def run() -> None:
         follower = Follower(directory, rate=RATE_BYTES_PER_S)
-        list(follower.last(0))  # skip the present content
+        list(follower.last(0))  # skip the existing content
         pause = threading.Event()
         with suppress(OSError, ValueError):  # the reader is gone
             while not pause.wait(POLL_S):
