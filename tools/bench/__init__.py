@@ -1,1 +1,1 @@
-"""Benchmarks of an agent's resources and latencies, measured only through its protocol."""
+"""Benchmarks of an agent's resources and latencies. They measure any agent that speaks the protocol."""

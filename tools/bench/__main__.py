@@ -1,22 +1,22 @@
-"""``./dev bench [PART...]``: measure an agent through its protocol alone, and print one JSON document.
+"""``./dev bench [PART...]``: measure an agent through its protocol alone, and print the results as one JSON document.
 
-Progress goes to stderr. A figure is a median with its minimum and maximum. Beside it is its floor, measured in the same
-run: the cost of the smallest program that does the same. On a busy machine only the ratio of the two is meaningful. If
-a part fails, its figures so far are kept, and ``missing`` gives the reason.
+Progress goes to stderr. Each figure is a median with its minimum and maximum. Most figures have a floor, which is
+measured in the same run: the cost of the smallest program that does the same. On a busy machine, only the ratio of the
+two is meaningful. If a part fails, the figures that it has measured are kept, and ``missing`` gives the reason.
 
-The agent is installed as in the image, with an interpreter of its own and modules compiled without docstrings. ``./dev
-bench`` creates that installation in .venv-program.
+The agent is installed as in the image, with its own interpreter and modules that are compiled without docstrings.
+``./dev bench`` creates that installation in .venv-program.
 
-``--agent-command`` measures another agent. In the command, ``{config}`` stands for its agent.json and ``{base}`` for
-its directory in place of /var/vcap. ``python -m tools.bench.go_agent`` does this for the Go agent.
+``--agent-command`` measures another agent. In the command, ``{config}`` stands for the agent.json and ``{base}`` for
+the directory that replaces /var/vcap. ``python -m tools.bench.go_agent`` measures the Go agent in this way.
 
 ``--into-docs`` also writes the table of docs/performance.md. Use it without PARTs on a quiet machine; it takes about
-twenty minutes. ``--beside FILE`` adds a column from the JSON of an earlier run with another agent, and writes the table
-of README.md too. ``--from FILE`` measures nothing and uses the JSON of an earlier run.
+twenty minutes. ``--beside FILE`` adds a column with the results of another agent from an earlier run, and also writes
+the table of README.md. ``--from FILE`` uses the results of an earlier run instead of measuring.
 
 Four parts only run if they are named: ``large`` (gigabytes of logs, a large compiled package, a large apply), ``scale``
 (1 000 and 10 000 light agents, and an outage of their bus), ``cpi`` (the Kubernetes CPI on its own node, as root) and
-``monit`` (``agent-shim monit`` beside monit 5.2.5, which MONIT_525 names).
+``monit`` (``agent-shim monit`` compared with monit 5.2.5, whose path is in MONIT_525).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ ON_DEMAND: Final[dict[str, Part]] = {
 
 
 async def measure(command: str, parts: Mapping[str, Part], scale: float) -> tuple[Figures, dict[str, str]]:
-    """Return the figures of these parts, prefixed with the name of the part, and the reason for each failed part."""
+    """Run these parts. Return their figures, and the error of each part that failed."""
     figures: Figures = {}
     missing: dict[str, str] = {}
     begun_at = time.monotonic()
@@ -97,7 +97,7 @@ async def measure(command: str, parts: Mapping[str, Part], scale: float) -> tupl
 
 
 def _place(exc: Exception) -> str:
-    """Return the line of the benchmark at which the error occurred."""
+    """Return the module and function of the benchmark in which an error occurred."""
     frames = [frame for frame in traceback.extract_tb(exc.__traceback__) if Path(frame.filename).parent == HERE]
     return f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "an unknown place"
 
@@ -128,15 +128,16 @@ def parsed() -> argparse.Namespace:
 
 
 def python_version() -> str:
-    """Return the Python version of the interpreter that runs the agent."""
+    """Return the version of the interpreter that runs the agent."""
     ask = [INTERPRETER, "-c", "import platform; print(platform.python_version())"]
     return subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> int:
-    """Measure, print and draw."""
+    """Measure, print the results and write the tables. Return the exit code."""
     args = parsed()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # otherwise started processes would be left running
+    # Raise KeyboardInterrupt, so that started processes are ended as well.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.earlier:
         document = table.merged([json.loads(path.read_text()) for path in args.earlier])[0]
     else:

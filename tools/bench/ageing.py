@@ -1,6 +1,7 @@
-"""Memory growth after 10 000 actions, 1000 restarts of processes, and 1000 reconnects to the bus.
+"""Memory growth after 10 000 actions, after 1000 restarts of processes, and after 1000 reconnects to the bus.
 
-The reconnects use the bus module alone, with pauses of milliseconds, because a whole agent needs seconds for each.
+Reconnects are measured in a process with only the bus module, whose pauses are shortened to milliseconds. A whole agent
+would need seconds for each.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         await w.run("apply", w.spec(JOBS, 0))
         await w.run("start")
         await w.until_running()
-        await restart(w, JOBS)  # the first round makes lasting allocations
+        await restart(w, JOBS)  # The first round allocates memory that is used in all later rounds.
         found["growth_after_1000_restarts"] = await grown(w, restart(w, max(JOBS, int(RESTARTS * scale))))
     if command == COMMAND:
         found["growth_after_1000_reconnects"] = await reconnects(max(20, int(RECONNECTS * scale)))
 
 
 async def grown(w: World, work: object) -> Figure:
-    """Return the MB by which the agent's memory grows."""
+    """Return by how many MB the agent's memory grows during ``work``."""
     await asyncio.sleep(CALM_S)
     before = w.own_memory()
     await work  # type: ignore[misc]
@@ -59,7 +60,7 @@ async def grown(w: World, work: object) -> Figure:
 
 
 async def act(w: World, count: int) -> None:
-    """Send a Director's usual mix of requests: mostly immediate ones, and one task in a hundred."""
+    """Send requests in the proportions in which a Director does. One in a hundred is a task."""
     spec = w.spec(5, 1)
     for number in range(count // 10):
         await asyncio.gather(*(w.director.value(AGENT, "ping") for _ in range(6)))
@@ -73,7 +74,7 @@ async def act(w: World, count: int) -> None:
 
 
 async def restart(w: World, count: int) -> None:
-    """Kill all processes repeatedly, with pauses long enough for each exit to count as a first failure."""
+    """Kill all processes repeatedly. The pauses are so long that each kill counts as a first failure."""
     for _ in range(count // JOBS):
         await asyncio.sleep(FIRST_FAILURE_S)
         before = w.pids()
@@ -86,7 +87,7 @@ async def restart(w: World, count: int) -> None:
 
 
 async def reconnects(count: int) -> Figure:
-    """Return the memory growth of a process that repeatedly loses its connection to the bus."""
+    """Return the memory growth of a process that loses its connection to the bus ``count`` times."""
     with tempfile.TemporaryDirectory() as scratch:
         async with NatsServer(Path(scratch)) as server:
             await server.add_agent(AGENT)
@@ -103,7 +104,7 @@ async def reconnects(count: int) -> Figure:
 
 
 async def lose_links(own: dict[str, object], count: int) -> float:
-    """Connect and cut the connection repeatedly. Return the growth in MB after the first tenth."""
+    """Connect and cut the connection ``count`` times. Return the growth of this process in MB after the first tenth."""
 
     async def nobody(_: bytes) -> None:
         return None
@@ -125,7 +126,7 @@ async def lose_links(own: dict[str, object], count: int) -> float:
 
 
 def cut(bus: NatsBus) -> None:
-    """Cut the connection without closing it, as a server does that vanishes silently."""
+    """Drop the connection without closing it, as if the server had vanished."""
     link = bus._link  # noqa: SLF001 - otherwise only a server could end one link, and it would end all of them
     if link is not None:
         link.end("cut")

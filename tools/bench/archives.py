@@ -1,6 +1,6 @@
-"""Throughput: unpacking and packing beside tar, gzip, pigz and igzip on the same files.
+"""Throughput of packing and unpacking, compared with tar, gzip, pigz and igzip on the same files.
 
-The agent gets ``apply`` of one large package and of one with many files, and ``fetch_logs``.
+The agent gets an ``apply`` of a large package, an ``apply`` of a package with many files, and ``fetch_logs``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SMALL_LOG_BYTES: Final = 4096
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` multiplies all sizes and counts."""
+    """Measure the throughput. ``scale`` multiplies sizes and counts."""
     async with world(command) as w:
         await w.start_agent()
         found["unpack_one_file_of_200_MB"] = await unpacked(w, "large", int(LARGE * scale))
@@ -56,8 +56,8 @@ async def unpacked(w: World, name: str, size: int, files: dict[str, bytes] | Non
 
 
 async def packed(w: World, name: str, files: int, size: int) -> dict[str, Figure]:
-    """Return the MB/s of ``fetch_logs``, of igzip on the same files (the floor), and of tar with several
-    compressors.
+    """Return the throughput of ``fetch_logs`` in MB/s, with that of igzip as the floor, and the throughputs of tar with
+    several compressors.
     """
     logs = w.base / "data/sys/log"
     await asyncio.to_thread(fill, logs, files, size)
@@ -85,7 +85,7 @@ async def packed(w: World, name: str, files: int, size: int) -> dict[str, Figure
 
 
 def squeeze(root: Path) -> int:
-    """Read and compress all files, and discard the result."""
+    """Read and compress all files without writing the result. Return its size."""
     packer = isal_zlib.compressobj(2, wbits=31)
     total = 0
     for path in sorted(root.rglob("*.log")):
@@ -96,7 +96,7 @@ def squeeze(root: Path) -> int:
 
 
 def tar(root: Path, target: Path, packer: Sequence[str]) -> None:
-    """Pack with tar in the way a shell script would."""
+    """Pack a directory with tar and a compressor, as a shell script would."""
     with target.open("wb") as out:
         reading = subprocess.Popen(["tar", "-cf", "-", "-C", root, "."], stdout=subprocess.PIPE)
         subprocess.run(packer, stdin=reading.stdout, stdout=out, check=True)

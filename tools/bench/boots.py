@@ -21,9 +21,11 @@ OWN_MACHINE: Final = (
     "&& mount --bind /mnt/etc /etc && mount -t tmpfs tmpfs /usr/local/share "
     "&& (getent group vcap >/dev/null || useradd -U -M vcap) && "
 )
-"""Mounts that confine the writes of an agent that runs as root: the tree, /etc, and CA directories."""
+"""Shell commands for an agent that runs as root. They mount directories so that its changes to /var/vcap, /etc and the
+CA directory do not affect the machine.
+"""
 MADE: Final = ".made"
-"""Suffix of the file whose mtime marks the end of the preparation, which the figure excludes."""
+"""Suffix of a file whose mtime is the end of these preparations, which do not count as part of the boot."""
 STEP: Final = re.compile(r"boot step (.+?): .*\(([0-9.]+) ms\)")
 JOBS: Final = 5
 
@@ -62,9 +64,9 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def measure_as_root(command: str, interpreter: list[float], found: Figures) -> None:
-    """Measure boots with all root steps below the real ``/var/vcap``, in new mount and UTS namespaces.
+    """Measure boots as root with the real ``/var/vcap``, in new mount and UTS namespaces.
 
-    Beside the total are the medians of all steps that took a millisecond or more, in milliseconds.
+    The figure also has the medians of all boot steps that take at least a millisecond.
     """
     inside = shlex.quote(f"{OWN_MACHINE}: >$0{MADE} && exec {command.replace('{base}', '/var/vcap')}")
     took: list[float] = []
@@ -74,7 +76,7 @@ async def measure_as_root(command: str, interpreter: list[float], found: Figures
             begun_at = time.time()
             seconds = await ours.start_agent()
             await ours.stop_agent()
-            if number:  # the first boot creates the tree and is not counted
+            if number:  # The first boot does not count, because it creates the directories.
                 made_at = Path(f"{ours.base}{MADE}").stat().st_mtime
                 took.append(seconds - (made_at - begun_at))
                 for name, milliseconds in STEP.findall(ours.log_text()):
@@ -88,7 +90,7 @@ async def measure_as_root(command: str, interpreter: list[float], found: Figures
 
 
 async def running_again(w: World) -> None:
-    """Wait until the agent reports ``running`` for all jobs."""
+    """Wait until the agent reports that all jobs are running."""
     async with asyncio.timeout(60):
         while True:
             state = await w.director.value(AGENT, "get_state", "full")

@@ -1,8 +1,8 @@
 """``./dev run python -m tools.bench.coming_back``: time until an instance runs again after a restart. Needs root.
 
-Prints one JSON document. The instance has a disk and five jobs with a pre-start each, in a container with its own
-mounts and pids. It is restarted in place, created again with all its volumes, or only its agent is restarted. Times are
-seconds from exec of the agent.
+The instance has a disk and five jobs with a pre-start each, in a container with its own mounts and pids. Three cases
+are measured: the container is restarted, it is recreated with all its volumes, or only its agent is restarted. Prints
+one JSON document with times in seconds from exec of the agent.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ ROUNDS: Final = 7
 
 
 def job(name: str) -> dict[str, str | bytes]:
-    """Return a job whose process sleeps, after a pre-start that does nothing."""
+    """Return a job with a sleeping process and a pre-start that does nothing."""
     return {**jobs.sleeper(Paths(), name), "bin/pre-start": "#!/bin/sh\nexit 0\n"}
 
 
 async def running(one: Pod, begun_at: float) -> float:
-    """Return the seconds from ``begun_at`` (monotonic) until the Director sees all jobs running."""
+    """Wait until the Director sees all jobs running. Return the seconds since ``begun_at`` (monotonic)."""
     await one.until("running")
     return time.monotonic() - begun_at
 
 
 async def measure() -> dict[str, Any]:
-    """Measure all three cases."""
+    """Measure the three cases and return the results."""
     found: dict[str, list[float]] = {"restarted in place": [], "made anew": [], "agent restarted": []}
     with tempfile.TemporaryDirectory() as scratch:
         async with pod(Path(scratch)) as one:

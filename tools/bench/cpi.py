@@ -1,7 +1,6 @@
-"""The Kubernetes CPI on a node of its own: calls as the Director makes them, beside a minimal client that does the
-same.
+"""The Kubernetes CPI on its own node: calls in the Director's order, compared with a minimal client that does the same.
 
-Needs root and the packages of ``./dev test-kubernetes``. The node is built on the first run. ``on_node`` runs in the
+Needs root and the packages of ``./dev test-kubernetes``. The node is built at the first run. ``on_node`` runs in the
 node's namespaces.
 """
 
@@ -38,24 +37,26 @@ from tools.bench.measuring import Figure, Figures, figure
 ROUNDS: Final = 15
 PODS: Final = 5
 PARALLEL_CALLS: Final = 32
-"""``director.max_threads``."""
+"""Number of concurrent CPI calls, as with ``director.max_threads``."""
 INSTANCES: Final = 3
 WAY: Final = Way("live", "live", "base", "privileged")
 POD_TIMEOUT_S: Final = 60.0
 STEPS: Final = ("to the pod", "to its volume and node", "to its container", "to its agent")
-"""Sections of a create_vm, between the times of ``Bare.steps_of_next``."""
+"""Names of the periods between the times of ``Bare.steps_of_next`` for a create_vm."""
 STEPS_OF_ATTACHMENT: Final = ("to the pod", "to its mount")
-"""Sections of a live attach_disk. The kubelet reports a container and the end of its hook together."""
+"""Names of the periods of a live attach_disk. There are only two, because the kubelet reports the end of a container's
+hook together with its start.
+"""
 START: Final = "import json, msgspec"
 START_OF_A_CLIENT: Final = "import http.client, json, msgspec, ssl"
 
 
 async def measure(command: str, scale: float, figures: Figures) -> None:
-    """Start a node and return the measurements taken there."""
+    """Start a node and run the measurements there."""
     with tempfile.TemporaryDirectory() as scratch:
         found = Path(scratch, "figures.json")
         argv = [sys.executable, "-m", "tools.bench.cpi", str(found), str(scale)]
-        # The messages of the node belong to the progress output, which goes to stderr.
+        # Redirect the node's messages to stderr, where all progress goes.
         run = "import sys; from tests.support.kubernetes.run import run_as_node; sys.exit(run_as_node(sys.argv[1:]))"
         done = await asyncio.create_subprocess_exec(sys.executable, "-c", run, *argv, stdout=sys.stderr)
         code = await done.wait()
@@ -70,7 +71,7 @@ async def measure(command: str, scale: float, figures: Figures) -> None:
 
 @dataclass
 class Bare:
-    """Plain requests to the API server over one connection, without retries and types."""
+    """Plain requests to the API server over one connection, without retries or types."""
 
     namespace: str
     token: str
@@ -82,7 +83,7 @@ class Bare:
         return http.client.HTTPSConnection(address, context=context, timeout=POD_TIMEOUT_S)
 
     def ask(self, link: http.client.HTTPSConnection, method: str, path: str, body: Any = None) -> Any:
-        """Send a request and return the decoded response. Raises an exception for an error status."""
+        """Send a request and return the decoded response. Raises ``RuntimeError`` for an error status."""
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         content = None if body is None else json.dumps(body)
         link.request(method, f"/api/v1/namespaces/{self.namespace}/{path}", content, headers)
@@ -93,7 +94,7 @@ class Bare:
         return json.loads(said)
 
     def until_ready(self, pod: str) -> None:
-        """Watch a pod until the kubelet reports it as ready."""
+        """Wait until the kubelet reports a pod as ready."""
         link = self.connection()
         headers = {"Authorization": f"Bearer {self.token}"}
         link.request(
@@ -112,7 +113,9 @@ class Bare:
             link.close()
 
     def steps_of_next(self, watch: http.client.HTTPSConnection) -> dict[str, float]:
-        """Return the times at which the server reports each step of the next new pod, up to its running container."""
+        """Return the times at which the API server reports the next pod's creation, its node and its running
+        container.
+        """
         told: dict[str, float] = {}
         for line in watch.getresponse():
             event = json.loads(line)
@@ -135,7 +138,9 @@ class Bare:
         return told
 
     def watch(self, kind: str) -> http.client.HTTPSConnection:
-        """Return a connection on which the server reports every pod of a kind that is created from now on."""
+        """Start to watch pods of a kind, and return the connection on which the API server reports those that are
+        created.
+        """
         link = self.connection()
         version = self.ask(link, "GET", "pods?limit=1")["metadata"]["resourceVersion"]
         query = f"watch=1&labelSelector={names.KIND}={kind}&resourceVersion={version}"
@@ -144,7 +149,7 @@ class Bare:
         return link
 
     def make(self, secret: Any, pod: Any, claims: Sequence[Any] = ()) -> float:
-        """Return the seconds from the first request until the pod is ready."""
+        """Create the objects of a pod. Return the seconds from the first request until the pod is ready."""
         began = time.monotonic()
         link = self.connection()
         if secret is not None:
@@ -156,7 +161,7 @@ class Bare:
         return time.monotonic() - began
 
     def until_gone(self, pod: str) -> None:
-        """Wait until the pod object is gone."""
+        """Wait until the pod no longer exists in the API server."""
         link = self.connection()
         give_up_at = time.monotonic() + POD_TIMEOUT_S
         with contextlib.suppress(RuntimeError):
@@ -165,7 +170,7 @@ class Bare:
                 time.sleep(0.1)
 
     def remove(self, pod: str) -> None:
-        """Remove the objects that were created with a pod. An attachment has none."""
+        """Remove the Secret and the claim that were created with a pod. An attachment pod has none."""
         link = self.connection()
         for other in (f"secrets/{pod}", f"persistentvolumeclaims/{names.data_claim(pod)}"):
             with contextlib.suppress(RuntimeError):
@@ -173,7 +178,7 @@ class Bare:
 
 
 def copied(document: Any, before: str, after: str) -> Any:
-    """Return a copy of the object under another name, without the fields that the cluster adds."""
+    """Return a copy of an object with another name and without the fields that the cluster has added."""
     text = json.dumps({key: one for key, one in document.items() if key != "status"}).replace(before, after)
     made = json.loads(text)
     for key in ("uid", "resourceVersion", "creationTimestamp", "managedFields", "selfLink"):
@@ -183,7 +188,7 @@ def copied(document: Any, before: str, after: str) -> Any:
 
 
 def claim_by_hand(claim: Any, before: str, after: str) -> Any:
-    """Return a copy of a claim under another name that is not bound to a volume."""
+    """Return a copy of a claim with another name, which is not bound to a volume."""
     made = copied(claim, before, after)
     made["metadata"].pop("annotations", None)
     made["spec"].pop("volumeName", None)
@@ -194,14 +199,14 @@ def claim_by_hand(claim: Any, before: str, after: str) -> Any:
 
 
 def seconds_of(argv: Sequence[str], request: bytes = b"") -> float:
-    """Return how many seconds a process runs, from exec to exit."""
+    """Return the time in seconds from exec to exit of a process."""
     began = time.monotonic()
     subprocess.run(argv, input=request, capture_output=True, check=True, env={"PATH": PATH})
     return time.monotonic() - began
 
 
 def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tuple[float, list[float], list[Any]]:
-    """Run processes concurrently.
+    """Run one process per request concurrently.
 
     Return the seconds until all have exited, the peak memory of each in MB, and their responses.
     """
@@ -216,8 +221,8 @@ def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tu
                 subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, env=environment, cwd=home)
             )
     memory = {process.pid: 0.0 for process in running}
-    # Read the peak while the process runs, because the kernel's figure after its exit includes this process before the
-    # exec.
+    # Read the peak while the process is running. The value that the kernel reports after its exit includes the memory
+    # of this program before the exec.
     while left := [process for process in running if process.poll() is None]:
         for process in left:
             memory[process.pid] = max(memory[process.pid], high_water(process.pid))
@@ -248,7 +253,7 @@ def request(cpi: Cpi, method: str, *arguments: Any) -> bytes:
 
 
 async def on_node(figures: Figures, scale: float, scratch: Path) -> None:
-    """Measure everything on a new node."""
+    """Start the node and measure everything on it."""
     here = node.Node(node.here())
     here.start()
     async with AsyncExitStack() as stack:
@@ -274,7 +279,7 @@ def _seconds(made: Sequence[float], floor: Sequence[float], what: str) -> Figure
 
 
 def _sections(what: str, steps: Sequence[str], times: Sequence[Sequence[float]]) -> Figures:
-    """Return the figures for the sections between the timestamps of each call."""
+    """Return a figure for each period between the timestamps of the calls."""
     return {
         f"{what}, {step}": figure([(one[number + 1] - one[number]) * 1000 for one in times], "ms")
         for number, step in enumerate(steps)
@@ -284,7 +289,7 @@ def _sections(what: str, steps: Sequence[str], times: Sequence[Sequence[float]])
 async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     director = site.deployments
     instance = await director.first_deploy()
-    # Run this in a thread, because the bus traffic passes through this process.
+    # Use a thread, because this process also forwards the messages between the agents and their bus.
     await asyncio.to_thread(_small_calls, site, bare, figures, instance, count * 3)
     link = bare.connection()
     pod = bare.ask(link, "GET", f"pods/{instance.vm}")
@@ -312,10 +317,11 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     by_hand, by_cpi, steps = [], [], []
     for _ in range(count):
         disk = await director.create_disk(instance)
-        # The claim is bound by its first user, so this time is spent by the storage.
+        # The first attachment binds the claim to a volume. That is storage time and must not count.
         await site.cpi.call("attach_disk", instance.vm, disk)
         await site.cpi.call("detach_disk", instance.vm, disk)
-        # A pod of the same name has to wait for the end of the previous one, so this time is spent by the kubelet.
+        # Wait for the end of the previous pod, because the next one has the same name. That is the kubelet's time and
+        # must not count.
         await asyncio.to_thread(bare.until_gone, names.attachment(instance.vm, disk))
         telling = asyncio.create_task(asyncio.to_thread(bare.steps_of_next, bare.watch(names.KIND_ATTACHMENT)))
         began = time.monotonic()
@@ -333,7 +339,7 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
 
 
 async def _life(site: Site, figures: Figures, instance: Instance, count: int) -> None:
-    """Combine calls of the CPI and requests to the agent in the way a Director does."""
+    """Measure CPI calls together with the requests that a Director sends to the agent."""
     director = site.deployments
     pong: dict[str, list[float]] = {"claim": [], "empty_dir": []}
     recreated = []
@@ -353,7 +359,7 @@ async def _life(site: Site, figures: Figures, instance: Instance, count: int) ->
 
 
 async def _remove(site: Site, bare: Bare, pod: str) -> None:
-    """Remove a pod that was created by hand, as `delete_vm` does, and wait until the kubelet has ended it."""
+    """Remove a pod of ``Bare`` in the same way as `delete_vm`, and wait until the kubelet has ended it."""
     await site.namespace.pod(pod).delete()
     await asyncio.to_thread(bare.remove, pod)
 
@@ -373,7 +379,7 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: Instance, c
     }
     floor: list[float] = []
     made: dict[str, list[float]] = {name: [] for name in calls}
-    # Measure alternately, so that other work on the machine affects all of them equally.
+    # Measure in turn, so that other work on the machine affects all of them equally.
     for _ in range(count):
         floor.append(seconds_of([sys.executable, "-I", "-c", START_OF_A_CLIENT]) + three_requests())
         for name, ask in calls.items():
@@ -384,7 +390,7 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: Instance, c
 
 
 async def _create_vm(site: Site, instance: Instance) -> None:
-    """Create a VM whose agent is not queried, because no Director admits it to the bus."""
+    """Create a VM. No request is sent to its agent, because its credentials are not admitted to the bus."""
     instance.agent = str(uuid.uuid4())
     instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, instance.agent))
 
@@ -411,7 +417,9 @@ async def _at_once(site: Site, figures: Figures, count: int) -> None:
 
 @dataclass
 class ByHand(Cpi):
-    """The same deployment by hand: pods and disks from prepared manifests, followed by the Director's requests."""
+    """A replacement for the CPI that creates pods and disks from prepared manifests. The Director's requests stay the
+    same.
+    """
 
     answer: Callable[[str, Sequence[Any]], Any] = lambda *_: None
 
@@ -420,7 +428,7 @@ class ByHand(Cpi):
 
 
 async def _deploys(site: Site, bare: Bare, figures: Figures) -> None:
-    """Measure the first deploy of several instances with disks by the CPI and by hand. Everything else is the same."""
+    """Measure the first deploy of several instances with disks, with the CPI and with prepared manifests."""
     director, real = site.deployments, site.cpi
     seconds: dict[str, tuple[float, float]] = {}
     for kind in ("empty_dir", "claim"):
@@ -473,7 +481,7 @@ def _made_by_hand(
 
 
 def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) -> Any:
-    """Return the Secret of another VM with the settings of a create_vm call with these arguments."""
+    """Return a VM's Secret with the settings that create_vm would write for these arguments."""
     made = copied(secret, vm, name)
     agent, env = arguments[0], arguments[5]
     made["data"] = {key: _settings_of(one, agent, env) for key, one in made["data"].items()}
@@ -481,7 +489,7 @@ def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) 
 
 
 def _settings_of(encoded: str, agent: str, env: Any) -> str:
-    """Replace the settings in a Secret by those of another agent, keeping all other values."""
+    """Return the encoded settings with the agent ID and environment of another agent, keeping all other values."""
     document = json.loads(base64.b64decode(encoded))
     if "agent_id" not in document:
         return encoded
@@ -494,7 +502,8 @@ def _settings_of(encoded: str, agent: str, env: Any) -> str:
 
 def main() -> int:
     target, scale = Path(sys.argv[1]), float(sys.argv[2])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # otherwise the measurements would be lost
+    # Raise KeyboardInterrupt, so that the measurements are written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     figures: Figures = {}
     scratch = Path(tempfile.mkdtemp())
     try:

@@ -1,6 +1,6 @@
-"""Supervision of 10, 50, 200 and 500 processes: cost when idle, and the time until all run again after a kill.
+"""Supervision of 10, 50, 200 and 500 processes: idle cost, and the time until all run again after all were killed.
 
-All are killed at once. The time of each restart is taken from its pidfile, so no polling disturbs the measurement.
+The time of a restart is the mtime of the pidfile, so the measurement does not have to poll.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ SIZES: Final = (10, 50, 200, 500)
 ROUNDS: Final = 3
 KILLED: Final = 200
 IDLE_S: Final = 30.0
-"""Seconds between two heartbeats. A measurement lasts one interval, or two if the figure has a budget."""
+"""Seconds between two heartbeats. The idle CPU usage is measured over one interval, or over two if it has a budget."""
 PINGED_S: Final = 15.0
 CALM_S: Final = 6.0
 FIRST_FAILURE_S: Final = 32.0
-"""Seconds after which the next exit of a process counts as a first failure, with an immediate restart."""
+"""Seconds after which the exit of a process counts as a first failure again, so that it is restarted immediately."""
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure all sizes. ``scale`` multiplies the numbers of processes and the idle time."""
+    """Measure all numbers of processes. ``scale`` multiplies these numbers and the idle time."""
     slower = max(scale, 0.2)
     async with world(command) as w:
         await w.start_agent()
@@ -39,9 +39,10 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def crowd(command: str, jobs: int, size: int, slower: float, alone: float, found: Figures) -> None:
-    """Return the figures for ``jobs`` processes, named after ``size``.
+    """Add the figures for ``jobs`` processes to ``found``. Their names contain ``size``, which is the number without
+    scaling.
 
-    ``alone`` is the agent's CPU share without any.
+    ``alone`` is the CPU usage of an agent without processes.
     """
     async with world(command) as w:
         await w.start_agent()
@@ -80,14 +81,14 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
 
 
 async def share(w: World, seconds: float) -> float:
-    """Return the processor time used, in percent of one core."""
+    """Return the agent's CPU usage over this time in percent of one core."""
     used, watch = w.cpu_seconds(), Stopwatch()
     await asyncio.sleep(seconds)
     return (w.cpu_seconds() - used) / watch.seconds * 100
 
 
 async def ping(w: World, into: list[float]) -> None:
-    """Ping twice a second. A shorter interval would itself load the machine."""
+    """Ping twice a second. More requests would increase the load that is to be measured."""
     while True:
         watch = Stopwatch()
         await w.director.value(AGENT, "ping")
@@ -96,7 +97,7 @@ async def ping(w: World, into: list[float]) -> None:
 
 
 async def running(w: World, jobs: int, starts: int) -> None:
-    """Wait until each job was started this many times and its pidfile names a running process."""
+    """Wait until each job has been started this many times and its pidfile names a running process."""
     async with asyncio.timeout(300):
         while True:
             known = w.starts()
@@ -110,7 +111,7 @@ async def running(w: World, jobs: int, starts: int) -> None:
 async def killed(w: World, jobs: int, starts: int) -> tuple[float, float]:
     """Kill all processes at once.
 
-    Return the seconds until the first and until the last successor has written its pidfile.
+    Return the seconds until the first and until the last of the new processes has written its pidfile.
     """
     pids = w.pids().values()
     begun_at = time.time()
@@ -122,7 +123,7 @@ async def killed(w: World, jobs: int, starts: int) -> tuple[float, float]:
 
 
 async def spawned(jobs: int) -> float:
-    """Measure the start of the same number of shells, without anything else."""
+    """Return the seconds that it takes to run the same number of shells one after the other."""
 
     def spawn() -> float:
 

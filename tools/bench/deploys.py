@@ -1,6 +1,6 @@
-"""A deploy as the Director sees it: one get_task at once, then one per second, and the watch times of the manifest.
+"""A deploy as seen by the Director, which queries a task immediately and then once per second.
 
-The same steps are also measured without the Director's pauses, which shows the agent's share.
+The same requests are also measured without these pauses, which shows the agent's part of the time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ INSTANCES: Final = 20
 JOBS: Final = 5
 PACKAGES: Final = 6
 POLL_S: Final = 1.0
-"""Pause between two queries of the Director for a task."""
+"""Seconds between two queries of the Director for a task."""
 ROUNDS: Final = 3
 Steps = dict[str, list[float]]
-"""Seconds of each request of a deploy."""
+"""The durations of each request of a deploy in seconds, or its numbers of queries, by name."""
 KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
     """Measure deploys.
 
-    ``scale`` multiplies the number of instances, which are one agent that is deployed repeatedly.
+    ``scale`` multiplies the number of instances. All of them are the same agent, which is deployed repeatedly.
     """
     async with world(command) as w:
         await w.start_agent()
@@ -57,9 +57,10 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 async def update(
     w: World, version: str, poll: float, steps: Steps | None = None, *, turns: Steps | None = None
 ) -> float:
-    """Change everything on one instance, in the order of the Director's instance updater.
+    """Deploy an instance with new jobs and packages, in the order of the Director's instance updater.
 
-    Adds the seconds of each step, from the request to its result, to ``steps``, and the number of queries to ``turns``.
+    Adds the duration of each step to ``steps`` and the number of queries for each task to ``turns``. Returns the
+    seconds of the whole deploy.
     """
     spec = w.spec(JOBS, PACKAGES, MB, version=version)
     ask = _asking(w, poll, {} if steps is None else steps, {} if turns is None else turns)
@@ -83,7 +84,9 @@ async def update(
 
 
 async def no_op(w: World) -> float:
-    """Deploy without a change: query the state of each instance, and send the DNS records."""
+    """Send the requests of a deploy without changes: query the state of the instance, and ping it. Return the
+    seconds.
+    """
     begun_at = time.monotonic()
     await w.director.value(AGENT, "get_state", "full")
     await w.director.value(AGENT, "ping")

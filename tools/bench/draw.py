@@ -1,7 +1,7 @@
-"""Pictures for README.md: terminal output as a window, and the headline figures as bars.
+"""SVG pictures for README.md: terminal output in a window, and a bar chart of the most important figures.
 
 ``script -qc 'agent-shim doctor' | python -m tools.bench.draw terminal '$ agent-shim doctor' >docs/pictures/doctor.svg``
-draws a terminal. ``python -m tools.pages`` draws the status and the bars.
+draws a terminal. ``python -m tools.pages`` draws ``agent-shim status`` and the chart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OTHER: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
 
 
 def terminal(text: str, command: str) -> str:
-    """Draw the coloured output of a command as a window."""
+    """Return a picture of a terminal window with a command and its coloured output."""
     lines = [f"\x1b[1m{command}\x1b[0m", *_OTHER.sub("", text).replace("\r", "").rstrip().split("\n")]
     width = 8.43 * max(len(_SGR.sub("", line)) for line in lines) + 40
     height = 19 * len(lines) + 58
@@ -65,7 +65,7 @@ BARS: Final = """\
 
 
 def figures(page: str) -> str:
-    """Draw the durations in README.md's table of figures as bars on a logarithmic scale."""
+    """Return a bar chart of the durations in README.md's table of figures, on a logarithmic scale."""
     table = page.partition("<!-- figures -->")[2].partition("<!-- /figures -->")[0]
     head, _, *rows = [[cell.strip(" `") for cell in line.strip("| ").split("|")] for line in table.split("\n") if line]
     timed = [(name.replace("`", ""), cells) for name, *cells in rows if all(_seconds(cell) for cell in cells)]
@@ -100,7 +100,7 @@ def figures(page: str) -> str:
 
 
 def _seconds(cell: str) -> float:
-    """Return a duration such as ``56.5 ms`` in seconds, or 0 for any other figure."""
+    """Return a duration such as ``56.5 ms`` in seconds, or 0 for a figure with another unit."""
     number, _, unit = cell.partition(" ")
     return float(number) * UNITS[unit] if unit in UNITS else 0.0
 
@@ -111,7 +111,7 @@ def _text(x: float, y: float, text: str, **attributes: object) -> str:
 
 
 def main() -> None:
-    """Write the picture to standard output."""
+    """Write the picture of a terminal to standard output."""
     match sys.argv[1:]:
         case ["terminal", command]:
             sys.stdout.write(terminal(sys.stdin.read(), command))

@@ -1,6 +1,7 @@
-"""``python -m tools.bench.echo CONFIG``: the smallest possible agent, in which nats-py answers every request with pong.
+"""``python -m tools.bench.echo CONFIG``: the smallest possible agent, which answers every request with pong.
 
-No agent in this language with this client can start, answer or run at a lower cost.
+It consists of little more than Python and nats-py, so an agent that uses them cannot start or answer faster or need
+less memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import nats
 
 
 async def serve(settings: dict[str, Any]) -> None:
-    """Connect with the settings that a CPI wrote, and answer requests forever."""
+    """Connect with the settings written by a CPI, and answer requests forever."""
     mbus = settings["env"]["bosh"]["mbus"]
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=mbus["cert"]["ca"])

@@ -1,8 +1,8 @@
-"""``python -m tools.bench.functions``: count the agent's functions on the paths of an apply, a start and a restart.
+"""``python -m tools.bench.functions``: count the agent's functions that run in an apply, a start and a restart.
 
-Counts distinct functions entered in all threads, without comprehensions and lambdas. There are three counts: for all of
-``agent_shim``, for the supervisor's modules of states, services and requests, and for those of states and services
-without properties. ``-v`` lists the functions.
+Each function counts once, in all threads; comprehensions and lambdas do not count. Three numbers are printed: functions
+of ``agent_shim``, functions of the supervisor's modules for states, services and requests, and functions of those for
+states and services except properties. ``-v`` lists the functions.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ PROPERTIES: Final = frozenset(name for name, value in vars(Service).items() if i
 
 @contextmanager
 def entered() -> Iterator[set[CodeType]]:
-    """Record which of the agent's functions the block enters, in this thread and in all threads that start within the
-    block.
+    """Record which of the agent's functions are entered during the block, in this thread and in threads that start
+    meanwhile.
 
-    A new executor is installed, because its predecessor's threads already run and would not be recorded.
+    The loop gets a new executor, because threads of the previous one already run and would not be recorded.
     """
     found: set[CodeType] = set()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        # Executing a module or a class body on import is not a function call.
+        # A module or class body that is executed by an import is not a function.
         if event == "call" and code.co_flags & CO_OPTIMIZED and code.co_filename.startswith(f"{HOME}/"):
             found.add(code)
 
@@ -65,7 +65,9 @@ async def until(fact: Callable[[], bool]) -> None:
 
 
 async def measure(one: World) -> dict[str, set[CodeType]]:
-    """Apply and start a job with one process, then kill the process."""
+    """Apply and start a job with one process, and kill the process. Return the functions that were entered in each
+    step.
+    """
     store = Path(one.agent.settings.current.blobstore.options["blobstore_path"])
     spec = jobs.spec(store, {"web": jobs.sleeper(one.paths, "web")}, {"tool": {"bin/tool": "#!/bin/sh\n"}})
     with entered() as apply:
@@ -85,13 +87,13 @@ async def measure(one: World) -> dict[str, set[CodeType]]:
 
 
 def named(found: set[CodeType], *modules: str) -> list[str]:
-    """Return the entered functions of these modules, or of all modules."""
+    """Return the functions in these modules of the agent, or in all modules if none are given."""
     places = {(str(Path(code.co_filename).relative_to(HOME)), code.co_name) for code in found}
     return sorted(f"{path} {name}" for path, name in places if name not in UNNAMED and (not modules or path in modules))
 
 
 async def main() -> None:
-    """Print a row for each path."""
+    """Print a row for each of the three steps."""
     with tempfile.TemporaryDirectory() as base:
         async with world(Path(base)) as one:
             paths = await measure(one)

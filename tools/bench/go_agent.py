@@ -1,9 +1,10 @@
-"""``./dev run python -m tools.bench.go_agent BINARY [--monit MONIT] [...]``: ``./dev bench`` for the Go agent.
+"""``./dev run python -m tools.bench.go_agent BINARY [--monit MONIT] [...]``: run ``./dev bench`` for the Go agent.
 
-BINARY is a bosh-agent and MONIT its monit (default: the one on PATH). A stemcell has monit 5.2.5; later versions refuse
-the agent's start requests. Further options are passed to ``./dev bench``. Needs root, because everything runs in new
-mount, network and pid namespaces. They have an empty ``/var/vcap``, a syslog, and read-only access to the rest of the
-disk except ``/tmp``. All processes end with the namespaces. Memory and processor time are sums over both programs.
+BINARY is a bosh-agent and MONIT its monit (default: the one on PATH). Stemcells have monit 5.2.5; later versions reject
+the agent's start requests. Other options are passed to ``./dev bench``. Memory and CPU time are sums of both programs.
+
+Needs root, because everything runs in new mount, network and pid namespaces. They have an empty ``/var/vcap``, a
+syslog, and read-only access to the rest of the disk except ``/tmp``. All processes end with the namespaces.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ listening.bind("/run/log")
 while True:
     listening.recv(65536)
 """
-"""Without a syslog, the Go agent looks for one ten times a second."""
+"""A syslog server that discards messages. Without one, the Go agent would try to connect ten times a second."""
 
 
 def main() -> int:
-    """Measure the Go agent, and print JSON to standard output."""
+    """Measure the Go agent and print JSON to standard output. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("binary", type=Path)
     parser.add_argument("--monit", default=shutil.which("monit"), type=Path, help="default: the one on PATH")
@@ -61,7 +62,7 @@ def main() -> int:
 
 
 def name(monit: Path) -> str:
-    """Return the name of the agent for the heading of the figures."""
+    """Return the name of the agent for the column heading, with monit's version."""
     said = subprocess.run([monit, "-V"], capture_output=True, text=True, check=True).stdout
     return f"Go agent and monit {said.split('version', 1)[1].split()[0]}"
 

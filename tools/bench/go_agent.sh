@@ -1,9 +1,10 @@
 #!/bin/sh
-# go_agent.sh BINARY MONIT CONFIG BASE: become the Go agent of one world, with a monit beside it as on a stemcell.
+# go_agent.sh BINARY MONIT CONFIG BASE: run the Go agent with its base directory BASE, and a monit as on a stemcell.
 #
-# Run by tools/bench/go_agent.py, in namespaces of its own: monit's port is the same on every machine. Platform "dummy"
-# leaves the machine alone and so asks no service manager to restart monit; that is done here when the agent waits for
-# it. Monit has its usual cycle of ten seconds. A test may take another MONIT_PORT: the Go agent knows only this one.
+# tools/bench/go_agent.py runs this in new namespaces, because monit's port is the same on every machine. With the platform
+# "dummy", the Go agent does not change the machine, but it also asks no service manager to restart monit. So this script
+# restarts monit when the agent's log says that it waits for that. monit has its usual cycle of ten seconds. MONIT_PORT
+# is for tests of this script without the agent, which only knows the usual port.
 set -eu
 port=${MONIT_PORT:-2822}
 binary=$1 monit=$2 config=$3 base=$4
@@ -14,7 +15,7 @@ keep_monit() {
     tail -n 0 -F "$log" 2>/dev/null | grep --line-buffered -F 'Waiting for monit to reload' | while read -r _; do
         kill -9 "$(cat "$beside/monit.pid")"
     done &
-    while [ -e "$rc" ]; do # 137: killed
+    while [ -e "$rc" ]; do # an exit code of 137 means that it was killed
         "$monit" -I -c "$rc" || [ $? = 137 ] || sleep 1
     done
 }

@@ -1,4 +1,4 @@
-"""Memory and processor time at rest, the cost of a heartbeat, and the lag of the event loop under work."""
+"""Memory and CPU usage at rest, the cost of a heartbeat, and response times under load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from tools.bench.measuring import ECHO, MB, Figures, Stopwatch, figure
 JOBS: Final = 5
 CALM_S: Final = 3.0
 SAMPLE_S: Final = 2.0
-"""The cost of a heartbeat arises before it arrives, so it is in the last window before its arrival."""
+"""Length in seconds of the windows in which CPU time is measured. The agent works on a heartbeat just before it
+arrives, so its cost is in the window in which it arrives.
+"""
 WATCHED_S: Final = 95.0
 LOGS: Final = 100 * MB
 
@@ -51,7 +53,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def still(w: World, least: World, seconds: float) -> Figures:
-    """Return the processor time in percent of one core, and the milliseconds per heartbeat."""
+    """Return the idle agent's CPU usage in percent of one core, and the milliseconds of CPU time per heartbeat."""
     monitor, watch = HealthMonitor(), Stopwatch()
     used, floor = w.cpu_seconds(), least.cpu_seconds()
     windows: list[float] = []
@@ -74,9 +76,9 @@ async def still(w: World, least: World, seconds: float) -> Figures:
 
 
 async def busy(w: World, size: int) -> Figures:
-    """Measure pings while the agent installs, packs, starts and stops.
+    """Measure pings while the agent stops, installs and starts jobs and packs logs.
 
-    An uninvolved process is measured at the same time: its delays are caused by the machine, not by the agent.
+    An uninvolved process is pinged at the same time. If its answers are late as well, the machine is the reason.
     """
     await asyncio.to_thread(fill, w.base / "data/sys/log", 50, max(1, size // 50))
     async with watched(w) as watch:
@@ -97,6 +99,6 @@ async def busy(w: World, size: int) -> Figures:
 
 
 def scrape(address: str) -> None:
-    """Scrape the metrics as Prometheus does. Not every agent has metrics."""
+    """Scrape the metrics as Prometheus does. Does nothing for agents without metrics."""
     with suppress(OSError), urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         answer.read()

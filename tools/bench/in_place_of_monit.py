@@ -1,6 +1,7 @@
-"""``agent-shim monit`` beside monit 5.2.5 (MONIT_525): the same job files with 10, 50 and 200 services, alternately.
+"""``agent-shim monit`` compared with monit 5.2.5 (MONIT_525): the same files with 10, 50 and 200 services.
 
-The processes are small scripts with a pidfile, so a start costs one shell. Both programs use the cycle of a stemcell.
+Each start runs one shell script, which starts a process and writes its pidfile. Both programs use the cycle of a
+stemcell.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KILLED: Final = 3
 LIMIT_S: Final = 900.0
 ASKED: Final = 20
 SERVICES_A_FILE: Final = 10
-"""monit 5.2.5 reads at most 127 files."""
+"""Number of services per file, because monit 5.2.5 reads at most 127 files."""
 USER: Final = "vcap:random"
 
 CTL: Final = """#!/bin/sh
@@ -56,7 +57,7 @@ async def measure(_command: str, scale: float, found: Figures) -> None:
 
 
 class Place:
-    """The files of a monit daemon with ``size`` services."""
+    """The directory and the configuration of a supervisor with ``size`` services."""
 
     def __init__(self, base: Path, size: int, port: int) -> None:
         self.base, self.port = base, port
@@ -111,7 +112,7 @@ class Place:
                     os.kill(int(pidfile.read_text()), signal.SIGKILL)
 
     def replaced(self, pidfiles: list[Path]) -> float:
-        """Kill the processes. Return the seconds until each has a successor."""
+        """Kill the processes in these pidfiles. Return the seconds until each has been replaced by a new process."""
         former = {pidfile: pidfile.read_text() for pidfile in pidfiles}
         begun_at = time.monotonic()
         for pid in former.values():
@@ -148,7 +149,7 @@ def holds(fact: Callable[[], bool]) -> bool:
 
 
 def lives(pidfile: Path) -> bool:
-    """Return True if the process named in a pidfile exists and is not a zombie."""
+    """Return True if a pidfile names a process that is not a zombie."""
     try:
         state = Path(f"/proc/{int(pidfile.read_text())}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, ValueError):

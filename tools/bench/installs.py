@@ -1,4 +1,4 @@
-"""``apply`` of a few large packages, of many small ones, and of many jobs. The floor is tar on the same archives."""
+"""Time of an ``apply`` of a few large packages, of many small ones, and of many jobs. The floor is tar."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:
-    """Apply new bundles in each round. Alternately with the agent, tar unpacks the same archives, two at a time."""
+    """Apply new bundles in each round. Before each apply, tar unpacks the same archives, two at a time."""
     took: list[float] = []
     least: list[float] = []
     for number in range(ROUNDS):
@@ -47,13 +47,13 @@ async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:
             await asyncio.to_thread(unpack, [*blobs, templates], w.scratch / "floor")
         shutil.rmtree(w.scratch / "floor")
         took.append(await w.run("apply", spec))
-    # Remove the bundles of the previous round here, so that the next one is not charged for it.
+    # Remove the bundles of the last round, so that the next measurement does not include their removal.
     await w.run("apply", w.spec(1, 0, version=f"none-{jobs}-{packages}"))
     return figure(took, "s", floor=least, floor_is="tar, two at a time")
 
 
 def unpack(archives: Sequence[Path], where: Path) -> None:
-    """Unpack each archive into its own directory with tar."""
+    """Unpack each archive into its own directory with tar, two at a time."""
 
     def one(number: int) -> None:
         target = where / str(number)

@@ -1,8 +1,10 @@
-"""``./dev bench large``: cost of large logs, a large compiled package and a large apply.
+"""``./dev bench large``: cost of large logs, of a large compiled package and of a large apply.
 
-Everything is measured through the protocol. During each action, the agent and an uninvolved process are pinged every
-ten milliseconds, and the agent's memory is read from outside. While logs are packed, a job writes and rotates one. A
-``scale`` of 1 means 10 GB of logs in 20 000 files, a compiled package of 2 GB, and an apply of 10 packages of 500 MB.
+Everything is measured through the protocol and from outside. During each action, the agent and an uninvolved process
+are pinged every ten milliseconds, and the agent's memory is sampled. While logs are packed, a job writes and rotates a
+log.
+
+A ``scale`` of 1 means 10 GB of logs in 20 000 files, a compiled package of 2 GB, and an apply of 10 packages of 500 MB.
 Half of each package is random bytes and half is text.
 """
 
@@ -36,11 +38,11 @@ COMPILED: Final = 2_000_000_000
 PACKAGES: Final = 10
 PACKAGE: Final = 500_000_000
 ROOM_FACTOR: Final = 2.0
-"""Disk space that a part needs, as a multiple of its data."""
+"""Factor by which the free disk space must exceed the amount of data."""
 
 
 def line(chance: random.Random) -> str:
-    """Return a line like one of an access log, two thirds of which is predictable."""
+    """Return a line like one in an access log. About two thirds of it are predictable."""
     return (
         f"2026-11-20T13:{chance.randrange(60):02}:{chance.randrange(60):02}.{chance.randrange(10**6):06}Z "
         f"[{chance.choice(['INFO', 'WARN', 'DEBUG'])}] web.{chance.randrange(9)} request "
@@ -49,7 +51,7 @@ def line(chance: random.Random) -> str:
 
 
 def fill(root: Path, files: int, size: int) -> None:
-    """Write ``files`` logs of ``size`` bytes each, belonging to a hundred jobs."""
+    """Write ``files`` logs of ``size`` bytes each into the log directories of a hundred jobs."""
     chance = random.Random(1)
     pool = "".join(line(chance) for _ in range(POOL_BYTES // 110)).encode()
     for number in range(files):
@@ -66,8 +68,8 @@ def fill(root: Path, files: int, size: int) -> None:
 
 
 def memory(pid: int | str, name: str) -> float:
-    """Return a value of a process in MB (``VmRSS`` is the current memory, ``VmHWM`` the peak), or 0 if it has
-    exited.
+    """Return a memory value of a process in MB, or 0 if it has exited. ``VmRSS`` is the current memory, ``VmHWM`` the
+    peak.
     """
     with contextlib.suppress(OSError):
         for text in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -78,11 +80,11 @@ def memory(pid: int | str, name: str) -> float:
 
 @dataclass
 class Watch:
-    """Measurements during a step."""
+    """Measurements during an action."""
 
     pings: dict[str, list[float]] = field(default_factory=lambda: {AGENT: [], BYSTANDER: []})
     children: dict[str, float] = field(default_factory=dict)
-    """Peak memory (MB) of each child of the agent."""
+    """Peak memory in MB of each child process of the agent, by pid."""
 
     async def ping(self, w: World, agent_id: str) -> None:
         while True:
@@ -101,7 +103,7 @@ class Watch:
 
 @asynccontextmanager
 async def watched(w: World) -> AsyncIterator[Watch]:
-    """Ping and read the memory for the duration of the block."""
+    """Send pings and sample memory during the block."""
     watch = Watch()
     going = [asyncio.create_task(work) for work in (*(watch.ping(w, who) for who in watch.pings), watch.look(w))]
     try:
@@ -113,8 +115,8 @@ async def watched(w: World) -> AsyncIterator[Watch]:
 
 
 async def figures(w: World, size: float, work: Awaitable[Any]) -> dict[str, Any]:
-    """Return the figures of ``work``, which processes ``size`` bytes."""
-    Path(f"/proc/{w.pid}/clear_refs").write_text("5")  # resets VmHWM to the current memory
+    """Return the measurements of ``work``, which processes ``size`` bytes."""
+    Path(f"/proc/{w.pid}/clear_refs").write_text("5")  # This resets VmHWM to the current memory.
     before, begun_at = memory(w.pid, "VmRSS"), time.monotonic()
     async with watched(w) as watch:
         await work
@@ -137,7 +139,7 @@ async def figures(w: World, size: float, work: Awaitable[Any]) -> dict[str, Any]
 
 
 async def write(log: Path) -> None:
-    """Return a job that writes ten times a second and rotates its log once."""
+    """Write to a log ten times a second as a job would, and rotate it every second."""
     log.parent.mkdir(parents=True, exist_ok=True)
     while True:
         for _ in range(10):
@@ -148,7 +150,7 @@ async def write(log: Path) -> None:
 
 
 async def of_logs(w: World, scale: float) -> dict[str, Any]:
-    """Measure fetching logs: for the Director through the blobstore, and for the CLI as a bundle."""
+    """Measure fetching logs, for the Director through the blobstore and for the CLI as a bundle."""
     size, logs = LOGS * scale, w.base / "data/sys/log"
     count = max(1, int(FILES * scale))
     await asyncio.to_thread(fill, logs, count, int(size / count))
@@ -177,7 +179,7 @@ yes all work and no play makes a dull package | head -c {half} >$BOSH_INSTALL_TA
 
 
 async def of_applying(w: World, scale: float) -> dict[str, Any]:
-    """Measure an apply of many large packages."""
+    """Measure an apply of large packages."""
     size = int(PACKAGE * scale)
     spec = w.spec(1, PACKAGES)
     digest = await asyncio.to_thread(pack, w.store / "large-0", size)
@@ -189,7 +191,7 @@ async def of_applying(w: World, scale: float) -> dict[str, Any]:
 
 
 def pack(path: Path, size: int) -> str:
-    """Pack one file of ``size`` bytes, half random and half text. Return the package's sha1."""
+    """Write a package with one file of ``size`` bytes, half random and half text. Return the package's SHA-1."""
     text = b"all work and no play makes a dull package\n" * (1 << 14)
     content = path.with_name("content")
     with content.open("wb") as out:
@@ -211,7 +213,7 @@ PARTS: Final[dict[Callable[[World, float], Awaitable[dict[str, Any]]], int]] = {
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure each part in its own environment, which is removed afterwards."""
+    """Run each measurement in a new environment."""
     for part, size in PARTS.items():
         async with world(command) as w, bystander(w):
             free = shutil.disk_usage(w.scratch).free

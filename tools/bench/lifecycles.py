@@ -1,4 +1,4 @@
-"""Start, status, kill and stop of five jobs. The floor is the same scripts run directly by this process."""
+"""Start, status, restart and stop of five jobs. The floor of a start is the same script run by this process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ROUNDS: Final = 5
 JOBS: Final = 5
 LOOKS: Final = 50
 PAUSES: Final = (1.3, 7.9, 4.1, 9.6, 2.2)
-"""Seconds before a kill. They vary, so that the kill comes at different points of a polling supervisor's period."""
+"""Seconds before each kill. They differ so that the kills occur at different points of a supervisor's polling cycle."""
 SCRIPT: Final = "its script run from here, until the pidfile is there"
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure the four actions. ``scale`` has no effect."""
+    """Measure these actions. ``scale`` has no effect."""
     async with world(command) as w:
         await w.start_agent()
         await w.run("apply", w.spec(JOBS, 1))
@@ -56,7 +56,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def start_by_hand(w: World, into: list[float]) -> None:
-    """Run the start scripts one after the other until the pidfiles exist, then end their processes."""
+    """Run the start scripts until all pidfiles exist, and append the duration to ``into``. Then end the processes."""
     before = w.starts()
     with timed(into):
         started = [
@@ -73,9 +73,9 @@ async def start_by_hand(w: World, into: list[float]) -> None:
 
 
 async def killed(w: World) -> list[float]:
-    """Return the times from a kill until a successor runs.
+    """Kill the process of each job. Return the seconds until each has been replaced.
 
-    Each job is killed once, so every kill counts as its first failure.
+    Each job is killed only once, so that every kill counts as a first failure.
     """
     samples = []
     for (job, pid), pause in zip(sorted(w.pids().items()), PAUSES, strict=True):

@@ -1,7 +1,7 @@
-"""The format of a figure, and stopwatches.
+"""The format of figures, and stopwatches.
 
-A figure is ``{"unit", "median", "min", "max", "samples"}``. If it has a floor, it also has ``"floor"`` (the median of a
-minimal program that does the same, in the same run), ``"floor_is"`` (a description of that program) and ``"ratio"``.
+A figure is ``{"unit", "median", "min", "max", "samples"}``. If it has a floor, it also has ``"floor"`` (the median for
+a minimal program that does the same, in the same run), ``"floor_is"`` (a description of that program) and ``"ratio"``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tests.support.instance import INTERPRETER, ROOT
 
 MB: Final = 1024 * 1024
 ECHO: Final = f"env PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(INTERPRETER)} -m tools.bench.echo {{config}}"
-"""A minimal client of the bus instead of an agent, which is the floor of many figures."""
+"""Command of a minimal agent, which provides the floor of many figures."""
 Figure = dict[str, Any]
 Figures = dict[str, Figure]
-"""Figures by name. A part adds each as soon as it is measured, so that a later failure loses none."""
+"""Figures by name. Parts add each figure as soon as it is measured, so that a later failure does not lose it."""
 
 
 def figure(samples: Sequence[float], unit: str, *, floor: Sequence[float] = (), floor_is: str = "") -> Figure:
-    """Return the median of some samples with their minimum and maximum, and the floor."""
+    """Return the figure for some samples, with the floor if there are samples of one."""
     made: Figure = {
         "unit": unit,
         "median": _rounded(statistics.median(samples)),
@@ -57,7 +57,7 @@ class Stopwatch:
 
 @contextmanager
 def timed(into: list[float]) -> Iterator[None]:
-    """Append the duration of the block to a list."""
+    """Append the duration of the block in seconds to a list."""
     watch = Stopwatch()
     yield
     into.append(watch.seconds)

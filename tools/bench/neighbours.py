@@ -1,6 +1,7 @@
-"""Memory of several agents on one machine that share a bus, measured as PSS.
+"""Memory (PSS) of several agents on one machine that share a bus.
 
-Shared memory (the interpreter, libraries) is divided among them, so each agent's share falls as their number grows.
+PSS divides shared memory, such as the interpreter and libraries, among the agents, so the memory of each decreases with
+their number.
 """
 
 from __future__ import annotations
@@ -14,16 +15,13 @@ from tools.bench.measuring import ECHO, Figures, figure
 
 AGENTS: Final = 8
 ROOM_MB: Final = 4096.0
-"""MB: 4 GiB."""
+"""Size of the machine, 4 GiB, for the number of agents that fit on it."""
 CALM_S: Final = 5.0
 IDLE_S: Final = 30.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure the memory.
-
-    Each agent has one job, and they boot one after the other. ``scale`` multiplies the idle time.
-    """
+    """Measure the memory of agents with one job each. ``scale`` multiplies the idle time."""
     least = await memory(ECHO, jobs=0)
     each = await memory(command, jobs=1, idle=IDLE_S * max(0.2, scale), found=found)
     found["pss_of_each_of_8_agents"] = figure(each, "MB", floor=least, floor_is="a bare nats-py echo")
@@ -31,7 +29,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def memory(command: str, *, jobs: int, idle: float = 0.0, found: Figures | None = None) -> list[float]:
-    """Return the MB of each agent while all of them run."""
+    """Start agents one after the other. Return the memory of each in MB while all are running."""
     async with AsyncExitStack() as opened:
         worlds: list[World] = []
         for _ in range(AGENTS):

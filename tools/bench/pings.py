@@ -1,4 +1,4 @@
-"""Round trips, one after the other and many at once. The floor is ``tools.bench.echo``, measured in the same minute."""
+"""Response times of single pings, and the rate of many concurrent ones. The floor is ``tools.bench.echo``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ AT_ONCE: Final = 500
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure both programs alternately, so that other work on the machine affects both. ``scale`` has no effect."""
+    """Measure the agent and the floor in turn, so that other work on the machine affects both. ``scale`` has no
+    effect.
+    """
     trips: dict[str, list[float]] = {"ours": [], "least": []}
     rates: dict[str, list[float]] = {"ours": [], "least": []}
     async with world(command) as ours, world(ECHO) as least:

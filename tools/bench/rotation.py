@@ -1,8 +1,8 @@
 """``./dev run python -m tools.bench.rotation [TIMES]``: rotate the bus credentials under load, by default 50 times.
 
-A Director rotates them with ``update_settings`` while other clients send requests without a pause. Before each rotation
-nats-sync admits the new user, and afterwards it removes the old one. A second agent, whose credentials stay the same,
-gets the same requests for comparison. Prints one JSON document.
+A Director rotates them with ``update_settings`` while other clients send requests without pauses. As nats-sync does,
+the new user is admitted before each rotation and the old one removed afterwards. For comparison, another agent with
+unchanged credentials gets requests as well. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tests.support.instance import AGENT, BYSTANDER, COMMAND, World, bystander, 
 
 ASKERS: Final = 8
 ANSWER_TIMEOUT_S: Final = 5.0
-"""Seconds after which a reply counts as lost. The Director waits for 45."""
+"""Seconds after which a reply counts as lost. The Director waits 45 seconds."""
 
 
 @dataclass
 class Seen:
-    """What the clients of one agent observed."""
+    """Observations of all clients of one agent."""
 
     replies: int = 0
     lost: int = 0
     slowest: float = 0.0
     gap: float = 0.0
-    """Return the longest time in which none of them got a reply."""
+    """Longest time in seconds without a reply to any of them."""
     _last: float = 0.0
 
     async def ask(self, director: Director, agent_id: str, method: str) -> None:
-        """Send requests without a pause until cancelled."""
+        """Send requests without pauses until cancelled."""
         while True:
             begun_at = time.monotonic()
             try:
@@ -58,7 +58,7 @@ async def _rotate(w: World, *, bootstrap: bool) -> None:
 
 
 async def measure(times: int) -> dict[str, Any]:
-    """Rotate, and print all figures."""
+    """Rotate the credentials this many times and return the results."""
     async with world(COMMAND) as w, bystander(w):
         await w.start_agent()
         rotated, left_alone = Seen(), Seen()

@@ -1,9 +1,9 @@
 """``./dev run python -m tools.bench.scale``: 10 to 1000 agents on one nats-server, idle and after an outage of the
 server.
 
-Each agent is the real bus module with the real heartbeat, and about fifty share a process. The server is nats-server
-with mutual TLS, the users of nats-sync and P-256 keys. A run consists of a minute of heartbeats, one request to all
-agents at once, and a kill of the server, which returns after 15 s without its state. Prints one JSON document.
+The agents consist of the real bus module and the real heartbeat, and about fifty of them share a process. nats-server
+uses mutual TLS with P-256 keys and the users of nats-sync. A run consists of a minute of heartbeats, a request to all
+agents at once, and a kill of the server, which starts again after 15 s without its state. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ BEAT: Final = msgspec.json.encode(_MESSAGE)
 
 
 async def answer(data: bytes) -> tuple[str, bytes]:
-    """Answer every request with pong."""
+    """Answer any request with pong."""
     return json.loads(data)["reply_to"], b'{"value":"pong"}'
 
 
 async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None:
-    """Run one agent: its bus connection and its heartbeat."""
+    """Run one agent, which consists of a bus connection and heartbeats."""
     mbus = Mbus(tuple(own["urls"]), own["ca"], own["certificate"], own["private_key"])
 
     async def send(message: bytes) -> None:
         await bus.publish(f"hm.agent.heartbeat.{agent_id}", message)
 
     async def measure() -> None:
-        """Return constant vitals."""
+        """Do nothing, because the heartbeat is constant."""
 
     beat = heartbeat.Heartbeat(measure, lambda _: BEAT, send)
     bus = NatsBus(agent_id, mbus, answer, on_connected=beat.beat_now)
@@ -88,9 +88,9 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
 
 
 async def crowd() -> None:
-    """Run the agents named on standard input.
+    """Run the agents that standard input names.
 
-    At each tick, print the number of connected agents, attempts and bytes.
+    At each tick, print the number of connected agents and the sums of their attempts and sent bytes.
     """
     given = json.loads(sys.stdin.readline())
     buses: list[NatsBus] = []
@@ -116,7 +116,7 @@ async def crowd() -> None:
 
 
 class Crowds:
-    """The processes that run agents, and the sums of their latest lines."""
+    """The processes that run agents, and the sums of the statistics that they print."""
 
     def __init__(self) -> None:
         self._children: list[asyncio.subprocess.Process] = []
@@ -125,7 +125,7 @@ class Crowds:
         self.series: list[tuple[float, dict[str, float]]] = []
 
     async def add(self, given: dict[str, Any]) -> None:
-        """Start one more process with these agents."""
+        """Start another process with these agents."""
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tools.bench.scale", "--crowd"),
             stdin=asyncio.subprocess.PIPE,
@@ -145,13 +145,13 @@ class Crowds:
 
     @property
     def now(self) -> dict[str, float]:
-        """Return the sums over all processes."""
+        """Return the current sums over all processes."""
         names = ("connected", "attempts", "connects", "sent", "sent_bytes")
         return {name: sum(each[name] for each in self._last.values()) for name in names}
 
     @property
     def cpu(self) -> float:
-        """Return the processor time of all of them, in seconds."""
+        """Return the CPU time of all processes in seconds."""
         return sum(cpu_seconds(child.pid) for child in self._children)
 
     async def until_connected(self, count: int) -> None:
@@ -168,7 +168,7 @@ class Crowds:
 
 @asynccontextmanager
 async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
-    """Run agents that try to connect, for the duration of the block."""
+    """Run this many agents during the block. They may not be connected yet when it begins."""
     crowds = Crowds()
     try:
         for begin in range(0, count, AGENTS_PER_PROCESS):
@@ -185,7 +185,7 @@ async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
 
 @dataclass
 class Point:
-    """Measurements with ``agents`` agents, in seconds, MB and percent of one core."""
+    """Results for a number of agents. Units are seconds, MB and percent of one core."""
 
     agents: int
     all_connected_after: float = 0.0
@@ -194,28 +194,28 @@ class Point:
     messages_per_second: float = 0.0
     payload_bytes_per_second: float = 0.0
     asked_all_after: float = 0.0
-    """Seconds from one request of the Director to all agents until the last answer."""
+    """Seconds from a request to all agents at once until the last answer."""
     handshake_cpu: float = 0.0
-    """The server's processor time in seconds for each agent that reconnects."""
+    """CPU time of the server in seconds per agent that reconnects."""
     agent_cpu: float = 0.0
-    """Processor time of each agent in seconds, from the kill of the server until it is reconnected."""
+    """CPU time per agent in seconds, from the kill of the server until all have reconnected."""
     back_first: float = 0.0
     back_median: float = 0.0
     back_last: float = 0.0
-    """Seconds from the server's return until the first, the median and the last agent is connected."""
+    """Seconds from the restart of the server until the first, the median and the last agent are connected."""
     attempts: float = 0.0
-    """Connection attempts of each agent."""
+    """Number of connection attempts per agent."""
     most_attempts_away: float = 0.0
-    """Most attempts within one second between the kill and the next start."""
+    """Maximum number of attempts within one second while the server is down."""
     most_attempts_per_second: float = 0.0
-    """Most attempts within one second after the next start."""
+    """Maximum number of attempts within one second after the server's restart."""
     deaf: int = 0
     curve: list[tuple[float, float, float]] | None = None
-    """Seconds since the server's return, number of connected agents, attempts so far."""
+    """Points of a curve: seconds since the restart, number of connected agents, number of attempts so far."""
 
 
 async def measure(count: int) -> Point:
-    """Measure a bus with this many agents."""
+    """Measure a bus with this number of agents."""
     point = Point(count)
     with tempfile.TemporaryDirectory() as scratch:
         server = NatsServer(Path(scratch) / "bus")
@@ -240,7 +240,7 @@ async def measure(count: int) -> Point:
 
 
 async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> None:
-    """Measure the server's resources and the messages to the Health Monitor while idle."""
+    """Measure the server's resources and the rate of heartbeats while no requests are sent."""
     used, watch, before = cpu_seconds(server.pid), Stopwatch(), len(monitor.notices)
     await asyncio.sleep(STEADY_S)
     point.server_cpu_percent = (cpu_seconds(server.pid) - used) / watch.seconds * 100
@@ -252,7 +252,7 @@ async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> No
 async def asked(director: Director, count: int) -> tuple[float, int]:
     """Send a request to all agents at once.
 
-    Return the seconds until the last answer, and how many agents did not answer.
+    Return the seconds until the last answer, and the number of agents that did not answer.
     """
     watch = Stopwatch()
     answers = await asyncio.gather(
@@ -262,7 +262,7 @@ async def asked(director: Director, count: int) -> tuple[float, int]:
 
 
 async def storm(point: Point, server: NatsServer, crowds: Crowds, away: float = AWAY_S) -> None:
-    """Kill the server, restart it after the outage, and record the reconnections."""
+    """Kill the server, restart it after ``away`` seconds, and record how the agents reconnect."""
     before, used = crowds.now, crowds.cpu
     crowds.series.clear()
     await server.kill()
@@ -284,7 +284,7 @@ async def storm(point: Point, server: NatsServer, crowds: Crowds, away: float = 
 
 
 def steepest(series: Sequence[tuple[float, float]]) -> float:
-    """Return the largest growth of a sum within one second."""
+    """Return the largest increase of a value within one second."""
     most, begin = 0.0, 0
     for at, value in series:
         while series[begin][0] < at - 1:
@@ -298,7 +298,7 @@ async def main_async(counts: Sequence[int], kept: Path | None) -> dict[str, Any]
     for count in counts:
         print(f"scale: {count} agents", file=sys.stderr, flush=True)
         points.append(asdict(await measure(count)))
-        if kept is not None:  # if the machine cannot hold the next number, the earlier results are kept
+        if kept is not None:  # The next number of agents may be too large for the machine.
             kept.write_text(json.dumps(points))
     beat = statistics.mean([len(BEAT)])
     return {
@@ -315,7 +315,8 @@ def main() -> int:
     parser.add_argument("--crowd", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write the results so far after each number")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # otherwise started processes would be left running
+    # Raise KeyboardInterrupt, so that started processes are ended as well.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.crowd:
         asyncio.run(crowd())
         return 0

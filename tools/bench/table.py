@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and README.md, from the results of ``./dev bench``."""
+"""The tables of figures in docs/performance.md and README.md, made from results of ``./dev bench``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ END: Final = "<!-- /figures -->"
 
 
 class Budget(NamedTuple):
-    """The budget and the goal of a figure, in its unit or as multiples of its floor."""
+    """The limit and the goal of a figure, in its unit or as multiples of its floor."""
 
     must: float
     aim: float
@@ -21,16 +21,13 @@ class Budget(NamedTuple):
     of_floor: bool = False
 
     def verdict(self, figure: dict[str, Any]) -> str:
-        """Return which of the two is missed, or that neither is.
-
-        Return neither if the figure needs a floor and has none.
-        """
+        """Return which of them is missed, or "". A figure that lacks the floor it is compared with meets both."""
         sign = -1 if self.more_is_better else 1
         value = (figure.get("ratio", self.aim) if self.of_floor else figure["median"]) * sign
         return "" if value <= self.aim * sign else "aim missed" if value <= self.must * sign else "limit missed"
 
     def worded(self, unit: str) -> str:
-        """Format both, as ``must / aim``."""
+        """Return both with units, as ``must / aim``."""
         if self.of_floor:
             return f"{digits(self.must)} / {digits(self.aim)} of the floor"
         return _pair(self.must, self.aim, unit, " / ")
@@ -39,7 +36,7 @@ class Budget(NamedTuple):
 BUDGETS: Final = {
     "exec_to_first_pong": Budget(0.25, 0.15),
     "exec_to_first_pong_as_root": Budget(3, 2.5, of_floor=True),
-    "pss_5_processes_scraped": Budget(26, 24),  # 1.2 and 1.1 times the Go agent with monit
+    "pss_5_processes_scraped": Budget(26, 24),  # These are 1.2 and 1.1 times the memory of the Go agent with monit.
     "pss_after_apply_and_fetch_logs": Budget(36, 30),
     "ping": Budget(1.2, 1.1, of_floor=True),
     "pipelined_pings_per_second": Budget(0.7, 0.8, more_is_better=True, of_floor=True),
@@ -72,9 +69,10 @@ TABLES: Final = {
         "slowest ping meanwhile": r"(\d+)_processes_slowest_ping",
     },
 }
-"""Figures that are shown in separate tables, by first column and row. The pattern yields the column.
+"""Figures that are shown in small tables: by heading of the first column and by row, a pattern for names of figures.
+Its group is the heading of the figure's column.
 
-Those with a budget also have a row in the large table.
+Those with a budget are also rows of the large table.
 """
 
 IN_SHORT: Final = {
@@ -87,19 +85,15 @@ IN_SHORT: Final = {
     "pss 5 processes scraped": "memory with five jobs (PSS)",
     "idle cpu 5 processes": "processor time at rest with five jobs",
 }
-"""Rows of the table in README.md."""
+"""Rows of the table in README.md: names in the large table, and descriptions."""
 
 
 NOT_ALIKE: Final = frozenset({"exec_to_first_pong", "exec_to_first_pong_with_5_jobs", "exec_until_5_jobs_are_adopted"})
-"""Figures that are not compared, because the Go agent runs on its platform ``dummy`` here, which skips these boot
-steps.
-"""
+"""Figures that cannot be compared, because the Go agent's platform ``dummy`` skips these boot steps."""
 
 
 def merged(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join the results of each agent, whose parts may have been measured in several runs that alternated with other
-    agents.
-    """
+    """Merge the results of runs that measured different parts of the same agent. Return one document per agent."""
     found: dict[str, dict[str, Any]] = {}
     for one in documents:
         joined = found.setdefault(one["agent"], {**one, "figures": {}, "missing": {}, "runs": 0})
@@ -113,7 +107,7 @@ def merged(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(document: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    """Write the tables between the markers of the pages."""
+    """Write the tables into the pages, between the markers."""
     _fill(PAGE, render(document, others))
     if others:
         _fill(README, in_short(PAGE.read_text()))
@@ -126,7 +120,9 @@ def _fill(page: Path, content: str) -> None:
 
 
 def in_short(page: str) -> str:
-    """Return the rows ``IN_SHORT`` of the table between the markers. Its last column is the Go agent's."""
+    """Return README.md's table, made from rows of the large table in ``page``. The last column there is the Go
+    agent's.
+    """
     lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()
     cells = [[cell.strip() for cell in line.removeprefix("| ").removesuffix(" |").split(" | ")] for line in lines]
     rows = {row[0]: row for row in cells if row[0] in IN_SHORT}
@@ -139,7 +135,9 @@ def in_short(page: str) -> str:
 
 
 def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """Return the conditions, a line for each figure, the floors, and the missing figures with reasons."""
+    """Return the content of docs/performance.md's marked part: conditions, tables, floors, and reasons for missing
+    figures.
+    """
     floors = _Floors()
     columns = ["figure", "median (range)", "floor", "must / aim"]
     columns += [f"{other['agent']} (times ours)" for other in others]
@@ -164,7 +162,7 @@ def _is_in_small_table(name: str) -> bool:
 
 
 def _small_tables(document: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
-    """Return ``TABLES``, each with a row for each kind of figure and agent."""
+    """Return the tables of ``TABLES``, with a row for each kind of figure and agent."""
     lines = []
     for first, kinds in TABLES.items():
         rows: dict[str, dict[str, str]] = {}
@@ -190,7 +188,7 @@ def _small_tables(document: dict[str, Any], others: list[dict[str, Any]]) -> lis
 
 
 class _Floors:
-    """Numbers the descriptions of the floors. Equal descriptions share a number."""
+    """Numbers for the descriptions of floors. The same description always gets the same number."""
 
     def __init__(self) -> None:
         self._known: list[str] = []
@@ -255,20 +253,20 @@ def _beside(name: str, figure: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _pair(first: float, second: float, unit: str, between: str) -> str:
-    """Format two values, and write a common unit only once."""
+    """Return two values with units, or with one unit if it is the same."""
     words = worded(first, unit), worded(second, unit)
     numbers, units = zip(*(word.rpartition(" ")[::2] for word in words), strict=True)
     return f"{numbers[0]}{between}{words[1]}" if units[0] == units[1] else between.join(words)
 
 
 def worded(value: float, unit: str) -> str:
-    """Format with three digits, in milliseconds or microseconds if the seconds would begin with zeros."""
+    """Return a value with three digits and its unit. Seconds below 1 become milliseconds or microseconds."""
     if unit == "s" and 0 < abs(value) < 1:
         return f"{digits(value * 1000)} ms" if abs(value) >= 0.001 else f"{digits(value * 1e6)} µs"
     return f"{digits(value)} {unit.removeprefix('1')}"
 
 
 def digits(value: float, count: int = 3) -> str:
-    """Format with this many digits, and put blanks between thousands."""
+    """Return a value rounded to this many digits, with blanks between thousands."""
     rounded = float(f"{value:.{count}g}")
     return f"{rounded:,.0f}".replace(",", " ") if abs(rounded) >= 100 else f"{rounded:g}"
