@@ -1,9 +1,9 @@
-"""``./dev compare-release PATH…``: take each job of releases through the same lifecycle under both agents, and list
+"""``./dev compare-release PATH…``: run each job of releases through the same lifecycle under both agents and list
 differences.
 
-PATH is a checkout of a release, or its git directory. BOSH_AGENT and MONIT name the Go agent and monit 5.2.5. With BPM,
-runc and tini, the Go agent uses the real bpm. Needs root and ruby. docs/tested.md describes the phases, and
-docs/monit-deviations.md the allowed differences.
+PATH is a checkout of a release or its git directory. BOSH_AGENT and MONIT are the paths of the Go agent and monit
+5.2.5. If BPM is set to the path of the real bpm, and runc and tini are installed, the Go agent uses them. Needs root
+and ruby. docs/tested.md describes the phases, and docs/monit-deviations.md the allowed differences.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ from tools.comparison import breaks, judge, plan
 from tools.comparison.releases import Checkout, Job
 
 PROPERTIES: Final = Path(__file__).with_name("properties.yml")
-"""Properties of public jobs that have no default and cannot be guessed."""
+"""File with properties of public jobs that have no default and cannot be guessed."""
 WORLDS: Final = ("go", "shim")
 LIFE_LIMIT_S: Final = 1500
 LOOK_S: Final = 0.5
 INTERRUPTED: Final = threading.Event()
 KINDS: Final = "equal, listed, difference, busy, unplayed"
 TRIES: Final = 4
-"""How often a job that does not run is tried. Each time, more of what its scripts look for is provided."""
+"""Maximum number of runs of a job that does not stay up. Each run provides more of what its scripts did not find."""
 WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-syslog,-mac_admin,-mac_override,-audit_control"
-"""Capabilities that no script of a release gets in either environment."""
+"""Capabilities that are removed from both environments, so that scripts of releases cannot affect this machine."""
 
 
 def main() -> int:
-    """Compare the jobs. Return 0 if everything that could be compared was equal or is a listed difference."""
+    """Compare the jobs. Return 0 if there are no differences, or only those that are listed in
+    docs/monit-deviations.md.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, metavar="PATH")
     parser.add_argument(
@@ -84,9 +86,11 @@ def main() -> int:
     key = authority.client("job").private_key
     kept = args.keep or Path(tempfile.mkdtemp(prefix="comparison-"))
     kept.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the environments are removed when their blocks end
+    # Exit through the `with` blocks, which remove the environments.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for package in ("agent_shim", "tools/comparison", "tests/support"):
-        # the environments are read-only for it, so it would be compiled at each start
+        # Compile the modules now, because the environments cannot write to the source tree and would compile them at
+        # each start.
         compileall.compile_dir(CODE / package, quiet=2)
     if args.breaks:
         model = next(Checkout(breaks.MODEL).jobs(values, authority.ca, key))
@@ -115,7 +119,9 @@ def main() -> int:
 
 @contextmanager
 def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
-    """On an interrupt, start no further lifecycle, and end those that are running."""
+    """At the end of the block, start no further lifecycles and end the running ones. After an interrupt, that
+    is early.
+    """
     try:
         yield
     finally:
@@ -124,7 +130,7 @@ def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
 
 
 def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) -> judge.Verdict:
-    """Run one job in both environments concurrently, or judge the recorded results again."""
+    """Run a job in both environments concurrently and judge the results. If results are recorded, only judge those."""
     if made.job.error:
         return judge.Verdict(made.job, not_rendered=made.job.error)
     place = kept / f"{made.job.release}+{made.job.name}".replace("/", "+")
@@ -157,7 +163,7 @@ def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) 
 
 
 def prove(made: plan.Plan, cycle: int, kept: Path, at_once: int) -> int:
-    """Compare agents that are broken on purpose with the Go agent. Return 0 if every difference is noticed."""
+    """Compare each agent that is broken on purpose with the Go agent. Return 0 if every break is noticed."""
     silent = 0
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool, ending(pool):
         go = pool.submit(live, "go", made, cycle, _emptied(kept / "go"))
@@ -186,13 +192,15 @@ def _emptied(place: Path) -> Path:
 
 
 def _only(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """Return a lifecycle without the phases that the other one lacks."""
+    """Return the lifecycle ``whole`` with only those phases that ``part`` has as well."""
     names = {phase["name"] for phase in part["phases"]}
     return whole | {"phases": [phase for phase in whole["phases"] if phase["name"] in names]}
 
 
 def _bpm(made: plan.Plan) -> dict[str, str]:
-    """Return the programs of bpm's package, or None without BPM or for privileged processes, which need all
+    """Return the paths of bpm, runc and tini by name.
+
+    Returns an empty dict without BPM, and for jobs with privileged processes, because the environment cannot grant all
     capabilities.
     """
     is_privileged = any((one.get("unsafe") or {}).get("privileged") for one in plan.processes(made.job))
@@ -202,7 +210,7 @@ def _bpm(made: plan.Plan) -> dict[str, str]:
 
 
 def remove_containers(cgroups: list[tuple[Path, Path]]) -> None:
-    """Remove the cgroups of containers that ended with their environment, in all hierarchies."""
+    """Remove the cgroups of containers that were left behind by an environment, in all hierarchies."""
     for ours, top in cgroups[:1]:
         for place in top.parent.glob(f"*/{ours.name}"):
             for below in (*sorted(place.rglob("*/"), reverse=True), place):
@@ -220,7 +228,9 @@ def _keep_logs(kind: str, vcap: Path, place: Path) -> None:
 
 
 def live(kind: str, made: plan.Plan, cycle: int, place: Path, broken: breaks.Break | None = None) -> dict[str, Any]:
-    """Return the result of one environment. It runs a broken agent if one is given."""
+    """Run the lifecycle in one environment and return the recorded phases. ``broken`` replaces this agent by a broken
+    one.
+    """
     with tempfile.TemporaryDirectory(prefix="world-") as name:
         scratch = Path(name)
         programs = _bpm(made)

@@ -1,5 +1,6 @@
-"""A substitute for bpm under the Go agent: directories, user, session, environment, pidfile and signals, but no
-container.
+"""A stand-in for bpm under the Go agent.
+
+It sets up directories, user, session, environment and pidfile, and sends the same signals, but creates no container.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import yaml
 
 VCAP: Final = Path("/var/vcap")
 RUNNING: Final = Path("/run/bpm")
-"""Processes by container, which runc also stores independently of the pidfiles."""
+"""Directory of its own record of running processes. Like runc's, it is independent of the pidfiles."""
 TERM_TIMEOUT_S: Final = 15
 QUIT_TIMEOUT_S: Final = 2
 
 
 def main() -> int:
-    """Execute one command and return its exit code."""
+    """Run the command that the arguments name and return its exit code."""
     words = sys.argv[1:]
     command = words.pop(0) if words else ""
     process = ""
@@ -69,7 +70,7 @@ def _processes(job: str) -> dict[str, Any]:
 
 
 def _alive(pidfile: Path) -> int:
-    """Return the running process that a pidfile names, or 0."""
+    """Return the pid in a pidfile if that process is running, otherwise 0."""
     try:
         pid = int(pidfile.read_text())
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

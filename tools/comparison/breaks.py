@@ -1,6 +1,6 @@
-"""Ways to break this agent on purpose, each of which the comparison must notice: ``./dev compare-release --breaks``.
+"""Ways to break this agent on purpose: ``./dev compare-release --breaks`` checks that the comparison notices each.
 
-The broken agent is an edited copy. If the text to replace no longer exists, that is an error, so that no break is
+The broken agent is a modified copy. If the text to be replaced is missing, an error is raised, so that no break is
 skipped silently.
 """
 
@@ -16,13 +16,14 @@ from tests.support.machine import CODE
 from tools.comparison.judge import Verdict
 
 MODEL: Final = Path(__file__).with_name("model")
-"""A release whose only job takes part in every phase."""
+"""A release whose only job is affected by every phase."""
 
 
 @dataclass(frozen=True)
 class Break:
-    """One break: ``old`` is replaced by ``new`` in a file of the agent. ``shows`` is a regular expression for the
-    difference, "phase: what".
+    """A break, which replaces ``old`` by ``new`` in a file of the agent.
+
+    ``shows`` is a regular expression for the difference that must be found, in the form "phase: what".
     """
 
     path: str
@@ -34,7 +35,7 @@ class Break:
     def copy(self, place: Path) -> None:
         """Copy the agent to a directory and break the copy.
 
-        Raises ``LookupError`` if the text to replace is missing.
+        Raises ``LookupError`` if the text to be replaced is missing.
         """
         shutil.copytree(CODE / "agent_shim", place / "agent_shim", ignore=shutil.ignore_patterns("__pycache__"))
         file = place / "agent_shim" / self.path
@@ -44,7 +45,7 @@ class Break:
         file.write_text(text.replace(self.old, self.new))
 
     def is_noticed(self, verdict: Verdict) -> bool:
-        """Return True if the expected difference was found and is not listed on a page."""
+        """Return True if the expected difference was found and is not allowed by docs/monit-deviations.md."""
         return any(re.search(self.shows, f"{one.phase}: {one.what}") for one in verdict.differences)
 
 
@@ -54,7 +55,7 @@ _REACT: Final = "await service.react(rule.action, complaint.word, finding.text)"
 
 
 def _without_script(name: str, phase: str, *trials: str) -> Break:
-    """Return an agent that silently does not run one script."""
+    """Return a break that makes the agent skip one of the scripts without an error."""
     new = f'if name != "{name}":\n        {_SCRIPTS}'
     return Break("actions/scripts.py", _SCRIPTS, new, rf"^{phase}: script {name}", trials)
 

@@ -1,4 +1,4 @@
-"""Compares two runs of a job's lifecycle."""
+"""Compares the lifecycles of a job that were recorded under both agents."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tools.comparison.releases import Job
 
 @dataclass
 class Difference:
-    """A difference.
+    """A difference between the two lifecycles.
 
-    ``line`` is its origin in the release, and ``allowed`` the row of docs/monit-deviations.md that covers it.
+    ``line`` is the place in the release that causes it, and ``allowed`` the row of docs/monit-deviations.md that covers
+    it.
     """
 
     phase: str
@@ -28,36 +29,38 @@ class Difference:
     allowed: str = ""
     is_bpm: bool = False
     go_alerts: str = ""
-    """Alerts of the Go agent in the phase."""
+    """Alerts that the Go agent sent in this phase."""
     go_answer: str = ""
     is_dependent: bool = False
-    """The service of the difference depends on another one."""
+    """Whether the service depends on another service."""
     has_no_localhost: bool = False
-    """The job has removed ``localhost`` from the host names of the machine."""
+    """Whether the job has removed ``localhost`` from the host names of the machine."""
     is_process_1: bool = False
-    """A script of the job writes 1 into a pidfile."""
+    """Whether a script of the job writes 1 to a pidfile."""
     is_survivor: bool = False
-    """A process outlived its stop, or the stop of a restart, only under the Go agent."""
+    """Whether a process outlived a stop, or the stop of a restart, under the Go agent but not under this one."""
     is_started_twice: bool = False
-    """A slow start program has started one process in each environment, and under the Go agent a second one or none
-    yet.
+    """Whether a slow start program started one process under this agent, but under the Go agent more than one, or one
+    too late.
     """
     is_restarted_by_port: bool = False
-    """A rule about a port has restarted a process under the Go agent."""
+    """Whether a rule about a port restarted a process under the Go agent."""
     is_restarted_by_usage: bool = False
-    """A rule about memory or processor time has restarted a process under the Go agent."""
+    """Whether a rule about memory or CPU usage restarted a process under the Go agent."""
     has_failed_start: bool = False
-    """Under the Go agent, a start program of the service, or of the job's service whose process runs, was too slow."""
+    """Whether a start under the Go agent exceeded its timeout although the process is running now. It is a start of
+    this service, or of any service if the difference is about the job.
+    """
     runs_beside_stop_program: bool = False
-    """The phase follows a stop that only this agent completed before the stop program ended."""
+    """Whether the previous phase is a stop that this agent reported at least a second later than the Go agent."""
     is_refused: bool = False
-    """The Go agent's monit refused to unmonitor the service, because a stop was still in progress."""
+    """Whether the Go agent's monit refused to unmonitor a service because a stop was still in progress."""
     is_pending: bool = False
-    """The restart of the previous phase had not ended in either environment."""
+    """Whether the restart in an earlier phase was still in progress at its end in both environments."""
 
     @property
     def act(self) -> str:
-        """The phase without its occasion: "stop" of "update: stop"."""
+        """Return the name of the phase without its prefix, such as "stop" for "update: stop"."""
         return self.phase.rpartition(": ")[2]
 
     def __str__(self) -> str:
@@ -66,18 +69,18 @@ class Difference:
 
 @dataclass
 class Verdict:
-    """The result for a job. Either one of the reasons is set, or both runs were compared."""
+    """The result for a job: a reason why it could not be compared, or the differences."""
 
     job: Job
     not_rendered: str = ""
     not_played: str = ""
     is_busy: bool = False
-    """The machine was too busy for a verdict on why the job did not run."""
+    """Whether the machine was too busy to say why the job did not run."""
     differences: list[Difference] = field(default_factory=list)
     listed: list[Difference] = field(default_factory=list)
     has_process: bool = True
     helped: list[str] = field(default_factory=list)
-    """Programs that were kept running, and ``lenient`` if scripts continued after errors."""
+    """Programs that were told to keep running, and ``lenient`` if scripts continued after errors."""
 
     @property
     def kind(self) -> str:
@@ -110,28 +113,30 @@ OF_THE_PROGRAM: Final = "Copyright|as agent-shim|message$|not acted on$"
 MAX_NAMES: Final = 4
 OF_BPM: Final = frozenset(("bpm", "runc", "tini"))
 OF_BPMS_WORDS: Final = re.compile(r"\nUsage:.*(\nError:)|(?<=parse job configuration): .*", re.DOTALL)
-"""Usage texts and reasons of an unreadable file, which docs/bpm.md leaves to either program."""
+"""Usage texts, and reasons why a configuration cannot be parsed. docs/bpm.md allows them to differ."""
 FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid", "size", "timestamp")
-"""Lines of monit's texts that docs/monit-deviations.md lists for every job."""
+"""Lines of ``monit status`` whose values may differ for every job according to docs/monit-deviations.md."""
 UNSTEADY_STATES: Final = 4
-"""Number of state changes of a process, while nothing is requested, from which on it counts as unsteady."""
+"""Number of state changes at which a process counts as unsteady if nothing is requested meanwhile."""
 
 DEATHS: Final = ("death", "port closed", "unmonitor")
 """Phases in which processes are killed."""
 HOOKS: Final = re.compile(r"/bin/(pre-start|post-start|post-deploy|pre-stop|drain|post-stop|run)((?: .*)?)$")
 BUSY_WAIT: Final = 2.0
-"""If a run waits for a processor this many times longer than it works, the machine counts as too busy."""
+"""The machine counts as too busy if a run waits this many times longer for a CPU than it uses one."""
 VOLATILE: Final = re.compile(
     r"_|PWD|OLDPWD|SHLVL|AGENT_SHIM_\w+|BPM_STAND_IN|MONIT_DATE|MONIT_DESCRIPTION|MONIT_PROCESS_\w+"
 )
-"""Variables of shells and of stand-ins, and those of monit whose values change from cycle to cycle."""
+"""Variables that are set by shells or stand-ins, and variables of monit that differ from cycle to cycle."""
 ROUGHLY: Final[list[tuple[re.Pattern[str], float, float]]] = [
     (re.compile(r"uptime|load"), math.inf, 0),
     (re.compile(r"\bcpu\b"), 100, 0),
     (re.compile(r"percent"), 15, 0),
     (re.compile(r"mem\.kb$"), 8192, 0.5),
 ]
-"""Figures by path, with the absolute and relative difference that is allowed between two simultaneous runs."""
+"""Values that cannot be equal, by a pattern for their path. Two simultaneous runs may differ by the larger of an
+absolute and a relative amount.
+"""
 
 Phases = dict[str, dict[str, Any]]
 
@@ -140,7 +145,7 @@ AFTER_STOPS: Final = (
     *("drain", "stop", "post-stop", "apply"),
     *("pre-start", "start", "start after stop", "slow start", "pre-stop"),
 )
-"""Phases in which a process may be running that outlived a stop or a restart."""
+"""Phases in which a process that outlived a stop or a restart may still be running."""
 LAST: Final = ("pre-stop", "drain", "stop", "post-stop")
 """Phases after a slow start."""
 STARTS: Final = ("start", "post-start", "post-deploy", "rest", "start after stop", "slow start")
@@ -177,12 +182,12 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
                 and "Connection failed - restart" in one.go_alerts
                 and (one.what.endswith(" lives") or "state" in one.what or one.what.startswith("process of "))
             )
-            or (  # the last restart may end only in the next phase
+            or (  # The last restart may end only in the next phase.
                 one.act == "port open again"
                 and one.is_restarted_by_port
                 and one.what.endswith((" lives", " is the former one"))
             )
-            or (  # each new process exceeds the limit again, and only this agent reports it each time
+            or (  # Each new process exceeds the limit again, but only this agent reports it every time.
                 one.act == "usage"
                 and one.is_restarted_by_usage
                 and (
@@ -223,7 +228,8 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         "a stop is over once the pidfile is gone",
         lambda one: (
             (one.is_survivor and one.act in AFTER_STOPS)
-            or ((one.act, one.what) == ("stop", "bpm list") and "failed" in one.go)  # bpm still removes the container
+            # bpm has not removed the container yet.
+            or ((one.act, one.what) == ("stop", "bpm list") and "failed" in one.go)
         ),
     ),
     (
@@ -251,7 +257,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         lambda one: (
             one.is_started_twice
             and one.phase in ("slow start", *LAST)
-            and not ("Execution failed" in one.go and not one.shim)  # each agent reports only the first failure
+            and not ("Execution failed" in one.go and not one.shim)  # Each agent reports only the first failure.
         ),
     ),
     (
@@ -272,13 +278,15 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
 
 
 def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
-    """Compare two runs phase by phase. A job that runs in neither environment needs more than stand-ins."""
+    """Compare two lifecycles phase by phase. If the job runs in neither, the stand-ins do not suffice and it is not
+    compared.
+    """
     verdict = Verdict(made.job, has_process=bool(made.services))
     if go["error"] or shim["error"]:
         verdict.not_played = f"Go agent: {go['error']}; this agent: {shim['error']}"[:300]
     lives = [{phase["name"]: phase for phase in life["phases"]} for life in (go, shim)]
     verdict.not_played = verdict.not_played or _obstacle(*lives)
-    # an agent that was not kept waiting itself is late for another reason
+    # A busy machine explains a late answer only if the run itself had to wait for a CPU.
     slowed = [played for life, played in zip((go, shim), lives, strict=True) if life.get("waited", 0) > BUSY_WAIT]
     late = next((phase for played in slowed for phase in _late_phases(played)), "")
     if late or (slowed and (go["error"] or shim["error"])):
@@ -288,7 +296,7 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.line = _line(made.job, one)
         one.is_bpm = "/sys/run/bpm/" in made.job.monit
         if one.is_bpm and one.phase == "death" and one.what.endswith("SIGTERM"):
-            continue  # bpm's init process passes the signal on, and the stand-in for bpm has none
+            continue  # bpm's init process forwards the signal, but the stand-in for bpm has no init process.
         seen = lives[0].get(one.phase, {})
         words = one.what.split()
         one.is_dependent = any(
@@ -317,13 +325,13 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
 
 
 def _is_left(life: Phases) -> bool:
-    """Return True if a process that a pidfile names still runs after a stop."""
+    """Return True if a process in a pidfile is still running at the end of a stop."""
     stops = [phase for name, phase in life.items() if name.rpartition(": ")[2] == "stop"]
     return any(lives for stop in stops for lives in stop["services"].values())
 
 
 def _is_shorter_stop(go: Phases, shim: Phases, name: str) -> bool:
-    """True if the phase before was a stop that took at least a second less under monit."""
+    """Return True if the previous phase is a stop that ended at least a second earlier under monit."""
     names = list(go)
     before = names[max(names.index(name) - 1, 0)] if name in names else ""
     took = [life.get(before, {}).get("seconds", 0.0) for life in (go, shim)]
@@ -331,7 +339,10 @@ def _is_shorter_stop(go: Phases, shim: Phases, name: str) -> bool:
 
 
 def _has_failed_start(life: Phases, one: Difference) -> bool:
-    """True if a start of the service failed, or of any for the state of the job, whose process lives by now."""
+    """Return True if a start of the service failed since the last stop although its process is running now.
+
+    If the difference is about the state of the job, a failed start of any service counts.
+    """
     names = list(life)
     until = names[: names.index(one.phase) + 1] if one.phase in names else []
     last_stop = max((at for at, name in enumerate(until[:-1]) if name.rpartition(": ")[2] == "stop"), default=0)
@@ -345,7 +356,7 @@ def _has_failed_start(life: Phases, one: Difference) -> bool:
 
 
 def _begun(life: Phases, *names: str) -> int:
-    """Return the largest number of processes of one program that started in the given phases."""
+    """Return the maximum number of processes of the same program that started in these phases."""
     seen = [program for name in names for _, event, program in life.get(name, {}).get("events", []) if event == "lives"]
     return max(Counter(seen).values(), default=0)
 
@@ -355,7 +366,7 @@ def _told_still_runs(life: Phases) -> bool:
 
 
 def _late_phases(life: Phases) -> Iterator[str]:
-    """Yield the phases in which the agent did not answer, or at whose end a process was still about to start."""
+    """Yield the phases in which the agent gave no answer, and the start if a process had not started at its end."""
     for name, phase in life.items():
         is_starting = name == "start" and any(known[-1] == "starting" for known in phase["states"].values())
         if is_starting or re.match("error: (no answer|Timed out sending)", phase["value"]):
@@ -363,13 +374,13 @@ def _late_phases(life: Phases) -> Iterator[str]:
 
 
 def _outlives_a_restart(life: Phases) -> bool:
-    """Return True if ``monit restart`` started a process and ended none."""
+    """Return True if ``monit restart`` started a process but ended none."""
     events = {event for _, event, _ in life.get("monit restart", {}).get("events", [])}
     return "lives" in events and not any(event.startswith("SIG") for event in events)
 
 
 def _obstacle(go: Phases, shim: Phases) -> str:
-    """Return why a job ran in neither environment."""
+    """Return the reason why a job ran in neither environment, or "" if it ran in one."""
     failed = [life["pre-start"] for life in (go, shim) if life.get("pre-start", {}).get("value", "")[:5] == "error"]
     if len(failed) == 2:
         return f"pre-start: {(failed[0]['texts'].get('log') or failed[0]['value'])[-160:]}".replace("\n", " / ")
@@ -378,7 +389,7 @@ def _obstacle(go: Phases, shim: Phases) -> str:
         return f"runs in neither world: {states}: {go.get('rest', {}).get('texts', {}).get('logs', '')[-200:]}".replace(
             "\n", " / "
         )
-    # The state of the job is not enough, because it leaves out services that are not in the group vcap.
+    # Also check the processes, because the state of the job does not include services outside of the group vcap.
     if all("rest" in life and not _is_up(life["rest"]) for life in (go, shim)):
         logs = go["rest"]["texts"].get("logs", "")[-200:]
         return f"stays up in neither world: {logs}".replace("\n", " / ")
@@ -390,14 +401,15 @@ def _is_up(rest: dict[str, Any]) -> bool:
 
 
 def tools(life: dict[str, Any]) -> list[str]:
-    """Return the stand-ins that ran as short-lived tools of start programs, in order."""
+    """Return the stand-ins that start programs ran as short-lived tools, in order."""
     events = [one for phase in life["phases"] if phase["name"] in ("start", "rest") for one in phase["events"]]
     return [program for _, event, program in events if event == "tool"]
 
 
 def is_unsteady(lives: list[dict[str, Any]]) -> bool:
-    """Return True if a process ended repeatedly while nothing was requested, because a program that should stay was
-    taken for a tool.
+    """Return True if a process ended repeatedly while nothing was requested.
+
+    Its stand-in then probably acted as a short-lived tool although it should have kept running.
     """
     resting = [phase for life in lives for phase in life["phases"] if phase["name"] == "rest"]
     return any(len(states) >= UNSTEADY_STATES for phase in resting for states in phase["states"].values())
@@ -426,7 +438,7 @@ def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
 
 
 def _inherited(go: Phases, shim: Phases) -> Iterator[Difference]:
-    """Yield what programs inherit in only one of the two runs. Programs that did not run in both are left out."""
+    """Yield differences in what programs inherit. Programs that did not run in both environments are ignored."""
     lives = [_contexts(life) for life in (go, shim)]
     for program in sorted(set(lives[0]) & set(lives[1])):
         facts = [_facts_of(life[program]) for life in lives]
@@ -437,7 +449,7 @@ def _inherited(go: Phases, shim: Phases) -> Iterator[Difference]:
 
 
 def _contexts(life: Phases) -> dict[str, list[dict[str, Any]]]:
-    """Return what each program inherited, over all phases."""
+    """Return what each program inherited in all phases."""
     found: dict[str, list[dict[str, Any]]] = {}
     for phase in life.values():
         for program, contexts in phase.get("contexts", {}).items():
@@ -446,7 +458,7 @@ def _contexts(life: Phases) -> dict[str, list[dict[str, Any]]]:
 
 
 def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
-    """Return each fact of a program's contexts, with all the values that it had."""
+    """Return each property of a program's contexts with all the values that it had, separated by commas."""
     values: dict[str, set[str]] = {}
     for context in contexts:
         for what in ("umask", "user", "directory"):
@@ -460,14 +472,14 @@ def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _values(go: Phases, shim: Phases, kind: str) -> Iterator[Difference]:
-    """Yield the values that differ: those of the states at rest and after an update, and of the last heartbeats."""
+    """Yield values that differ between the two states at rest and after the update, or between the last heartbeats."""
     for name in ("rest", "update: start") if kind == "state" else ("life",):
         seen = [_last_heartbeat(life) if name == "life" else _state(life, name) for life in (go, shim)]
         for path in sorted(set(seen[0]) & set(seen[1])):
             values = [one[path] for one in seen]
             is_state = re.fullmatch(
                 r"job_state|number_of_processes|processes\[.*\]\.state", path
-            )  # these are compared phase by phase
+            )  # These are compared in each phase.
             if not is_state and not _are_alike(path, *values):
                 go_has, shim_has = (str(value) or "empty" for value in values)
                 yield Difference(name, f"value in {kind} {path}", go_has, shim_has)
@@ -478,7 +490,7 @@ def _state(life: Phases, name: str) -> dict[str, Any]:
 
 
 def _last_heartbeat(life: Phases) -> dict[str, Any]:
-    """Return the last heartbeat since the job was applied."""
+    """Return the values of the last heartbeat after the apply."""
     found = [phase.get("values", {}).get("heartbeat") for name, phase in life.items() if name != "apply"]
     return dict(next((one for one in reversed(found) if one), {}))
 
@@ -502,8 +514,9 @@ def _number(value: Any) -> float | None:
 
 
 def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """Return True if the run without this tool ran it one phase earlier or later, because scripts outlast their
-    phase.
+    """Return True if both runs used this tool in this phase or in an adjacent one.
+
+    Scripts may continue after the end of their phase.
     """
     for life in (go, shim):
         names = list(life)
@@ -514,8 +527,8 @@ def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
 
 
 def _speaks_late(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """Return True if equally many processes of a start began in both runs, and reported in that phase or in the
-    next.
+    """Return True if the same number of processes of this program started in both runs, some of which reported in the
+    next phase.
     """
     program = what.removesuffix(" lives")
 
@@ -532,16 +545,17 @@ def _speaks_late(go: Phases, shim: Phases, name: str, what: str) -> bool:
 
 
 def _shapes(life: Phases, kind: str) -> set[str]:
-    """Return the members that the documents of a kind had since the job was started, with their types."""
+    """Return the members of all documents of a kind since the job was started, with their types."""
     later = [phase for name, phase in life.items() if name not in ("apply", "pre-start", "start", "post-start")]
     members = {member for phase in later for member in phase.get("shapes", {}).get(kind, "").split(", ") if member}
     return {member for member in members if not re.search(r"vitals\.disk\.persistent|: NoneType", member)}
 
 
 def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each comparable fact of a phase and its value."""
+    """Yield each comparable fact of a phase with its value."""
     name = phase["name"].rpartition(": ")[2]
-    answer = re.sub(r"(Failed Jobs: [\w, -]+\.).*", r"\1", phase["value"], flags=re.DOTALL)  # this agent adds a reason
+    # Remove the reason, which only this agent adds.
+    answer = re.sub(r"(Failed Jobs: [\w, -]+\.).*", r"\1", phase["value"], flags=re.DOTALL)
     yield "answer", re.sub(r"[0-9a-f-]{36}|\d+\.\d+", "…", answer)[:200]
     yield "job state", "".join(phase["job_states"][-1:])
     if name in ("rest", "port closed", "port open again", "agent restarted", "usage"):
@@ -558,9 +572,9 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "rest",
         "monit restart",
         "stop",
-    ):  # many ctl scripts send KILL right after TERM
+    ):  # Ignore signals in these phases, because many ctl scripts send KILL right after TERM.
         for (event, program), count in Counter((event, program) for _, event, program in phase["events"]).items():
-            if (name, event) != ("post-start", "lives"):  # a started process may report late
+            if (name, event) != ("post-start", "lives"):  # Processes may report late that they have started.
                 yield f"{program} {event}", str(count) if event == "lives" else "yes"
     yield from _told(phase)
     for command, said in phase["texts"].items():
@@ -577,16 +591,16 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _is_listed(process: str, phase: dict[str, Any]) -> bool:
-    """Return True if the state at the end of a phase lists a process.
+    """Return True if the state at the end of the phase lists this process.
 
-    A process that is removed during the phase only shows in an early query.
+    Processes that are removed during the phase are only in the state at its beginning.
     """
     values = phase.get("values", {}).get("state")
     return values is None or any(path.startswith(f"processes[{process}]") for path in values)
 
 
 def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the alerts with their counts, and the arguments of each script that the Director runs."""
+    """Yield the number of each alert, and the arguments of each script that the Director has run."""
     for alert, number in sorted(Counter(phase["alerts"]).items()):
         yield f"alert {alert}", alert if number == 1 else f"{alert} ({number} times)"
     runs = Counter((found[1], found[2]) for script in phase.get("scripts", []) if (found := HOOKS.search(script)))
@@ -595,8 +609,10 @@ def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
-    """Yield the exit code of a command, the state of each service, and the titles of the other lines, without
-    figures.
+    """Yield the exit code of a monit command, the state of each service, and the titles of all other lines without
+    their values.
+
+    For a bpm command, yield its whole output without numbers.
     """
     if command.startswith("bpm "):
         yield command, re.sub(OF_BPMS_WORDS, r"\1", re.sub(r"\d+", "N", re.sub(r"[ \t]+", " ", said)))
@@ -620,7 +636,7 @@ def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
 
 
 def _line(job: Job, one: Difference) -> str:
-    """Return the place in the release that causes a difference, as far as the words of the difference reveal it."""
+    """Return the place in the release that probably causes a difference, found with the words of its description."""
     text = job.sources.get(f"jobs/{job.name}/monit", "")
     lines = text.splitlines()
     words = one.what.split()
@@ -636,7 +652,7 @@ def _line(job: Job, one: Difference) -> str:
 
 
 def table(verdicts: list[Verdict]) -> str:
-    """Return all differences and the counts, as Markdown."""
+    """Return a Markdown table of all differences, followed by the number of jobs with each result."""
     rows = ["", "| job | phase | what | Go agent and monit | this agent | from |", "|---|---|---|---|---|---|"]
     for verdict in sorted(verdicts, key=str):
         rows += [
@@ -649,7 +665,7 @@ def table(verdicts: list[Verdict]) -> str:
 
 
 def reasons(verdicts: list[Verdict]) -> str:
-    """Return, as Markdown, the rows of the deviations with the jobs and releases that each affects."""
+    """Return a Markdown table of the rows of docs/monit-deviations.md with the jobs and releases that each affects."""
     rows = ["", "| row of the deviations | jobs | releases |", "|---|---|---|"]
     titles = dict.fromkeys(title for title, _ in ALLOWED)
     for title in titles:
@@ -661,6 +677,6 @@ def reasons(verdicts: list[Verdict]) -> str:
 
 
 def counts(verdicts: list[Verdict]) -> str:
-    """Return a paragraph that lists the releases with the numbers of their jobs that were run."""
+    """Return a paragraph with the number of jobs of each release that were run."""
     played = Counter(verdict.job.release.rpartition("/")[2] for verdict in verdicts if not verdict.not_rendered)
     return "\n" + ", ".join(f"{name} {count}" for name, count in sorted(played.items())) + "."

@@ -1,4 +1,4 @@
-"""Keeps monit 5.2.5 running, as runit does, and kills it when the Go agent waits for monit to reload."""
+"""Restarts monit 5.2.5 whenever it exits, as runit does, and kills it when the Go agent waits for monit to reload."""
 
 from __future__ import annotations
 

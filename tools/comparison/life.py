@@ -1,6 +1,4 @@
-"""``python -m tools.comparison.life WORLD PLAN RESULT``: run one job's lifecycle in one environment, in namespaces of
-its own.
-"""
+"""``python -m tools.comparison.life WORLD PLAN RESULT``: run one job's lifecycle under one agent, in new namespaces."""
 
 from __future__ import annotations
 
@@ -37,21 +35,21 @@ AGENT: Final = "instance"
 VCAP: Final = Path("/var/vcap")
 SCRATCH: Final = Path("/mnt")
 BPM: Final = SCRATCH / "bpm"
-"""Programs of bpm's package. tools/comparison/bpm.py replaces them if they are missing."""
+"""Directory with the programs of bpm's package. If it is missing, tools/comparison/bpm.py is used."""
 BROKEN: Final = SCRATCH / "broken"
-"""Directory of an agent that is broken on purpose."""
+"""Directory with an agent that is broken on purpose."""
 BLOBS: Final = VCAP / "blobs"
 OBSERVER: Final = 59999
 LOOK_S: Final = 0.7
 LAST_LOOK_S: Final = 20
-"""Time limit in seconds for the query at the end of a phase, whose result is compared."""
+"""Time limit in seconds for the get_state at the end of a phase, whose answer is compared."""
 SCRIPT_LIMIT_S: Final = 60.0
 START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
 MONIT_TRIES: Final = 10
 USAGE_LIMIT_S: Final = 30
 FILES: Final = 1024
-"""Soft limit of open files that an agent inherits."""
+"""Soft limit of open files that agents inherit."""
 
 ETC: Final = (
     *(
@@ -71,64 +69,64 @@ TREE: Final = (
     *("blobs", "bosh", "data/sys/run", "data/sys/log", "data/packages", "data/jobs", "data/tmp", "store", "instance"),
     *("jobs", "packages", "monit"),
 )
-"""Directories that a stemcell or its agent creates below ``/etc`` and ``/var/vcap``."""
+"""Directories that exist on a stemcell below ``/etc``, and below ``/var/vcap``."""
 COMMANDS: Final = ("monit summary", "monit status", "monit stop none", "monit unmonitor", "monit nonsense", "monit -V")
-"""Commands of an operator whose exit codes and texts are compared."""
+"""Commands of an operator whose exit codes and outputs are compared."""
 BPM_COMMANDS: Final = (
     *("bpm list", "bpm pid {job} -p {process}", "bpm pid {job} -p none", "bpm pid none", "bpm start none"),
     *("bpm stop none", "bpm run none -p {process}", "bpm logs none", "bpm pid", "bpm nonsense"),
 )
-"""The same for a job under the real bpm. Two of them are also run after its stop."""
+"""The same for bpm, if the job runs under the real one. The first two are repeated after the stop."""
 RELOADS: Final = "Waiting for monit to reload"
 ENVIRONMENT: Final = {"PATH": f"{VCAP}/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-"""Environment of an agent, as its service manager gives it."""
+"""Environment variables that an agent gets from its service manager."""
 NEXT: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
 STAND_IN: Final = VCAP / "packages/stand_in"
 
 
 @dataclass
 class Phase:
-    """Observations between one action and the next. Times are seconds since the action."""
+    """Observations from an action until the next one. Times are seconds since the action."""
 
     name: str
     value: str = ""
-    """The answer to the action, or its error."""
+    """The answer to the action, or the error."""
     seconds: float = 0.0
     job_states: list[str] = field(default_factory=list)
-    """Each change, in order."""
+    """All states of the job, without repetitions."""
     states: dict[str, list[str]] = field(default_factory=dict)
-    """The same of each process."""
+    """All states of each process, without repetitions."""
     running_after: float = -1.0
     events: list[list[Any]] = field(default_factory=list)
-    """``[seconds, event, program]`` of stand-ins."""
+    """``[seconds, event, program]`` reported by stand-ins."""
     alerts: list[str] = field(default_factory=list)
     heartbeats: list[str] = field(default_factory=list)
     services: dict[str, bool] = field(default_factory=dict)
-    """Whether the process of each pidfile is running at the end."""
+    """By service, whether the process in its pidfile is running at the end."""
     same: dict[str, bool] = field(default_factory=dict)
-    """Whether it is the same process as in the previous phase."""
+    """By service, whether that process is the same as in the previous phase."""
     texts: dict[str, str] = field(default_factory=dict)
     """Exit codes and outputs of commands."""
     files: list[str] = field(default_factory=list)
     shapes: dict[str, str] = field(default_factory=dict)
-    """Members of the state and of the last heartbeat, and their types."""
+    """Members of the last state and of the last heartbeat with their types."""
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Their values."""
+    """Values of these members."""
     scripts: list[str] = field(default_factory=list)
     """Scripts of the job that ran, with their arguments."""
     contexts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """What each program and script inherited, each context once."""
+    """By program, the different contexts that it inherited."""
 
 
 class World:
-    """The environment of one agent. ``cycle`` is monit's, in seconds."""
+    """The environment of one agent. ``cycle`` is the interval of monit's checks in seconds."""
 
     def __init__(self, plan: dict[str, Any], cycle: int) -> None:
         self.plan, self.cycle = plan, cycle
         self.agent: subprocess.Popen[bytes] | None = None
 
     def prepare(self) -> None:
-        """Write the files that a stemcell has."""
+        """Create the files that a stemcell has for this agent."""
 
     def start(self) -> None:
         """Start the agent."""
@@ -138,10 +136,10 @@ class World:
         return (SCRATCH / "agent.log").open("ab")
 
     def applied(self) -> None:
-        """Do what the agent leaves out of an ``apply`` on a platform for tests."""
+        """Complete an ``apply`` with the steps that the Go agent's test platform leaves out."""
 
     def restart(self) -> None:
-        """Kill the agent and start the next one, as its service manager does."""
+        """Kill the agent and start it again, as its service manager would."""
         assert self.agent is not None
         self.agent.kill()
         self.agent.wait()
@@ -149,8 +147,9 @@ class World:
 
 
 class GoWorld(World):
-    """The Go agent with monit, which is restarted whenever it exits, as runit does, and killed when the agent waits for
-    a reload.
+    """The Go agent with monit.
+
+    Another process restarts monit whenever it exits, as runit does, and kills it when the agent waits for a reload.
     """
 
     def prepare(self) -> None:
@@ -171,19 +170,18 @@ class GoWorld(World):
     def start(self) -> None:
         options = ["-P", "dummy", "-M", "monit", "-C", str(VCAP / "bosh/agent.json"), "-b", str(VCAP)]
         go = str(SCRATCH / "bosh-agent")
-        environment = ENVIRONMENT | {"TMPDIR": f"{VCAP}/data/tmp"}  # a stemcell sets this
+        environment = ENVIRONMENT | {"TMPDIR": f"{VCAP}/data/tmp"}  # Set by the stemcell.
         self.agent = subprocess.Popen(
             [go, *options], env=environment, stdout=self.log(), stderr=subprocess.STDOUT, cwd=VCAP / "bosh"
         )
 
     def applied(self) -> None:
-        """Change the owners as ``applier/jobs`` and ``applier/models`` would, because the Go agent's platform for tests
-        does not.
-        """
+        """Set the owners that ``applier/jobs`` and ``applier/models`` would set on another platform."""
         job = self.plan["job"]
         for place in (VCAP / "data/jobs", *(VCAP / f"data{above}/{job}" for above in ("/sys/run", "/sys/log", ""))):
             subprocess.run(["chown", "-R", "root:vcap", str(place)], check=False)
-        if BPM.exists() and not (VCAP / "packages/bpm/bin/bpm").exists():  # each apply removes what no spec contains
+        # Install the real bpm again after each apply, which removes all packages that are not in the spec.
+        if BPM.exists() and not (VCAP / "packages/bpm/bin/bpm").exists():
             shutil.copytree(BPM, VCAP / "data/packages/bpm/bin", dirs_exist_ok=True)
             (VCAP / "packages/bpm").unlink(missing_ok=True)
             (VCAP / "packages/bpm").symlink_to(VCAP / "data/packages/bpm")
@@ -216,7 +214,7 @@ WORLDS: Final[dict[str, type[World]]] = {"go": GoWorld, "shim": ShimWorld}
 
 
 class Life:
-    """Runs the phases and records observations in ``phases``."""
+    """Runs the phases of a lifecycle and records them in ``phases``."""
 
     def __init__(self, world: World, plan: dict[str, Any], director: Director, hm: HealthMonitor) -> None:
         self.world, self.plan, self.director, self.hm = world, plan, director, hm
@@ -226,7 +224,7 @@ class Life:
         self.last: dict[str, int] = {}
         self.state: dict[str, Any] = {}
         self.has_acted = False
-        """True once the action of the phase is complete. States before that do not count."""
+        """Whether the action of the phase has been completed. States before that do not count."""
         self.seen = ""
 
     @property
@@ -239,7 +237,7 @@ class Life:
 
     @asynccontextmanager
     async def phase(self, name: str) -> AsyncIterator[Phase]:
-        """Observe for the duration of the block."""
+        """Record a phase during the block."""
         self.now, self.has_acted, self.seen = Phase(name), False, ""
         self.begun_at = time.monotonic()
         watching = asyncio.create_task(self._watch(self.now))
@@ -292,7 +290,7 @@ class Life:
             note(phase.states.setdefault(process["name"], []), process["state"])
 
     async def until(self, is_so: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition holds or the time is over."""
+        """Wait until a condition is true, but at most this many seconds. Return whether it became true."""
         give_up_at = time.monotonic() + seconds
         while not is_so():
             if time.monotonic() > give_up_at:
@@ -304,8 +302,9 @@ class Life:
         return self.seen == "running"
 
     async def settled(self, cycles: float) -> None:
-        """Wait that many cycles, then until the job has been running for one and a half cycles, but at most ten more
-        cycles.
+        """Wait for this number of cycles, and then until the job has been running without changes for one and a half.
+
+        The second wait ends after ten cycles at the latest.
         """
         self.has_acted = True
         await asyncio.sleep(cycles * self.cycle)
@@ -328,8 +327,9 @@ class Life:
         phase.texts["log"] = tail(VCAP / f"sys/log/{self.plan['job']}/{name}.stderr.log")
 
     async def _ask(self, phase: Phase, commands: Sequence[str]) -> None:
-        """Record exit codes and texts of commands, including those of bpm for the first process of a job under the real
-        bpm.
+        """Record exit codes and outputs of commands.
+
+        Commands of bpm run only if the real one is used. They get the job's first process.
         """
         named = {"job": self.plan["job"], "process": self.plan["bpm"]}
         for command in commands:
@@ -339,7 +339,7 @@ class Life:
                 phase.texts[words] = await asyncio.to_thread(shell, f"/var/vcap/{place}/{words}")
 
     async def run(self, spec: dict[str, Any]) -> None:
-        """Run the whole lifecycle."""
+        """Run all phases."""
         if not await self._apply(spec):
             return
         await self.script("pre-start")
@@ -381,15 +381,15 @@ class Life:
     async def _start(self, name: str, patience: float = 0) -> Phase:
         """Start the job as a Director does.
 
-        Monit starts the services one after the other, and each may need ``patience`` seconds.
+        monit starts the services one after the other, and each may need ``patience`` seconds.
         """
         async with self.phase(name) as phase:
             phase.value = str(await self.director.run(AGENT, "start"))
             self.has_acted = True
-            await asyncio.sleep(1 + patience)  # the Director does not ask earlier
+            await asyncio.sleep(1 + patience)  # The Director also waits before its first query.
             limit = START_LIMIT_S + START_LIMIT_CYCLES * self.cycle + patience * len(self.pidfiles)
             if not await self.until(self.is_running, limit) and any(map(living, self.pidfiles.values())):
-                await self.until(self.is_running, START_LIMIT_S)  # each process waits for monit's next cycle
+                await self.until(self.is_running, START_LIMIT_S)  # monit starts each process in another cycle.
         return phase
 
     async def _updates(self, wanted: list[str]) -> None:
@@ -453,35 +453,35 @@ class Life:
             await self.settled(2)
 
     async def _rules(self, wanted: list[str]) -> None:
-        """Make the rules about memory, processor time and changed files match."""
+        """Make rules about memory, CPU usage and changed files match."""
         if "usage" in wanted and self.plan["usage"]:
             busy = STAND_IN / "busy"
             async with self.phase("usage"):
                 busy.touch()
                 least = (self.plan["cycles"] + 3) * self.cycle
                 await asyncio.sleep(least)
-                # on a busy machine a stand-in may get little processor time
+                # A stand-in may get little CPU time on a busy machine.
                 await self.until(self._has_matched, USAGE_LIMIT_S)
             async with self.phase("usage ended"):
                 busy.unlink()
                 await self.settled(self.plan["cycles"] + 2.5)
         if "changed file" in wanted and self.plan["watched"]:
             async with self.phase("changed file"):
-                await asyncio.sleep(1.1)  # monit compares whole seconds
+                await asyncio.sleep(1.1)  # monit notices only changes in a later second.
                 for path in map(Path, self.plan["watched"]):
                     with path.open("a") as file:
                         file.write("\n")
                 await self.settled(self.plan["cycles"] + 2.5)
 
     def _has_matched(self) -> bool:
-        """Return True if each service with a rule about memory or processor time has failed in this phase."""
+        """Return True if each service with a rule about memory or CPU usage has been failing in this phase."""
         return all("failing" in self.now.states.get(name, []) for name in self.plan["usage"])
 
     async def _unmonitor(self) -> None:
-        """Take a service out of supervision as an operator would, end its process, and supervise it again."""
+        """Unmonitor a service as an operator would, kill its process, and monitor it again."""
         name, path = next(iter(self.pidfiles.items()))
         async with self.phase("unmonitor") as phase:
-            for _ in range(MONIT_TRIES):  # monit refuses a second action during the first
+            for _ in range(MONIT_TRIES):  # monit refuses a second action while the first is in progress.
                 phase.value = await asyncio.to_thread(shell, f"/var/vcap/bosh/bin/monit unmonitor {name}")
                 if phase.value.startswith("0"):
                     break
@@ -496,9 +496,7 @@ class Life:
             await self.settled(3)
 
     async def _put_back(self, before: dict[Path, int]) -> None:
-        """If a pidfile is still empty, write the running process into it again, so that the remaining phases are
-        meaningful.
-        """
+        """Write the running process into each pidfile that is still empty, so that the remaining phases make sense."""
         empty = [path for path in before if path.exists() and not path.read_text().strip()]
         if empty:
             async with self.phase("pidfile filled again"):
@@ -522,14 +520,14 @@ class Life:
 
     async def _stop(self, about: str) -> Phase:
         async with self.phase(f"{about}stop") as phase:
-            limit = 2 * SCRIPT_LIMIT_S + 6 * self.cycle  # a drain script may take longer
+            limit = 2 * SCRIPT_LIMIT_S + 6 * self.cycle  # A drain script may take longer.
             phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "stop"), limit))
         phase.texts["processes"] = "\n".join(sorted(stand_ins()))
         return phase
 
 
 def shape(value: Any, path: str = "") -> set[str]:
-    """Return the paths of all members of a document with their types. All elements of a list count as one."""
+    """Return the paths of all members of a document with their types. All elements of a list have the same path."""
     if isinstance(value, dict):
         return {one for name, member in value.items() for one in shape(member, f"{path}.{name}".lstrip("."))}
     if isinstance(value, list):
@@ -538,7 +536,9 @@ def shape(value: Any, path: str = "") -> set[str]:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the values of a document by path. An element of a list is identified by its name, or else by its index."""
+    """Return the values of a document by path. Elements of a list are identified by their name, or else by
+    their index.
+    """
     if isinstance(value, dict) and value:
         return {where: one for name, member in value.items() for where, one in flat(member, f"{path}.{name}").items()}
     if isinstance(value, list) and value:
@@ -553,7 +553,7 @@ def note(changes: list[str], now: str) -> None:
 
 
 def living(pidfile: Path) -> int:
-    """Return the process that a pidfile names, or 0 if it is not running."""
+    """Return the pid in a pidfile if that process is running, otherwise 0."""
     try:
         pid = int(pidfile.read_text())
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -563,7 +563,7 @@ def living(pidfile: Path) -> int:
 
 
 def stand_ins() -> list[str]:
-    """Return the package programs that are running."""
+    """Return the names of running programs of packages."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -573,7 +573,7 @@ def stand_ins() -> list[str]:
 
 
 def left() -> list[str]:
-    """Return the paths that remain below the directories of jobs, without the agents' own."""
+    """Return paths of files in the jobs' directories, except those of the agents themselves."""
     found = []
     for top in ("data/sys/run", "data/sys/log", "store", "data/jobs"):
         for place in (VCAP / top).rglob("*"):
@@ -598,9 +598,9 @@ def shell(command: str) -> str:
 
 
 def archive(files: dict[str, str], modes: Callable[[str], int]) -> bytes:
-    """Return a gzipped tarball."""
+    """Return a gzipped tarball. ``modes`` returns the mode for a path."""
     target = io.BytesIO()
-    # Omit the time, so that equal files have the same digest in both environments.
+    # Omit the time, so that the same files have the same digest in both environments.
     with (
         gzip.GzipFile(fileobj=target, mode="wb", compresslevel=1, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w") as packed,
@@ -614,7 +614,7 @@ def archive(files: dict[str, str], modes: Callable[[str], int]) -> bytes:
 
 
 def spec_of(plan: dict[str, Any], version: str = "1") -> dict[str, Any]:
-    """Write the blobs and return the apply spec for them."""
+    """Write the blobs of the job and its packages, and return the apply spec with them."""
 
     def blob(content: bytes) -> dict[str, str]:
         digest = hashlib.sha1(content).hexdigest()  # noqa: S324 - Directors use SHA-1
@@ -658,7 +658,7 @@ def spec_of(plan: dict[str, Any], version: str = "1") -> dict[str, Any]:
 
 
 def settle_in(programs: list[str]) -> None:
-    """Set up the machine like a stemcell as far as both agents rely on it, with stand-ins for programs."""
+    """Set up everything of a stemcell that both agents need, with stand-ins for these programs."""
     above = Path("/tmp/usr")
     above.mkdir()
     from tools.comparison import system_stand_ins
@@ -689,7 +689,7 @@ def settle_in(programs: list[str]) -> None:
         (VCAP / name).mkdir(parents=True, exist_ok=True)
     (VCAP / "sys").symlink_to("data/sys")
     (VCAP / "instance/health.json").write_text('{"state":"running"}')
-    group = 1000  # vcap
+    group = 1000  # The gid of vcap.
     for name in ("data/sys/run", "data/sys/log", "data/sys"):
         os.chown(VCAP / name, 0, group)
     for name in ("run", "log"):
@@ -704,7 +704,7 @@ async def main() -> None:
     settle_in(plan["system"])
     spec = spec_of(plan)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    # Agents raise their own limit but not that of their children.
+    # Agents may raise their own limit, but their children must get this one.
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, hard), hard))
     world = WORLDS[kind](plan, cycle)
     world.prepare()
@@ -738,7 +738,7 @@ async def main() -> None:
 
 
 def heard(watcher: socket.socket, life: Life) -> None:
-    """Receive one message from a stand-in."""
+    """Record a message from a stand-in."""
     told = json.loads(watcher.recv(65536))
     if hasattr(life, "now"):
         if told["event"] == "script":
@@ -752,7 +752,7 @@ def heard(watcher: socket.socket, life: Life) -> None:
 
 
 def waited() -> float:
-    """Return how many times longer than its work this process has waited for a processor."""
+    """Return how many times longer this process has waited for a CPU than it has used one."""
     ran, waiting, _ = map(int, Path("/proc/self/schedstat").read_text().split())
     return waiting / max(ran, 1)
 

@@ -1,4 +1,4 @@
-"""Deduces from the files of a job which package programs its lifecycle needs."""
+"""Determines from the files of a job which programs of packages its lifecycle needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import yaml
 from tools.comparison.releases import Checkout, Job
 
 TOOLS: Final = ("curl", "jq", "openssl", "python3", "iptables", "ip6tables", "ipset", "nc", "rsync", "setpriv")
-"""Programs that both environments use from this machine if it has them, in addition to those of a minimal Debian."""
+"""Programs that both environments use if this machine has them, in addition to those of a minimal Debian."""
 NEVER_LIVE: Final = ("yq", "keytool", "lsb_release")
 CAP_SYS_RESOURCE: Final = 24
 TRIALS: Final = (
@@ -26,11 +26,11 @@ TRIALS: Final = (
     *("agent restarted", "errand", "update", "start after stop", "slow start"),
 )
 HOOKS: Final = ("pre-start", "post-start", "post-deploy", "pre-stop", "drain", "post-stop", "run")
-"""Scripts of a job that the Director runs. If a job lacks one, a script is added that only reports itself."""
+"""Scripts that the Director runs. If the job lacks one, a script is added that only reports its execution."""
 TOLD: Final = "/var/vcap/packages/stand_in/told"
 SLOW_TIMEOUT_S: Final = 10
 SLOW_S: Final = 16
-"""A delay in seconds that exceeds the timeout of a start program."""
+"""Delay in seconds for start programs that must exceed their timeout."""
 STAND_IN: Final = "STAND_IN"
 STAND_IN_TEXT: Final = Path(__file__).with_name("stand_in.py").read_text()
 _PATH: Final = re.compile(r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)((?:/[\w.@+-]+)*)")
@@ -56,7 +56,7 @@ _CYCLES: Final = re.compile(r"(\d+)\s+cycles?", re.IGNORECASE)
 
 @dataclass
 class Service:
-    """One check of a monit file. ``line`` is the line number in the rendered file."""
+    """A check of a monit file."""
 
     name: str
     kind: str
@@ -68,27 +68,27 @@ class Service:
 
 @dataclass
 class Plan:
-    """What is needed to run the lifecycle of one job."""
+    """Everything that the lifecycle of a job needs."""
 
     job: Job
     services: list[Service]
     files: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Contents of packages: their files by package."""
+    """By package, the contents of its files."""
     system: set[str] = field(default_factory=set)
-    """Programs that scripts call by name but that neither the machine nor a package contains."""
+    """Programs that scripts call by name and that neither this machine nor a package has."""
 
     lives: list[str] = field(default_factory=list)
-    """Programs that must keep running although nothing in their invocation shows it."""
+    """Stand-ins that must keep running although the way in which they are called does not show it."""
     is_lenient: bool = False
-    """Whether scripts continue after errors, in both environments."""
+    """Whether scripts continue after errors in both environments."""
 
     acts: tuple[tuple[str, str], ...] = ()
-    """Further phases after the state at rest: their names and shell commands."""
+    """Names and shell commands of additional phases after the job is at rest."""
     trials: tuple[str, ...] = TRIALS
 
     @property
     def slow(self) -> list[str]:
-        """The command lines of start programs that are shell scripts of the job."""
+        """Return the command lines of start programs that are shell scripts of the job."""
         commands = re.findall(
             r"/var/vcap/jobs/[^\"']+", "\n".join(found[2] for found in _START.finditer(self.job.monit))
         )
@@ -98,14 +98,14 @@ class Plan:
 
     @property
     def second(self) -> dict[str, str]:
-        """The files of the job's second version, whose start programs have short timeouts."""
+        """Return the files of the job's second version, in which start programs have short timeouts."""
         short = rf"\1\2\3 with timeout {SLOW_TIMEOUT_S} seconds"
         texts = self.job.files.items()
         return {path: _START.sub(short, text) if _is_monit(path) else text for path, text in texts}
 
     @property
     def watched(self) -> list[str]:
-        """Paths of the files that rules about changes watch."""
+        """Return the paths of files that rules about changes watch."""
         rule = r"(?is)\bpath\s+[\"']?([^\s\"']+).*\b(?:changed|timestamp|checksum|match)\b"
         found = [re.search(rule, one.text) for one in self.services if one.kind == "file"]
         return [one[1] for one in found if one]
@@ -116,12 +116,12 @@ class Plan:
 
     @property
     def cycles(self) -> int:
-        """The longest rate, in cycles, in the monit file."""
+        """Return the largest number of cycles in a rate of the monit file, but at most 15."""
         return min(max([int(found) for found in _CYCLES.findall(self.job.monit)] or [1]), 15)
 
     @property
     def expectation(self) -> dict[str, Any]:
-        """The plan.json of the stand-ins."""
+        """Return the content of plan.json, which stand-ins read."""
         shared = [port for service in self.services if service.kind != "process" for port in service.ports]
         names = sorted((str(one.get("name")) for one in processes(self.job)), key=len)
         owners = {Path(service.pidfile).stem: service.name for service in self.services if service.pidfile}
@@ -144,7 +144,7 @@ class Plan:
 
 
 def plan(checkout: Checkout, job: Job) -> Plan:
-    """Return what the lifecycle of a rendered job needs."""
+    """Return the plan for a rendered job."""
     job = replace(job, files={path: _within_limits(text) for path, text in job.files.items()})
     if any(one.get("capabilities") for one in processes(job)):
         job = replace(job, files=job.files | {"config/bpm.yml": _within_capabilities(job.files["config/bpm.yml"])})
@@ -185,7 +185,10 @@ def _hook(name: str) -> str:
 
 
 def told(path: str, text: str) -> str:
-    """Return a shell script of a job with a line that reports it to the test first. Return any other text unchanged."""
+    """If a file is a shell script of the job, return it with a line that first reports its execution.
+
+    Any other text is returned unchanged.
+    """
     head, newline, rest = text.partition("\n")
     if not path.startswith("bin/") or not re.match(r"#!\S*(?:/env )?(?:ba|da)?sh\b", head) or not newline:
         return text
@@ -197,21 +200,21 @@ def _is_monit(path: str) -> bool:
 
 
 def _reached(text: str) -> str:
-    """Return a monit file whose limits of memory and processor time are low enough for a stand-in to reach."""
+    """Return a monit file with limits of memory and CPU usage that a stand-in can reach."""
 
     def limit(found: re.Match[str]) -> str:
         if found[2].lower() == "cpu":
-            return f"{found[1]}2%"  # of all processors, as in monit
-        # percentages are whole numbers, and one percent of a large machine's memory would be too much
+            return f"{found[1]}2%"  # As in monit, these are percent of all CPUs.
+        # One percent, the smallest percentage, would be too much on a machine with much memory.
         return f"{found[1]}60 MB"
 
     return _USAGE.sub(limit, text)
 
 
 def _alone(path: str, text: str, known: set[str]) -> str:
-    """Return a monit file without dependencies on services of other jobs, because those do not exist here.
+    """If a file is a monit file, remove dependencies on services of other jobs, because those are not deployed here.
 
-    ``set daemon`` goes too. Below monit, it would change the cycle of the whole machine.
+    ``set daemon`` is removed as well, because monit applies it to the whole machine.
     """
     if not _is_monit(path):
         return text
@@ -220,7 +223,7 @@ def _alone(path: str, text: str, known: set[str]) -> str:
 
 
 def _drop_directories(made: Plan) -> None:
-    """Drop paths that have other paths below them, because they are directories."""
+    """Remove each path that is a directory, which means that other paths are below it."""
     for files in made.files.values():
         for place in [one for one in files if any(other.startswith(f"{one}/") for other in files)]:
             del files[place]
@@ -228,14 +231,14 @@ def _drop_directories(made: Plan) -> None:
 
 @functools.cache
 def _is_here(word: str) -> bool:
-    """Return True for a program of this machine that a stemcell has as well. All others differ between machines."""
+    """Return True for a program of this machine that a stemcell has as well. Other programs differ between machines."""
     place = shutil.which(word)
     return place is not None and (word in TOOLS or not _base() or str(Path(place).resolve().name) in _base())
 
 
 @functools.cache
 def _base() -> frozenset[str]:
-    """Return the names of the programs of a minimal Debian, or none on other systems."""
+    """Return the names of programs in a minimal Debian. The result is empty on other systems."""
     try:
         shown = ["dpkg-query", "-W", "-f", "${Priority}\\t${db-fsys:Files}\\n\\n"]
         listed = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
@@ -246,7 +249,9 @@ def _base() -> frozenset[str]:
 
 
 def _within_limits(text: str) -> str:
-    """Lower the limits that a job requests, because a machine without CAP_SYS_RESOURCE cannot raise its hard limits."""
+    """Lower the limits that a script or bpm.yml sets to this machine's hard limits, which cannot be raised without
+    CAP_SYS_RESOURCE.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     text = re.sub(r"(ulimit\s+-[SH]?n\s+)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
     text = re.sub(r"(open_files['\"]?:\s*)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
@@ -254,9 +259,7 @@ def _within_limits(text: str) -> str:
 
 
 def _within_capabilities(text: str) -> str:
-    """Return a bpm.yml without the capabilities that this machine cannot grant, because runc would not start the
-    process.
-    """
+    """Remove capabilities from a bpm.yml that this machine cannot grant, because runc would not start the process."""
     document = yaml.safe_load(text)
     bounds = re.search(r"CapBnd:\s*(\w+)", Path("/proc/self/status").read_text())
     held = int(bounds[1], 16) if bounds else 0
@@ -267,11 +270,11 @@ def _within_capabilities(text: str) -> str:
 
 
 def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
-    """Prepare another run after one in which the job did not run. Return False if there is nothing left to try.
+    """Change the plan after a run in which the job did not stay up. Return False if there is nothing else to try.
 
-    ``said`` contains the logs of scripts; whatever they did not find is provided in the next run. ``called`` are the
-    stand-ins that ran as tools of the start program, and the last of them is now expected to keep running. If neither
-    helps, scripts are made lenient.
+    ``said`` contains the logs of scripts; stand-ins for everything that they did not find are added. ``called`` are the
+    stand-ins that start programs ran as tools; the last of them must keep running in the next run. If neither changes
+    the plan, scripts are made lenient.
     """
     found = _learn_paths(made, said)
     new = [name for name in called if name not in (*made.lives, *NEVER_LIVE)][-1:]
@@ -290,7 +293,7 @@ def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
 def lenient(path: str, text: str) -> str:
     """Return a shell script that continues after errors, or a bpm.yml without hooks.
 
-    Return any other text unchanged.
+    Any other text is returned unchanged.
     """
     if path == "config/bpm.yml" and "hooks" in text:
         document = yaml.safe_load(text)
@@ -353,15 +356,13 @@ def _services(text: str) -> Iterable[Service]:
 
 
 def _program(command: str) -> str:
-    """Return the effective part of a start program's command line: the script behind ``sh -c`` or ``bash``."""
+    """Return the program that a start program's command line really runs, such as the script behind ``sh -c``."""
     scripts = re.findall(r"/var/vcap/jobs/\S+", command)
     return scripts[0].strip("'\";") if scripts else command.split(maxsplit=1)[0] if command else ""
 
 
 def _expanded(text: str) -> str:
-    """Return a script in which its own variables are replaced by their values, as far as no shell is needed for
-    that.
-    """
+    """Replace the variables in a script by the values that it assigns to them, unless that requires a shell."""
     values: dict[str, str] = {}
     for name, value in _ASSIGNED.findall(text):
         values.setdefault(name, _substituted(value, values))
@@ -373,7 +374,7 @@ def _substituted(text: str, values: dict[str, str]) -> str:
 
 
 def _take_sourced(checkout: Checkout, texts: Iterable[str], made: Plan) -> None:
-    """Copy files that scripts source from the release."""
+    """Add the files that scripts source, copied from the release if it contains a file with that name."""
     names = checkout.names()
     for text in texts:
         for path in _SOURCED.findall(text):
@@ -390,7 +391,7 @@ def _take_sourced(checkout: Checkout, texts: Iterable[str], made: Plan) -> None:
 
 
 def processes(job: Job) -> list[dict[str, Any]]:
-    """Return the processes of a bpm.yml."""
+    """Return the processes in the job's bpm.yml, or none if that cannot be parsed."""
     try:
         document = yaml.safe_load(job.files.get("config/bpm.yml", "")) or {}
     except yaml.YAMLError:
@@ -400,7 +401,7 @@ def processes(job: Job) -> list[dict[str, Any]]:
 
 
 def written(made: Plan, bpm: str = "") -> str:
-    """Return the plan as JSON for the program that executes it. ``bpm`` is a process that the real bpm runs."""
+    """Return the plan as JSON for tools.comparison.life. ``bpm`` is the process that the real bpm runs, or ""."""
     return json.dumps(
         {
             "release": made.job.release,

@@ -1,4 +1,4 @@
-"""Checkouts of releases, and their jobs rendered by ``render.rb``."""
+"""Checkouts of releases, whose jobs are rendered by ``render.rb``."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from pathlib import Path
 from typing import Any, Final
 
 ADDRESS: Final = "10.244.0.5"
-"""Address of the instance, in networks and links."""
+"""IP address of the instance in networks and links."""
 
 RENDER_TIMEOUT_S: Final = 120
 MAX_FILE_BYTES: Final = 1 << 20
 LINK_MODE: Final = "120000"
-"""Mode of a symbolic link in git."""
+"""Mode that git uses for symbolic links."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job. ``files`` are as installed, by their path in the job. ``error`` says why there are none."""
+    """A rendered job. ``files`` are its files by path in the job's directory. If rendering failed, ``error`` gives the
+    reason.
+    """
 
     release: str
     name: str
     files: dict[str, str]
     sources: dict[str, str]
-    """Unrendered texts by their path in the release, for the lines that differences name."""
+    """Templates by path in the release. Differences refer to lines in them."""
     packages: tuple[str, ...]
     guessed: tuple[str, ...] = ()
     error: str = ""
 
     @property
     def monit(self) -> str:
-        """All monit files of the job."""
+        """Return the text of all monit files of the job."""
         return "\n".join(
             text for path, text in sorted(self.files.items()) if path == "monit" or path.endswith(".monit")
         )
@@ -46,11 +48,11 @@ class Job:
 
 @dataclass
 class Checkout:
-    """A release, in a checkout or in a bare git directory."""
+    """A release in a work tree or in a bare git directory."""
 
     path: Path
     _places: dict[str, str] = field(default_factory=dict)
-    """Where the content of each file is."""
+    """By path, the path with the content, which differs for files behind symbolic links."""
 
     @property
     def name(self) -> str:
@@ -60,13 +62,13 @@ class Checkout:
         return named.name.replace("+", "/")
 
     def names(self) -> list[str]:
-        """Return the paths of all files, including those behind symbolic links of jobs."""
+        """Return the paths of all files, including those that jobs reach through symbolic links."""
         if not self._places:
             self._places = self._committed() if self._is_bare else self._on_disk()
         return sorted(self._places)
 
     def read(self, name: str) -> str:
-        """Return the text of a file, or "" if it is too large to be a text."""
+        """Return the text of a file, or "" if it is too large to be text."""
         self.names()
         place = self._places[name]
         raw = self._git("show", f"HEAD:{place}") if self._is_bare else (self.path / place).read_bytes()
@@ -97,7 +99,7 @@ class Checkout:
         return subprocess.run(argv, capture_output=True, check=True).stdout
 
     def jobs(self, values: dict[str, Any], pem: str, key: str = "") -> Iterator[Job]:
-        """Yield each job, rendered with its defaults and with the properties in ``values``, by ``RELEASE/JOB`` or
+        """Yield each job, rendered with its defaults and with ``values``, which are properties by ``RELEASE/JOB`` or
         ``JOB``.
         """
         texts: dict[str, dict[str, str]] = {}

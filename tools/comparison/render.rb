@@ -1,4 +1,4 @@
-# Renders the jobs of a release as a Director does. Reads a document from standard input and writes one:
+# Renders the jobs of a release as a Director does. Reads a JSON document from standard input and writes another one:
 # {jobs: [{name, spec, templates: {path: text}}], values: {job: {property: value}}, address, pem, key}
 #   -> [{name, files: {path: text}, guessed: [name], error}]
 require 'erb'
@@ -22,7 +22,7 @@ end
 
 class UnknownLink < StandardError; end
 
-# OpenStruct all the way down; a Hash it stays for templates that ask for one.
+# `spec` and `properties` in templates: an OpenStruct on each level, whose members can also be read as those of a Hash.
 class Deep < OpenStruct
   def self.of(value)
     case value
@@ -36,7 +36,7 @@ class Deep < OpenStruct
   def methods(*) = super
 end
 
-# Networks by name; every other name is that of the default one.
+# Networks by name. A name that does not exist gives the default network.
 class Networks < Deep
   def method_missing(name, *) = name.end_with?('=') ? super : to_h[:default]
 end
@@ -168,10 +168,11 @@ def guess(name, pem)
   end
 end
 
-# An entry of a list of databases or roles.
+# Return an entry for a list of databases or roles.
 def member(tag) = { 'tag' => tag, 'name' => tag, 'username' => tag, 'password' => 'guessed', 'citext' => true }
 
-# A guessed value that turned out to be of another type: a list of what the template looks for.
+# Replace a guessed value whose type caused the error, usually by a list of what the template looks for. Return its
+# name.
 def mend_type(error, text, guessed)
   return unless error.is_a?(NoMethodError) || error.message =~ /array/i
   receiver = error.is_a?(NoMethodError) ? error.receiver : nil
@@ -206,7 +207,7 @@ rescue StandardError
   example
 end
 
-# Names of properties without a value that an error is about: named in it, or the one looked up last.
+# Return the names of properties without a value that caused an error: those in its message, or the one looked up last.
 def to_blame(error, spec, properties, guessed)
   return error.names.first(1) if error.is_a?(UnknownProperty)
   named = (spec['properties'] || {}).keys.select do |name|

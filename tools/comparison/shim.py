@@ -1,4 +1,4 @@
-"""Runs this agent with monit's cycle shortened to the first argument."""
+"""Runs this agent with the first argument as the interval of its checks in seconds."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 return 0 2>/dev/null
 """
 
-# This program replaces every program of a package. If a shell sources it, it does nothing. Depending on how it was
-# started, it keeps running, forks and writes its pidfile, or exits at once like a tool. tools/comparison/plan.py writes
-# its plan.json.
+# This program replaces every program of a package. Depending on how it was started, it keeps running, forks and writes
+# its pidfile, or exits immediately like a tool. It reads plan.json, which tools/comparison/plan.py writes. The text
+# above is valid for shells as well, so that a script can source this file without effect.
 import json
 import os
 import re
@@ -21,7 +21,7 @@ from typing import Any
 HOME = "/var/vcap/packages/stand_in"
 OBSERVER = ("127.0.0.1", 59999)
 MEMORY_MB = 90
-PATIENCE_S = 1.0  # how long a script may take to write a pidfile
+PATIENCE_S = 1.0  # time limit for a script to write a pidfile
 REPLY = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nConnection: close\r\n\r\nok\n"
 
 
@@ -33,7 +33,7 @@ def say(event: str, name: str = "") -> None:
 
 
 def context() -> dict[str, Any]:
-    """Return what a program inherits."""
+    """Return everything that this process has inherited."""
     umask = os.umask(0)
     os.umask(umask)
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -48,7 +48,7 @@ def context() -> dict[str, Any]:
 
 
 def tell() -> None:
-    """Report a script, given its path and arguments as words, and delay it if it is meant to be slow."""
+    """Report a script whose path and arguments are this program's arguments, and delay it if it should be slow."""
     say("script", " ".join(sys.argv[1:]))
     try:
         with open(HOME + "/slow") as file:
@@ -60,7 +60,7 @@ def tell() -> None:
 
 
 def ancestors() -> Iterator[tuple[int, str]]:
-    """Yield the pids and command lines of this process and its ancestors."""
+    """Yield pid and command line of this process and of each of its ancestors."""
     pid = os.getpid()
     while pid > 1:
         try:
@@ -80,7 +80,7 @@ def pids_in(path: str) -> set[int]:
 
 
 def named_pidfile() -> str:
-    """Return a pidfile that is mentioned in the arguments, or in a file that they name."""
+    """Return the pidfile that the arguments mention, or a file named in them. Return "" if there is none."""
     texts = list(sys.argv[1:])
     for word in sys.argv[1:]:
         path = word.rpartition("=")[2]
@@ -94,7 +94,10 @@ def named_pidfile() -> str:
 
 
 def found(plan: Any) -> tuple[str, str]:
-    """Return the service that this process is, and the pidfile that it has to write. Both are "" for a tool."""
+    """Return the service to which this process belongs, and the pidfile that it must write, or "" for either.
+
+    If both are "", this process acts as a tool.
+    """
     if plan["bpm"] and os.environ.get("TMPDIR") == plan["tmp"]:
         is_main = os.getsid(0) == os.getpid() or os.getpgid(0) == os.getpid() or os.getppid() <= 1
         marked = os.environ.get("BPM_STAND_IN") or ""
@@ -133,7 +136,7 @@ def living(pidfile: str) -> bool:
 
 
 def servers() -> list[int]:
-    """Return the pids of running stand-ins."""
+    """Return the pids of stand-ins that act as long-running processes."""
     found = []
     with open("/proc/uptime") as file:
         up = float(file.read().split()[0])
@@ -151,7 +154,7 @@ def servers() -> list[int]:
 
 
 def answer() -> None:
-    """Answer like those tools on whose output start programs depend."""
+    """Print what start programs expect from certain tools."""
     words = " ".join(sys.argv[1:])
     if os.path.basename(sys.argv[0]) == "yq":
         with open(sys.argv[-1]) as file:
@@ -163,7 +166,7 @@ def answer() -> None:
 
 
 def looked_up(words: str, text: str) -> str:
-    """Return the value at a path of yq, ``.a.b[env(NAME)].c``, in YAML of nested mappings."""
+    """Return the value at a yq path such as ``.a.b[env(NAME)].c`` in YAML that consists of nested mappings."""
     path = re.findall(
         r"[\w-]+", re.sub(r"env\((\w+)\)", lambda found: os.environ[found[1]], words.split(maxsplit=1)[0])
     )
@@ -178,7 +181,7 @@ def looked_up(words: str, text: str) -> str:
 
 
 class Ports:
-    """Listens on the ports of a service unless the file ``closed`` exists."""
+    """The listening sockets of a service. They are closed while the file ``closed`` exists."""
 
     def __init__(self, wanted: list[Any]) -> None:
         self.wanted = wanted
@@ -220,7 +223,7 @@ class Ports:
                 listening.listen()
             self.open[str(place)] = listening
         except OSError:
-            pass  # another stand-in already listens on it
+            pass  # Another stand-in is listening on it.
 
     def answer(self, one: socket.socket) -> None:
         try:
@@ -247,7 +250,7 @@ def live(ports: list[Any]) -> None:
     held: bytearray | None = None
     while True:
         listening.step()
-        if os.path.exists(HOME + "/busy"):  # from now on, rules about memory and processor time match
+        if os.path.exists(HOME + "/busy"):  # While this file exists, rules about memory and CPU usage must match.
             held = held or bytearray(os.urandom(1 << 20) * MEMORY_MB)
             until = time.monotonic() + 0.4
             while time.monotonic() < until:

@@ -1,6 +1,6 @@
-"""Programs of a stemcell that this machine lacks or that would affect it.
+"""Stand-ins for programs of a stemcell that this machine lacks or that would affect it.
 
-They are mounted over ``/usr`` of an environment.
+They are mounted over ``/usr`` in an environment.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _IP: Final = """#!/bin/sh
 [ "$*" != "${*#*type dummy}" ] || exec /usr/libexec/ip "$@"
 exec /usr/libexec/ip link add "$3" type bridge
 """
-"""A kernel may have no dummy interfaces."""
+"""Creates a bridge in place of a dummy interface, which some kernels do not have."""
 PROGRAMS: Final = dict.fromkeys(QUIET, _QUIET) | {"chpst": _CHPST, "sudo": _SUDO, "ip": _IP}
 
 
 def put(above: Path, more: dict[str, str]) -> None:
-    """Write all of them into the upper directory of an overlay of ``/usr``."""
+    """Write all stand-ins to a directory, which becomes the upper layer of an overlay over ``/usr``."""
     (above / "libexec").mkdir(parents=True)
     shutil.copy(shutil.which("ip") or "", above / "libexec/ip")
     for place in ("bin", "sbin"):
