@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""``./dev sbom`` prints the dependencies of the agent in CycloneDX 1.5: wheels with hashes, licences and dependencies.
+"""``./dev sbom`` prints the dependencies of the agent with hashes, licences and their own dependencies, in CycloneDX
+1.5.
 
 Versions, hashes and dependencies come from a lock file (by default the image's, otherwise the one that ``--lock``
 names), and licences from the installed packages. ``--licences`` prints a table instead.
@@ -30,18 +31,18 @@ _NEEDED_BY: Final = re.compile(r"^    #(?: via|  ) ([A-Za-z0-9._-]+)", re.MULTIL
 
 @dataclass(frozen=True)
 class Component:
-    """One package of the lock file. ``hashes`` are those of all its files, only one of which is installed."""
+    """A package of the lock file. ``hashes`` are those of all its wheels, only one of which is installed."""
 
     name: str
     version: str
     hashes: tuple[str, ...]
     licence: str
     needed_by: tuple[str, ...]
-    """Packages that depend on it. The program itself is none."""
+    """Packages of the lock file that depend on this one. The program itself is not among them."""
 
 
 def components(lock: str) -> Iterator[Component]:
-    """Yield the packages of a lock file in its order."""
+    """Yield the packages of a lock file in the order of the file."""
     for entry in re.split(r"\n(?=[A-Za-z0-9])", lock):
         pinned = _PINNED.match(entry)
         if pinned is not None:
@@ -51,13 +52,14 @@ def components(lock: str) -> Iterator[Component]:
 
 
 def licence(name: str) -> str:
-    """Return the licence of a package from its licence expression, classifiers, or licence field; "unknown" if not
-    installed.
+    """Return the licence of an installed package, or "unknown".
+
+    It comes from the package's licence expression, or else from the classifiers, or else from the licence field.
     """
     try:
         fields = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # a package for another system or interpreter
+        return "unknown"  # The package is for another operating system or Python version.
     text = fields.get("License-Expression") or ""
     if not text:
         classifiers = fields.get_all("Classifier") or []
@@ -66,7 +68,7 @@ def licence(name: str) -> str:
 
 
 def document(name: str, version: str, found: list[Component]) -> dict[str, Any]:
-    """Return the CycloneDX 1.5 document."""
+    """Return a CycloneDX 1.5 document with these packages."""
     refs = {one.name: f"pkg:pypi/{one.name.lower()}@{one.version}" for one in found}
     below: dict[str, list[str]] = {ref: [] for ref in (name, *refs.values())}
     for one in found:
@@ -94,7 +96,7 @@ def document(name: str, version: str, found: list[Component]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the document or the table."""
+    """Print the document, or the table with ``--licences``."""
     parser = argparse.ArgumentParser(prog="./dev sbom", description=__doc__)
     parser.add_argument("--licences", action="store_true", help="print a table of names, versions and licences")
     parser.add_argument("--name", default="agent-shim", help="name of the program (default: agent-shim)")

@@ -1,12 +1,12 @@
-"""``./dev stemcell`` builds a stemcell for Directors and container CPIs.
+"""``./dev stemcell`` builds a stemcell for Directors with container CPIs.
 
     ./dev stemcell [--image REF | --base REF] [--arch ARCH] [--version V] [--out DIR] [-- BUILD OPTION…]
     ./dev stemcell --light --image REF@sha256:… [--arch ARCH] [--version V] [--out DIR]
     ./dev stemcell --sbom --image REF [--version V]
 
-The image is either built with the Dockerfile on ``--base``, using the options after ``--``, or already exists
-(``--image``). A light stemcell only names an image in a registry. ``--sbom`` prints the components of an image in
-CycloneDX. A build for another architecture than this machine's needs its emulator (qemu-user-static and
+The image is either built with the Dockerfile on ``--base``, with the options after ``--``, or exists already
+(``--image``). A light stemcell only contains the name of an image in a registry. ``--sbom`` prints the components of an
+image in CycloneDX. A build for another architecture than this machine's needs an emulator (qemu-user-static and
 binfmt-support).
 
 The format is that of bosh-linux-stemcell-builder (``bosh-stemcell/lib/bosh/stemcell/stemcell_packager.rb``) and of the
@@ -47,16 +47,16 @@ from stemcell_overlay import sbom  # noqa: E402
 
 TAG: Final = "localhost/agent-shim/stemcell"
 API_VERSION: Final = 3
-"""From 3 on the Director may send signed URLs instead of the credentials of its blobstore."""
+"""With version 3, the Director may send signed URLs instead of the blobstore's credentials."""
 HEAVY: Final = ["warden-tar", "general-tar"]
 LIGHT: Final = ["docker-light", "warden-light", "general-tar"]
 CHUNK: Final = 1 << 20
 BASES: Final = {"amd64": "ghcr.io/cloudfoundry/ubuntu-noble-stemcell:latest", "arm64": "debian:bookworm-slim"}
-"""Official stemcells exist for amd64 alone."""
+"""Default base images by architecture. There are official stemcell images only for amd64."""
 OWN: Final = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Architectures by what ``uname -m`` prints."""
+"""Architectures by the output of ``uname -m``."""
 _WORDS: Final = {"amd64": "x86_64", "arm64": "arm64"}
-"""How manifests name the architectures."""
+"""Names of the architectures in manifests."""
 
 FACTS: Final = """
 . /etc/os-release
@@ -81,12 +81,16 @@ cat /var/vcap/bosh/etc/dev_tools_file_list
 echo --
 dpkg --list
 """
-"""Script for an image that prints its system, its packages, those of the agent, names of licences in Debian's copyright
-files, files of compilers, and ``dpkg -l``. Each package is printed with the names that it provides and needs."""
+"""Script that prints the facts about an image: its operating system, its Debian packages, the Python packages of the
+agent, licences in Debian's copyright files, files of compilers, and ``dpkg -l``. Packages are printed with their
+dependencies.
+"""
 _NAMES: Final = re.compile(r"(?:^|[,|])\s*([^\s,|(:]+)")
-"""Names in a field such as ``Depends`` of a Debian package."""
+"""Package names in a field such as ``Depends`` of a Debian package."""
 _SYNOPSIS: Final = re.compile(r"[^ ,]+(,? (or|and|with|/) [^ ,]+( exception)?)*")
-"""Short names of licences in the field ``License`` of a copyright file, where some files have the text of a licence."""
+"""Short names of licences in the field ``License`` of a copyright file. Some files have a whole licence text there,
+which does not match.
+"""
 
 
 def main() -> int:
@@ -123,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def light(arguments: argparse.Namespace) -> Path:
-    """Write a stemcell that refers to an image, without pulling or running it."""
+    """Write a stemcell that refers to an image in a registry. The image is neither pulled nor run."""
     reference, at, digest = (arguments.image or "").partition("@")
     if not at or re.fullmatch(r"sha256:[0-9a-f]{64}", digest) is None:
         raise SystemExit("stemcell: cannot make a light stemcell without --image NAME:TAG@sha256:DIGEST")
@@ -175,7 +179,7 @@ def heavy(arguments: argparse.Namespace) -> Path:
 
 
 def _built(tool: str, arguments: argparse.Namespace) -> str:
-    """Build the image and return its name."""
+    """Build the image with the Dockerfile and return its name."""
     own = OWN.get(platform.machine(), "")
     architecture = arguments.arch or own
     image = TAG if architecture == own else f"{TAG}-{architecture}"
@@ -194,13 +198,13 @@ NO_EMULATOR: Final = "no emulator is registered; apt-get install qemu-user-stati
 
 
 def is_emulated(architecture: str) -> bool:
-    """Return True if the kernel runs programs of another architecture through an emulator."""
+    """Return True if an emulator for this architecture is registered in the kernel."""
     machine = next(machine for machine, known in OWN.items() if known == architecture)
     return any(Path("/proc/sys/fs/binfmt_misc").glob(f"*{machine}*"))
 
 
 def components(arguments: argparse.Namespace) -> bytes:
-    """Return the components of an image in CycloneDX."""
+    """Return a CycloneDX document with the components of an image."""
     tool = shutil.which("podman") or shutil.which("docker")
     if tool is None or not arguments.image:
         raise SystemExit(
@@ -214,18 +218,22 @@ def components(arguments: argparse.Namespace) -> bytes:
 
 @dataclass(frozen=True)
 class Part:
-    """A package of the distribution or a module of the agent. ``licences`` are short names; empty if unknown."""
+    """A Debian package, or a Python package of the agent. ``licences`` are short names; there are none if they are
+    unknown.
+    """
 
     name: str
     version: str
     url: str
     licences: tuple[str, ...]
     needs: tuple[str, ...]
-    """URLs of the parts on which it depends."""
+    """URLs of the parts that this one depends on."""
 
 
 def _facts(tool: str, image: str) -> tuple[dict[str, str], list[Part], str, str]:
-    """Return the system, its parts, the files of compilers and the output of ``dpkg -l``."""
+    """Return facts about an image (operating system, version and architecture), its parts, a list of the files of
+    compilers, and the output of ``dpkg -l``.
+    """
     run = [tool, "run", "--rm", "--network=none", image, "sh", "-c", FACTS]
     said = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout.split("--\n", 5)
     facts = dict(line.split("=", 1) for line in said[0].split())
@@ -237,9 +245,9 @@ def _facts(tool: str, image: str) -> tuple[dict[str, str], list[Part], str, str]
 
 
 def packages(distribution: str, lines: Iterable[str], known: dict[str, tuple[str, ...]]) -> list[Part]:
-    """Return the Debian packages.
+    """Return the Debian packages listed in ``lines``.
 
-    Each depends on all installed alternatives and on all providers of a virtual package.
+    Each depends on all installed alternatives, and on all installed packages that provide a virtual package.
     """
     rows = [line.split("\t") for line in lines]
     urls = [f"pkg:deb/{distribution}/{name}@{version}?arch={architecture}" for name, version, architecture, *_ in rows]
@@ -254,7 +262,7 @@ def packages(distribution: str, lines: Iterable[str], known: dict[str, tuple[str
 
 
 def modules(lines: Iterable[str]) -> list[Part]:
-    """Return the agent and its modules from their names, versions and requirements."""
+    """Return the Python packages of the agent. ``lines`` have the name, the version and the names of dependencies."""
     rows = [line.split() for line in lines]
     there = {_normal(name): [f"pkg:pypi/{_normal(name)}@{version}"] for name, version, *_ in rows}
     return [
@@ -273,7 +281,7 @@ def _urls(there: dict[str, list[str]], names: Iterable[str], own: str) -> tuple[
 
 
 def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the licences of each package from lines ``PACKAGE/copyright:MATCH``.
+    """Return the licences of each Debian package. ``lines`` have the form ``PACKAGE/copyright:MATCH``.
 
     A match is a field ``License`` or, in files that are not machine-readable, the path of a common licence.
     """
@@ -289,15 +297,15 @@ def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def own_version(base: str = "0.0.0") -> str:
-    """Return the version of this project, following the version of the base stemcell."""
+    """Return the version of this project, preceded by that of the base stemcell if there is one."""
     own = semantic_version()
     return own if base == "0.0.0" else f"{base}+shim.{own}"
 
 
 def version_for(architecture: str, version: str) -> str:
-    """Return the version. For other architectures than amd64 it includes the architecture.
+    """Return the version of a stemcell, which includes the architecture unless it is amd64.
 
-    A Director uses packages compiled on one stemcell for all stemcells of the same system and version.
+    Otherwise a Director would use packages that were compiled on one architecture for the other.
     """
     if architecture == "amd64" or architecture in version:
         return version
@@ -305,8 +313,9 @@ def version_for(architecture: str, version: str) -> str:
 
 
 def name_of(system: str, architecture: str) -> str:
-    """Return a distinct name, because a Director mistakes a second stemcell of the same name and version for the
-    first.
+    """Return the name of a stemcell, which includes the architecture unless it is amd64.
+
+    Otherwise a Director would take the second stemcell with this name and version for the first.
     """
     words = ["bosh-warden-boshlite", system, *([architecture] if architecture != "amd64" else []), "agent-shim"]
     return "-".join(words)
@@ -315,7 +324,7 @@ def name_of(system: str, architecture: str) -> str:
 def manifest(
     system: str, architecture: str, version: str, formats: list[str], sums: str, pointers: dict[str, str]
 ) -> str:
-    """Return ``stemcell.MF``. The values look the same in YAML and JSON."""
+    """Return the content of ``stemcell.MF``. Values are written as JSON, which is valid YAML."""
     name, distribution = name_of(system, architecture), system.partition("-")[0]
     properties = {
         "name": name,
@@ -347,7 +356,7 @@ def manifest(
 
 
 def digests(chunks: Iterator[bytes]) -> str:
-    """Return several digests in one text, in the format that bosh-utils reads (crypto/multiple_digest.go)."""
+    """Return SHA-1 and SHA-256 digests in the format that bosh-utils parses (crypto/multiple_digest.go)."""
     sha1, sha256 = hashlib.sha1(usedforsecurity=False), hashlib.sha256()
     for chunk in chunks:
         sha1.update(chunk)
@@ -356,7 +365,7 @@ def digests(chunks: Iterator[bytes]) -> str:
 
 
 def cyclonedx(name: str, version: str, parts: list[Part]) -> dict[str, Any]:
-    """Return the components of the stemcell in CycloneDX 1.5. The stemcell depends on all of them."""
+    """Return a CycloneDX 1.5 document with the components of the stemcell, which depends on all of them."""
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
@@ -381,9 +390,9 @@ def cyclonedx(name: str, version: str, parts: list[Part]) -> dict[str, Any]:
 
 
 def spdx(stemcell: str, version: str, parts: list[Part]) -> dict[str, Any]:
-    """Return the components of the stemcell in SPDX 2.3.
+    """Return an SPDX 2.3 document with the components of the stemcell.
 
-    Debian's short names of licences are not SPDX identifiers, so they are written as comments.
+    Licences are written as comments, because Debian's short names are not SPDX identifiers.
     """
     name = f"{stemcell}-{version}"
     ids = {part.url: f"SPDXRef-{number}" for number, part in enumerate(parts)}
@@ -418,7 +427,7 @@ def spdx(stemcell: str, version: str, parts: list[Part]) -> dict[str, Any]:
 
 
 def build_time() -> int:
-    """Return SOURCE_DATE_EPOCH, by default the time of this commit, so that equal sources produce equal stemcells."""
+    """Return SOURCE_DATE_EPOCH or the time of this commit, so that the same sources produce the same stemcell."""
     if given := os.environ.get("SOURCE_DATE_EPOCH"):
         return int(given)
     log = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
@@ -431,7 +440,7 @@ def build_time() -> int:
 
 
 def _export(tool: str, image: str, target: Path) -> None:
-    """Write the root file system of an image as a compressed tarball."""
+    """Write the root file system of an image to a gzipped tarball."""
     create = [tool, "create", image, "true"]
     container = subprocess.run(create, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     try:
@@ -456,9 +465,9 @@ def _target(out: Path, name: str, version: str) -> Path:
 
 @contextmanager
 def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
-    """Open a tarball that only gets its final name when it is complete."""
+    """Open a tarball for writing. It gets its final name when it is complete."""
     beside = path.with_name(path.name + ".part")
-    # Do not compress it, because its large member is already compressed and would only grow.
+    # Do not compress the tarball, because its large member is already compressed.
     with (
         beside.open("wb") as raw,
         gzip.GzipFile("", mode="wb", compresslevel=0, fileobj=raw, mtime=0) as stored,
@@ -469,7 +478,7 @@ def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _packed(raw: BinaryIO) -> Any:
-    """Open a file that compresses what is written. Equal content produces equal bytes."""
+    """Open a gzip file for writing. The same content always produces the same bytes."""
     return igzip.IGzipFile(fileobj=raw, mode="wb", compresslevel=2, mtime=0)  # type: ignore[no-untyped-call]
 
 
@@ -480,7 +489,7 @@ def _add(tarball: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _as_built(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Set root as the owner of the image and the build time as its time, which LXD shows as the creation date."""
+    """Set the owner to root and the time to the build time, which LXD shows as the image's creation date."""
     member.uid = member.gid = 0
     member.mtime = build_time()
     member.uname = member.gname = ""
