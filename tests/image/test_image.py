@@ -96,7 +96,7 @@ def test_image_stays_below_its_size_limit(podman: Podman, image: str) -> None:
     ],
 )
 def test_image_has_the_expected_users_modes_and_tools(podman: Podman, image: str, command: str, output: str) -> None:
-    """Secrets and host keys from the build are absent."""
+    """The image has the users, modes and tools of a stemcell, but no secrets and host keys from its build."""
     run = podman.run("run", "--rm", "--network=none", image, "sh", "-c", command)
 
     assert run.stdout.decode().strip() == output
@@ -122,8 +122,8 @@ EMPTY = ("etc/resolv.conf", "etc/hostname", "etc/machine-id")
 
 
 def test_image_has_no_traces_of_the_build_machine(podman: Podman, image: str, tmp_path: Path) -> None:
-    """The base image contains files of the machine that built it, such as resolv.conf, the host name and
-    package logs.
+    """The base image contains files of the machine that built it, such as resolv.conf, the host name and package logs.
+    They are empty or absent in the image.
     """
     container = podman("create", image, "true").strip()
     try:
@@ -179,7 +179,9 @@ def test_shells_in_the_image_complete_agent_commands(podman: Podman, image: str)
 
 
 async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: Site) -> None:
-    """For example, the image itself has the list of static libraries that ``remove_static_libraries`` removes."""
+    """The agent removes the static libraries that a list in the image names and keeps its settings in memory. It
+    refuses ``swap_size``, because swap belongs to the host.
+    """
     settings = json.loads(site.settings())
     wishes = {"remove_static_libraries": True, "swap_size": 512, "agent": {"settings": {"tmpfs": True}}}
     settings["env"]["bosh"] |= wishes

@@ -62,7 +62,7 @@ async def test_container_starts_with_any_capabilities_or_user(
 
 
 async def test_crashed_agent_is_restarted_and_jobs_continue(site: Site) -> None:
-    """The process of the job stays the same."""
+    """The container does not end, and the process of the job stays the same."""
     async with site.container() as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy()
@@ -104,7 +104,9 @@ async def test_unclean_container_stop_is_visible_in_the_exit_code(site: Site) ->
 
 
 async def test_stop_signal_aborts_a_drain_that_is_already_running(site: Site) -> None:
-    """The kubelet gives the preStop hook of an evicted pod one second, and the container two more."""
+    """The kubelet gives the preStop hook of an evicted pod only one second, and the container two more, in which its
+    jobs must be stopped.
+    """
     leaves = "/var/vcap/data/trace"
     async with site.container("/sbin/init") as container:
         await container.put(SETTINGS, site.settings())

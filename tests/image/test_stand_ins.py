@@ -61,7 +61,7 @@ async def test_service_commands_answer_like_the_real_programs(container: Contain
 
 
 async def test_runit_service_of_a_release_is_supervised(container: Container) -> None:
-    """A release can add a service by creating a directory in /etc/sv."""
+    """A release can add a directory to /etc/sv. ``sv`` then starts its service under the init."""
     await container.exec(
         *("sh", "-c"),
         "mkdir -p /etc/sv/own && printf '#!/bin/sh\\nexec sleep 1000\\n' >/etc/sv/own/run && chmod 755 /etc/sv/own/run",
@@ -78,7 +78,7 @@ async def test_syslog_messages_are_written_to_var_log_syslog(container: Containe
 
 
 async def test_resolvectl_puts_the_name_server_of_bosh_dns_first_and_removes_it(container: Container) -> None:
-    """bosh-dns calls resolvectl when it starts and when it ends."""
+    """bosh-dns adds its name server with resolvectl when it starts, and removes it when it ends."""
     await container.exec("sh", "-c", "echo 'nameserver 192.0.2.1' >/etc/resolv.conf")
     await container.exec("resolvectl", "dns", "bosh-dns", "169.254.0.2")
     await container.exec("resolvectl", "domain", "bosh-dns", "~.")
@@ -168,7 +168,7 @@ async def test_chpst_behaves_like_the_one_of_runit(container: Container, argumen
 
 
 async def test_chpst_passes_its_environment_on_unchanged(container: Container) -> None:
-    """chpst is a Python program, and Python sets LC_CTYPE in its environment if no locale is set."""
+    """chpst is a Python program, which would otherwise add LC_CTYPE to an environment without a locale."""
     seen = await container.exec("env", "-i", "A=b", "/opt/agent_shim/stand-ins/chpst", "/usr/bin/env")
 
     assert seen == "A=b\n"

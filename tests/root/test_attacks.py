@@ -296,8 +296,8 @@ async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: Pod
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
 async def test_object_planted_at_the_agents_run_directory_does_not_prevent_its_start(pod: Pod, planted: str) -> None:
-    """Jobs that the Go agent ran before can create something at this path, because the directory does not exist until
-    this agent starts for the first time.
+    """The directory does not exist until this agent starts for the first time, so jobs that ran under the Go agent can
+    put something else there. The agent replaces it.
     """
     pod.start_container()
     more = "/output/full" if planted == "mkdir -p" else ""
@@ -312,7 +312,9 @@ async def test_object_planted_at_the_agents_run_directory_does_not_prevent_its_s
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: Path) -> None:
-    """Links owned by root are followed, because images and operators create such links."""
+    """The error names the link and its owner. Links owned by root are followed, because images and operators create
+    such links.
+    """
     for name in ("victim", "victim/there", "way", "way/of_a_job"):
         (tmp_path / name).mkdir()
     (tmp_path / "way/ours").symlink_to(tmp_path / "victim")
@@ -365,7 +367,9 @@ def test_reads_follow_only_links_that_root_placed(tmp_path: Path, planted: str) 
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
 def test_hard_link_to_a_file_of_root_is_not_read(tmp_path: Path) -> None:
-    """Without ``fs.protected_hardlinks`` on the host, a job can create a hard link to any file in its log directory."""
+    """Without ``fs.protected_hardlinks`` on the host, a job can create a hard link to any file in its log directory.
+    The agent must not show its content, for example as the last line of a log.
+    """
     (tmp_path / "job").mkdir()
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "job/x.log").hardlink_to(tmp_path / "secret")
@@ -394,7 +398,7 @@ async def test_control_socket_does_not_answer_other_users(pod: Pod) -> None:
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
 async def test_jobs_cannot_read_the_memory_of_the_agent(pod: Pod) -> None:
-    """The agent's memory contains its private key for the bus."""
+    """vcap can neither read the agent's memory, which contains its private key for the bus, nor trace the agent."""
     await pod.start()
     (pod.vcap / "data/touch.py").write_text(TOUCH)
     place = "/var/vcap/data/touch.py"
@@ -451,8 +455,8 @@ async def test_thousands_of_job_processes_do_not_block_the_loop(pod: Pod) -> Non
 
 @pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
 async def test_jobs_cannot_replace_root_programs_in_a_world_writable_volume(pod: Pod) -> None:
-    """The kubelet creates an emptyDir with mode 0777, which would allow a job to replace the directory of a program
-    that root runs.
+    """The kubelet creates an emptyDir with mode 0777. If the agent did not change that, a job could replace the
+    directory of a program that root runs.
     """
     pod.start_container()
     pod.machine.run("chmod 777 /var/vcap /var/vcap/data")
@@ -469,7 +473,9 @@ async def test_jobs_cannot_replace_root_programs_in_a_world_writable_volume(pod:
 
 
 async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: Pod) -> None:
-    """The local-path provisioner creates volumes with mode 0750, which vcap could not enter."""
+    """The local-path provisioner creates volumes with mode 0750, which the agent changes so that vcap can enter
+    them.
+    """
     pod.start_container()
     pod.machine.run("chmod 750 /var/vcap /var/vcap/data")
     await pod.start_agent()
@@ -520,8 +526,8 @@ def test_root_logs_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, 
 
 @pytest.mark.attack("a job forges the marker of its disk")
 def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) -> None:
-    """Some provisioners create volumes with mode 0777. A forged marker that names another disk would make the mount
-    fail.
+    """Some provisioners create volumes with mode 0777. The agent changes the mode, because a forged marker that names
+    another disk would make the mount fail.
     """
     volume = tmp_path / "volume"
     volume.mkdir()

@@ -606,9 +606,7 @@ return [await supervisor.bpm.run(BpmCall("start", "web", "web"), [], {}), log("w
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_may_be_the_jobs_directory(inside: Inside, level: int) -> None:
-    """health_monitor has a bpm.yml with this volume, into which bpm mounts the job's own directory at the link's
-    target.
-    """
+    """health_monitor requests this volume. The job sees all jobs in it, including its own at the target of its link."""
     code, said, errors = run(inside, level, ALL_JOBS)
 
     assert (code, errors) == (0, "")

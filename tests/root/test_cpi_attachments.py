@@ -203,7 +203,7 @@ def test_attach_does_not_follow_a_link_that_the_vm_put_at_the_disk_directory(sit
 
 
 def test_disk_is_not_left_mounted_in_a_directory_that_the_vm_moved(site: Site) -> None:
-    """A later detach would not find the mount at the new path."""
+    """The helper unmounts the disk again, because a later detach would not find the mount at the new path."""
     moving = "os.rename(program.sys.argv[-2], program.sys.argv[-2] + '-moved')"
     mount = f"real = program.mount\ndef mount(*args):\n    {moving}\n    real(*args)\nprogram.mount = mount\n"
     site.program = PROGRAM.replace("program.main(", f"{mount}program.main(")
@@ -232,8 +232,8 @@ def test_detach_does_not_unmount_a_disk_in_use(site: Site) -> None:
 
 @pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
 def test_vm_can_write_to_its_disks_but_not_beside_them(site: Site) -> None:
-    """The directory that contains the mount points is on the node's file system, which the VM must not be able
-    to fill.
+    """The directory with the mount points is read-only in the VM. It is on the node's file system, which the VM must
+    not be able to fill.
     """
     site.attach()
 
@@ -284,8 +284,8 @@ HIDINGS = {
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("commands", HIDINGS.values(), ids=HIDINGS.keys())
 def test_disk_kept_mounted_by_root_of_the_vm_is_not_reported_unmounted(site: Site, commands: list[str]) -> None:
-    """The helper used to check only its own mount, and reported a disk as unmounted to which the VM could still
-    write.
+    """The VM has mounted the disk somewhere else, so it can still write to it. The helper used to check only its own
+    mount.
     """
     attachment = site.attach()
     for command in commands:
@@ -329,7 +329,9 @@ sys.stdin.read()
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("way", ["in a thread's namespace", "as a clone in a descriptor", "as a clone for a directory"])
 def test_disk_mounted_outside_all_mount_tables_is_not_reported_unmounted(site: Site, way: str) -> None:
-    """With open_tree or unshare, the VM could keep writing to a disk that the helper had reported as unmounted."""
+    """The VM keeps the disk with open_tree or unshare, so that it can still write to it although no mount table shows
+    it.
+    """
     attachment = site.attach()
     program = CLONE if "clone" in way else THREAD
     keeper = site.process(sys.executable, "-c", program, str(site.seen / "disk-1"), way)
@@ -356,7 +358,9 @@ exec unshare -m sh -c 'umount "$0" "${0%/*}/disk-1" && echo ready && exec cat' "
 
 
 def test_open_files_on_other_mounts_of_the_device_do_not_block_a_detach(site: Site) -> None:
-    """A disk can be a directory of a file system of which the VM uses other directories as well."""
+    """A disk can be a directory of a file system. Files that are open in another directory of it are not on the
+    disk.
+    """
     subprocess.run(site.on_node("sh", "-ec", PARTS, str(site.place)), check=True)
     attachment = site.attach()
     site.process("sh", "-c", JAILED, str(site.seen / "log"))
@@ -451,7 +455,7 @@ def test_empty_directories_of_deleted_vms_are_removed_later(site: Site, tmp_path
 
 
 def test_mount_table_shared_by_many_processes_is_read_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attachment used to take six seconds on a node with a job of a hundred processes and sixteen thousand
+    """Otherwise an attachment would take six seconds on a node with a job of a hundred processes and sixteen thousand
     mounts.
     """
     crowd = [site.process("sh", "-c", "echo ready; exec sleep 999") for _ in range(5)]
@@ -523,7 +527,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("state", ["mounted", "unmounted lazily"])
 def test_hanging_file_system_does_not_delay_a_detach(site: Site, state: str) -> None:
-    """The helper used to call stat(2) on a job's descriptor, which waited for the file system and could not be
+    """The helper must not call stat(2) on a job's descriptor. The call would wait for the file system and could not be
     interrupted.
     """
     attachment = site.attach()
@@ -574,8 +578,8 @@ def test_attachment_tolerates_process_names_that_are_not_valid_text(tmp_path: Pa
 
 @pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
 def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: Site) -> None:
-    """When the helper mistook the job's user namespace for the VM's, no file on the disk belonged to root, and the VM
-    could not write.
+    """The disk gets the ids of the VM's user namespace, even if a job has created another one. Otherwise none of its
+    files would belong to root in the VM, and the VM could not write.
     """
     job = site.in_user_namespace()
     # The test needs different start times, which have the resolution of clock ticks.
@@ -589,9 +593,7 @@ def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: Site) -
 
 
 def test_init_of_a_jobs_pid_namespace_is_not_taken_for_pid_1() -> None:
-    """The helper used to end such processes first when it rebooted the VM, before the agent had stopped the jobs in
-    order.
-    """
+    """A reboot of the VM must end only PID 1 of the container, so that the agent can stop the jobs in order."""
     nested = "unshare --pid --fork --kill-child sleep 999 & exec sleep 999"
     container = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", nested])
     try:

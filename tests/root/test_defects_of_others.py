@@ -1,7 +1,7 @@
-"""Each known fault of the Go agent and monit in containers has a test here that this agent does not have it.
+"""One test for each known fault that the Go agent or monit has in containers, and that this agent must not have.
 
-The last test covers the order in which monit executes actions. A real agent runs in a container with real mounts. Needs
-root.
+The docstrings describe the fault. The last test covers the order in which monit executes actions. A real agent runs in
+a container with real mounts. Needs root.
 """
 
 from __future__ import annotations

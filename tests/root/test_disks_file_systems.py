@@ -125,7 +125,9 @@ def test_disk_copy_fails_if_the_disk_is_too_full_for_an_attribute(tmp_path: Path
 
 @alone
 def test_disk_copy_reports_files_whose_attributes_cannot_be_listed(tmp_path: Path) -> None:
-    """Linux returns at most 64 KiB of attribute names, but a file on tmpfs can have more."""
+    """Linux returns at most 64 KiB of attribute names, but a file on tmpfs can have more. Its content is copied without
+    them.
+    """
     source, target = mount_tmpfs(tmp_path / "source"), mount_tmpfs(tmp_path / "target")
     (source / "file").write_text("x")
     for number in range(400):

@@ -207,8 +207,8 @@ def of_the_node(scratch: Path, *, bind: bool) -> tuple[Instance, Path]:
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_path: Path, bind: bool) -> None:
-    """This is what an instance sees between mkdir and mount of a live attachment. Files written there would stay on the
-    node.
+    """An instance sees such a directory between mkdir and mount of a live attachment. Files written there would stay on
+    the node.
     """
     instance, on_node = of_the_node(tmp_path, bind=bind)
 
@@ -411,7 +411,9 @@ async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path:
 @pytest.mark.parametrize("seconds", [-(2**40), 2**33])
 @alone
 def test_migration_tolerates_times_that_the_new_disk_cannot_store(tmp_path: Path, seconds: int) -> None:
-    """A job can set any time, but ext4 with small inodes stores times only up to 2038."""
+    """A job can set any time, but ext4 with small inodes stores times only up to 2038. The copy must not fail because
+    of that.
+    """
     source = mount_tmpfs(tmp_path / "source")
     target = mount_ext4(tmp_path / "target", tmp_path / "image", 16 << 20, "-I", "128")
     (source / "odd").write_text("text")

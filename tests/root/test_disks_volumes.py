@@ -95,7 +95,7 @@ def test_root_without_capabilities_cannot_bind_mount(tmp_path: Path) -> None:
 
 @alone
 def test_image_directory_is_replaced_by_a_volume_link(tmp_path: Path) -> None:
-    """On overlayfs, a directory of an image layer cannot be renamed (EXDEV), only removed."""
+    """On overlayfs, a directory of an image layer cannot be renamed (EXDEV), so it must be removed instead."""
     layers = mount_tmpfs(tmp_path / "layers")
     (layers / "lower/vcap/store").mkdir(parents=True)
     root = mount_overlay(tmp_path / "root", layers)
@@ -204,7 +204,9 @@ def test_processes_that_keep_a_mount_busy_are_named(tmp_path: Path, how: str, te
 
 @alone
 def test_mount_holders_do_not_include_the_agent_itself(tmp_path: Path) -> None:
-    """The agent's copy worker has files on the volume open while it waits for other processes to close theirs."""
+    """The agent has files on a volume open while it copies them, and must not name itself as a process that keeps it
+    busy.
+    """
     volume = mount_tmpfs(tmp_path / "volume")
     with (volume / "file").open("w"):
         assert volumes.holders([volume]) == []
@@ -212,7 +214,7 @@ def test_mount_holders_do_not_include_the_agent_itself(tmp_path: Path) -> None:
 
 @alone
 def test_mount_holders_exclude_users_of_the_same_path_on_another_device(tmp_path: Path) -> None:
-    """If processes of the whole node are visible, other pods use the same path for their own disks."""
+    """In the host's PID namespace, the agent sees processes of other pods, which use the same path for another disk."""
     volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     other = mount_tmpfs(tmp_path / "other")
     (other / "file").write_text("x")
@@ -260,7 +262,7 @@ def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monke
 
 @alone
 def test_deep_directory_tree_of_an_image_layer_is_removed(tmp_path: Path) -> None:
-    """Directories of an image layer cannot be renamed (EXDEV), and a job can nest thousands of directories in them."""
+    """The tree cannot be renamed before its removal (EXDEV), and a job can nest thousands of directories in it."""
     layers = mount_tmpfs(tmp_path / "layers")
     (layers / "lower/jobs/web/bin").mkdir(parents=True)
     (layers / "lower/jobs/web/bin/ctl").touch()

@@ -178,7 +178,7 @@ async def test_disabled_packet_filter_has_no_rules(pod: Netted) -> None:
 
 
 async def test_agent_without_packet_filter_privilege_reports_it_and_continues(pod: Netted) -> None:
-    """Most pods lack CAP_NET_ADMIN."""
+    """Most pods lack CAP_NET_ADMIN. There the agent works without rules, and its status says why."""
     pod.prefix = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-all"]
     await pod.start()
 

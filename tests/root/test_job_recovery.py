@@ -48,8 +48,8 @@ def events(pod: Pod, cid: str = "disk-1") -> list[str]:
 
 
 async def test_first_ping_is_answered_before_boot_steps_the_bus_does_not_need(pod: Pod) -> None:
-    """For example, a new container has to install CA certificates. The command for that takes most of a second, and
-    never ends in this test.
+    """In a new container, the agent installs CA certificates. The command takes most of a second, and never ends in
+    this test, but the agent answers nevertheless.
     """
     pod.start_container()
     pod.machine.write("/mnt/for-ever", "", mode=0o755)
@@ -124,7 +124,7 @@ async def test_reboot_with_the_same_root_file_system_starts_jobs_without_pre_sta
 
 
 async def test_recreated_vm_mounts_its_disk_but_starts_no_job_until_an_apply(pod: Pod) -> None:
-    """The Docker and Kubernetes CPIs attach the disk before the Director sends any request."""
+    """The Docker and Kubernetes CPIs attach the disk before the Director sends any request, so the boot mounts it."""
     await with_a_disk(pod)
     spec = await deploy(pod, "web")
     events(pod)
@@ -171,7 +171,9 @@ async def test_jobs_wait_for_a_disk_that_appears_late(pod: Pod) -> None:
 
 
 async def test_second_container_does_not_mount_a_disk_that_the_first_still_uses(pod: Pod, tmp_path: Path) -> None:
-    """This happens if a pod is recreated on another node while its predecessor is still running."""
+    """A pod can be recreated on another node while its predecessor is still running. The second agent waits until the
+    first has ended.
+    """
     await with_a_disk(pod)
     await deploy(pod, "web")
     events(pod)

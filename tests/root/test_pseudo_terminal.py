@@ -348,7 +348,7 @@ def test_interrupts_by_the_operator_reach_only_the_program(operator: Operator, s
 
 @pytest.mark.parametrize("kind", ["file", "other device", "link"])
 def test_fake_ptmx_device_is_rejected(tmp_path: Path, kind: str) -> None:
-    """The device is in a file system that a job controls, so the job could put another device or a file there."""
+    """A job controls the file system in which the device is opened, and could put another device or a file there."""
     place = tmp_path / "dev/pts/ptmx"
     place.parent.mkdir(parents=True)
     if kind == "file":

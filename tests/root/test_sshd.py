@@ -351,7 +351,9 @@ def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
-    """A thousand processes with this name that ignored SIGTERM used to delay each clean-up by half an hour."""
+    """A clean-up ends only the agent's own server. A thousand processes with its name that ignored SIGTERM used to
+    delay each clean-up by half an hour.
+    """
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     code = f"{ignore}print('up', flush=True); time.sleep(99)"
     arguments = ["sshd: /usr/sbin/sshd -f /var/vcap/data/sys/run/agent_shim/sshd_config", "-c", code]

@@ -71,7 +71,7 @@ def names(box: Machine) -> list[str]:
 
 
 def test_trusted_cas_replace_those_of_the_previous_request(box: Machine, inside: Inside) -> None:
-    """CAs that belong to the image stay."""
+    """Only CAs that belong to the image stay."""
     (box.root / PLACE / "own.crt").write_text(THIRD.ca)
     assert inside(install(FIRST, SECOND)) is None
     assert names(box) == ["bosh-trusted-cert-1.crt", "bosh-trusted-cert-2.crt", "own.crt"]
@@ -99,7 +99,9 @@ def test_invalid_trusted_ca_is_reported_and_skipped(box: Machine, inside: Inside
 
 
 def test_repeated_ca_bundle_is_not_installed_again(box: Machine, inside: Inside) -> None:
-    """Directors send the same CAs to every machine whenever settings change."""
+    """Directors send the same CAs to every machine whenever settings change, so the agent skips those that are
+    installed.
+    """
     inside(install(FIRST))
     before = (box.root / TRUSTED).stat()
     inside(install(FIRST))
@@ -109,9 +111,7 @@ def test_repeated_ca_bundle_is_not_installed_again(box: Machine, inside: Inside)
 
 
 def test_new_container_installs_the_trusted_cas_again(box: Machine, inside: Inside) -> None:
-    """A new container's trust store is that of the image, although the agent's state says that the CAs were
-    installed.
-    """
+    """The stored state says that the CAs are installed, but the new container's trust store is that of the image."""
     inside(install(FIRST))
     box.run(f"rm /{PLACE}/* && {COMMAND} -f >/dev/null")
     assert not is_trusted(box, FIRST)
@@ -122,7 +122,9 @@ def test_new_container_installs_the_trusted_cas_again(box: Machine, inside: Insi
 
 @pytest.mark.parametrize("were", [[], [SECOND]])
 def test_interrupted_ca_installation_is_completed(box: Machine, inside: Inside, were: list[Authority]) -> None:
-    """The agent was killed after it had changed the certificate files, but before the command updated the bundle."""
+    """The agent was killed after it had changed the certificate files, but before the command updated the bundle. The
+    next request runs the command.
+    """
     inside(install(*were))
     box.run(f"rm -f /{PLACE}/*")
     if not were:
@@ -152,7 +154,7 @@ def test_hanging_ca_update_command_is_killed_and_retried(box: Machine, inside: I
 
 @pytest.mark.usefixtures("fake")
 def test_ca_update_succeeds_at_the_second_attempt(box: Machine, inside: Inside) -> None:
-    """The command can fail for temporary reasons."""
+    """The command is run again, because it can fail for temporary reasons."""
     (box.root / "mnt/fake").write_text("#!/bin/sh\n[ -e /mnt/once ] || { touch /mnt/once; echo no; exit 3; }\n")
 
     assert inside(install(FIRST)) is None
@@ -171,7 +173,7 @@ def test_missing_ca_update_command_is_an_error_only_if_there_are_cas(box: Machin
 
 
 def test_unwritable_ca_directory_is_reported(box: Machine, inside: Inside) -> None:
-    """This happens in containers with a read-only root file system."""
+    """The error names the file. Containers with a read-only root file system have such a directory."""
     box.run(f"mount -o remount,ro /{PLACE}")
 
     error = inside(install(FIRST))

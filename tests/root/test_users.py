@@ -274,8 +274,8 @@ def test_object_planted_at_the_authorized_keys_does_not_block(box: Machine, insi
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machine, inside: Inside) -> None:
-    """Each process that stopped the writer used to cause a delay of a minute, in which no other user could be
-    created.
+    """A process of vcap sends SIGSTOP to the process that writes vcap's keys. The agent used to wait a minute for each,
+    in which no other user could be created.
     """
     stopping = box.popen([*AS_VCAP, "setsid", sys.executable, "-S", "-c", KILLING.replace("9", "19")])
     try:
