@@ -20,6 +20,6 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    """Run an HTTP server for blobs."""
+    """Run an HTTP server that stores blobs."""
     async with http_server() as server:
         yield server

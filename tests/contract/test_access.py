@@ -1,4 +1,4 @@
-"""Answers of the ssh actions: fact A3 of the protocol page, as far as an ordinary user can test it."""
+"""Replies of the ssh actions (fact A3 on the protocol page), as far as they can be tested without root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers and effects of each action of a deploy. A1 to A28 are facts of the protocol page."""
+"""Replies and effects of the actions that a deploy uses. A1 to A28 are facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mode_of(path: Path) -> int:
 
 
 async def deployed(world: World, *names: str, **files: dict[str, str]) -> dict[str, Any]:
-    """Apply sleeping jobs with these names, and ``files``. Return the spec."""
+    """Apply sleeping jobs with these names, and further jobs given by their ``files``. Return the spec."""
     wanted = jobs.spec(
         store_of(world),
         {name: jobs.sleeper(world.paths, name) | files.get(name, {}) for name in dict.fromkeys((*names, *files))},
@@ -102,7 +102,7 @@ async def test_a9_prepare_installs_without_enabling_and_may_be_repeated(world: W
     name = hashlib.sha1(f"1-{digest}".encode()).hexdigest()
     assert (world.paths.data_packages / "tool" / name / "bin/tool").read_text() == "x"
     for links in (world.paths.jobs, world.paths.packages):
-        assert [path.name for path in links.iterdir()] == ["bpm"]  # our own command, present from the start
+        assert [path.name for path in links.iterdir()] == ["bpm"]  # bpm is always installed
     assert not world.paths.spec.exists()
     assert await world.value("prepare", wanted) == "prepared"
 
@@ -159,7 +159,7 @@ async def test_a10_apply_installs_links_and_removes_jobs_and_packages(world: Wor
         ),
     )
 
-    assert {path.name for path in world.paths.jobs.iterdir()} == {"web", "bpm"}  # bpm is always there
+    assert {path.name for path in world.paths.jobs.iterdir()} == {"web", "bpm"}  # bpm is always installed
     assert {path.name for path in world.paths.packages.iterdir()} - {"bpm"} == {"tool"}
     assert (world.paths.packages / "tool/bin/tool").read_text() == "new"
     assert (world.paths.jobs / "web/packages/tool").resolve() == (world.paths.packages / "tool").resolve()
@@ -239,8 +239,9 @@ async def test_a11_start_writes_monit_files_in_reverse_and_removes_the_marker(wo
 
 
 async def test_a11_start_is_saved_in_the_backup_at_once(world: World) -> None:
-    """If the container ends right after it, the next one starts the jobs instead of believing that the Director had
-    stopped them.
+    """The backup no longer contains the stopped marker when ``start`` has been answered.
+
+    Otherwise, if the container ended right afterwards, the agent of the next one would not start the jobs.
     """
     spec, stopped = (world.paths.mirror / path.name for path in (world.paths.spec, world.paths.stopped_marker))
     await deployed(world, "web")
@@ -255,7 +256,9 @@ async def test_a11_start_is_saved_in_the_backup_at_once(world: World) -> None:
 
 
 async def test_a10_apply_is_saved_before_its_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a new container, an agent without saved state starts the jobs, even those that were never started."""
+    """The supervisor's state is saved before ``apply`` is answered. In a new container, an agent without saved state
+    would start the jobs even though they had never been started.
+    """
     monkeypatch.setattr(supervisor, "SAVE_DELAY_S", 60.0)
 
     await deployed(world, "web")
@@ -263,7 +266,7 @@ async def test_a10_apply_is_saved_before_its_answer(world: World, monkeypatch: p
     assert supervisor.read_saved(world.paths.supervisor_state) is not None
 
 
-async def test_a10_apply_forgets_processes_of_the_former_spec(world: World) -> None:
+async def test_a10_apply_forgets_processes_of_the_previous_spec(world: World) -> None:
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -276,10 +279,12 @@ async def test_a10_apply_forgets_processes_of_the_former_spec(world: World) -> N
     assert [process["name"] for process in (await running(world))["processes"]] == ["other"]
 
 
-async def test_a11_monit_files_above_their_limits_fail_only_their_jobs(
+async def test_a11_too_large_or_too_many_monit_files_fail_only_their_job(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parsing a megabyte blocked the event loop for 17 s. Now it is rejected, and the rest is parsed in a thread."""
+    """Parsing one megabyte used to block the event loop for 17 s. Now larger files are rejected, and the others are
+    parsed in a thread.
+    """
     threads = set()
 
     def planned(files: Sequence[JobFile], **options: Any) -> tuple[plan.ProcessSpec, ...]:
@@ -306,7 +311,7 @@ async def test_a11_monit_files_above_their_limits_fail_only_their_jobs(
 
 
 async def test_a12_stop_ends_all_processes_and_writes_marker_and_health_state(world: World) -> None:
-    """Without the state, bosh-dns would send requests to the instance until the next heartbeat."""
+    """Without the health state "stopped", bosh-dns would resolve names to the instance until the next heartbeat."""
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -323,7 +328,9 @@ async def test_a12_stop_ends_all_processes_and_writes_marker_and_health_state(wo
 
 
 async def test_a12_stop_returns_at_once_before_protocol_3(world: World) -> None:
-    """The CLI of create-env is such a caller. With protocol 3, the caller waits until the stop is complete."""
+    """Callers with an older protocol, such as the bosh CLI in create-env, get the reply before the jobs have stopped.
+    With protocol 3 the reply is sent when all jobs have stopped.
+    """
     gate = world.paths.base / "gate"
     slow = jobs.sleeper(world.paths, "web")
     slow["bin/ctl"] = slow["bin/ctl"].replace("stop)", f"stop) while [ ! -e {gate} ]; do sleep 0.02; done;")
@@ -466,7 +473,7 @@ async def test_a15_errand_without_jobs_is_an_error(world: World) -> None:
 
 
 async def test_a15_errand_of_a_spec_without_a_template_name_is_an_error(world: World) -> None:
-    """create-env sends such a spec."""
+    """The bosh CLI sends such a spec in create-env."""
     await world.value("apply", {"job": {"templates": [{"name": "web", "version": "1"}]}})
 
     assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")
@@ -532,7 +539,7 @@ async def test_a25_delete_arp_entries_never_fails(world: World) -> None:
 
 
 async def test_a25_many_arp_entries_are_deleted_by_one_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only addresses from the request are passed to it, because ``ip`` reads one per line."""
+    """``ip`` reads one command per line, so strings in the request that are not addresses must not be passed on."""
     given: list[str] = []
 
     async def run(*_: str, **options: Any) -> str:
@@ -549,7 +556,7 @@ async def test_a25_many_arp_entries_are_deleted_by_one_process(world: World, mon
 
 
 async def test_a25_flood_of_arp_requests_runs_one_program_at_a_time(world: World) -> None:
-    """Each request used to start its own program, all at once, with four descriptors each."""
+    """Concurrent requests used to run their programs at the same time, which took four file descriptors each."""
 
     def opened() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
@@ -582,7 +589,7 @@ async def test_a26_sync_dns_stores_only_newer_valid_records(world: World) -> Non
     assert "exception" in await world.call("sync_dns", blob_id, "sha256:" + "0" * 64, version)
 
 
-async def test_quick_requests_are_answered_beside_a_hanging_script_and_tasks(world: World) -> None:
+async def test_quick_requests_are_answered_while_a_script_hangs_and_tasks_wait(world: World) -> None:
     ready, gate = world.paths.base / "ready", world.paths.base / "gate"
     hang = f"#!/bin/sh\ntouch {ready}\nwhile [ ! -e {gate} ]; do sleep 0.01; done\n"
     await deployed(world, web={"bin/pre-start": hang})

@@ -1,4 +1,6 @@
-"""Every request is logged with the caller, the method, the outcome and the duration, as docs/logs.md describes."""
+"""The audit log has a line for each request with the caller, method, outcome and duration, as docs/logs.md
+describes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ SECRET = "c4n4ry"
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """Return the contents of the lines in their order."""
+    """Collect the members of each audit line in order."""
     found: list[dict[str, Any]] = []
 
     class Keep(logging.Handler):
@@ -53,7 +55,9 @@ async def test_audit_logs_a_request_that_is_answered_at_once(world: World, lines
 
 
 async def test_audit_logs_a_task_when_accepted_and_when_finished(world: World, lines: list[dict[str, Any]]) -> None:
-    """Both lines contain the task's id, and so does the line of the poll that fetched the result."""
+    """Both lines contain the task id, so that they can be correlated. The poll that fetched the result has its own
+    line.
+    """
     reply = await world.call("run_errand", "nope")
     task_id = reply["value"]["agent_task_id"]
     await world.run("get_task", task_id)
@@ -68,7 +72,7 @@ async def test_audit_logs_a_task_when_accepted_and_when_finished(world: World, l
 
 
 async def test_audit_logs_unknown_methods_and_unreadable_requests(world: World, lines: list[dict[str, Any]]) -> None:
-    """They are truncated, however long they are."""
+    """Long method names are truncated to 100 characters, and errors to 300."""
     await world.call("x" * 5000)
     await world.dispatcher.handle(b"{")
 
@@ -80,7 +84,7 @@ async def test_audit_logs_unknown_methods_and_unreadable_requests(world: World, 
 async def test_audit_duration_is_the_execution_time(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It excludes the time in the queue and the time to send the result."""
+    """The duration excludes the time that a task waited in the queue."""
 
     async def work(agent: Any, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -94,7 +98,7 @@ async def test_audit_duration_is_the_execution_time(
     assert [value >= 0.3 for value in seconds] == [False, False, True, False]
 
 
-async def test_audit_has_the_reason_of_an_interrupted_task(
+async def test_audit_logs_the_reason_for_an_interrupted_task(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(agent: Any) -> None:
@@ -112,9 +116,10 @@ async def test_audit_has_the_reason_of_an_interrupted_task(
 async def test_audit_contains_no_arguments_results_or_exception_texts(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Any value may be a secret, even the hint of a disk. Neither the audit line nor the rest of the log contains one.
+    """Neither the audit lines nor the rest of the log contain them, because any value may be a secret, even in a disk
+    hint.
 
-    The log contains the place of a bug (``test_traceback_shows_the_code_location_but_no_untrusted_text``).
+    For a bug, only the code location is logged (``test_traceback_shows_the_code_location_but_no_untrusted_text``).
     """
     caplog.set_level(logging.DEBUG)
 

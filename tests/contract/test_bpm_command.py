@@ -1,4 +1,4 @@
-"""The ``bpm`` command as release scripts call it, and deployed jobs that use it, with and without a bpm release."""
+"""The ``bpm`` command, called as release scripts call it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @contextlib.asynccontextmanager
 async def machine(base: Path) -> AsyncIterator[World]:
-    """Run a booted agent that answers on its control socket."""
+    """Run a booted agent that answers ``bpm`` requests on its control socket."""
     async with world(base) as found:
 
         async def answer(request: dict[str, Any], *_: object) -> bytes:
@@ -45,7 +45,7 @@ async def machine(base: Path) -> AsyncIterator[World]:
 
 
 def deploy(base: Path, script: str, more: str = "") -> None:
-    """Install a job without a Director."""
+    """Write the files of the job ``web``, as a deploy would."""
     job = base / "vcap/jobs/web"
     (job / "config").mkdir(parents=True)
     (job / "bin").mkdir()
@@ -55,7 +55,7 @@ def deploy(base: Path, script: str, more: str = "") -> None:
 
 
 async def bpm(found: World, line: str, **env: str) -> tuple[int, str, str]:
-    """Return the exit code and output of a call."""
+    """Run a ``bpm`` command line. Return its exit code, stdout and stderr."""
     running = _spawn(found, line, env=env)
     status = await running.wait()
     assert status is not None
@@ -65,7 +65,7 @@ async def bpm(found: World, line: str, **env: str) -> tuple[int, str, str]:
 def _spawn(
     found: World, line: str, *, stdout: int | None = None, stderr: int | None = None, env: dict[str, str] | None = None
 ) -> process.Process:
-    """Start a call whose output goes to files, or to the given descriptors."""
+    """Start a ``bpm`` command line. Its output goes to files, unless descriptors are given."""
     for name in ("out", "err"):
         (found.paths.base / name).write_text("")
     tool = str(found.paths.jobs / "bpm/bin/bpm")
@@ -78,7 +78,7 @@ def _spawn(
 
 
 async def test_bpm_command_starts_lists_and_stops_a_process(tmp_path: Path) -> None:
-    """The process is started once, however often it is requested."""
+    """Starting a running process and stopping a stopped one succeed without any effect."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         assert await bpm(found, "list") == (0, "Name Pid Status\nweb  -   stopped\n", "")
@@ -98,7 +98,6 @@ async def test_bpm_command_starts_lists_and_stops_a_process(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("line", ["version", "--version", "--version=true", "--version=false --version=T"])
 async def test_bpm_command_prints_its_version(tmp_path: Path, line: str) -> None:
-    """It is a line on stdout."""
     async with machine(tmp_path) as found:
         assert await bpm(found, line) == (0, f"{__version__}\n", "")
 
@@ -122,7 +121,7 @@ async def test_bpm_command_prints_its_version(tmp_path: Path, line: str) -> None
     ],
 )
 async def test_bpm_command_errors_go_to_stderr_with_exit_code_1(tmp_path: Path, line: str, error: str) -> None:
-    """The usage is not shown."""
+    """These errors come without the usage text."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         status, out, err = await bpm(found, line.format(base=found.paths.base))
@@ -146,7 +145,7 @@ async def test_bpm_command_errors_go_to_stderr_with_exit_code_1(tmp_path: Path, 
 async def test_bpm_command_shows_usage_and_error_for_invalid_arguments(
     tmp_path: Path, line: str, usage: str, error: str
 ) -> None:
-    """Both are written to stderr."""
+    """The usage text and the error both go to stderr."""
     async with machine(tmp_path) as found:
         status, out, err = await bpm(found, line)
 
@@ -158,7 +157,7 @@ async def test_bpm_command_shows_usage_and_error_for_invalid_arguments(
 
 @pytest.mark.parametrize("line", ["help", "--help", "-h", "help start", "start --help", "start -h=1 web"])
 async def test_bpm_command_help_lists_commands_or_flags(tmp_path: Path, line: str) -> None:
-    """It is written to stdout: for a command its flags, else all commands."""
+    """The help for a command lists its flags, and the general help lists all commands. Both go to stdout."""
     async with machine(tmp_path) as found:
         status, out, err = await bpm(found, line)
 
@@ -167,8 +166,8 @@ async def test_bpm_command_help_lists_commands_or_flags(tmp_path: Path, line: st
         assert all(each in out for each in wanted)
 
 
-async def test_bpm_command_stop_of_an_unknown_process_succeeds(tmp_path: Path) -> None:
-    """The process is neither configured nor running. Drain scripts and monit rely on the success."""
+async def test_bpm_command_stop_succeeds_for_an_unknown_process(tmp_path: Path) -> None:
+    """Drain scripts and monit rely on this for processes that are neither configured nor running."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         for line in ("stop web", "stop web -p other", "stop nothing"):
@@ -178,7 +177,7 @@ async def test_bpm_command_stop_of_an_unknown_process_succeeds(tmp_path: Path) -
 
 @pytest.mark.parametrize("spelling", ["-p worker web", "web -pworker", "web -p=worker", "web --process worker"])
 async def test_bpm_command_parses_flags_like_bpm(tmp_path: Path, spelling: str) -> None:
-    """Flags may come before or after the job, with a blank or without."""
+    """Flags may precede or follow the job name, with a space, an equals sign or nothing before the value."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         config = tmp_path / "vcap/jobs/web/config/bpm.yml"
@@ -188,7 +187,7 @@ async def test_bpm_command_parses_flags_like_bpm(tmp_path: Path, spelling: str) 
 
 
 async def test_bpm_command_without_an_agent_is_refused(tmp_path: Path) -> None:
-    """For users other than root, the error about that comes first, as with bpm."""
+    """Users other than root get the error that bpm requires root, even if no agent runs, as with the original bpm."""
     async with machine(tmp_path) as found:
         pass
     status, _, err = await bpm(found, "start web")
@@ -198,7 +197,7 @@ async def test_bpm_command_without_an_agent_is_refused(tmp_path: Path) -> None:
 
 
 async def test_bpm_command_list_reports_invalid_configurations(tmp_path: Path) -> None:
-    """They are reported on stderr. The others are listed."""
+    """Invalid configurations are reported on stderr, and the other jobs are still listed."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         other = tmp_path / "vcap/jobs/bad/config"
@@ -211,7 +210,9 @@ async def test_bpm_command_list_reports_invalid_configurations(tmp_path: Path) -
 
 
 async def test_bpm_command_run_shows_output_and_returns_the_exit_code(tmp_path: Path) -> None:
-    """Both streams are shown and logged. There is no pidfile, and variables come from the command line."""
+    """Both output streams are shown and logged. Variables are taken from the command line, and no pidfile is
+    written.
+    """
     async with machine(tmp_path) as found:
         deploy(tmp_path, "echo out $NAME; echo err >&2; exit 7")
         failed = "Error: failed to run job-process: exit status 7 (exit status 7)\n"
@@ -226,9 +227,9 @@ async def test_bpm_command_run_shows_output_and_returns_the_exit_code(tmp_path: 
 @pytest.mark.attack("text of a job gives orders to an operator's terminal")
 @pytest.mark.parametrize("terminals", [("stdout", "stderr"), ("stderr",), ("stdout",)], ids="+".join)
 async def test_bpm_command_run_escapes_output_for_a_terminal(tmp_path: Path, terminals: tuple[str, ...]) -> None:
-    """A terminal shows escape sequences of a process as numbers.
+    """On a terminal, control characters in the process's output are shown as ``\\u`` escapes.
 
-    If a stream is not a terminal, its bytes are passed on unchanged.
+    On a stream that is not a terminal, the output is passed on unchanged.
     """
     async with machine(tmp_path) as found:
         orders = r"printf '\033]0;owned\007\n'"
@@ -253,7 +254,9 @@ async def test_bpm_command_run_escapes_output_for_a_terminal(tmp_path: Path, ter
 
 @pytest.mark.attack("text of a job gives orders to an operator's terminal")
 async def test_bpm_command_escapes_lists_and_errors(tmp_path: Path) -> None:
-    """Names and values of a bpm.yml come from a release."""
+    """Names and values in a bpm.yml come from a release and may contain control characters, which must not reach a
+    terminal.
+    """
     async with machine(tmp_path) as found:
         deploy(tmp_path, "true")
         named = r'processes: [{name: "x\e]0;owned", executable: /x}]'
@@ -273,12 +276,12 @@ async def test_bpm_command_escapes_lists_and_errors(tmp_path: Path) -> None:
 
 
 async def test_bpm_command_trace_covers_the_process_and_its_descendants(tmp_path: Path) -> None:
-    """``strace`` gets each pid. The command fails if the program is missing or fails."""
+    """``strace`` is called with the pid of each process. The command fails if ``strace`` is missing or fails."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "sleep 600 & exec sleep 600")
         assert (await bpm(found, "start web"))[0] == 0
         top = int((await bpm(found, "pid web"))[1])
-        # These are an init, the script and its child.
+        # Wait until all three processes run: the init, the script and its child.
         await until(lambda: len(proc.descent(proc.children(proc.table()), [top])) == 3)
         below = sorted(proc.descent(proc.children(proc.table()), [top]) - {top})
         strace = tmp_path / "strace"
@@ -293,7 +296,7 @@ async def test_bpm_command_trace_covers_the_process_and_its_descendants(tmp_path
 
 
 async def test_bpm_command_run_ends_its_process_on_a_signal(tmp_path: Path) -> None:
-    """A cancelled errand leaves no process behind."""
+    """Otherwise a cancelled errand that uses ``bpm run`` would leave a process behind."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "echo up; exec sleep 600")
         running = _spawn(found, "run web")
@@ -309,7 +312,6 @@ async def test_bpm_command_run_ends_its_process_on_a_signal(tmp_path: Path) -> N
 
 
 def test_documented_table_of_bpm_keys_matches_the_code() -> None:
-    """The page states exactly the effect of each key at every level."""
     root = Path(__file__).resolve().parents[2]
 
     assert bpm_keys.table() in (root / "docs/bpm.md").read_text()

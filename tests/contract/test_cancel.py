@@ -1,4 +1,4 @@
-"""Cancelling an errand or a drain ends it together with everything that it has started."""
+"""Cancelling an errand or a drain also ends every process that it has started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.waiting import until
 from tests.support.world import World
 
 FAMILY = "#!/bin/sh\nsh -c 'sleep 600; sleep 600' & sleep 600 & echo $! >{started}; wait\n"
-"""Children and grandchildren in the group of the script."""
+"""A script that starts children and a grandchild in its process group."""
 
 
 @pytest.fixture
@@ -24,14 +24,14 @@ def started(world: World) -> Path:
 
 
 async def deployed(world: World, **scripts: str) -> None:
-    """Apply a job ``web`` that has only these scripts."""
+    """Apply a job ``web`` with only these scripts."""
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     files = {f"bin/{name.replace('_', '-')}": text for name, text in scripts.items()}
     assert await world.value("apply", jobs.spec(store, {"web": {"monit": "", **files}})) == "applied"
 
 
 async def cancelled(world: World, task_id: str) -> Any:
-    """Return the value of a task that would last ten minutes and is cancelled now."""
+    """Cancel a task, which would otherwise take ten minutes, and return its value."""
     assert await world.value("cancel_task", task_id) == "canceled"
     return await world.value("get_task", task_id)
 
@@ -61,7 +61,7 @@ async def test_a13_cancelled_drain_ends_with_all_its_processes(world: World, sta
 
 @pytest.mark.parametrize("seconds", ["600", "-600", "-999999999999999999"])
 async def test_a13_cancelled_drain_stops_waiting(world: World, started: Path, seconds: str) -> None:
-    """The script asks for more time once or repeatedly."""
+    """A drain script prints how long the agent must wait for it. With a negative number it is then called again."""
     await deployed(world, drain=f"#!/bin/sh\necho $$ >{started}; echo {seconds}\n")
     task_id = await task_of(world.call("drain", "shutdown"))
     script = await until(lambda: number_in(started))
@@ -71,7 +71,7 @@ async def test_a13_cancelled_drain_stops_waiting(world: World, started: Path, se
 
 
 async def test_e10_cancelled_queued_errand_never_begins(world: World, started: Path) -> None:
-    """The task before it and the one after it are executed."""
+    """The tasks before and after it in the queue are still executed."""
     begun, gate = started.with_name("begun"), started.with_name("gate")
     pre_start = f"#!/bin/sh\necho $$ >{started}; until [ -e {gate} ]; do sleep 0.02; done\n"
     await deployed(world, run=f"#!/bin/sh\necho $$ >>{begun}\n", pre_start=pre_start)

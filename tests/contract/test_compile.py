@@ -1,4 +1,4 @@
-"""Answers and effects of compilations. A16 and A17 are facts of the protocol page."""
+"""Replies and effects of compilations. A16 and A17 are facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ pytestmark = pytest.mark.slow
 
 INSTALL = "mkdir -p $BOSH_INSTALL_TARGET/bin; "
 LINKS = "$(dirname $BOSH_INSTALL_TARGET)"
-"""Directory of the packages in use, which is ``/var/vcap/packages`` on a machine."""
+"""Shell expression for the directory with the links to enabled packages, ``/var/vcap/packages`` on a machine."""
 
 
 def source(world: World, packaging: str, **files: str) -> tuple[str, str]:
-    """Put the source of a package into the blobstore. Return its id and digest."""
+    """Store the source of a package in the blobstore. Return the blob's id and digest."""
     blob = jobs.blob(store_of(world), archive({"packaging": packaging, **files}))
     return blob["blobstore_id"], blob["sha1"]
 
 
 def dependency(world: World, name: str, version: str = "1", **files: str) -> dict[str, str]:
-    """Put a compiled package into the blobstore. Return it in the form in which a dependency is named."""
+    """Store a compiled package in the blobstore. Return its entry for the dependencies in a compile request."""
     content = archive(files or {"bin/tool": f"#!/bin/sh\necho {name} {version}\n"})
     return {"name": name, "version": version, **jobs.blob(store_of(world), content)}
 
@@ -60,26 +60,27 @@ def printed(world: World, stream: str = "stdout") -> str:
 
 
 def left(world: World) -> list[Path]:
-    """Return all remains of a compilation except its logs and the directories of versions."""
+    """Return everything that compilations have left behind, except their logs and the parent directories of package
+    versions.
+    """
     paths = world.paths
     found = [path for place in (paths.packages, paths.compile) for path in place.glob("*")]
     return [*found, *paths.tmp.glob(".*"), *paths.data_packages.glob("*/*")]
 
 
 async def compiled(world: World, packaging: str, name: str = "p", **deps: dict[str, str]) -> bytes:
-    """Return the archive that a compilation produces."""
+    """Compile a package and return the resulting archive."""
     return await compiled_from(world, *source(world, packaging), name, deps)
 
 
 async def compiled_from(world: World, blob_id: str, digest: str, name: str = "p", deps: Any = None) -> bytes:
-    """Return the archive that a compilation of a blob produces."""
+    """Compile a package whose source is in a blob, and return the resulting archive."""
     value = await world.value("compile_package", blob_id, digest, name, "1.1", deps)
     content: bytes = (store_of(world) / value["result"]["blobstore_id"]).read_bytes()
     return content
 
 
-# --- answers
-# ------------------------------------------------------------------------------------------------------------
+# --- answers ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a16_compile_returns_id_and_sha1_of_a_new_blob(world: World) -> None:
@@ -98,10 +99,11 @@ async def test_a16_compile_returns_id_and_sha1_of_a_new_blob(world: World) -> No
         assert {(member.uid, member.gid, member.uname) for member in packed.getmembers()} == {(0, 0, "root")}
 
 
-async def test_a16_packaging_script_has_its_environment(world: World) -> None:
-    """The environment has Go's variables, the agent's programs first in PATH and a temporary directory.
+async def test_a16_packaging_script_gets_its_documented_environment(world: World) -> None:
+    """The script gets the same variables as from the Go agent, a temporary directory, and the agent's programs first in
+    PATH.
 
-    The script runs in its source.
+    It runs in the directory of the package's source.
     """
     await compiled(world, 'echo "$0|$PWD|$PATH|$TMPDIR|$(umask)"; env | grep ^BOSH_ | sort; ls; cat', "hello")
 
@@ -120,7 +122,7 @@ async def test_a16_packaging_script_has_its_environment(world: World) -> None:
 
 
 async def test_a16_compile_links_only_the_package_and_its_dependencies(world: World) -> None:
-    """Former links are removed. Dependencies are complete."""
+    """Entries that earlier compilations left are removed, because a script could use them by mistake."""
     stray = world.paths.packages / "golang-1.19-linux"
     stray.mkdir()
     (stray / "compile.env").write_text("echo wrong")
@@ -182,7 +184,7 @@ async def test_a16_source_in_another_compression_gives_a_gzipped_package(world: 
 
 
 async def test_a17_compile_downloads_and_uploads_by_signed_urls_with_headers(world: World, server: Server) -> None:
-    """The result is uploaded to its URL. Only the Director uses its id."""
+    """The result is uploaded to the signed URL, so the reply contains only digests and no blob id."""
     tool, src = archive({"bin/tool": "x"}), archive({"packaging": f"{INSTALL} cp {LINKS}/pcre/bin/tool src"})
     server.blobs = {"/pcre": tool, "/src": src}
     request = {
@@ -219,12 +221,11 @@ async def test_a17_compile_downloads_and_uploads_by_signed_urls_with_headers(wor
     assert left(world) == []
 
 
-# --- failures
-# -----------------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 async def failed(world: World, *arguments: Any) -> str:
-    """Return the error of a failed compilation of the package p, without its fixed beginning."""
+    """Compile a package p, which must fail. Return the error without its constant prefix."""
     text = await world.error("compile_package", *arguments)
     found = re.fullmatch(r"Action Failed get_task: Task \S+ result: Compiling package p: (.*)", text, re.DOTALL)
     assert found is not None, text
@@ -232,7 +233,7 @@ async def failed(world: World, *arguments: Any) -> str:
 
 
 async def test_a16_failed_packaging_script_is_reported_with_its_output(world: World) -> None:
-    """Files that the script has installed are removed, and so are its dependencies."""
+    """Afterwards, neither files that the script has installed nor its dependencies remain."""
     packaging = INSTALL + "set +x; echo out; echo err >&2; exit 7"
     tool = dependency(world, "tool")
     text = await failed(world, *source(world, packaging), "p", "1", {"tool": tool})
@@ -245,7 +246,7 @@ async def test_a16_failed_packaging_script_is_reported_with_its_output(world: Wo
 
 
 async def test_a16_long_packaging_output_is_truncated_at_a_line_start(world: World) -> None:
-    """At most the last 10 KiB of each stream are reported. The logs contain everything."""
+    """The error contains at most the last 10 KiB of each stream, while the logs contain everything."""
     packaging = "set +x; seq 100000; head -c 20000 /dev/zero | tr '\\0' é >&2; kill -9 $$"
     text = await failed(world, *source(world, packaging), "p", "1", {})
 
@@ -300,7 +301,7 @@ async def test_a16_compile_reports_a_result_that_cannot_be_stored(world: World) 
 async def test_signed_urls_of_a_compilation_appear_in_no_text(
     world: World, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither the log nor the readable parts of the task and the package contain the URLs or their headers."""
+    """Neither the log nor the ``repr`` of the task and the package contain the URLs or their headers."""
     caplog.set_level("DEBUG")
     request: dict[str, Any] = {
         "package_get_signed_url": f"{server.url}/gone?sig=s3cr3t",
@@ -321,7 +322,7 @@ async def test_signed_urls_of_a_compilation_appear_in_no_text(
     assert not any("s3cr3t" in said for said in (caplog.text, repr(task), repr(package)))
 
 
-async def test_compilation_beside_running_jobs_keeps_their_packages(world: World) -> None:
+async def test_compilation_keeps_the_packages_of_deployed_jobs(world: World) -> None:
     wanted = jobs.spec(store_of(world), {"web": {"monit": ""}}, {"tool": {"bin/tool": "x"}})
     assert await world.value("apply", wanted) == "applied"
     paths = world.paths
@@ -341,7 +342,7 @@ async def test_compilation_beside_running_jobs_keeps_their_packages(world: World
 
 
 @pytest.mark.parametrize("clashing", ["dependency", "package"])
-async def test_compilation_does_not_replace_a_package_of_jobs_by_another_version(world: World, clashing: str) -> None:
+async def test_compilation_refuses_to_replace_a_package_that_jobs_use(world: World, clashing: str) -> None:
     wanted = jobs.spec(store_of(world), {"web": {"monit": ""}}, {"tool": {"bin/tool": "x"}})
     assert await world.value("apply", wanted) == "applied"
     before = (world.paths.packages / "tool").readlink()
@@ -358,7 +359,7 @@ async def test_compilation_does_not_replace_a_package_of_jobs_by_another_version
 
 
 async def test_compilation_works_after_the_apply_of_a_compilation_vm(world: World) -> None:
-    """That spec has no configuration hash. The first one of create-env has a hash but no jobs."""
+    """The spec of a compilation VM has no configuration hash. The first spec of create-env has a hash but no jobs."""
     await world.value(
         "apply", {"deployment": "d", "job": {"name": "compilation-1"}, "index": 0, "id": "i", "packages": {}}
     )
@@ -374,12 +375,13 @@ async def test_compilation_works_after_the_apply_of_a_compilation_vm(world: Worl
     assert members(await compiled(world, "touch $BOSH_INSTALL_TARGET/x")) == {".": None, "./x": b""}
 
 
-# --- while it runs
-# ------------------------------------------------------------------------------------------------------
+# --- while it runs ----------------------------------------------------------------------------------------------------
 
 
 async def begun(world: World, packaging: str) -> tuple[str, int]:
-    """Return the task of a compilation whose script waits, and the pid of a process that the script has started."""
+    """Start a compilation whose script waits. Return its task id and the pid of a process that the script has
+    started.
+    """
     started = world.paths.base / "started"
     reply = await world.call("compile_package", *source(world, packaging.format(started)), "p", "1", {})
     assert is_running(reply)
@@ -387,7 +389,7 @@ async def begun(world: World, packaging: str) -> tuple[str, int]:
 
 
 async def test_compilation_progress_is_reported(world: World) -> None:
-    """The report has the step, the package and the start time."""
+    """The running task states the package, the current step and the start time."""
     task_id, _ = await begun(world, "sleep 600 & echo $! >{}; wait")
     task = world.agent.tasks.running
 
@@ -410,7 +412,7 @@ async def test_compilation_progress_is_reported(world: World) -> None:
     ],
 )
 async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World, packaging: str) -> None:
-    """The compilation ends on request, however its processes react."""
+    """The processes ignore SIGTERM, leave the session, drop their environment, or are orphaned."""
     task_id, child = await begun(world, packaging)
     try:
         assert await world.value("cancel_task", task_id) == "canceled"
@@ -424,7 +426,7 @@ async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World,
 
 
 async def test_processes_of_a_packaging_script_end_with_it(world: World) -> None:
-    """A remaining process could write into the directory that is being packed."""
+    """A process that survived could write into the directory while it is being packed."""
     started = world.paths.base / "started"
     await compiled(world, f"sleep 600 & setsid sleep 600 & echo $! >{started}; sleep 600 & echo $! >>{started}")
 
@@ -432,12 +434,13 @@ async def test_processes_of_a_packaging_script_end_with_it(world: World) -> None
     assert [is_alive(pid) for pid in pids] == [False, False]
 
 
-# --- reproducible results
-# -----------------------------------------------------------------------------------------------
+# --- reproducible results ---------------------------------------------------------------------------------------------
 
 
 async def test_compiled_files_older_than_the_source_keep_their_time(world: World) -> None:
-    """Such files do not count as outdated. New files get the time of the source."""
+    """Files with an older modification time than the source keep it. All others get the time of the source, so that
+    compiling again gives the same archive.
+    """
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as packed:
         for name, text, when in (

@@ -1,4 +1,4 @@
-"""bpm.yml files of public BOSH releases are parsed and checked."""
+"""Parses and checks bpm.yml files from public BOSH releases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRIES = corpus.entries("bpm")
 def test_check_of_corpus_bpm_files_gives_the_expected_verdict(
     entry: corpus.Entry, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``agent-shim check`` accepts valid files, and rejects the others with the place of the error."""
+    """``agent-shim check`` accepts valid files, and rejects the others with the location of the error."""
     verdict = check.main([entry.path], "bpm")
 
     out, errors = capsys.readouterr()
@@ -26,8 +26,8 @@ def test_check_of_corpus_bpm_files_gives_the_expected_verdict(
         assert errors.startswith(f"cannot read {entry.path}: line ")
 
 
-def test_each_corpus_bpm_process_has_a_program() -> None:
-    """Executables are paths, or are found in the PATH of the job."""
+def test_each_corpus_bpm_process_has_a_valid_executable() -> None:
+    """Each executable is an absolute path or a command in the job's PATH."""
     files = [config.parse(entry.text, origin=entry.file) for entry in ENTRIES if entry.is_accepted]
     processes = [process for file in files for process in file.processes]
 

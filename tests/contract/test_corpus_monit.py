@@ -1,4 +1,4 @@
-"""Monit files of public BOSH releases are parsed, accepted or rejected as by monit 5.2.5, and rendered again."""
+"""Parses monit files from public BOSH releases, compares the verdicts with monit 5.2.5, and renders the files again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ACCEPTED = [entry for entry in ENTRIES if entry.is_accepted]
 def test_check_of_corpus_monit_files_gives_the_verdict_of_monit(
     entry: corpus.Entry, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``agent-shim check`` accepts files that monit loads, and rejects others with the place of the error."""
+    """``agent-shim check`` accepts files that monit loads, and rejects others with the location of the error."""
     verdict = check.main([entry.path], "monit")
 
     out, errors = capsys.readouterr()
@@ -31,27 +31,29 @@ def test_check_of_corpus_monit_files_gives_the_verdict_of_monit(
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
 def test_rendered_corpus_monit_file_is_equivalent(entry: corpus.Entry) -> None:
-    """A file and its rendered form have the same values and lead to the same plan."""
+    """Parsing the rendered file gives the same values and the same plan as the original."""
     file = parser.parse(entry.text, origin=entry.file)
 
     rendered = monit_render.render(file)
 
     assert parser.parse(rendered, origin="rendered") == file
-    # A missing item is reported with its line number, which differs in the rendered file.
+    # Plans with a missing dependency are not compared, because its line number differs in the rendered file.
     if "stub-dep" not in entry.verdict:
         assert plan([JobFile("job", "", rendered)]) == plan([JobFile("job", "", entry.text)])
 
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
-def test_corpus_monit_files_lack_only_services_of_other_jobs(entry: corpus.Entry) -> None:
-    """Each file that monit accepts has no duplicates and no cycles, and lacks only services that the index names."""
+def test_corpus_monit_files_depend_only_on_existing_services_or_other_jobs(entry: corpus.Entry) -> None:
+    """Files that monit accepts contain neither duplicates nor cycles. Only files with a "stub-dep" verdict in the index
+    depend on services that are not in the file.
+    """
     problems = parser.problems([parser.parse(entry.text, origin=entry.file)])
 
     assert {problem.kind for problem in problems} == ({"missing"} if "stub-dep" in entry.verdict else set())
 
 
 def test_every_corpus_monit_process_can_be_supervised() -> None:
-    """Each process of a real file has what a supervisor needs."""
+    """Each process has a pidfile or a pattern, and a start program with an absolute path."""
     files = [parser.parse(entry.text, origin=entry.file) for entry in ACCEPTED]
     processes = [check for file in files for check in file.services if check.kind == "process"]
 

@@ -1,4 +1,4 @@
-"""Notations of digests (facts D1 to D7), tested through the one action that only checks a digest."""
+"""Digest formats (facts D1 to D7 on the protocol page), tested with ``upload_blob``, which only checks a digest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARGUMENT = "Extracting method arguments from payload: Unmarshalling action argum
 
 
 async def refused(world: World, checksum: str | None) -> str:
-    """Return why the content is rejected under this digest, or "" if it is accepted."""
+    """Return the error with which the content is rejected for this digest, or "" if it is accepted."""
     upload = {"blob_id": "b", "checksum": checksum, "payload": base64.b64encode(CONTENT).decode()}
     reply = await world.run("upload_blob", upload)
     kept = world.paths.sensitive_blobs / "b"
@@ -41,7 +41,7 @@ async def test_d1_a_bare_digest_is_a_sha1(world: World) -> None:
 @pytest.mark.parametrize(
     "good", [f"{WRONG};sha256:{SHA256}", f"sha256:00;sha512:{SHA512};{WRONG}", f"sha512:{SHA512};sha256:00"]
 )
-async def test_d2_only_the_strongest_digest_counts(world: World, good: str) -> None:
+async def test_d2_only_the_strongest_digest_is_checked(world: World, good: str) -> None:
     assert await refused(world, good) == ""
     assert "but was 'sha512:" in await refused(world, f"{SHA1};sha512:{'0' * 128};sha256:{SHA256}")
 
@@ -66,12 +66,14 @@ async def test_d5_blob_without_a_digest_is_rejected(world: World, empty: str | N
     assert await refused(world, empty) == "no digest algorithm found. Supported algorithms: sha1, sha256, sha512"
 
 
-async def test_d5_null_digest_matches_no_blob(world: World) -> None:
+async def test_d5_null_digest_is_rejected(world: World) -> None:
     assert (await refused(world, None)).startswith("Payload corrupted. Checksum mismatch. Expected 'null': ")
 
 
 async def test_invalid_digests_are_rejected_before_any_work(world: World) -> None:
-    """This holds even if no blob would be fetched, as for an old version or a spec without a configuration hash."""
+    """They are rejected even in requests that fetch no blob, such as an old DNS version or a spec without a
+    configuration hash.
+    """
     world.paths.dns_records.parent.mkdir(parents=True, exist_ok=True)
     world.paths.dns_records.write_text('{"version": 5, "records": []}')
     archive = {"sha1": "a:b:c", "blobstore_id": "b"}
@@ -97,7 +99,7 @@ async def test_apply_rejects_a_package_without_a_digest(world: World) -> None:
     assert error.endswith("Persisting apply spec: package nginx: no digests have been provided")
 
 
-async def test_archive_without_id_and_digest_is_stored_like_the_go_agent_does(world: World) -> None:
+async def test_templates_without_id_and_digest_are_reported_as_by_the_go_agent(world: World) -> None:
     assert await world.value("apply", {"rendered_templates_archive": {"sha1": "", "blobstore_id": ""}}) == "applied"
 
     stored = (await world.value("get_state"))["rendered_templates_archive"]

@@ -1,7 +1,7 @@
-"""Answers about disks to the Director and the CLI (facts A19 to A24), with directories as volumes.
+"""Replies of the disk actions to the Director and the CLI (facts A19 to A24), with directories as volumes.
 
-``tests/root`` tests real file systems. Here links represent disks, so that no test mounts anything that is visible
-elsewhere.
+Disks are made visible with symlinks here, so that no test mounts anything on the machine. ``tests/root`` tests real
+file systems.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def volume(world: World, cid: str) -> dict[str, str]:
-    """Create a mounted volume and return the CPI's hint for it."""
+    """Create the directory of a volume, and return the hint that a CPI would send for it."""
     path = world.paths.base.parent / "volumes" / cid
     path.mkdir(parents=True)
     return {"path": str(path)}
 
 
 async def mounted(world: World, cid: str) -> Path:
-    """Attach and mount a disk as the Director does."""
+    """Attach and mount a disk as the Director does. Return the directory of its volume."""
     hint = volume(world, cid)
     assert await world.value("add_persistent_disk", cid, hint) == {}
     assert await world.value("mount_disk", cid) == {}
@@ -118,7 +118,7 @@ async def test_disk_errors_have_the_text_of_the_go_agent(
 
 
 async def test_disk_requests_reread_the_settings(world: World) -> None:
-    """A CPI that attaches disks to a running VM writes the settings just before the request."""
+    """A CPI that attaches disks to a running VM writes the settings just before the Director sends the request."""
     base = world.paths.base.parent
     write_settings(base, disks={"persistent": {"disk-a": volume(world, "disk-a")["path"]}})
 
@@ -177,9 +177,9 @@ async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world: 
 
 @pytest.mark.parametrize("hint", ["disk-d", "dev/vdb", {"path": "volume"}])
 async def test_a24_dynamic_disk_without_an_absolute_path_is_rejected_at_once(world: World, hint: Any) -> None:
-    """The agent only waits for paths that may still appear.
+    """Waiting would be pointless, because the agent only waits for absolute paths, which may still appear.
 
-    The Go agent can link to any text, even one that is not a path.
+    The Go agent would link to any string, even if it is not a path.
     """
     error = await world.error("add_dynamic_disk", "disk-d", hint)
 
@@ -214,7 +214,7 @@ async def test_a23_disk_without_a_cid_is_never_stored(world: World, cid: str | N
 
 @pytest.mark.parametrize("hint", ["/dev/sdz", {"path": "/dev/disk/by-id/none"}])
 async def test_a20_mount_of_a_block_device_is_rejected_at_once_with_advice(world: World, hint: Any) -> None:
-    """In a container, waiting cannot turn a block device into a directory with files."""
+    """The agent does not wait for the device, because a container needs a directory that the CPI has mounted."""
     world.agent.disks.timeouts = Timeouts(arrival=3600)
     await world.value("add_persistent_disk", "disk-a", hint)
 

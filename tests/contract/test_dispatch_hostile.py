@@ -1,4 +1,4 @@
-"""Hostile values at each place in the arguments of each action cause one error and no change, and the agent keeps
+"""Hostile values at each position in the arguments of each action cause one error and no change, and the agent keeps
 answering.
 """
 
@@ -46,7 +46,7 @@ HOSTILE: Final[dict[str, Any]] = {
     "not ASCII": "ä" * 200,
 }
 FEW: Final = ("negative", "nested", "NUL", "path", "not ASCII")
-"""The values for actions that start a program for each of them."""
+"""The values to try for actions that start a program for each request."""
 URLS: Final = ("URL of a wrong port", "URL of a file")
 SIGNED: Final = {"signed_url": "", "blobstore_headers": {"a": "b"}}
 DIGEST: Final = hashlib.sha1(b"").hexdigest()
@@ -55,7 +55,7 @@ CERT: Final = {"ca": "", "certificate": "c", "private_key": "p"}
 
 
 def arguments(world: World) -> dict[str, list[Any]]:
-    """Return arguments for each action, including every member that it reads."""
+    """Return valid arguments for each action, with every member that the action reads."""
     store = world.paths.base.parent / "blobstore"
     spec = jobs.spec(
         store, {"web": {"monit": ""}}, {"tool": {"x": ""}}, properties={"logging": {"max_log_file_size": "1M"}}
@@ -115,7 +115,7 @@ def arguments(world: World) -> dict[str, list[Any]]:
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path to each value below this one."""
+    """Yield the path of keys and indices to each value inside ``value``."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, member in inner:
         yield (*way, key)
@@ -123,7 +123,7 @@ def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(value: Any, way: tuple[Any, ...], new: Any) -> Any:
-    """Return a copy with another value at one place."""
+    """Return a copy in which the value at path ``way`` is replaced."""
     made = copy.deepcopy(value)
     *above, last = way
     at = made
@@ -134,7 +134,7 @@ def changed(value: Any, way: tuple[Any, ...], new: Any) -> Any:
 
 
 def tree(world: World) -> dict[str, bytes]:
-    """Return the installed files, and the documents that outlive the agent."""
+    """Return the paths of installed files, and the contents of persistent state files."""
     base = world.paths.base
     kept = [path for path in base.glob("bosh/*.json") if path.name != "supervisor.json"]
     found = {str(path): path.read_bytes() for path in kept}
@@ -150,7 +150,7 @@ WORKING: Final = {"apply", "prepare", "compile_package", "compile_package_with_s
     "sync_dns_with_signed_url",
 }
 UNTRIED: Final = {"add_dynamic_disk": [1]}
-"""Arguments for which an action waits until they become valid, such as a path that may appear."""
+"""Positions of arguments that are not tried, because the action waits for the path in them to appear."""
 
 
 def test_hostile_arguments_cover_each_action(world: World) -> None:
@@ -161,8 +161,8 @@ def test_hostile_arguments_cover_each_action(world: World) -> None:
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in WORKING)) for name in sorted(ACTIONS)]
 )
-async def test_hostile_argument_gives_one_error_and_changes_nothing(world: World, method: str) -> None:
-    """The error has a limited length and an expected reason. The next request is answered."""
+async def test_hostile_arguments_cause_an_error_and_no_change(world: World, method: str) -> None:
+    """The error has a limited length and an expected reason, and the next request is answered."""
     valid = arguments(world)[method]
     outside, before = sorted(world.paths.base.parent.iterdir()), tree(world)
     findings = []
@@ -186,7 +186,7 @@ async def test_hostile_argument_gives_one_error_and_changes_nothing(world: World
 
 
 async def test_requests_queued_behind_an_errand_use_bounded_memory(world: World) -> None:
-    """The 180 KB of empty lists in each request became three megabytes, and the queue was unbounded."""
+    """180 KB of empty lists take up three megabytes once they are decoded, and the queue used to be unbounded."""
     blocked = asyncio.Event()
     world.agent.tasks.submit("run_errand", blocked.wait)
     replies = [await world.call("prepare", {}, [[]] * 45_000 + [number]) for number in range(20)]

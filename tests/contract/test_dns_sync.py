@@ -1,4 +1,4 @@
-"""DNS records through either method. A26 and A27 are facts of the protocol page."""
+"""Both methods that deliver DNS records. A26 and A27 are facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def records(version: int, *names: str) -> bytes:
 
 
 def signed(server: Server, content: bytes, version: int, **members: Any) -> dict[str, Any]:
-    """Return a request for the records, which the server has."""
+    """Store the records on the server, and return a request that refers to them."""
     server.blobs[f"/{version}"] = content
     return {
         "signed_url": f"{server.url}/{version}?st=secret",
@@ -70,9 +70,9 @@ async def test_a27_dns_sync_with_a_wrong_version_or_digest_changes_nothing(world
 
 @pytest.mark.slow
 async def test_a27_unavailable_dns_url_is_reported_after_three_tries_unsigned(world: World, server: Server) -> None:
-    """The error does not contain the signature of the URL.
+    """The error does not contain the URL's signature.
 
-    The pauses between the attempts take five seconds, during which other work continues.
+    The pauses between the attempts take five seconds, during which the agent answers other requests.
     """
     server.plan = ["500"] * 3
     asking = asyncio.create_task(world.error("sync_dns_with_signed_url", signed(server, records(7), 7)))

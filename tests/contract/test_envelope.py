@@ -1,4 +1,4 @@
-"""Format and texts of the message envelope. T5 to E11 are facts of the protocol page."""
+"""Format and error texts of the message envelope. T5 to E11 are facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: Wor
 
 
 async def test_t6_oversized_value_becomes_a_fixed_exception(world: World) -> None:
-    """The spec of the instance fits into a request, but not into a reply, which has further members."""
+    """Here the spec fits into a request, but not into the ``get_state`` reply, which has further members."""
     await world.value("apply", {"az": "x" * (wire.MAX_REPLY_BYTES - 300)})
 
     assert await world.call("get_state") == {"exception": {"message": "Response exceeded maximum allowed length"}}
@@ -138,7 +138,7 @@ async def test_e6_surplus_arguments_are_ignored(world: World) -> None:
 
 
 async def test_e7_member_names_match_in_any_case_and_unknown_ones_are_ignored(world: World) -> None:
-    """The request is the one on the protocol page, spelled in other ways."""
+    """Variants of the request on the protocol page are all accepted."""
     request = protocol.message("request")
     spellings = [
         request,
@@ -210,8 +210,8 @@ async def test_e9_failed_task_results_are_repeated_for_every_poll(world: World) 
     assert [await world.call("get_task", task_id) for _ in range(11)] == [first] * 11
 
 
-async def test_e10_cancellable_tasks_are_cancelled() -> None:
-    """The Director cancels some tasks, and operators cancel compilations."""
+async def test_e10_only_drains_errands_and_compilations_are_cancellable() -> None:
+    """Drains and errands can be cancelled, as with the Go agent, and so can compilations."""
     cancellable = {name for name, action in ACTIONS.items() if asyncio.Event in action.injected.values()}
 
     assert cancellable == {"drain", "run_errand", "compile_package", "compile_package_with_signed_url"}
@@ -251,7 +251,7 @@ async def test_e11_only_update_settings_tasks_are_stored(world: World, monkeypat
     assert not world.paths.tasks.exists()
 
 
-async def test_internal_error_in_an_action_is_an_exception_and_the_agent_continues(
+async def test_internal_error_in_an_action_is_reported_and_the_agent_continues(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(agent: Any) -> None:
@@ -266,8 +266,8 @@ async def test_internal_error_in_an_action_is_an_exception_and_the_agent_continu
     assert await world.call("ping") == {"value": "pong"}
 
 
-def test_all_actions_are_actions_of_the_go_agent() -> None:
-    """See agent/action/concrete_factory.go."""
+def test_agent_has_only_actions_of_the_go_agent() -> None:
+    """The names are those in the Go agent's agent/action/concrete_factory.go."""
     known = set(
         "ping info get_task cancel_task ssh bundle_logs fetch_logs fetch_logs_with_signed_url update_settings shutdown "
         "remove_file prepare apply start stop drain get_state run_errand run_script compile_package "
@@ -290,7 +290,7 @@ async def test_action_modes_equal_those_of_the_go_agent(world: World, tmp_path: 
 
 
 async def test_answered_task_takes_less_than_two_kilobytes(world: World) -> None:
-    """A thousand finished tasks are remembered with their requests, so they must not keep their asyncio tasks."""
+    """The agent remembers a thousand finished tasks with their requests, so these must not keep asyncio tasks alive."""
     request = {"method": "list_disk", "arguments": [], "protocol": 3}
     await world.run("list_disk")
     gc.collect()
@@ -301,7 +301,7 @@ async def test_answered_task_takes_less_than_two_kilobytes(world: World) -> None
             while is_running(reply):
                 reply = await world.call("get_task", reply["value"]["agent_task_id"])
         gc.collect()
-        # Other tests in this process may have threads that are still running.
+        # Count only our memory, because threads of other tests in this process may still be running.
         ours = [tracemalloc.Filter(True, f"*/{name}/*") for name in ("agent_shim", "asyncio")]
         largest = tracemalloc.take_snapshot().filter_traces(ours).statistics("lineno")
         assert sum(each.size for each in largest) < 200 * 1000, largest[:5]
@@ -310,7 +310,7 @@ async def test_answered_task_takes_less_than_two_kilobytes(world: World) -> None
 
 
 async def test_changes_by_an_action_are_backed_up_before_its_reply(world: World) -> None:
-    """If the container ends after the reply, the next one must know about the change."""
+    """If the container ends right after the reply, the agent in the next one must know about the change."""
     await world.value("add_persistent_disk", "cid", "/dev/sdx")
 
     copy = world.paths.mirror / "persistent_disk_hints.json"
@@ -326,7 +326,7 @@ async def test_changes_by_an_action_are_backed_up_without_a_further_request(worl
 
 
 async def test_stored_task_runs_again_from_its_request_after_a_restart(world: World) -> None:
-    """The agent was restarted before the task ended."""
+    """This is how a task continues that was interrupted by a restart of the agent."""
     request = {"method": "update_settings", "arguments": [{"trusted_certs": ""}], "reply_to": "x", "protocol": 3}
     stored = world.dispatcher.resumed()
 

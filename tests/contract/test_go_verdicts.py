@@ -1,4 +1,6 @@
-"""Thousands of mutated documents are accepted or rejected as by the Go agent, according to a table of its verdicts."""
+"""Thousands of mutated documents are accepted or rejected as by the Go agent, whose verdicts are recorded in
+a table.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from agent_shim.core.errors import BadArgumentsError, SettingsError
 from tests.support import verdicts
 
 NEEDED = "cannot use the settings in the file: $.agent_id is "
-"""Empty, or not a valid part of a subject: the Go agent would subscribe to a subject on which no Director sends."""
+"""We reject an agent id that is empty or not valid in a NATS subject. The Go agent accepts such an id, but subscribes
+to a subject to which no Director publishes.
+"""
 
 
 @pytest.mark.parametrize("name", verdicts.TABLE["settings"])
@@ -25,7 +29,7 @@ def test_settings_accepted_by_the_go_agent_are_accepted(name: str) -> None:
         of_go += verdict in ("ok", "panic")
         try:
             parse(json.dumps(document).encode(), origin="the file")
-        except SettingsError as exc:  # any other exception fails the test, like a panic
+        except SettingsError as exc:  # any other exception would be our equivalent of a panic, and fails the test
             if verdict in ("ok", "panic") and NEEDED not in str(exc):
                 differing.append(f"{words}: {exc}")
 
@@ -45,7 +49,7 @@ def test_requests_are_dropped_rejected_and_parsed_as_by_the_go_agent(name: str) 
 
 
 @pytest.mark.parametrize(("text", "verdict"), verdicts.TABLE["bytes"])
-def test_barely_valid_json_is_read_as_by_go(text: str, verdict: str) -> None:
+def test_barely_valid_json_is_decoded_as_by_go(text: str, verdict: str) -> None:
     assert _answer(text.encode("latin-1")) == verdict
 
 

@@ -1,4 +1,4 @@
-"""The monit files of ``tests/releases`` are parsed. Testing their effects takes root and minutes."""
+"""Parses the monit files in ``tests/releases``. Tests of their effects need root and take minutes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ JOBS = {
 }
 
 
-def test_corpus_of_release_habits_has_twenty_entries() -> None:
+def test_release_habits_include_at_least_twenty_monit_files() -> None:
     assert len(JOBS) >= 20
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_each_statement_of_the_release_habits_has_an_effect(name: str) -> None:
-    """None is read and then ignored, and none is an error."""
+def test_monit_files_of_release_habits_are_parsed_without_ignored_statements(name: str) -> None:
+    """Parsing a monit file reports neither ignored statements nor problems."""
     read = parser.parse(JOBS[name], origin=name)
 
     assert read.ignored == ()

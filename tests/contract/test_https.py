@@ -1,4 +1,4 @@
-"""The agent's HTTPS endpoint for the bosh CLI: protocol, statuses and bodies, over a real socket."""
+"""The agent's HTTPS endpoint for the bosh CLI, over a real socket. T9 and T10 are facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_t9_reply_has_status_200_and_is_text(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("body", [b"null", b"{}"])
-async def test_t9_exception_has_status_200_too(cli: Cli, body: bytes) -> None:
+async def test_t9_exception_reply_has_status_200(cli: Cli, body: bytes) -> None:
     answer = await cli.send("POST", "/agent", body)
 
     assert answer.status == 200
@@ -149,7 +149,7 @@ async def test_t9_blob_id_that_is_not_a_plain_name_is_rejected(cli: Cli, world: 
 
 
 @pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
-async def test_t9_link_is_not_served_as_a_blob(cli: Cli, world: World) -> None:
+async def test_t9_symlink_is_not_served_as_a_blob(cli: Cli, world: World) -> None:
     (world.paths.blobs / "link").symlink_to("/etc/passwd")
 
     assert (await cli.get_blob("link")).status == 500

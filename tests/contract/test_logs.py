@@ -1,4 +1,4 @@
-"""Logs as the Director and the CLI request them. A4 to A6 are facts of the protocol page."""
+"""Log requests from the Director and the CLI. A4 to A6 are facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNIX_DAY = 86400
 
 @pytest.fixture(autouse=True)
 def trees(world: World) -> None:
-    """Write a few files into the directories that the three kinds of logs cover."""
+    """Write a few files into the directories of the three log kinds."""
     for place, names in (
         (world.paths.log, ["web/web.stdout.log", "web/sub/deep.log", "both"]),
         (world.paths.agent_log, ["current", "both"]),
@@ -43,13 +43,13 @@ def trees(world: World) -> None:
 
 
 def unpacked(data: bytes) -> dict[str, str]:
-    """Return the files of an archive by name."""
+    """Return the contents of an archive by file name."""
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as tar:
         return {m.name: content.read().decode() for m in tar if (content := tar.extractfile(m)) is not None}
 
 
 async def fetched(world: World, kinds: str, filters: Any = None) -> dict[str, str]:
-    """Return the archive that ``fetch_logs`` puts into the blobstore."""
+    """Run ``fetch_logs`` and return the files in the archive that it stores in the blobstore."""
     value = await world.value("fetch_logs", kinds, filters)
     assert set(value) == {"blobstore_id", "sha1"}
     assert str(uuid.UUID(value["blobstore_id"])) == value["blobstore_id"]
@@ -60,7 +60,7 @@ async def fetched(world: World, kinds: str, filters: Any = None) -> dict[str, st
 
 
 def scratch(world: World) -> list[str]:
-    """Return all remaining files. The directory of bundles is only included if it has entries."""
+    """Return the temporary files that remain. The directory for bundles counts only if it is not empty."""
     below = [path for path in world.paths.tmp.rglob("*") if path != world.paths.bundled_logs]
     return sorted(str(path.relative_to(world.paths.tmp)) for path in below)
 
@@ -137,7 +137,7 @@ async def test_a5_missing_logs_give_an_empty_archive(world: World) -> None:
 
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
-async def test_a5_job_cannot_get_other_files_packed_as_logs(world: World) -> None:
+async def test_a5_job_cannot_get_files_outside_its_logs_packed(world: World) -> None:
     (world.paths.log / "web/secret.log").symlink_to(world.paths.settings_cache)
     (world.paths.log / "web/all").symlink_to(world.paths.bosh)
     os.mkfifo(world.paths.log / "web/pipe")
@@ -213,7 +213,7 @@ async def test_a4_log_bundle_stays_until_it_is_removed(world: World) -> None:
 async def test_a4_number_of_log_bundles_is_limited_by_removing_the_oldest(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each request makes a copy of all logs, which used to fill the disk for a day."""
+    """Each bundle is a copy of all logs and is kept for a day, so that repeated requests used to fill the disk."""
     monkeypatch.setattr(archives, "MAX_BUNDLES", 2)
     paths = [Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"]) for _ in range(3)]
 
@@ -253,8 +253,8 @@ async def test_a4_unfetched_log_bundle_is_removed_after_a_day(world: World) -> N
     assert set(world.paths.bundled_logs.iterdir()) == {paths[1], last}
 
 
-async def test_a4_log_bundles_are_made_one_by_one_without_delaying_requests(tmp_path: Path) -> None:
-    """The Go agent answers no requests while it bundles logs."""
+async def test_a4_log_bundles_are_created_one_by_one_without_delaying_requests(tmp_path: Path) -> None:
+    """In contrast, the Go agent answers no requests while it bundles logs."""
     packing, gate, most = 0, asyncio.Event(), 0
 
     async def work(request: protocol.Request, **_: object) -> protocol.Done:
@@ -280,7 +280,7 @@ async def test_a4_log_bundles_are_made_one_by_one_without_delaying_requests(tmp_
 
 
 async def test_a4_remove_file_removes_a_temporary_file(world: World) -> None:
-    """If it is a link, the link itself is removed and its target stays."""
+    """If the file is a symlink, only the link is removed and not its target."""
     left, target, link = world.paths.tmp / "left", world.paths.base / "target", world.paths.tmp / "link"
     left.write_text("x")
     target.write_text("x")
@@ -293,7 +293,7 @@ async def test_a4_remove_file_removes_a_temporary_file(world: World) -> None:
 
 @pytest.mark.attack("a request removes another file than an archive of logs")
 async def test_a4_remove_file_removes_nothing_outside_the_temporary_directory(world: World) -> None:
-    """The Go agent removes any path as root, with everything below it."""
+    """The Go agent, which runs as root, would remove any path with everything below it."""
     kept = await world.value("bundle_logs", {"log_type": "job"})
     outside = world.paths.base / "outside"
     outside.write_text("x")
@@ -328,7 +328,7 @@ async def test_a4_removing_a_missing_log_bundle_succeeds(world: World, path: str
 
 
 @pytest.mark.attack("a request removes another file than an archive of logs")
-async def test_a4_link_at_the_path_of_a_log_bundle_is_removed_not_followed(world: World) -> None:
+async def test_a4_symlink_in_place_of_a_log_bundle_is_removed_not_followed(world: World) -> None:
     path = Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"])
     victim = world.paths.base / "victim"
     victim.mkdir()
@@ -342,7 +342,9 @@ async def test_a4_link_at_the_path_of_a_log_bundle_is_removed_not_followed(world
 
 
 async def test_a5_logs_that_are_written_and_rotated_are_packed_consistently(world: World) -> None:
-    """At any moment the archive is complete and consists of whole lines, or of zeros where a file was truncated."""
+    """Each file in the archive consists of whole lines, followed by zeros if the file was truncated while it was
+    packed.
+    """
     log = world.paths.log / "web/busy.log"
     log.write_text("".join(f"line {number}\n" for number in range(5000)))
     stop = asyncio.Event()

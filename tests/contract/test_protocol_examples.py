@@ -1,4 +1,4 @@
-"""The examples of ``docs/protocol.md``, sent through the real dispatch."""
+"""Sends the examples in ``docs/protocol.md`` through the real dispatch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCRIPTS = {
 
 @pytest.fixture
 async def known(world: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, Any]]:
-    """Prepare the blobs and volumes of the examples: in the blobstore, at signed URLs and mounted."""
+    """Prepare what the examples refer to: blobs in the blobstore and at signed URLs, and a mounted volume."""
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     monkeypatch.setattr(volumes, "can_bind", lambda _: False)
     contents = {
@@ -66,7 +66,6 @@ async def known(world: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 async def test_protocol_example_is_answered_as_documented(
     example: Example, world: World, known: dict[str, Any]
 ) -> None:
-    """The example is taken from the protocol page."""
     if example.kind == "deployed":
         assert await world.value("apply", known["spec"]) == "applied"
         assert await world.value("start") == "started"

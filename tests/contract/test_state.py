@@ -1,4 +1,4 @@
-"""Results of ``get_state`` (checklist S1 to S6 of the protocol)."""
+"""Results of ``get_state``. S1 to S6 are facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Cpu(msgspec.Struct):
 
 
 class _Process(msgspec.Struct):
-    """Fields that the bosh CLI decodes. Its integers are unsigned."""
+    """The fields of a process that the bosh CLI decodes. Integers are unsigned there."""
 
     name: str
     state: str
@@ -122,7 +122,7 @@ async def test_s5_process_figures_are_numbers_that_the_cli_decodes(world: World)
 
 
 async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: World) -> None:
-    """Without any process it is running, which is how a fresh instance looks."""
+    """An instance without processes is running. So is a new instance before its first deploy."""
     seen = [(await world.value("get_state"))["job_state"]]
     await deployed(world, "good", bad={"monit": "check process bad with nonsense"})
     await world.value("start")
@@ -140,8 +140,10 @@ async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: Wor
     assert seen == ["running", "failing", "stopped"]
 
 
-async def test_s4_process_is_running_at_once_and_after_a_crash_once_settled(world: World) -> None:
-    """A first start counts as running, as with monit. After a crash the process must stay up first."""
+async def test_s4_process_is_running_at_once_but_after_a_crash_only_once_settled(world: World) -> None:
+    """After a first start a process counts as running at once, as with monit. After a crash it must stay up for a while
+    first.
+    """
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -157,10 +159,10 @@ async def test_s4_process_is_running_at_once_and_after_a_crash_once_settled(worl
 
 @pytest.mark.parametrize("seconds", [3600, 0.2])
 async def test_s4_instance_is_starting_until_its_settling_time_is_over(tmp_path: Path, seconds: float) -> None:
-    """``post-start`` thus runs as late as with monit, which looks at new processes in its next cycle."""
+    """The settling time delays ``post-start`` as monit does, which checks new processes only in its next cycle."""
     async with made(tmp_path, env={"bosh": {"agent": {"settings": {"settling_time": seconds}}}}) as world:
         await deployed(world, "web")
-        assert (await world.value("get_state"))["job_state"] == "running"  # nothing was started
+        assert (await world.value("get_state"))["job_state"] == "running"  # because nothing was started yet
         await world.value("start")
 
         async with asyncio.timeout(20):
@@ -209,7 +211,7 @@ async def test_s6_networks_are_returned_unchanged_and_survive_a_restart(world: W
 
 @pytest.fixture
 async def dynamic(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[Address | None], None]:
-    """Settings with a dynamic network. A call sets the address of the default route."""
+    """Write settings with a dynamic network. Return a function that sets the address of the default route."""
     write_settings(world.paths.base.parent, networks={"default": {"type": "dynamic", "default": ["dns", "gateway"]}})
     await world.agent.settings.refreshed()
     return lambda address: monkeypatch.setattr(network, "default_address", lambda **_: address)
@@ -231,10 +233,12 @@ async def test_s6_dynamic_networks_are_filled_only_at_apply(
     assert (await world.value("get_state"))["networks"] == {"default": filled}
 
 
-async def test_s6_first_apply_of_a_new_vm_replaces_the_address_of_the_former_one(
+async def test_s6_first_apply_on_a_new_vm_replaces_the_previous_vms_address(
     world: World, dynamic: Callable[[Address | None], None]
 ) -> None:
-    """The Director sends what the former VM of the instance reported (network_settings.rb), and stores the answer."""
+    """The Director sends the address that the instance's previous VM reported (network_settings.rb), and stores the one
+    in the reply.
+    """
     dynamic(Address("10.42.0.18", "255.255.255.0", "10.42.0.1"))
     of_former = {"type": "dynamic", "ip": "10.42.0.17", "netmask": "255.255.254.0", "gateway": "10.42.0.9"}
     of_this = {"type": "dynamic", "ip": "10.42.0.18", "netmask": "255.255.255.0", "gateway": "10.42.0.1"}

@@ -85,8 +85,7 @@ async def test_node_drain_evicts_one_vm_of_a_group_at_a_time(node: Node, tmp_pat
         await site.check(one, two, three)
 
 
-# --- names and network access
-# -------------------------------------------------------------------------------------------
+# --- names and network access -----------------------------------------------------------------------------------------
 
 FRONT: Document = {
     "name": "front",

@@ -53,7 +53,6 @@ class NatsServer(broker.NatsServer):
         await self.reload()
 
     async def kill(self) -> None:
-        """"""
         if self._process is not None:
             self._process.send(signal.SIGKILL)
             await self._process.wait()

@@ -34,8 +34,7 @@ from agent_shim.services.disks import Disks, Timeouts, markers
 from agent_shim.services.disks.markers import OURS, Marker
 from agent_shim.services.disks.service import Copy, in_worker
 
-# --- private mounts
-# -----------------------------------------------------------------------------------------------------
+# --- private mounts ---------------------------------------------------------------------------------------------------
 
 
 SKIPPED = 77
