@@ -1,9 +1,7 @@
-"""A stand-in for the bosh CLI that answers like the real one (bosh-cli 7, Director 283) from the JSON in
-``STAND_IN_BOSH``.
+"""A stand-in for the bosh CLI (bosh-cli 7 with Director 283) that takes its answers from the JSON in ``STAND_IN_BOSH``.
 
-With `--json` it prints one document: tables, blocks of `curl`, and lines that end with `Succeeded`, or with the error
-and `Exit code 1`. ``failing`` in the document lists the paths and commands that the Director refuses, with their
-status.
+With `--json` it prints one document with tables, `curl` output, and lines that end with `Succeeded`, or with the error
+and `Exit code 1`. ``failing`` in ``STAND_IN_BOSH`` maps the paths and commands that the Director refuses to the status.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ class RefusalError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parses like go-flags: a mistake is an error of the command and printed in its format."""
+    """Handles mistakes like go-flags: they are printed as an error of the command, in the command's output format."""
 
     def error(self, message: str) -> NoReturn:
         raise RefusalError(message)
@@ -45,7 +43,7 @@ class _Cli:
         command(*(deployment if name == "deployment" else given for name in needs))
 
     def get(self, path: str) -> Any:
-        """Return the Director's response."""
+        """Return the Director's response to a GET request."""
         if status := self.state.get("failing", {}).get(path):
             raise RefusalError(FAILED.format(status, "refused"))
         where, _, query = path.partition("?")
@@ -136,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    # Global options may also come before the command.
+    # Move global options behind the command, because they may precede it.
     while argv and argv[0] in ("-d", "-n", "--json"):
         taken = 2 if argv[0] == "-d" else 1
         argv = [*argv[taken:], *argv[:taken]]

@@ -1,4 +1,4 @@
-"""Calls of the CPI as a Director makes them, in this process or in processes of their own."""
+"""Calls the CPI as a Director does, in this process or in separate processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENV = {
 
 
 class CpiFailedError(AssertionError):
-    """The response has an error."""
+    """The response contains an error."""
 
     def __init__(self, error: Object, log: str) -> None:
         super().__init__(f"{error['type']}: {error['message']}")
@@ -41,7 +41,7 @@ class CpiFailedError(AssertionError):
 
 
 class Cpi:
-    """A CPI with its configuration. ``request_id`` grows with each call, as a Director's does."""
+    """A CPI with its configuration. ``request_id`` is incremented with each call, as by a Director."""
 
     def __init__(self, server: Server, directory: Path, **config: Any) -> None:
         self.server = server
@@ -51,11 +51,11 @@ class Cpi:
         self._requests = 0
 
     def write(self, config: Object) -> None:
-        """Give the CPI another configuration."""
+        """Replace the CPI's configuration."""
         self.file.write_text(json.dumps(config))
 
     def request(self, method: str, arguments: Sequence[Any], *, request_id: str = "") -> bytes:
-        """Return the bytes that a Director would write."""
+        """Return a request as the bytes that a Director would write."""
         self._requests += 1
         context = {
             "director_uuid": DIRECTOR,
@@ -65,16 +65,16 @@ class Cpi:
         return json.dumps({"method": method, "arguments": arguments, "context": context, "api_version": 3}).encode()
 
     def answer(self, request: bytes) -> Object:
-        """Return the response, computed in this process."""
+        """Run the CPI in this process and return the response."""
         return checked(door.answer(request, ["--config", str(self.file)]))
 
     def run(self, request: bytes) -> tuple[Object, str]:
-        """Return the response and the log of a process with a bare environment."""
+        """Run the CPI in a process with a minimal environment. Return the response and the log."""
         done = start(request, "--config", str(self.file))
         return checked(done.stdout), done.stderr.decode()
 
     def __call__(self, method: str, *arguments: Any, request_id: str = "") -> Any:
-        """Return the result. Raises ``CpiFailedError`` for an error."""
+        """Call a method and return its result. Raises ``CpiFailedError`` for an error."""
         response = self.answer(self.request(method, arguments, request_id=request_id))
         if response["error"]:
             raise CpiFailedError(response["error"], response["log"])
@@ -101,14 +101,14 @@ class Cpi:
 
 
 def start(request: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Start the whole program as a Director does."""
+    """Run the CPI program as a Director does."""
     env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "TMPDIR": "/tmp", "HOME": "/"}
     command = [sys.executable, "-m", "kubernetes_cpi", *arguments]
     return subprocess.run(command, input=request, capture_output=True, env=env, cwd=ROOT)
 
 
 def checked(raw: bytes) -> Object:
-    """Return a response after checking its format as Directors do (external_cpi.rb)."""
+    """Parse a response, check its format as Directors do (external_cpi.rb), and return it."""
     response: Object = json.loads(raw)
     assert set(response) == {"result", "error", "log"}, response
     assert isinstance(response["log"], str)
@@ -122,12 +122,12 @@ def checked(raw: bytes) -> Object:
 
 
 class Killed(BaseException):
-    """Raised to imitate a kill: no cleanup and no response."""
+    """Raised to simulate a kill, after which there is neither a cleanup nor a response."""
 
 
 @contextmanager
 def killed_after(count: int) -> Iterator[list[str]]:
-    """Kill the CPI in the block once its ``count``-th request was processed. Both requests and watches count."""
+    """Kill the CPI in the block when its ``count``-th request has been processed. Watches count as requests."""
     made: list[str] = []
     asked = ""
     request, getresponse = HTTPConnection.request, HTTPConnection.getresponse

@@ -1,5 +1,5 @@
-"""Provides a fresh cluster for each test, and checks that no call needs more permissions than the Roles of
-deploy/cpi grant.
+"""Provides a fresh cluster for each test, and checks that no call needs more permissions than the Roles in deploy/cpi
+grant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch
 
 @cache
 def allowed() -> frozenset[tuple[str, str]]:
-    """Return verb and plural of everything that the Roles allow."""
+    """Return the pairs of verb and plural that the Roles allow."""
     texts = [file.read_text() for file in sorted((ROOT / "deploy/cpi").rglob("*.yaml"))]
     roles = [one for text in texts if "rbac.authorization" in text for one in yaml.safe_load_all(text)]
     rules = [rule for one in roles if one and one["kind"] in ("Role", "ClusterRole") for rule in one["rules"]]
@@ -28,7 +28,7 @@ def allowed() -> frozenset[tuple[str, str]]:
 
 
 def asked(request: str) -> tuple[str, str]:
-    """Return verb and plural of a request."""
+    """Return the verb and plural of a request."""
     method, _, path = request.partition(" ")
     plural, _, name = path.partition("/")
     return VERBS.get(method) or ("get" if name else "list"), plural
@@ -40,7 +40,7 @@ def server() -> Iterator[Server]:
     yield server
     server.close()
     assert server.cluster.violations == []
-    # Every account may query its own permissions (system:basic-user).
+    # Every account may query its own permissions (system:basic-user), so the Roles need not allow it.
     reviews = {("create", "selfsubjectaccessreviews")}
     assert {asked(request) for request in server.requests} - reviews <= allowed()
 
@@ -52,7 +52,7 @@ def cluster(server: Server) -> Cluster:
 
 @pytest.fixture
 def cpi(server: Server, tmp_path: Path) -> Cpi:
-    """Return a CPI with short time limits, so that tests do not wait long for what never happens."""
+    """Return a CPI with short time limits, so that tests of timeouts do not take long."""
     return Cpi(
         server,
         tmp_path,

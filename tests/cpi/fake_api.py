@@ -1,7 +1,7 @@
-"""A small but strict imitation of an API server with a kubelet: names, labels, conflicts, watches, grace periods and
-claims.
+"""A small but strict fake of an API server with a kubelet. It checks names and labels, and supports conflicts, watches,
+grace periods and claims.
 
-``Cluster`` holds the objects and imitates scheduler and kubelet. ``Server`` speaks HTTP and injects faults into
+``Cluster`` stores the objects and simulates scheduler and kubelet. ``Server`` speaks HTTP and injects faults into
 requests that match a pattern such as ``POST pods``.
 """
 
@@ -26,7 +26,7 @@ Key = tuple[str, str, str]
 NODE = "node-1"
 TOKEN = "token-of-the-cpi"
 STEP_S = 0.005
-"""Seconds that every action of the scheduler or kubelet takes."""
+"""Duration in seconds of each action of the scheduler or kubelet."""
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 LABEL_KEY = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -42,7 +42,7 @@ GROUPS = {
 
 
 class RefusalError(Exception):
-    """A Status object with which the server refuses a request."""
+    """Raised to refuse a request with a Status object."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class Fault:
     status: int = 0
     message: str = "played"
     raw: str = ""
-    """Sent instead of a Status object."""
+    """Response body that is sent instead of a Status object."""
     retry_after: str = ""
     cut: str = ""
     delay_s: float = 0.0
@@ -72,17 +72,17 @@ class Fault:
 
 @dataclass
 class Cluster:
-    """All objects, and how the kubelet treats pods. ``pod_status`` may return something else for some of them."""
+    """All objects of the cluster, and how its kubelet treats pods."""
 
     objects: dict[Key, Object] = field(default_factory=dict)
     events: list[tuple[int, str, Key, Object]] = field(default_factory=list)
-    """Resource version, type, key and state of all changes."""
+    """All changes: resource version, event type, key, and state of the object."""
     version: int = 100
     memory: int = 10000
-    """Number of versions that are remembered. A watch from an older version gets 410."""
+    """Number of recent versions from which a watch can start. For older versions it gets 410."""
     admission: list[Callable[[str, Object], None]] = field(default_factory=list)
     pod_status: Callable[[Object], Object | None] = lambda _: None
-    """The status that the kubelet gives a pod, or None for a good one."""
+    """Returns the status that the kubelet reports for a pod, or None for that of a running pod."""
     start_after_s: float = STEP_S
     """Seconds until a pod starts."""
     is_node_alive: bool = True
@@ -90,17 +90,17 @@ class Cluster:
     """Seconds from the reported end of a pod's containers until its object is removed (several on 1.20)."""
     exit_code: int = 0
     busy_disks: set[str] = field(default_factory=set)
-    """Disks that a VM keeps busy, so that their attachments do not end."""
+    """Disks that a VM uses, so that they cannot be unmounted."""
     has_snapshots: bool = True
     snapshot_status: Object = field(
         default_factory=lambda: {"creationTime": "2001-01-01T00:00:02Z", "readyToUse": True}
     )
     denied: set[str] = field(default_factory=lambda: {"list secrets"})
-    """Verbs and plurals that access reviews deny."""
+    """Actions that access reviews deny, in the form "verb plural"."""
     forbidden: set[str] = field(default_factory=set)
-    """Plurals that the account may not read."""
+    """Plurals of the kinds that the account may not read."""
     logs: Callable[[Object], str] = lambda _: '{"level": "info", "message": "connected to the bus at 10.0.0.6:4222"}'
-    """Output of a pod."""
+    """Returns the log of a pod."""
     violations: list[str] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     timers: list[threading.Timer] = field(default_factory=list)
@@ -113,18 +113,18 @@ class Cluster:
             return {name: body for (kind, _, name), body in self.objects.items() if kind == plural}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything relevant of all objects, for comparisons."""
+        """Return all objects without the members that differ between runs, for comparisons."""
         with self.changed:
             return {f"{plural}/{name}": _essence(body) for (plural, _, name), body in sorted(self.objects.items())}
 
     def settle(self) -> None:
-        """Wait until scheduler and kubelet have nothing left to do."""
+        """Wait until the scheduler and kubelet have completed their pending actions."""
         while pending := [timer for timer in self.timers if timer.is_alive()]:
             for timer in pending:
                 timer.join()
 
     def hurry(self) -> None:
-        """Do now what scheduler and kubelet would do later."""
+        """Run the pending actions of the scheduler and kubelet now."""
         for timer in self.timers:
             if timer.is_alive():
                 timer.cancel()
@@ -133,7 +133,7 @@ class Cluster:
     # --- verbs ----------------------------------------------------------------------------------------------------
 
     def admitted(self, key: Key, body: Object) -> Object:
-        """Refuse what ``create`` would refuse, without storing anything."""
+        """Raise ``RefusalError`` for an object that ``create`` would refuse, without storing it."""
         _check_metadata(body["metadata"])
         if key[0] == "pods":
             _check_pod(body)
@@ -156,7 +156,7 @@ class Cluster:
                 given = body.pop("stringData", {})
                 body["data"] = {name: base64.b64encode(text.encode()).decode() for name, text in given.items()}
             if plural == "persistentvolumeclaims":
-                # WaitForFirstConsumer: the claim is bound when a pod uses it.
+                # The claim is only bound when a pod uses it (WaitForFirstConsumer).
                 body["status"] = {"phase": "Pending"}
             if plural == "pods":
                 body["status"] = {"phase": "Pending"}
@@ -264,7 +264,7 @@ class Cluster:
             self._store(key, _merge(pod, {"spec": spec, "status": status}), "MODIFIED")
 
     def _unmounted(self, pod: Object) -> Object:
-        """Return the status of a helper that unmounts a disk. It fails while the VM uses the disk."""
+        """Return the status of a helper pod that unmounts a disk. The helper fails while the VM uses the disk."""
         is_busy = pod["metadata"]["labels"]["cpi.bosh.io/disk"] in self.busy_disks
         if not is_busy:
             return _running(pod, len(self.events))
@@ -272,7 +272,7 @@ class Cluster:
         return {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
 
     def _reboot(self, namespace: str, labels: Object) -> None:
-        """Restart the container of the VM for which a helper was created."""
+        """If the pod is a helper for a reboot, restart the container of its VM."""
         vm = ("pods", namespace, labels.get("cpi.bosh.io/vm", ""))
         if labels.get("cpi.bosh.io/kind") == "reboot" and vm in self.objects:
             container, *_ = self.objects[vm]["status"]["containerStatuses"]
@@ -337,7 +337,7 @@ class Cluster:
 
 
 class Server:
-    """The cluster over HTTP on a port of its own. ``requests`` are `METHOD plural/name` in order."""
+    """Serves the cluster over HTTP on its own port. ``requests`` records `METHOD plural/name` in order."""
 
     def __init__(self, cluster: Cluster, *, tls: ssl.SSLContext | None = None) -> None:
         self.cluster = cluster
@@ -346,7 +346,7 @@ class Server:
         self.faults: list[Fault] = []
         self.token = TOKEN
         self.expired = 0
-        """Watches that were answered with 410."""
+        """Number of watches that were answered with 410."""
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -364,19 +364,19 @@ class Server:
 
         class Quiet(ThreadingHTTPServer):
             def handle_error(self, *_: object) -> None:
-                """Ignore errors of connections, because killed clients hang up."""
+                """Ignore connection errors, because killed clients close their connections."""
 
         self._http = Quiet(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         if tls:
-            # The handshake runs in the connection's own thread, so that a failing one does not delay others.
+            # Perform the handshake in the connection's own thread, so that a failing one does not delay others.
             self._http.socket = tls.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Shut down the server, and whatever the cluster still has to do."""
+        """Shut down the server and wait for the cluster's pending actions."""
         self._http.shutdown()
         self._http.server_close()
         self.cluster.settle()
@@ -384,7 +384,7 @@ class Server:
     def config(self, **more: Any) -> Object:
         """Return a CPI configuration for this server.
 
-        Disks are attached by recreation, for which the CPI does most itself.
+        Disks are attached by recreation, because this exercises most of the CPI's own code.
         """
         cluster = {"server": self.url, "token": self.token}
         agent = {"mbus": "nats://10.0.0.6:4222"}
@@ -526,7 +526,7 @@ def _status(code: int, reason: str, message: str) -> Object:
 
 
 def _path(path: str) -> tuple[str, str, str, str]:
-    """Return plural, namespace, name and subresource."""
+    """Split a URL path into plural, namespace, name and subresource."""
     for prefix, plurals in GROUPS.items():
         if path.startswith(prefix):
             steps = path.removeprefix(prefix).split("/")
@@ -621,12 +621,12 @@ unscheduled, merged = _unscheduled, _merge
 
 
 def waiting(reason: str, message: str) -> Object:
-    """Return the status of a pod whose container does not start."""
+    """Return the status of a pod with a container that does not start."""
     state = {"waiting": {"reason": reason, "message": message}}
     return {"phase": "Pending", "containerStatuses": [{"restartCount": 0, "state": state}]}
 
 
 def _essence(body: Object) -> Object:
-    """Return an object without what differs between runs."""
+    """Return an object without the members that differ between runs."""
     metadata = {key: body["metadata"].get(key) for key in ("name", "labels", "annotations", "deletionTimestamp")}
     return {"metadata": metadata, "spec": body.get("spec"), "data": body.get("data")}

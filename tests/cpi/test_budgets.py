@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets of instance groups on a fake API server."""
+"""PodDisruptionBudgets of instance groups, tested with a fake API server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cpi.fake_api import Cluster, Server, waiting
 
 
 def available(cluster: Cluster) -> list[int]:
-    """Return the numbers of VMs that the budgets require to be available."""
+    """Return for each budget the number of VMs that must be available."""
     return [one["spec"]["minAvailable"] for one in cluster.of("poddisruptionbudgets").values()]
 
 
@@ -35,7 +35,7 @@ def test_disruption_budget_follows_the_size_of_the_group(cpi: Cpi, cluster: Clus
 
 @pytest.mark.parametrize("is_object_there", [True, False])
 def test_disruption_budget_is_unchanged_after_an_eviction(cpi: Cpi, cluster: Cluster, is_object_there: bool) -> None:
-    """Otherwise the next node could be drained before the Health Monitor has brought the VM back."""
+    """Otherwise the next node could be drained before the Health Monitor has recreated the evicted VM."""
     lost, *_ = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2", "agent-3"))
     if is_object_there:
         cluster.patch(("pods", "bosh", lost), {"status": {"phase": "Failed", "reason": "Evicted"}})
@@ -65,7 +65,7 @@ def test_each_group_has_its_own_disruption_budget_or_none(cpi: Cpi, cluster: Clu
 def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
     cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
-    """Kubernetes before 1.21 has no such API, and Roles of earlier versions lack the permission."""
+    """Kubernetes before 1.21 does not have the API, and Roles from earlier CPI versions lack the permission."""
     server.fail("GET poddisruptionbudgets", times=99, status=status, message="no budgets")
     if status == 404:
         server.fail("POST poddisruptionbudgets", times=99, status=status, message="no budgets")
@@ -77,8 +77,8 @@ def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
     assert list(cluster.of("pods")) == [first]
 
 
-def test_outdated_vm_count_is_not_written_to_a_disruption_budget(cpi: Cpi, cluster: Cluster, server: Server) -> None:
-    """Another VM of the group is created between counting and writing."""
+def test_disruption_budget_is_not_written_with_an_outdated_vm_count(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    """Another VM of the group is created after the CPI has counted the VMs and before it writes the budget."""
     for agent in ("agent-1", "agent-2"):
         cpi.create_vm(agent)
     server.fail("PATCH poddisruptionbudgets", on=lambda: cpi.create_vm("agent-4"))

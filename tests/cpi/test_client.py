@@ -1,4 +1,4 @@
-"""Requests are retried, and watches survive interruptions."""
+"""The CPI's API client retries requests and restarts interrupted watches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_permanent_api_error_is_reported_and_not_retried(
 @pytest.mark.parametrize("cut", ["before", "after"])
 @pytest.mark.parametrize("plural", ["persistentvolumeclaims", "secrets", "pods"])
 def test_create_vm_survives_a_cut_connection(cpi: Cpi, server: Server, cluster: Cluster, plural: str, cut: str) -> None:
-    """After a lost response the second attempt finds the object of the first."""
+    """If only the response is lost, the retry finds the object that the first request created."""
     server.fail(f"POST {plural}", cut=cut)
 
     vm = cpi.create_vm()
@@ -68,7 +68,9 @@ def test_create_vm_survives_a_cut_connection(cpi: Cpi, server: Server, cluster: 
 
 
 def test_recreating_a_vm_survives_a_cut_connection(cpi: Cpi, server: Server, cluster: Cluster) -> None:
-    """The first request finds a Secret or pod with other properties or disks, and the second one replaces it."""
+    """Here the VM's Secret or pod already exists with other properties or disks, and must be replaced even if the first
+    response is lost.
+    """
     vm, disk = cpi.create_vm(memory=64), cpi("create_disk", 64, {}, None)
     server.fail("POST secrets", cut="after", times=2)
     assert cpi.create_vm(memory=128) == vm
@@ -88,7 +90,7 @@ def test_create_disk_with_a_known_request_id_survives_a_cut_connection(cpi: Cpi,
 
 
 def test_reboot_vm_survives_a_cut_connection(cpi: Cpi, server: Server) -> None:
-    """The helper pod that was created before the response was lost does its work."""
+    """The first request has created the helper pod, and the retry must accept it."""
     cpi.write(server.config(disks={"attach": "live"}))
     vm = cpi.create_vm(tier="privileged")
     server.fail("POST pods", cut="after")
@@ -96,7 +98,7 @@ def test_reboot_vm_survives_a_cut_connection(cpi: Cpi, server: Server) -> None:
     cpi("reboot_vm", vm)
 
 
-def test_delete_succeeds_although_its_responses_are_lost(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_delete_vm_succeeds_although_responses_are_lost(cpi: Cpi, server: Server, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     server.fail("DELETE", times=3, cut="after")
 
@@ -126,7 +128,7 @@ def test_slow_api_server_is_retried_until_the_timeout(cpi: Cpi, server: Server) 
         cpi("has_vm", VM)
 
 
-def test_conflicting_change_is_repeated_with_the_new_version(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_conflicting_patch_is_repeated_with_the_new_version(cpi: Cpi, server: Server, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
     key = ("persistentvolumeclaims", "bosh", disk)
@@ -141,8 +143,8 @@ def test_conflicting_change_is_repeated_with_the_new_version(cpi: Cpi, server: S
 
 
 def test_conflict_on_a_quota_is_retried(cpi: Cpi, server: Server) -> None:
-    """If two objects are counted against the quota at once, one is rejected with a conflict although its name is
-    free.
+    """When two objects are counted against a quota at the same time, the API server rejects one of them with a
+    conflict, although no object of this name exists.
     """
     server.fail("POST pods", times=2, status=409, message="Operation cannot be fulfilled on resourcequotas")
 
@@ -159,7 +161,7 @@ def test_unresponsive_webhook_is_a_retryable_error(cpi: Cpi, server: Server, clu
     assert cluster.snapshot() == {}
 
 
-def test_objects_left_by_an_unreachable_cluster_are_found_later(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_objects_left_by_a_failed_create_vm_are_deleted_later(cpi: Cpi, server: Server, cluster: Cluster) -> None:
     cpi.write({**server.config(), "timeouts": {"retry": 0.5}})
     fault = server.fail("(POST pods|DELETE|GET)", times=999, cut="before")
     with pytest.raises(CpiFailedError, match="does not answer") as failed:
@@ -174,8 +176,8 @@ def test_objects_left_by_an_unreachable_cluster_are_found_later(cpi: Cpi, server
     assert cluster.snapshot() == {}
 
 
-def test_renewed_token_is_read_again(cpi: Cpi, server: Server) -> None:
-    """The file contains the new token. The server revoked the old one between two requests."""
+def test_token_file_is_read_again_after_a_renewal(cpi: Cpi, server: Server) -> None:
+    """When the server rejects the token, the client reads the token file again and repeats the request."""
     file = cpi.file.with_name("token")
     file.write_text("old")
     config = server.config()
@@ -198,7 +200,9 @@ def test_cut_or_expired_watch_is_restarted(cpi: Cpi, server: Server, cluster: Cl
 
 
 def test_watch_continues_on_an_unchanged_object_in_a_busy_cluster(cpi: Cpi, server: Server, cluster: Cluster) -> None:
-    """The server forgets the version of the object, so each watch that starts from it would end with 410 at once."""
+    """A watch must not start from the object's own version. In a busy cluster the server soon forgets this version, and
+    would answer each such watch with 410.
+    """
     cluster.memory = 5
     cluster.start_after_s = 1.5
     busy = threading.Event()

@@ -1,4 +1,4 @@
-"""The commands for operators, run as processes: ``doctor`` and ``leftovers``."""
+"""The operator commands ``doctor`` and ``leftovers``, run as processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.source import ROOT
 
 
 def command(cpi: Cpi, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Run a command and return its exit code and standard output."""
+    """Run an operator command. Return its standard output, or else its standard error, and its exit code."""
     line = [sys.executable, "-m", "kubernetes_cpi", arguments[0], "--config", str(cpi.file), *arguments[1:]]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env)
     return done.stdout or done.stderr, done.returncode
@@ -100,7 +100,7 @@ REAL = f'exec {sys.executable} {ROOT}/tests/cpi/bosh_cli.py "$@"'
 
 
 class Director:
-    """A stand-in for the bosh CLI on PATH, which reports what the Director knows."""
+    """Puts a stand-in for the bosh CLI on PATH, which reports the content of the Director's database."""
 
     def __init__(self, directory: Path) -> None:
         self.file = directory / "director.json"
@@ -110,7 +110,7 @@ class Director:
         self.knows()
 
     def becomes(self, script: str) -> None:
-        """Replace the bosh CLI by another script."""
+        """Replace the bosh CLI by a script."""
         (self.bin / "bosh").write_text(f"#!/bin/sh\n{script}\n")
         (self.bin / "bosh").chmod(0o755)
 

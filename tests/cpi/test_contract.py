@@ -1,4 +1,6 @@
-"""The Director's CPI specification (integration/cpi_spec.rb), and the format that the CLI's parser expects."""
+"""Calls and responses as in the Director's CPI specification (integration/cpi_spec.rb), and as the bosh CLI expects
+them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ MANUAL = {
 
 
 def director(method: str, *arguments: Any, vm_api: bool = False, api_version: int | None = 3) -> bytes:
-    """Return a request as the Director writes it."""
+    """Return a request in the format of the Director."""
     context: dict[str, Any] = {"director_uuid": DIRECTOR, "request_id": "cpi-123456"}
     if vm_api:
         context["vm"] = {"stemcell": {"api_version": 3}}
@@ -58,7 +60,9 @@ def director(method: str, *arguments: Any, vm_api: bool = False, api_version: in
 
 
 def test_info_answers_a_director_and_the_cli() -> None:
-    """The Director sends no `api_version`. The CLI sends 1, clamps ours to 2 and insists on `stemcell_formats`."""
+    """The Director sends no `api_version`. The CLI sends 1, limits the version in the reply to 2, and requires
+    `stemcell_formats`.
+    """
     for raw in (
         director("info", api_version=None),
         b'{"method":"info","arguments":[],"context":{"director_uuid":"d"},"api_version":1}',
@@ -129,7 +133,9 @@ def test_invalid_cpi_arguments_are_rejected(cpi: Cpi, method: str) -> None:
 
 
 def test_cpi_config_properties_override_the_configuration(cpi: Cpi, cluster: Cluster) -> None:
-    """With several CPIs, the properties of the cpi-config entry are in the context, beside the Director's own keys."""
+    """If several CPIs are configured, the context contains the properties of the cpi-config entry next to the
+    Director's keys.
+    """
     context = {"director_uuid": DIRECTOR, "request_id": "cpi-1", "namespace": "other", "disks": {"attach": "never"}}
     raw = {"method": "create_disk", "arguments": [64, {}, None], "context": context, "api_version": 3}
 

@@ -1,4 +1,4 @@
-"""Kubeconfigs, exec plugins, service accounts, and TLS verification."""
+"""Access to the cluster with kubeconfigs, exec plugins and service accounts, and TLS verification."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_exec_plugin_provides_the_token(tmp_path: Path) -> None:
 
 
 def test_exec_plugin_certificate_overrides_that_of_the_kubeconfig(tmp_path: Path) -> None:
-    """The same holds for its private key."""
+    """So does the plugin's private key."""
     given = plugin(tmp_path, """echo '{"status": {"clientCertificateData": "CERT", "clientKeyData": "KEY"}}'""")
     of_file = {"client-certificate-data": "b2xk", "client-key-data": "b2xk"}
 
@@ -163,7 +163,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 
 
 def call(server: Server, directory: Path, **cluster: Any) -> Any:
-    """Call has_vm with this `cluster` configuration."""
+    """Call has_vm with the given `cluster` configuration."""
     cpi = Cpi(server, directory)
     cpi.write({"cluster": {"server": server.url, **cluster}, "namespace": "bosh", "timeouts": {"retry": 2}})
     return cpi("has_vm", VM)

@@ -1,4 +1,4 @@
-"""Persistent disks on a fake API server: the four ways to attach them, and what must never happen to a disk."""
+"""Persistent disks, tested with a fake API server: the four ways to attach them, and protection against data loss."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_create_disk_does_not_wait_for_a_volume(cpi: Cpi, cluster: Cluster) -> N
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_create_disk_without_a_size_is_rejected(cpi: Cpi, cluster: Cluster, size: int) -> None:
-    """The API server would accept a claim of 0 and never bind it."""
+    """The API server would accept a claim with size 0, but the claim would never be bound."""
     with pytest.raises(CpiFailedError, match=f"disk of {size} MiB"):
         cpi("create_disk", size, {}, None)
 
@@ -73,7 +73,7 @@ def test_create_disk_without_a_size_is_rejected(cpi: Cpi, cluster: Cluster, size
 
 
 def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: Cpi) -> None:
-    """Directors choose request numbers at random, so two requests may have the same one."""
+    """Directors choose request ids at random, so two requests may have the same id."""
     vm = cpi.create_vm()
     first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") == first, "its answer was lost"
@@ -83,8 +83,8 @@ def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: Cpi) -> None:
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") != first
 
 
-def test_create_vm_leaves_out_a_disk_in_use_until_it_is_attached(cpi: Cpi, cluster: Cluster) -> None:
-    """Create-swap-delete creates the new VM while the old one has the disk."""
+def test_create_vm_does_not_mount_a_disk_that_another_vm_uses(cpi: Cpi, cluster: Cluster) -> None:
+    """Create-swap-delete creates the new VM with the disk while the old VM still uses it."""
     old = cpi.create_vm()
     disk = cpi.attached_disk(old)
 
@@ -104,7 +104,7 @@ UNREADY = {"conditions": [{"type": "Ready", "status": "False"}]}
 
 
 def swapped(cpi: Cpi, way: str, **properties: object) -> tuple[str, str, str]:
-    """Return an old VM that has detached its disk, a new VM without it, and the disk."""
+    """Create two VMs as in create-swap-delete, and detach the disk from the old one. Return old VM, new VM and disk."""
     disk = cpi("create_disk", 64, {}, None)
     old, new = (cpi.create_vm(agent, [disk], attach=way, **properties) for agent in ("agent-1", "agent-2"))
     cpi("detach_disk", old, disk)
@@ -112,18 +112,18 @@ def swapped(cpi: Cpi, way: str, **properties: object) -> tuple[str, str, str]:
 
 
 def shut_down(cluster: Cluster, vm: str) -> None:
-    """Imitate the Director's `shutdown` of a VM, after which its pods never become ready."""
+    """Simulate the Director's `shutdown` of a VM, after which the VM's pods never become ready."""
     running = cluster.of("pods")[vm]["status"]
     cluster.pod_status = lambda pod: running | UNREADY if pod["metadata"]["name"] == vm else None
 
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
 @pytest.mark.parametrize("disk_type", ["claim", "empty_dir"])
-def test_attach_ends_a_vm_that_was_shut_down_to_free_its_disk(
+def test_attach_ends_a_vm_that_was_shut_down_and_takes_its_disk(
     cpi: Cpi, cluster: Cluster, way: str, disk_type: str
 ) -> None:
-    """In a create-swap-delete of a VM that had been recreated, the new VM waited for a pod that could never become
-    ready.
+    """Detaching the disk recreates the old VM's pod, which can never become ready after a shutdown. The new VM used to
+    wait for that pod.
     """
     old, new, disk = swapped(cpi, way, ephemeral_disk={"type": "claim"})
     if disk_type == "empty_dir":
@@ -151,7 +151,9 @@ def test_attach_takes_the_disk_of_a_vm_that_was_just_shut_down(cpi: Cpi, cluster
     assert cpi("get_disks", new) == [disk]
 
 
-def test_vm_without_a_data_claim_gets_time_to_report_its_shutdown(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_attach_waits_until_a_vm_without_a_data_claim_reports_its_shutdown(
+    cpi: Cpi, cluster: Cluster, server: Server
+) -> None:
     old, new, disk = swapped(cpi, "live", ephemeral_disk={"type": "empty_dir"})
     server.fail("WATCH pods/", on=lambda: cluster.patch(("pods", "bosh", old), {"status": UNREADY}))
 
@@ -164,7 +166,9 @@ def test_vm_without_a_data_claim_gets_time_to_report_its_shutdown(cpi: Cpi, clus
 def test_attach_succeeds_while_the_old_vm_is_being_deleted(
     cpi: Cpi, cluster: Cluster, server: Server, moment: str
 ) -> None:
-    """The Director deletes the old VM of create-swap-delete during the deploy (ScheduledOrphanedVMCleanup)."""
+    """The Director may delete the old VM of a create-swap-delete while the deploy still runs
+    (ScheduledOrphanedVMCleanup).
+    """
     old, new, disk = swapped(cpi, "live", ephemeral_disk={"type": "claim"})
     server.fail(f"{moment}.*{old[-16:]}", on=lambda: cpi("delete_vm", old))
 
@@ -207,8 +211,12 @@ def test_unknown_disk_is_reported_as_missing(cpi: Cpi, cluster: Cluster) -> None
 
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
-def test_concurrent_attaches_of_one_disk_have_one_winner(cpi: Cpi, cluster: Cluster, server: Server, way: str) -> None:
-    """The other call takes the claim between our check and our change, and mounts it only later. We detect this."""
+def test_only_one_of_two_concurrent_attaches_of_a_disk_succeeds(
+    cpi: Cpi, cluster: Cluster, server: Server, way: str
+) -> None:
+    """The other call takes the claim after our check and before our change. It mounts the disk only later, so we must
+    detect the conflict from the claim.
+    """
     one, two = (cpi.create_vm(agent, attach=way, tier="privileged") for agent in ("agent-1", "agent-2"))
     disk = cpi("create_disk", 64, {}, one)
 
@@ -240,7 +248,7 @@ def test_disk_of_a_deleted_vm_is_free(cpi: Cpi, cluster: Cluster) -> None:
 
 
 def test_reserved_disk_is_returned_by_create_disk(cpi: Cpi, cluster: Cluster) -> None:
-    """It is enlarged to the requested size."""
+    """If necessary, the reserved disk is enlarged to the requested size."""
     vm = cpi.create_vm(persistent_disk={"size": "64Mi"})
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     settings = json.loads(base64.b64decode(cluster.of("secrets")[vm]["data"]["config.json"]))
@@ -264,7 +272,7 @@ def test_unused_reserved_disk_is_deleted_with_the_vm(cpi: Cpi, cluster: Cluster)
     assert cluster.snapshot() == {}
 
 
-def test_vm_with_a_disk_reserves_none(cpi: Cpi, cluster: Cluster) -> None:
+def test_create_vm_with_a_disk_does_not_reserve_another(cpi: Cpi, cluster: Cluster) -> None:
     disk = cpi("create_disk", 64, {}, None)
 
     vm = cpi.create_vm("agent-1", [disk], persistent_disk={"size": 64})
@@ -276,7 +284,7 @@ def test_vm_with_a_disk_reserves_none(cpi: Cpi, cluster: Cluster) -> None:
 
 
 def test_attach_by_recreation_replaces_the_pod(cpi: Cpi, cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """The new address is reported."""
+    """The log states the pod's new address, because the Director keeps the old one in links and DNS."""
     vm = cpi.create_vm()
     cpi("set_vm_metadata", vm, {"name": "zookeeper/1", "index": "0"})
     before, secret = cluster.of("pods")[vm], cluster.of("secrets")[vm]["metadata"]["uid"]
@@ -306,7 +314,9 @@ def test_attach_by_recreation_replaces_the_pod(cpi: Cpi, cluster: Cluster, capsy
 def test_attach_by_recreation_is_refused_if_impossible_or_unsafe(
     cpi: Cpi, cluster: Cluster, properties: Object, words: str
 ) -> None:
-    """If the credentials are in the pod's own directory, the new pod could not connect to the bus."""
+    """Without a data claim, the agent's permanent credentials are lost with the old pod, and the new one could not
+    connect to the bus.
+    """
     vm = cpi.create_vm(**properties)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     disk = cpi("create_disk", 64, {}, vm)
@@ -400,7 +410,7 @@ POD_SECURITY = 'pods "attach-1" is forbidden: violates PodSecurity "baseline:lat
 
 
 def refuse_privileged(plural: str, body: Object) -> None:
-    """Reject privileged pods, as a namespace at the level `baseline` does."""
+    """Reject privileged pods, like a namespace with the Pod Security level `baseline`."""
     if plural == "pods" and ("hostPath" in str(body["spec"]) or "'privileged': True" in str(body["spec"])):
         raise RefusalError(403, "Forbidden", POD_SECURITY)
 
@@ -418,7 +428,7 @@ def test_default_attach_is_live_if_the_namespace_admits_it(cpi: Cpi, cluster: Cl
     assert len(attachments(cluster)) == 1, "the question of the admission leaves no pod"
 
 
-def test_default_attach_never_changes_an_address_the_director_has_read(
+def test_default_attach_is_refused_if_it_would_change_the_vms_address(
     cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.admission.append(refuse_privileged)
@@ -459,7 +469,7 @@ def test_default_attach_recreates_a_pod_that_keeps_its_address(cpi: Cpi, cluster
 
 @pytest.mark.parametrize("status", [400, 422])
 def test_failed_admission_dry_run_disables_live_attach(cpi: Cpi, cluster: Cluster, server: Server, status: int) -> None:
-    """The restricted tier does not make this check."""
+    """For the restricted tier there is no dry run, because live attach is not possible there."""
     cpi.write(server.config(disks={}))
     server.fail("POST pods/attach", status=status, message="admission webhook does not support dry run")
     cpi.create_vm("agent-2", tier="restricted")
@@ -505,8 +515,8 @@ def test_live_attach_does_not_change_the_pod(cpi: Cpi, cluster: Cluster, server:
 
 @pytest.mark.parametrize("played", ["in use", "refused", "no image"])
 def test_failed_live_detach_changes_nothing(cpi: Cpi, cluster: Cluster, server: Server, played: str) -> None:
-    """The attachment used to be deleted before the detach, so `get_disks` lacked the disk and the next attach
-    failed.
+    """The attachment used to be deleted before the disk was unmounted, so that after a failure `get_disks` lacked the
+    disk and the next attach failed.
     """
     vm, other = live_vm(cpi), live_vm(cpi, "agent-2")
     disk = cpi("create_disk", 64, {}, vm)
@@ -538,7 +548,7 @@ def test_failed_live_detach_changes_nothing(cpi: Cpi, cluster: Cluster, server: 
     assert (cpi("get_disks", vm), attachments(cluster)) == ([], [])
 
 
-def test_manually_deleted_attachment_counts_while_its_disk_is_in_use(cpi: Cpi, cluster: Cluster) -> None:
+def test_manually_deleted_attachment_is_kept_while_its_disk_is_in_use(cpi: Cpi, cluster: Cluster) -> None:
     vm = live_vm(cpi)
     disk = cpi.attached_disk(vm)
     cluster.busy_disks.add(disk)
@@ -554,7 +564,7 @@ def test_manually_deleted_attachment_counts_while_its_disk_is_in_use(cpi: Cpi, c
 def test_attach_helper_uses_the_agent_image_over_an_unmodified_stemcell(
     cpi: Cpi, cluster: Cluster, server: Server, copy: bool
 ) -> None:
-    """The helper used to run the VM's image, which lacks the agent's Python."""
+    """The helper pod used to run the VM's image, which does not contain the agent's Python."""
     vm = cpi.create_vm(attach="live", tier="privileged", agent={"image": "registry.example/agent:1", "copy": copy})
     disk = cpi("create_disk", 64, {}, vm)
     spec = cluster.of("pods")[vm]["spec"]
@@ -618,8 +628,8 @@ def test_failed_live_attach_leaves_no_attachment(
     assert holder(cluster, disk) is None
 
 
-def test_live_disk_of_a_dead_vm_moves_to_its_replacement(cpi: Cpi, cluster: Cluster) -> None:
-    """A resurrection calls delete_vm, then create_vm with the disk, without detaching it first."""
+def test_live_disk_of_a_deleted_vm_is_mounted_by_its_replacement(cpi: Cpi, cluster: Cluster) -> None:
+    """For a resurrection, the Director calls delete_vm and then create_vm with the disk, but never detach_disk."""
     old = live_vm(cpi)
     disk = cpi.attached_disk(old)
 
@@ -631,7 +641,9 @@ def test_live_disk_of_a_dead_vm_moves_to_its_replacement(cpi: Cpi, cluster: Clus
 
 
 def test_disk_is_free_once_its_container_has_ended(cpi: Cpi, cluster: Cluster) -> None:
-    """A kubelet takes seconds to remove the object of a pod that has ended."""
+    """The disk is free before the pod object disappears, which a kubelet removes only seconds after the container has
+    ended.
+    """
     one, two = live_vm(cpi, "agent-1"), live_vm(cpi, "agent-2")
     disk = cpi.attached_disk(one)
     cluster.objects_linger_s = 0.8
@@ -655,7 +667,7 @@ def test_live_detach_that_fails_on_the_node_is_reported(cpi: Cpi, cluster: Clust
 
 
 def test_recreated_vm_keeps_its_live_disks(cpi: Cpi, cluster: Cluster) -> None:
-    """Its new pod may be on another node, where the mounts of the old one are missing."""
+    """The new pod may be on another node, which does not have the mounts of the old node."""
     at_creation, live = (cpi("create_disk", 64, {}, None) for _ in range(2))
     old = live_vm(cpi, "agent-1", [at_creation], ephemeral_disk={"type": "claim"})
     cpi("attach_disk", old, live)
@@ -676,7 +688,7 @@ def test_recreated_vm_keeps_its_live_disks(cpi: Cpi, cluster: Cluster) -> None:
 
 
 def _made_by_an_older_version(cluster: Cluster, vm: str) -> None:
-    """Make the VM look like one of an older version, whose agent stores paths below `/var/vcap/bosh` for its disks."""
+    """Change the VM's objects into those of an older CPI version, which mounted disks below `/var/vcap/bosh`."""
     pod, secret = cluster.of("pods")[vm], cluster.of("secrets")[vm]
     kept = json.loads(base64.b64decode(secret["data"]["pod.json"]))
     for one in (pod, kept):
@@ -710,8 +722,8 @@ def test_vm_of_an_older_cpi_version_keeps_its_disk_paths(cpi: Cpi, cluster: Clus
 
 
 @pytest.mark.parametrize("way", ["at creation", "live"])
-def test_resumed_recreation_takes_no_disk_of_another_vm(cpi: Cpi, cluster: Cluster, way: str) -> None:
-    """The record was written before the interruption, and the disk was attached to another VM meanwhile."""
+def test_resumed_recreation_does_not_take_a_disk_from_another_vm(cpi: Cpi, cluster: Cluster, way: str) -> None:
+    """The interrupted recreation has recorded the VM's disks, but one of them was then attached to another VM."""
     vm, other = live_vm(cpi, ephemeral_disk={"type": "claim"}), live_vm(cpi, "agent-2")
     own, taken = (cpi("create_disk", 64, {}, None) for _ in range(2))
     cpi("attach_disk", vm, own)
@@ -782,7 +794,7 @@ def test_update_disk_changes_size_and_attributes_but_not_the_class(cpi: Cpi, clu
 
 
 def test_disk_snapshots_are_created_and_deleted(cpi: Cpi, cluster: Cluster) -> None:
-    """Not every cluster supports them."""
+    """A cluster without support for snapshots gives the error "NotImplemented"."""
     disk = cpi("create_disk", 64, {}, None)
 
     snapshot = cpi("snapshot_disk", disk, {"deployment": "dep", "index": 0, "job": "zookeeper"})

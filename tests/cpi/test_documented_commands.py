@@ -1,7 +1,7 @@
-"""Runs the command lines of docs/cpi.md as they are written.
+"""Runs the command lines in docs/cpi.md exactly as they are documented.
 
-bosh, kubectl and docker are stand-ins that know the options of the real programs and require the files and objects that
-a line names. The commands of this project are real.
+bosh, kubectl and docker are replaced by stand-ins, which check the options and require the files and objects that a
+command line refers to. The commands of this project are real.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.source import ROOT
 
 PAGE = (ROOT / "docs/cpi.md").read_text()
 ELLIPSIS = "…"
-"""In a command line: the reader's own options."""
+"""Stands for further options in a documented command line."""
 VALUES = {"LEVEL": "baseline", "CID": "vm-bosh-0123456789abcdef", " N ": " node-1 ", "DIGEST": "a" * 64}
 
 DEV = f"""
@@ -53,7 +53,7 @@ esac
 
 
 def fenced() -> list[str]:
-    """Return the blocks of command lines. In blocks with prompts, the other lines are output."""
+    """Return the code blocks with command lines. In a block with prompts, lines without a prompt are output."""
     blocks = []
     for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", PAGE, re.DOTALL | re.MULTILINE):
         lines = [line.strip() for line in block.splitlines()]
@@ -65,13 +65,15 @@ def fenced() -> list[str]:
 
 
 def in_prose() -> list[str]:
-    """Return the complete kubectl commands within sentences."""
+    """Return the complete kubectl commands in running text."""
     return re.findall(r"`(kubectl (?:-n \S+ )?(?:apply|get|logs|taint) [^`]+)`", PAGE)
 
 
 @pytest.fixture
 def shell(cpi: Cpi, tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Run a script from the page in a directory like a clone, with the files that a reader has at that point."""
+    """Return a function that runs a script in a directory like a clone, with the files that a reader of the
+    page has.
+    """
     director = Director(tmp_path)
     vm = cpi.create_vm()
     director.knows(deployments={"zookeeper": {"instances": [[vm, []]], "vms": [{"cid": vm}]}})
@@ -97,8 +99,8 @@ def shell(cpi: Cpi, tmp_path: Path) -> Callable[[str], subprocess.CompletedProce
     return run
 
 
-def test_command_lines_of_the_pages_are_found() -> None:
-    """Every program occurs at least once."""
+def test_documented_command_lines_are_found() -> None:
+    """The examples that are looked for include each documented program."""
     found = "\n".join([*fenced(), *in_prose()])
     lines = ["kubectl apply -k deploy/cpi/privileged", "docker push ", "bosh create-env ", "bosh -d zookeeper deploy "]
     lines += ["./dev stemcell --light", "kubernetes_cpi leftovers --config cpi.json --delete", "kubernetes_cpi doctor"]

@@ -1,4 +1,6 @@
-"""The entry point: each request gets one response, whatever arrives and whatever is printed meanwhile."""
+"""The CPI's entry point: each request gets exactly one response, whatever the input is and whatever is printed
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def test_cpi_stdout_is_one_response_for_any_stdin(cpi: Cpi, request: bytes) -> N
 
 
 def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: Cpi, server: Server) -> None:
-    """`bosh task N --cpi` shows the log."""
+    """Operators see this log with `bosh task N --cpi`."""
     server.fail("POST pods", status=503)
 
     response, said = cpi.run(cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
@@ -80,7 +82,7 @@ def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: Cpi, server: 
 
 @pytest.mark.parametrize("redirection", ["0<&-", "2>&-", "0<&- 2>&-", "2>/dev/full"])
 def test_cpi_completes_a_call_although_its_streams_are_closed(cpi: Cpi, redirection: str) -> None:
-    """If the reader of the log disappears, the call is still completed."""
+    """A call is completed even if nobody reads its log any more."""
     request = b'{"method":"has_vm","arguments":["a"]}'
     command = f'exec "$0" -m kubernetes_cpi --config "$1" {redirection}'
     done = subprocess.run(["sh", "-c", command, sys.executable, cpi.file], input=request, capture_output=True, cwd=ROOT)
@@ -135,11 +137,11 @@ def test_cpi_result_that_cannot_be_encoded_becomes_an_error(cpi: Cpi, monkeypatc
 
 HEAVY = {"ssl", "http.client", "socket", "yaml", "kubernetes_cpi.client", "kubernetes_cpi.methods", "asyncio"}
 RARE = {"asyncio", "copy", "difflib", "hashlib", "subprocess", "traceback", "yaml"}
-"""Needed by other methods, errors and kubeconfigs."""
+"""Modules that are only needed for other methods, for errors and for kubeconfigs."""
 
 
 def loaded_by(request: bytes, file: Path) -> tuple[Any, set[str]]:
-    """Return the result of a request, and the modules that the interpreter had loaded for it."""
+    """Run a request in a new interpreter. Return the result, and the names of the modules that were imported."""
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from kubernetes_cpi import door; "
         f"raw = door.answer({request!r}, ['--config', {str(file)!r}]); print(raw.decode()); print(*sys.modules)"

@@ -1,4 +1,4 @@
-"""Mistakes of first-time users: rejected before a pod is created, or reported within seconds with their cause."""
+"""Mistakes of first-time users are rejected before a pod is created, or reported with their cause within seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_bus_address_may_come_with_the_request(cpi: Cpi, server: Server) -> None
 
 
 def test_unreachable_bus_is_reported_with_the_agents_message(cpi: Cpi, cluster: Cluster) -> None:
-    """Otherwise the Director would wait ten minutes for a ping."""
+    """Otherwise the Director would wait ten minutes for an answer to its ping."""
     line = '{"level": "warning", "message": "cannot connect to the bus at 10.0.0.7:4222: Connection refused"}'
     cluster.logs = lambda _: f"{line}\nother\n"
 
@@ -131,10 +131,10 @@ def test_unknown_storage_class_is_rejected_before_objects_are_created(
 def test_claim_that_cannot_be_bound_is_reported_quickly(
     cpi: Cpi, cluster: Cluster, server: Server, status: Object, message: str
 ) -> None:
-    """An account that may not read StorageClasses learns the reason from the claim's events."""
+    """If the account may not read StorageClasses, the CPI finds the reason in the claim's events."""
     cluster.forbidden.add("storageclasses")
     cluster.pod_status = lambda _: status
-    # Only the claim's events can end the wait before the time limit of the test.
+    # Make these timeouts longer than the test's time limit, so that only the claim's events can end the wait.
     cpi.write(server.config() | {"timeouts": {"retry": 2, "unschedulable": 600, "volume": 600}})
     event(cluster, f"data-{VM}", "ProvisioningFailed", message)
 
@@ -197,7 +197,7 @@ def test_create_vm_reports_a_pod_that_does_not_become_ready(
 def test_unschedulable_vm_is_not_retried(
     cpi: Cpi, cluster: Cluster, server: Server, memory: int, node: str | None, words: str
 ) -> None:
-    """The Director used to try five times, which took 170 seconds."""
+    """The error used to be retryable, so that the Director tried five times, which took 170 seconds."""
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: unscheduled("0/2 nodes are available: 2 Insufficient memory.")
     for name, size in (("small", "1Gi"), ("large", node or "1Gi")):
@@ -216,7 +216,7 @@ def test_unschedulable_vm_is_not_retried(
 def test_exited_container_is_retryable_unless_misconfigured(
     cpi: Cpi, cluster: Cluster, code: int, is_passing: bool
 ) -> None:
-    """Two exits within the kubelet's first back-off used to count as a permanent failure."""
+    """Two exits before the kubelet's first back-off used to count as a permanent failure."""
     ended = {"terminated": {"exitCode": code, "message": "agent-shim: cannot read settings"}}
     status = {"restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
     cluster.pod_status = lambda _: {"phase": "Running", "containerStatuses": [status]}

@@ -1,6 +1,6 @@
-"""Each method is killed after each of its requests and called again. The result must equal that of a single call.
+"""Each method is killed after each of its requests and called again. The result must be the same as without the kill.
 
-Killed means that the process does nothing more: no cleanup and no further requests.
+A killed call makes no cleanup and no further requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Call = tuple[str, list[Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """A case. ``prepare`` sets up a cluster and returns the call to be killed."""
+    """A test case. ``prepare`` sets up a cluster and returns the method and arguments of the call to be killed."""
 
     name: str
     prepare: Callable[[Cpi], Call]
@@ -167,8 +167,9 @@ def test_cpi_killed_after_any_request_succeeds_when_called_again(case: Case, tmp
 
 
 def _outcome(case: Case, server: Server, directory: Path, count: int) -> tuple[Any, bool]:
-    """Return the answer and the objects after a call that was killed after ``count`` requests (0 means never) and
-    repeated.
+    """Make a call, kill it after ``count`` requests (0 means never), and repeat it.
+
+    Return the final response and all objects, and whether the call had completed before the kill.
     """
     cpi = Cpi(server, directory, timeouts={"retry": 2, "unmount": 2, "delete_vm": 2, "create_vm": 5, "resize": 2})
     method, arguments = case.prepare(cpi)
@@ -187,7 +188,7 @@ def _outcome(case: Case, server: Server, directory: Path, count: int) -> tuple[A
 
 
 def test_create_vm_killed_between_secret_and_pod_can_be_repeated(server: Server, cpi: Cpi, cluster: Cluster) -> None:
-    """It is tested with a real process and a real signal."""
+    """This test uses a real process and a real signal."""
     request = cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV], request_id="cpi-654321")
     command = [sys.executable, "-m", "kubernetes_cpi", "--config", str(cpi.file)]
     process: list[subprocess.Popen[bytes]] = []

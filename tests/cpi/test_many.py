@@ -1,4 +1,4 @@
-"""Many concurrent calls, as from a Director with 32 threads, each in a process of its own."""
+"""Many concurrent CPI processes, as started by a Director with 32 threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks: annotations of CNIs, interfaces, DNS, settings."""
+"""Networks: CNI annotations, interfaces, DNS and settings."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_several_networks_in_one_nic_group_are_rejected() -> None:
 
 
 def test_address_of_a_former_vm_is_not_requested() -> None:
-    """A dynamic network has the last address of the instance when its VM is recreated."""
+    """When the Director recreates a VM in a dynamic network, it sends the address of the instance's previous VM."""
     given = {**MANUAL, "type": "dynamic", "default": ["dns"], "dns": ["10.0.0.2"]}
     found = networks.plan({"a": given}, Networks(cni="calico"))
 

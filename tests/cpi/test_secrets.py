@@ -1,4 +1,4 @@
-"""Secrets of a request and of the configuration appear only in the VM's Secret."""
+"""Secrets in requests and in the configuration appear nowhere but in the VM's Secret."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ENV: dict[str, Any] = {
 
 
 def leaks(text: str) -> list[str]:
-    """Return the canary values that occur in a text, even if encoded in base64."""
+    """Return the canary values that occur in a text, in plain text or base64."""
     found = [text[at : at + 24] for at in range(len(text)) if text.startswith("CANARY", at)]
     coded = [base64.b64encode(b"xx"[:skip] + b"CANARY").decode()[skip and 4 : 8] for skip in range(3)]
     return found + [one for one in coded if one and one in text]
 
 
 def documents(cluster: Cluster) -> str:
-    """Return everything in the cluster except the data of Secrets."""
+    """Return all objects of the cluster as text, without the data in Secrets."""
     kept = {str(key): {**body, "data": None} for key, body in cluster.objects.items()}
     return json.dumps(kept)
 
@@ -76,7 +76,7 @@ def test_credentials_are_not_leaked_through_a_vm_lifecycle(
 def test_secrets_in_cluster_messages_are_not_passed_on(
     secretive: Cpi, cluster: Cluster, server: Server, capfd: pytest.CaptureFixture[str], words: str
 ) -> None:
-    """Admission webhooks and kubelets may write anything into their messages."""
+    """Messages of admission webhooks and kubelets may contain any text."""
     coded = base64.b64encode(words.encode()).decode()
     server.fail("POST secrets", times=9, status=422, message=f'Invalid value: "{words}", in base64 {coded}')
 
@@ -132,7 +132,7 @@ SHAPES = [
     '"{}\\q"',
     "{" * 9 + "{}",
 ]
-"""Ways to write a credential wrongly in files, shells, URLs and YAML."""
+"""Common mistakes in credentials that come from files, shells, URLs and YAML."""
 PLACES: list[tuple[str, str]] = [
     ("cluster.token", "{}"),
     ("cluster.client_key", "{}"),
@@ -154,7 +154,9 @@ PLACES: list[tuple[str, str]] = [
 def test_malformed_credentials_are_not_logged(
     secretive: Cpi, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: tuple[str, str], shape: str
 ) -> None:
-    """`kubectl create token` and `--var-file` append a newline, and http.client quotes a header that contains one."""
+    """`kubectl create token` and `--var-file` append a newline, and http.client quotes a header with a newline in its
+    error.
+    """
     path, form = place
     given = form.format(shape.replace("{}", "CANARYwrong", 1))
     config = json.loads(secretive.file.read_text())

@@ -1,4 +1,4 @@
-"""Services, Ingresses, NetworkPolicies and names of instances on a fake API server."""
+"""Services, Ingresses, NetworkPolicies and instance names, tested with a fake API server."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ POLICY: dict[str, Any] = {"network_policy": {"ingress": [{"ports": [{"port": 218
 
 
 def target(cluster: Cluster, service: str) -> str:
-    """Return the VM that a Service leads to."""
+    """Return the VM to which a Service forwards connections."""
     return str(cluster.of("services")[service]["spec"]["selector"]["cpi.bosh.io/vm"])
 
 
 def test_instance_name_points_to_the_newest_vm_of_the_instance(cpi: Cpi, cluster: Cluster) -> None:
-    """With create-swap-delete, an instance has two VMs for a while."""
+    """During create-swap-delete, an instance has two VMs."""
     old, new = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2"))
     cpi("set_vm_metadata", old, METADATA)
 
@@ -91,7 +91,7 @@ def test_instance_name_is_a_valid_dns_label(parts: tuple[str, str, str], name: s
     assert len(found) <= services.MAX_NAME_CHARS
 
 
-def test_similar_instances_have_different_names() -> None:
+def test_similar_instances_have_different_service_names() -> None:
     assert services.instance_name("a", "b_c", "0") != services.instance_name("a", "b.c", "0")
 
 
@@ -129,7 +129,7 @@ def test_network_policy_of_a_group_is_deleted_with_its_last_vm(cpi: Cpi, cluster
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     assert policy["spec"]["ingress"] == POLICY["network_policy"]["ingress"]
-    # Policies are additive, so the namespace's policy must not select these pods for this direction.
+    # Policies are additive, so labels must exempt these pods from the namespace's policy for the same direction.
     assert {"cpi.bosh.io/own-ingress", "cpi.bosh.io/own-egress"} & labels.keys() == {"cpi.bosh.io/own-ingress"}
     vms.append(cpi.create_vm("agent-3", network_policy={"ingress": [], "egress": []}))
     (changed,) = cluster.of("networkpolicies").values()

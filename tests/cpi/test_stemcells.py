@@ -1,4 +1,4 @@
-"""Light stemcells, made by this project and unchanged ones for the Docker CPI."""
+"""Light stemcells, both this project's own and unmodified ones for the Docker CPI."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_stemcell_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -
     ["localhost/a", "localhost:5000/a/b", "REG.example:443/a__b/c-d:V_1", "10.0.0.1:5000/a", "ubuntu", "a/b:1"],
 )
 def test_image_reference_of_any_registry_is_accepted(reference: str) -> None:
-    """If mutable images are allowed, it may lack a digest."""
+    """The reference needs no digest if mutable images are allowed."""
     lenient = Config(stemcells=Stemcells(allow_mutable_images=True))
 
     assert stemcells.create(Config(), None, {"image": f"{reference}@{DIGEST}"}) == f"{reference}@{DIGEST}"
@@ -68,12 +68,12 @@ def test_invalid_stemcell_image_is_rejected(properties: dict[str, Any], words: s
         (None, {}, None),
     ],
 )
-def test_a_vm_runs_on_nodes_of_the_architecture_that_its_stemcell_names(
+def test_vm_is_scheduled_to_nodes_of_its_stemcells_architecture(
     cpi: Cpi, cluster: Cluster, named: str | None, wished: dict[str, str], selector: dict[str, str] | None
 ) -> None:
-    """One Director has stemcells of both.
+    """A Director may have stemcells for both architectures.
 
-    For existing cids, and stemcells that name no architecture, Kubernetes chooses the node.
+    If the stemcell names no architecture, which includes existing cids, Kubernetes chooses the node.
     """
     pointers = {"image": f"registry.example/a:1@{DIGEST}"} | ({"architecture": named} if named else {})
     stemcell = cpi("create_stemcell", "/nothing", pointers, {})

@@ -1,4 +1,4 @@
-"""No method touches objects that belong to another Director or were not created by the CPI, whatever their names."""
+"""No method touches objects of another Director, or objects that the CPI did not create, whatever their names are."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DISK_CALLS: list[tuple[str, list[Any]]] = [
 def test_foreign_object_is_not_found_as_a_vm_or_disk(
     cpi: Cpi, cluster: Cluster, plural: str, kind: str, calls: list[tuple[str, list[Any]]]
 ) -> None:
-    """The CPI's own token, for example, is a Secret in the namespace."""
+    """One example of such an object is the Secret with the CPI's own token."""
     specs: dict[str, Object] = {"pods": POD, "persistentvolumeclaims": CLAIM}
     make(cluster, plural, "others", specs.get(plural))
     make(cluster, "persistentvolumeclaims", "data-others", CLAIM)
@@ -69,7 +69,7 @@ def test_foreign_object_is_not_found_as_a_vm_or_disk(
 
 
 def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: Cpi, cluster: Cluster) -> None:
-    """A StatefulSet names its claims like `data-postgres-0`."""
+    """A StatefulSet gives its claims names such as `data-postgres-0`, which look like those of the CPI."""
     make(cluster, "persistentvolumeclaims", "data-postgres-0", CLAIM)
     before = cluster.snapshot()
 
@@ -79,7 +79,7 @@ def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: Cpi, cluster: Cluste
 
 
 def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: Cpi, cluster: Cluster) -> None:
-    """Otherwise the pod would be recreated with the disks that the annotation names."""
+    """Otherwise the CPI would recreate the pod with the disks in the annotation."""
     disk = cpi("create_disk", 64, {}, None)
     noted = {"name": "data-others", "annotations": {"cpi.bosh.io/disks": json.dumps({"disks": [disk]})}}
     cluster.create(("persistentvolumeclaims", "bosh", "data-others"), {"metadata": noted, "spec": CLAIM})
@@ -91,8 +91,8 @@ def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: Cpi, cluster: 
     assert cluster.snapshot() == before
 
 
-def test_labelled_claim_becomes_a_disk(cpi: Cpi, cluster: Cluster) -> None:
-    """`bosh attach-disk` uses it for storage that was restored by hand."""
+def test_manually_labelled_claim_can_be_used_as_a_disk(cpi: Cpi, cluster: Cluster) -> None:
+    """Operators use this to attach storage that they have restored by hand with `bosh attach-disk`."""
     make(cluster, "persistentvolumeclaims", "restored", CLAIM, **OURS, **{"cpi.bosh.io/kind": "disk"})
     vm = cpi.create_vm()
 

@@ -1,4 +1,4 @@
-"""VMs on a fake API server."""
+"""VMs, tested with a fake API server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from tests.support.source import ROOT
 
 
 def test_vm_is_created_rebooted_and_deleted(cpi: Cpi, cluster: Cluster) -> None:
-    """Its pod is ready without a bus connection. A reboot keeps the data.
-
-    The Director admits the agent to the bus only after create_vm has returned (steps/create_vm_step.rb).
+    """The pod must become ready without a bus connection, because the Director admits the agent to the bus only after
+    create_vm has returned (steps/create_vm_step.rb). A reboot keeps the data.
     """
     vm = cpi.create_vm()
 
@@ -64,7 +63,9 @@ def test_vm_settings_can_be_read_by_the_agent(cpi: Cpi, cluster: Cluster) -> Non
     "message", ['1 persistentvolumeclaim "data-x" not found.', "1 pod has unbound immediate PersistentVolumeClaims."]
 )
 def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(cpi: Cpi, cluster: Cluster, message: str) -> None:
-    """It may wait longer than `timeouts.unschedulable`, here for the whole of `timeouts.create_vm`."""
+    """In this state the pod may wait longer than `timeouts.unschedulable`, here for the whole of
+    `timeouts.create_vm`.
+    """
     cluster.pod_status = lambda _: unscheduled(f"0/1 nodes are available: {message}")
 
     with pytest.raises(CpiFailedError, match="is not ready after 3 s: no node takes it"):
@@ -98,7 +99,7 @@ def test_create_vm_with_a_rejected_object_leaves_nothing(
 def test_vm_on_an_unresponsive_node_counts_as_dead(
     cpi: Cpi, cluster: Cluster, capsys: pytest.CaptureFixture[str], is_secret: bool
 ) -> None:
-    """This also holds for a node that the account may not read."""
+    """The VM also counts as dead if the account may not read the node."""
     vm = cpi.create_vm(grace=0)
     if is_secret:
         cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
@@ -129,7 +130,7 @@ def test_vm_on_a_temporarily_unreadable_node_is_neither_alive_nor_dead(
 
 
 def replaced(cluster: Cluster, name: str) -> None:
-    """Replace a pod at once by another one with the same name that is ready."""
+    """Replace a pod immediately by a ready pod with the same name."""
     pod = cluster.of("pods")[name]
     cluster.delete(("pods", "bosh", name), {"gracePeriodSeconds": 0})
     spec = {key: value for key, value in pod["spec"].items() if key != "nodeName"}
@@ -148,7 +149,7 @@ def test_pod_replaced_during_its_start_is_not_taken_for_the_vm(cpi: Cpi, cluster
     assert failed.value.ok_to_retry is True
 
 
-def test_delete_does_not_wait_for_a_replacement_pod(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_delete_vm_does_not_wait_for_a_replacement_pod(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     vm = cpi.create_vm()
     cluster.is_node_alive = False
     server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # the watch does not show its end
@@ -205,7 +206,7 @@ def test_cpi_methods_report_a_missing_vm(cpi: Cpi) -> None:
 
 @pytest.mark.parametrize("cid", ["", "a/log", "../secrets/x", "A", "a" * 254])
 def test_invalid_vm_cid_is_rejected(cpi: Cpi, server: Server, cid: str) -> None:
-    """An empty name would address the list of all pods, and one with a slash a part of another object."""
+    """In the URL, an empty name would address the list of all pods, and a name with a slash another resource."""
     for method in ("has_vm", "delete_vm"):
         with pytest.raises(CpiFailedError, match="arguments do not fit"):
             cpi(method, cid)
@@ -265,7 +266,7 @@ def test_service_with_keep_outlives_its_last_vm(cpi: Cpi, cluster: Cluster) -> N
     assert list(cluster.snapshot()) == ["services/zk"]
 
 
-def test_vip_moves_to_the_newest_vm_that_has_it(cpi: Cpi, cluster: Cluster) -> None:
+def test_vip_moves_to_the_newest_vm_with_this_vip(cpi: Cpi, cluster: Cluster) -> None:
     vip = {"type": "vip", "ip": "10.0.0.9", "cloud_properties": {"ports": [{"port": 80}]}}
     made = [
         cpi("create_vm", agent, STEMCELL, {}, {**DYNAMIC, "public": vip}, [], ENV)[0]
@@ -297,7 +298,7 @@ def test_calculated_vm_cloud_properties_are_accepted(cpi: Cpi) -> None:
 
 
 def helpers(cluster: Cluster) -> list[str]:
-    """Return the commands of all helper pods, including those that are gone."""
+    """Return the commands of all helper pods, including deleted ones."""
     made = [body for _, event, (plural, *_), body in cluster.events if (event, plural) == ("ADDED", "pods")]
     containers = [pod["spec"]["containers"][0] for pod in made]
     return [" ".join(one["command"][5:]) for one in containers if one["name"] == attachments.CONTAINER]
@@ -306,9 +307,8 @@ def helpers(cluster: Cluster) -> list[str]:
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
 @pytest.mark.parametrize("tier", ["userns", "privileged", "base"])
 def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: Cpi, cluster: Cluster, tier: str) -> None:
-    """Root of a user namespace can mount the directory of its live disks writable.
-
-    Root on the node can do anything anyway.
+    """Only VMs in a user namespace need the limit. Their root user can mount the directory of the live disks writable,
+    whereas root on the node can do anything anyway.
     """
     vm = cpi.create_vm(attach="live", tier=tier)
 
@@ -328,7 +328,7 @@ def test_vm_whose_disk_directory_cannot_be_limited_leaves_nothing(cpi: Cpi, clus
 
 
 def security(spec: Object) -> Object:
-    """Return users, capabilities and profiles of a pod and its container."""
+    """Return the security settings of a pod and its container: users, capabilities and profiles."""
     members = {"pod": spec.get("securityContext"), "hostUsers": spec.get("hostUsers")}
     return members | {"container": spec["containers"][0]["securityContext"]}
 
@@ -377,7 +377,8 @@ IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z
             [{"matchExpressions": [IN_ZONE]}],
         ),
         ({"service_account": "a", "service_account_token": True}, "automountServiceAccountToken", True),
-        # No runAsUser: the kubelet would let only that user read the token, and a Director runs its CPI as vcap.
+        # runAsUser must not be set, because the kubelet would let only that user read the token, but a Director runs
+        # its CPI as vcap.
         ({"service_account_token": True}, "container.securityContext.runAsUser", None),
         ({"service_account_token": True, "tier": "privileged"}, "container.securityContext", {"privileged": True}),
         ({"tier": "privileged"}, "container.securityContext.runAsUser", 0),
@@ -447,7 +448,7 @@ AGENT = {"image": "registry.example/agent-shim-volume:1"}
 
 
 def test_agent_runs_over_an_unmodified_stemcell(cpi: Cpi, cluster: Cluster) -> None:
-    """The agent comes in an image volume, and PID 1 applies the overlay."""
+    """The agent is mounted from an image volume, and PID 1 applies the overlay to the stemcell."""
     vm = cpi.create_vm(agent=AGENT)
 
     spec = cluster.of("pods")[vm]["spec"]
@@ -471,7 +472,7 @@ def test_agent_is_copied_if_the_cluster_has_no_image_volumes(cpi: Cpi, cluster: 
 
 
 def test_missing_agent_image_is_reported(cpi: Cpi, cluster: Cluster) -> None:
-    """The init container waits for its image, and the VM's container waits for the init container."""
+    """The reason is in the status of the init container, while the VM's container only waits for the init container."""
     status = waiting("PodInitializing", "")
     status["initContainerStatuses"] = waiting("ErrImagePull", "pull: not found")["containerStatuses"]
     cluster.pod_status = lambda _: status
@@ -482,8 +483,8 @@ def test_missing_agent_image_is_reported(cpi: Cpi, cluster: Cluster) -> None:
     assert cluster.snapshot() == {}
 
 
-def test_cpi_running_in_a_vm_knows_its_own_cid(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Director in the cluster calls current_vm_id before it snapshots its own disks."""
+def test_current_vm_id_returns_the_cid_of_the_vm_that_runs_the_cpi(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Director that runs in the cluster calls current_vm_id before it takes snapshots of its own disks."""
     vm = cpi.create_vm()
     cpi.refused("NotImplemented", "current_vm_id", match="is no VM of this CPI")
 
@@ -503,9 +504,10 @@ def test_cpi_running_in_a_vm_knows_its_own_cid(cpi: Cpi, monkeypatch: pytest.Mon
 def test_vm_directories_have_the_volume_type_that_they_need(
     cpi: Cpi, cluster: Cluster, properties: Object, path: str, kind: str
 ) -> None:
-    """Without root, the agent cannot write beside its settings in a directory that the runtime created.
+    """The agent's directory must be an emptyDir, because without root the agent cannot write into a directory that the
+    runtime has created.
 
-    In an emptyDir below a propagated mount, a kubelet would delete the content of the disks.
+    Live disks must not be mounted in an emptyDir, because the kubelet would delete their content together with it.
     """
     vm = cpi.create_vm(**properties)
 
