@@ -1,6 +1,6 @@
 """Fixtures for all tests.
 
-Processes started by tests have the signal settings of a terminal, whatever started pytest.
+Processes that tests start get default signal dispositions, however pytest itself was started.
 """
 
 from __future__ import annotations
@@ -34,17 +34,22 @@ FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Undo the ignored SIGINT of a background run, because every process that a test interrupts would inherit it."""
+    """Stop ignoring SIGINT, and build the keeper.
+
+    A pytest that runs in the background ignores SIGINT. Every process that a test wants to interrupt would inherit
+    this.
+    """
     process.default_signals()
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        # The path of a Unix socket has at most 107 bytes.
+        # Shorten the path of the scratch directories, because the path of a Unix socket has at most 107 bytes.
         config.option.basetemp = str(Path(config.option.basetemp).with_name(worker.removeprefix("gw")))
     else:
-        from hatch_build import build_keeper_of_checkout  # late, because workers of pytest do not need hatchling
+        from hatch_build import build_keeper_of_checkout  # imported late because pytest workers do not need hatchling
 
         build_keeper_of_checkout()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [GUARDED_START, os.environ.get("PYTHONPATH")]))
-    # An example does not fail on a slow machine. The daily tests try five times as many examples as the unit ring.
+    # Examples have no deadline, because they would fail on a slow machine. Quick runs try a fifth of the usual
+    # examples.
     hypothesis.settings.register_profile("daily", deadline=None)
     hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
     hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or "daily")
@@ -52,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exclude the collected tests, half a million objects, from garbage collection."""
+    """Exclude the collected tests from garbage collection, because they consist of half a million objects."""
     gc.disable()
     try:
         return (yield)
@@ -63,7 +68,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Record a failure for the fixtures, and let everything printed reach another process."""
+    """Record a failure for the fixtures, and escape captured output that could not be sent to another process."""
     report = yield
     if report.failed:
         item.stash[FAILED] = True
@@ -73,14 +78,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """Name the fields in which two structs differ, where pytest would print both as a whole."""
+    """List the fields in which two structs differ, instead of printing both structs."""
     if op != "==" or not (has_structs(left) and has_structs(right)):
         return None
     return [f"{type(left).__name__} == {type(right).__name__}, but", *differences(left, right)]
 
 
 def _waiting(item: pytest.Item) -> Iterator[str]:
-    """Return the stacks of the tasks for which a coroutine test was waiting when it was interrupted."""
+    """Return the stacks of the tasks that were pending when a coroutine test was interrupted."""
     if inspect.iscoroutinefunction(getattr(item, "obj", None)):
         with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
             for task in asyncio.all_tasks(asyncio.get_event_loop()):
@@ -90,7 +95,7 @@ def _waiting(item: pytest.Item) -> Iterator[str]:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    """Provide a scratch tree, and end all processes below it afterwards."""
+    """Provide a scratch directory for jobs, and kill the jobs' processes afterwards."""
     world = World(tmp_path / "w")
     yield world
     world.end()
@@ -98,7 +103,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 async def keepers_are_closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """At the end of a test, disconnect from keepers that no supervisor has disconnected from."""
+    """Close all connections to keepers that are still open at the end of a test."""
     made: list[Keepers] = []
     real = Keepers.__init__
 
@@ -114,11 +119,10 @@ async def keepers_are_closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[N
 
 @pytest.fixture(scope="session")
 def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Guard the event loop of each agent that inherits the environment of the tests.
+    """Guard the event loop of each agent that tests start. Yield the directory into which the guards write reports.
 
-    Reports are files in this directory.
 
-    This applies to the daily tests only, because other rings overload machines on purpose.
+    Only the daily tests are guarded, because the others overload the machine on purpose.
     """
     directory = tmp_path_factory.mktemp("held")
     ring = request.config.getoption("markexpr")
@@ -141,18 +145,18 @@ def no_loop_is_held(request: pytest.FixtureRequest, held_loops: Path) -> Iterato
 
 @pytest.fixture(scope="session", autouse=True)
 def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Remove the job cgroups of agents below our scratch directories that were killed before they could."""
+    """Remove the job cgroups of agents that were killed before they could remove them."""
     yield
     remove_cgroups(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kill what tests leave behind, and fail if that is not possible.
+    """Kill the processes that tests leave behind, and fail if that is not possible.
 
-    If we are killed ourselves, a program beside us does it.
+    A separate program does this if pytest itself is killed.
 
-    A program that forks and exits endlessly would take a processor away from all later tests on this machine.
+    A program that forks and exits in a loop, for example, would occupy a processor during all later tests.
     """
     base = str(tmp_path_factory.getbasetemp())
     with subprocess.Popen([*argv("end_left.py", base, os.getpid())], start_new_session=True) as beside:
@@ -163,7 +167,9 @@ def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def no_child_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """End children of a test with it, and everything below keepers. After a failure, end all its programs."""
+    """Kill a test's children and the descendants of its keepers. After a failure, kill everything that the test has
+    started.
+    """
     scratch: Path | None = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     before = set(_children())
     yield

@@ -1,4 +1,4 @@
-"""``./dev test-kubernetes``: run the tests as a node in new namespaces."""
+"""``./dev test-kubernetes``: run these tests in new namespaces, in which they start a Kubernetes node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from tests.support.kubernetes.run import run_as_node
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments. Return its exit code, or 1 with a message if a prerequisite is missing."""
+    """Run pytest with these arguments. Return its exit code, or print a message and return 1 if a prerequisite is
+    missing.
+    """
     options = [
         "-qm",
         "kubernetes",

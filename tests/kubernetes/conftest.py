@@ -1,4 +1,4 @@
-"""Fixtures for tests with real pods: the node, and a namespace and an environment for each test."""
+"""Fixtures for tests with real pods: a node for all tests, and a namespace and an environment for each test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NODE = pytest.StashKey[Node]()
 
 @pytest.fixture(scope="session")
 def node(request: pytest.FixtureRequest) -> Node:
-    """Provide the node once it can run pods. It ends with its namespaces after the last test."""
+    """Start the node and wait until it can run pods. It ends with its namespaces after the last test."""
     made = Node(nodes.here())
     request.config.stash[NODE] = made
     made.start()
@@ -46,6 +46,6 @@ async def namespace(node: Node, tmp_path: Path) -> AsyncIterator[Namespace]:
 
 @pytest.fixture
 async def bosh(node: Node, tmp_path: Path) -> AsyncIterator[Environment]:
-    """Provide an environment with a Director, at the address of the node."""
+    """Provide an environment with a Director, reachable at the node's address."""
     async with environment(nodes.ADDRESS, tmp_path) as made:
         yield made

@@ -1,6 +1,6 @@
-"""The admission policy of deploy/cpi on a real API server: it stops a stolen token, and does not stop the CPI.
+"""The admission policy in deploy/cpi, tested with a real API server. It restricts a stolen token, but not the CPI.
 
-The account has all permissions here, so every refusal comes from the policy.
+The CPI's account has all permissions here, so every refusal comes from the policy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Document = dict[str, Any]
 
 NAMESPACE = "bosh"
 REFUSED = (403, 422)
-"""Status codes of a refusal. The policy's is 422 unless it names a reason."""
+"""Status codes of a refusal. The API server uses 422 unless the policy specifies a reason."""
 ACCOUNT = f"system:serviceaccount:{NAMESPACE}:bosh-cpi"
 PROGRAM = (ROOT / "kubernetes_cpi/attachment_program.py").read_text()
 PARAMETERS = {"program": PROGRAM, "images": "registry.example/ other.example/agents/", "privileged_vms": "false"}
@@ -73,13 +73,13 @@ def secured(**context: Any) -> Document:
 
 
 def mounting(source: Document, **mount: Any) -> Document:
-    """Return a VM with a volume."""
+    """Return the pod of a VM with a volume from ``source``."""
     mounts = [{"name": "v", "mountPath": "/mnt", **mount}]
     return vm(containers=[{"name": "agent", "image": IMAGE, "volumeMounts": mounts}], volumes=[{"name": "v", **source}])
 
 
 def helper(kind: str = "attachment", change: Callable[[Document], object] = lambda _: None) -> Document:
-    """Return a helper pod of the CPI with a change."""
+    """Return a helper pod as the CPI creates it, with its spec modified by ``change``."""
     target = {"name": "target", "hostPath": {"path": ROOM, "type": "DirectoryOrCreate"}}
     arguments = {
         "attachment": ["attach", "/disk", f"/target/{VM}/{DISK}", "uid"],
@@ -122,7 +122,9 @@ def with_volume(name: str, source: Document, path: str) -> Callable[[Document], 
 
 
 def copying(**members: Any) -> Callable[[Document], object]:
-    """Return a VM that copies the agent as on an unmodified stemcell, with another member."""
+    """Return a change that lets a pod copy the agent, as the CPI does for unmodified stemcells. ``members`` override
+    fields of the init container.
+    """
     copier = {
         "name": "agent",
         "image": "other.example/agents/agent:1",
@@ -435,7 +437,7 @@ def path_of(one: Document) -> str:
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """Provide an API server with the policy, and with objects of the CPI and of others in the namespace."""
+    """Provide an API server with the policy, and with a namespace that contains objects of the CPI and of others."""
     made = ApiServer(programs(), tmp_path_factory.mktemp("api"))
     try:
         made.start()
@@ -470,7 +472,7 @@ def _fill(api: ApiServer) -> None:
             {
                 "metadata": {
                     "name": "volumesnapshots.snapshot.storage.k8s.io",
-                    # The API server protects groups that end in k8s.io.
+                    # The API server requires this annotation for groups that end in k8s.io.
                     "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
                 },
                 "spec": crd,
@@ -498,13 +500,13 @@ def _fill(api: ApiServer) -> None:
     ]
     deadline = time.monotonic() + TIMEOUT_S / 5
     for path, body in made:
-        # A new kind is available after a moment.
+        # A new kind only becomes available after a moment, so retry.
         while (answer := api.request("POST", path, body))[0] == 404 and time.monotonic() < deadline:
             time.sleep(0.2)
         assert answer[0] == 201, f"{path}: {answer[1]}"
     theft, _ = CREATED["another image"]
     snapshot = document("VolumeSnapshot", "n", "", spec={})
-    # A new policy takes effect after a moment, and so does a new kind.
+    # A new policy only takes effect after a moment, and so does a new kind.
     while wrong := [
         reply
         for one in (theft, snapshot)
@@ -515,13 +517,13 @@ def _fill(api: ApiServer) -> None:
 
 
 def _try(api: ApiServer, method: str, path: str, body: Any = None, kind: str = "application/json") -> tuple[int, str]:
-    """Return the answer to a dry-run request of the account."""
+    """Make a dry-run request as the CPI's account. Return the status and message of the response."""
     status, answer = api.request(method, f"{path}?dryRun=All", body, user=ACCOUNT, kind=kind)
     return status, str(answer.get("message", ""))
 
 
 def _merged(below: Document, above: Document) -> Document:
-    """Return a document changed by a merge patch."""
+    """Return a copy of a document with a merge patch applied."""
     both = copy.deepcopy(below)
     for key, value in above.items():
         if value is None:
@@ -546,7 +548,7 @@ def test_admission_policy_admits_objects_of_the_cpi(api: ApiServer, name: str) -
     one = copy.deepcopy(ADMITTED[name])
     one["metadata"]["name"] += "0" if one["metadata"]["name"] != VM else ""
     if one["metadata"]["name"] == VM:
-        # Another VM than the existing one.
+        # Rename the VM, because one with the original name exists.
         one = json.loads(json.dumps(one).replace(VM, f"{VM}0"))
 
     assert _try(api, "POST", PATHS[one["kind"]], one)[0] == 201, _try(api, "POST", PATHS[one["kind"]], one)
@@ -593,7 +595,9 @@ def test_admission_policy_lets_the_cpi_delete_its_objects(api: ApiServer, which:
 
 
 def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_path: Path) -> None:
-    """The requests of a VM's lifecycle are recorded with a fake server and sent again by the account."""
+    """The requests of a VM's lifecycle are recorded with the fake server and then sent to the real one as the CPI's
+    account.
+    """
     server = Server(Cluster())
     try:
         cpi = Cpi(server, tmp_path, disks={"attach": "live"})
@@ -627,7 +631,7 @@ def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_pa
 
 
 def _live(cpi: Cpi) -> None:
-    """Create, use and delete a VM with everything that it can have, and one of another kind."""
+    """Create, use and delete VMs that together use every kind of object and pod that the CPI can create."""
     front = {"name": "front", "ports": [{"port": 80}], "ingress": {"hosts": ["web.example"]}}
     metadata = {"deployment": "dep", "job": "db", "index": "0", "id": "i", "director": "d"}
     vms = [

@@ -1,8 +1,8 @@
-"""Deployments on a real cluster, for each way in which disks reach VMs (a scripted Director, real agents).
+"""Deployments on a real cluster with a scripted Director and real agents, for each of the CPI's ways to attach disks.
 
-Each flow begins and ends with an instance that has a disk with a file on it. ``Site.check`` looks for the file, and for
-objects on the cluster that the Director does not know. The next flow continues with the instance. After a failed flow,
-everything is deleted and deployed again.
+Each flow begins and ends with an instance that has a disk with a file on it. ``Site.check`` checks that the file still
+exists, and that the cluster has no objects that are unknown to the Director. The next flow continues with the same
+instance. After a failed flow, everything is deleted and deployed again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.kubernetes.objects import Document
 pytestmark = [pytest.mark.kubernetes, pytest.mark.asyncio(loop_scope="module")]
 
 ATTACHING = pytest.mark.parametrize("site", [way for way in WAYS if way.attach != "never"], ids=str, indirect=True)
-"""The ways in which a disk reaches a running VM."""
+"""Runs a test for each way that can attach a disk to an existing VM."""
 
 LIVE = pytest.mark.parametrize("site", [way for way in WAYS if way.attach in ("live", "auto")], ids=str, indirect=True)
 
@@ -40,7 +40,7 @@ async def site(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def db(site: Site) -> Instance:
-    """Provide an instance with a disk, as the previous flow left it, or else newly deployed."""
+    """Provide the instance with a disk that the previous flow has left, or else deploy one."""
     instance, site.spare = site.spare, None
     if instance is None:
         await site.empty()
@@ -51,8 +51,9 @@ async def db(site: Site) -> Instance:
 
 
 async def _deployed_in_two(site: Site) -> Instance:
-    """Deploy in two steps: if disks only come at creation, attach_disk fails with the reason, and a stopped instance
-    takes one later.
+    """Deploy an instance where disks can only be attached when a VM is created.
+
+    The first deploy fails in attach_disk with an explanation. Then the instance is stopped and started with the disk.
     """
     director = site.deployments
     instance = Instance("db")
@@ -131,7 +132,7 @@ async def test_pod_deleted_without_the_director_is_resurrected(site: Site, db: I
 
 
 async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: Instance) -> None:
-    """The VM is still running, and nothing is detached before it is deleted."""
+    """The old VM is still running. It is deleted without detaching its disks first."""
     await site.exec(db, "pkill", "-STOP", "--full", "bin/bosh-agent")
     assert await site.deployments.is_unresponsive(db)
     assert await site.cpi.call("has_vm", db.vm) is True
@@ -140,7 +141,9 @@ async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: Inst
 
 
 async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: Instance) -> None:
-    """In cck's "Reboot VM" the Director mounts nothing again. Files of jobs in ``data`` are kept."""
+    """After cck's "Reboot VM" the Director does not mount disks again, so the agent must do this. Files in ``data`` are
+    kept.
+    """
     if site.way.attach == "never":
         with pytest.raises(CpiError, match="recreate the VM instead"):
             await site.cpi.call("reboot_vm", db.vm)
@@ -156,7 +159,7 @@ async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: Instanc
 
 @LIVE
 async def test_detach_of_a_disk_in_use_fails_without_harm(site: Site, db: Instance) -> None:
-    """The agent has not unmounted the disk. The CPI says so, and the files are not touched."""
+    """If the agent has not unmounted the disk, detach_disk fails with this reason, and the disk stays attached."""
     director = site.deployments
     second = await director.create_disk(db)
     await director.attach(db, second)
@@ -173,7 +176,9 @@ async def test_detach_of_a_disk_in_use_fails_without_harm(site: Site, db: Instan
 
 
 async def _dynamic_disk(site: Site, db: Instance) -> tuple[str, str]:
-    """Attach a disk to a VM with running jobs, and write a file to it. Return the disk and the link to it."""
+    """Attach a dynamic disk to a VM with running jobs, and write a file to it. Return the disk's cid and its link in
+    the VM.
+    """
     disk = await site.deployments.provide_dynamic_disk(db, "of-a-driver")
     link = f"/var/vcap/data/dynamic_disks/{disk}"
     await site.exec(db, "sh", "-c", f"echo kept >{link}/file; sync")
@@ -187,7 +192,7 @@ async def _delete_dynamic(site: Site, db: Instance, disk: str) -> None:
 
 @LIVE
 async def test_dynamic_disk_is_attached_and_detached_while_jobs_run(site: Site, db: Instance) -> None:
-    """The pod stays the same."""
+    """The container is not restarted."""
     before = await site.namespace.pod(db.vm).container()
     disk, link = await _dynamic_disk(site, db)
     await site.deployments.provide_dynamic_disk(db, "of-a-driver")
@@ -204,7 +209,7 @@ async def test_dynamic_disk_is_attached_and_detached_while_jobs_run(site: Site, 
 
 
 def _driver(disk: str) -> dict[str, str]:
-    """Return a job that mounts the disk elsewhere, in the way docs/disks.md describes for volume drivers."""
+    """Return a job that mounts a dynamic disk at another path, as docs/disks.md describes for volume drivers."""
     start = f"""
 disk=/var/vcap/data/dynamic_disks/{disk} place=/var/vcap/data/volume
 if [ -b $disk ]; then mkdir -p $place; mount $disk $place
@@ -224,7 +229,7 @@ place=/var/vcap/data/volume
 
 @LIVE
 async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(site: Site, db: Instance) -> None:
-    """The job keeps the disk busy until it is stopped."""
+    """While the job runs, the disk is busy and cannot be detached."""
     director = site.deployments
     disk = await director.provide_dynamic_disk(db, "of-a-driver")
     director.files = _driver(disk)
@@ -235,7 +240,7 @@ async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(si
         with pytest.raises(CpiError, match="uses it"):
             await site.cpi.call("detach_disk", db.vm, disk)
         await director.provide_dynamic_disk(db, "of-a-driver")
-        await director.world.agents.value(db.agent, "get_state", "full")  # queries the disks for their figures
+        await director.world.agents.value(db.agent, "get_state", "full")  # makes the agent measure the disks
         _, metrics = await site.namespace.pod(db.vm).get("/metrics")
         assert f'agent_shim_disk_size_bytes{{disk="{disk}"}}' in metrics
         await director.stop_hard(db)
@@ -286,14 +291,14 @@ def _attaches(one: Document, disk: str) -> bool:
 
 
 async def test_reattaching_an_attached_disk_succeeds(site: Site, db: Instance) -> None:
-    """cck's "Reattach disk to instance" relies on that."""
+    """cck's "Reattach disk to instance" relies on this."""
     await site.deployments.attach(db, db.disk)
     await site.deployments.mount(db, db.disk)
     await site.check(db)
 
 
 async def test_orphaned_disk_can_be_attached_again(site: Site, db: Instance) -> None:
-    """The steps are ``bosh delete-deployment``, then ``bosh attach-disk`` to an instance of another deployment."""
+    """Simulates ``bosh delete-deployment``, and then ``bosh attach-disk`` with an instance of another deployment."""
     await site.deployments.delete(db)
     await site.check(db)
     again = Instance("other", disk=db.disk, kept=db.kept)
@@ -314,7 +319,7 @@ async def test_compilation_vm_compiles_a_package(site: Site, db: Instance) -> No
 
 
 async def test_deletion_removes_all_objects_and_can_be_repeated(site: Site, db: Instance) -> None:
-    """A second deletion either succeeds or is rejected."""
+    """Deleting the VM and the disk again either succeeds or fails because they no longer exist."""
     vm, disk = db.vm, db.disk
     await site.deployments.delete(db)
     await site.deployments.delete_disk(disk)

@@ -1,4 +1,4 @@
-"""VMs of the CPI on two nodes, with a real ``kubectl drain`` as described in docs/cluster-upgrades.md."""
+"""VMs on two nodes, one of which is drained with a real ``kubectl drain`` as described in docs/cluster-upgrades.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.kubernetes
 
 LIVE: Final = Way("live", "live", "base", "privileged")
 LOCAL: Final = "of-one-node"
-"""A StorageClass of volumes that only the second node has."""
+"""A StorageClass for volumes that exist only on the second node."""
 DRAIN: Final = (
     "drain",
     SECOND,
@@ -48,7 +48,7 @@ def second(node: Node) -> Iterator[Worker]:
 
 @contextlib.asynccontextmanager
 async def only_on(site: Site, other: str) -> AsyncIterator[None]:
-    """Prevent VMs from being scheduled to the other node during this block."""
+    """Prevent VMs from being scheduled to the node ``other`` for the duration of the block."""
     await site.namespace.kubectl("cordon", other)
     try:
         yield
@@ -62,7 +62,7 @@ async def node_of(site: Site, instance: Instance) -> str:
 
 
 async def ready_of(site: Site, group: str) -> int:
-    """Return how many VMs of a group are ready."""
+    """Return the number of ready VMs in a group."""
     ready = '{.items[*].status.conditions[?(@.type=="Ready")].status}'
     said = await site.namespace.kubectl(
         "get", "pods", "-l", f"bosh.io/instance_group={group}", "-o", f"jsonpath={ready}"
@@ -77,7 +77,9 @@ async def drained(site: Site) -> str:
 
 
 async def resurrect_until(site: Site, instances: list[Instance], drain: asyncio.Task[str]) -> list[int]:
-    """Bring back each missing VM, as the Health Monitor does. Return how many VMs of the group were ready each time."""
+    """Recreate each missing VM, as the Health Monitor does, until the drain ends. Return the number of ready VMs in the
+    group "web" at each turn.
+    """
     served = []
     while not drain.done():
         served.append(await ready_of(site, "web"))
@@ -110,13 +112,13 @@ async def test_node_drain_moves_vms_of_a_group_one_by_one_with_their_disk(
         finally:
             await site.namespace.kubectl("uncordon", second.name)
         assert min(served) >= GROUP_SIZE - 1
-        # The jobs could drain before the pod was removed, and the file on the disk is on the other node.
+        # The drain script ran before the pod was removed, and its file arrived on the other node with the disk.
         assert (await site.exec(db, "cat", "/var/vcap/store/drained")).splitlines() == ["drained"]
         await site.check(*instances)
 
 
 def local_volume(path: Path) -> str:
-    """Create a volume in a directory of the second node, with its class."""
+    """Create a StorageClass and a volume in a directory of the second node. Return the manifests."""
     path.mkdir()
     there = {"key": "kubernetes.io/hostname", "operator": "In", "values": [SECOND]}
     storage = {

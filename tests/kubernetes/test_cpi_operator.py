@@ -1,5 +1,5 @@
-"""VMs of the CPI and actions of a cluster operator: evictions, a namespace without root, a policy for the CPI's
-account.
+"""How VMs of the CPI cope with measures of a cluster operator: evictions, a namespace without root, network policies,
+and a policy for the CPI's account.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BY_RECREATION = next(way for way in WAYS if way.attach == "recreate")
 USERNS = Way("userns", "live", "userns", "privileged")
 RESTRICTED = Way("restricted", "never", "restricted", "restricted", reserved=True)
 UNDER_POLICY = Way("under a policy", "recreate", "base", "privileged")
-"""At a level that does not refuse anything by itself."""
+"""The Pod Security level admits everything, so refusals come from the policy."""
 POLICY = ROOT / "deploy/cpi/admission/policy.yaml"
 
 
@@ -57,7 +57,7 @@ async def evict(site: Site, instance: Instance) -> subprocess.CompletedProcess[s
 
 
 async def until_allowed(site: Site, wanted: int) -> None:
-    """Evict, retrying until the disruption controller has counted the pods."""
+    """Wait until the disruption controller has counted the pods and permits ``wanted`` evictions."""
     async with asyncio.timeout(LIMIT):
         while await site.namespace.kubectl("get", "pdb", "-o", "jsonpath={.items[*].status.disruptionsAllowed}") != str(
             wanted
@@ -96,7 +96,7 @@ ONLY_FROM_INSIDE: Document = {"ingress": [{"from": [{"podSelector": {}}]}]}
 
 
 async def leads_to(site: Site, service: str) -> list[str]:
-    """Return the addresses to which a Service leads, sorted."""
+    """Return the sorted addresses to which a Service forwards connections."""
     said = await site.namespace.kubectl("get", "endpoints", service, "-o", "jsonpath={.subsets[*].addresses[*].ip}")
     return sorted(said.split())
 
@@ -111,7 +111,7 @@ async def until_leads_to(site: Site, service: str, *instances: Instance) -> None
 
 
 async def ways_in(site: Site) -> list[str]:
-    """Return the Services, Ingresses and NetworkPolicies that the CPI has created."""
+    """Return the names of the Services, Ingresses and NetworkPolicies that the CPI has created."""
     kinds, ours = "services,ingresses,networkpolicies", "app.kubernetes.io/managed-by=kubernetes-cpi"
     return sorted((await site.namespace.kubectl("get", kinds, "-l", ours, "-o", "name")).split())
 
@@ -152,7 +152,7 @@ async def test_services_and_ingresses_follow_the_vms_until_the_last_is_deleted(n
 
 
 async def until_resolves_to(site: Site, name: str, asking: Instance, wanted: Instance) -> None:
-    """Wait until a VM resolves another VM's address through the cluster's DNS."""
+    """Wait until a name resolves to the wanted address in a VM, through the cluster's DNS."""
     pod = await site.namespace.pod(wanted.vm).look()
     async with asyncio.timeout(LIMIT):
         while pod["status"]["podIP"] not in (
@@ -180,13 +180,13 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 
 
 async def reaches(site: Site, one: Instance, address: str, port: int) -> bool:
-    """Return whether a VM gets a connection."""
+    """Return True if a VM can connect to an address and port."""
     command = ("exec", one.vm, "--", "/opt/agent_shim/bin/python3", "-c", CONNECT, address, str(port))
     return (await attempt(site, *command)).returncode == 0
 
 
 async def connects(site: Site, one: Instance, other: Instance) -> bool:
-    """Return whether a VM can connect to the port of another VM's agent."""
+    """Return True if a VM can connect to the port of another VM's agent."""
     return await reaches(site, one, other.networks["default"]["ip"], 9190)
 
 
@@ -194,7 +194,8 @@ async def test_network_policy_of_a_group_blocks_other_groups(node: Node, tmp_pat
     if not node.has("kube-router"):
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
-        # kube-router 1.2 does not support IPv6, and lets a packet that may leave one VM into the other one.
+        # Remove the egress policy. kube-router 1.2 does not support its IPv6 rule, and would let every packet that may
+        # leave one VM into the other, whatever the ingress policy is.
         await site.namespace.kubectl("delete", "networkpolicy", "bosh-vms-out")
         director = site.deployments
         outside = await director.first_deploy("outside", with_disk=False)
@@ -220,7 +221,8 @@ ELSEWHERE: Final = "198.18.0.1"
 
 @contextmanager
 def listener() -> Iterator[int]:
-    """Run a server of the node at its own address, at that of a metadata service and at an unrelated one.
+    """Run a server on the node that listens at the node's address, at a metadata service's address and at an unrelated
+    one.
 
     Return its port.
     """
@@ -235,11 +237,11 @@ def listener() -> Iterator[int]:
                 subprocess.run([*ip, "delete", f"{address}/32", "dev", "lo"], check=True)
 
 
-async def test_vm_reaches_only_addresses_that_its_egress_policy_allows(node: Node, tmp_path: Path) -> None:
+async def test_vm_reaches_only_addresses_allowed_by_its_egress_policy(node: Node, tmp_path: Path) -> None:
     if not node.has("kube-router"):
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
-        # kube-router 1.2 does not support IPv6.
+        # Remove the IPv6 rule, which kube-router 1.2 does not support.
         only_4 = json.dumps([{"op": "remove", "path": "/spec/egress/0/to/1"}])
         await site.namespace.kubectl("patch", "networkpolicy", "bosh-vms-out", "--type=json", f"--patch={only_4}")
         blocks = [{"ipBlock": {"cidr": f"{address}/32"}} for address in (ADDRESS, METADATA)]
@@ -285,10 +287,10 @@ def status_of(url: str) -> int:
     return status
 
 
-async def test_vms_of_the_trial_start_in_a_cluster(node: Node, tmp_path: Path) -> None:
-    """They are the Director and the instances of ``./dev try-kubernetes``.
+async def test_trial_vms_start_in_a_cluster(node: Node, tmp_path: Path) -> None:
+    """The VMs have the cloud properties that ``./dev try-kubernetes`` uses for its Director and its instances.
 
-    A port of the Director's pod is one of the node.
+    The Director's pod also gets a host port, which must be reachable at the node's address.
     """
     director, minimal = (
         yaml.safe_load((ROOT / f"tools/trial/bosh/{name}.yml").read_text())[0]["value"]
@@ -311,8 +313,9 @@ async def test_vms_of_the_trial_start_in_a_cluster(node: Node, tmp_path: Path) -
 
 @asynccontextmanager
 async def writable_volumes() -> AsyncIterator[None]:
-    """Open the volumes of the test's provisioner to every user, because no kubelet applies fsGroup to host
-    directories.
+    """Make the volumes of the cluster's provisioner writable for every user.
+
+    They are host directories, to which the kubelet does not apply fsGroup.
     """
 
     async def opened() -> None:
@@ -329,8 +332,10 @@ async def writable_volumes() -> AsyncIterator[None]:
         task.cancel()
 
 
-async def test_job_of_a_vm_without_root_can_write_to_its_disk(node: Node, tmp_path: Path) -> None:
-    """The namespace enforces `restricted`, so the runtime must not create directories to which the agent writes."""
+async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: Node, tmp_path: Path) -> None:
+    """In a namespace that enforces `restricted`, the agent could not write into directories that the container runtime
+    creates.
+    """
     async with cpi_site.site(node, RESTRICTED, tmp_path) as site, writable_volumes():
         db = await site.deployments.first_deploy()
         await site.write(db)
@@ -348,13 +353,13 @@ async def test_job_of_a_vm_without_root_can_write_to_its_disk(node: Node, tmp_pa
 async def test_vm_over_an_unmodified_stemcell_supports_live_disks_and_reboots(
     node: Node, tmp_path: Path, copy: bool
 ) -> None:
-    """The program for attachments and reboots comes from the agent's image."""
+    """The helper pods for attachments and reboots must get their program from the agent's image."""
     if node.minor < 35 and not copy:
         pytest.skip("no image volumes in this Kubernetes")
     way = Way("over a stemcell", "live", "base", "privileged")
     async with cpi_site.site(node, way, tmp_path, stemcells={"allow_mutable_images": True}) as site:
         site.deployments.stemcell = f"{pods.IMAGE}-system:latest"
-        # The image volume contains only the program. It is copied with `cp` from a complete image.
+        # An image volume needs only the agent's files, but copying them requires a complete image with `cp`.
         agent = {"image": f"{pods.IMAGE}:latest" if copy else f"{pods.IMAGE}-volume:latest", "copy": copy}
         with site.vm_type(agent=agent):
             db = await site.deployments.first_deploy()
@@ -370,8 +375,10 @@ async def test_vm_over_an_unmodified_stemcell_supports_live_disks_and_reboots(
 SLEEPER = "processes: [{name: jailed, executable: /bin/sleep, args: ['1000'], persistent_disk: true}]"
 
 
-async def test_namespace_of_a_bpm_job_keeps_only_its_own_disk_busy(node: Node, tmp_path: Path) -> None:
-    """On this node, the disks and the data are directories of the same device."""
+async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: Node, tmp_path: Path) -> None:
+    """The job's mount namespace must not keep a detached disk mounted. On this node, that is hard to detect, because
+    disks and data are directories of the same device.
+    """
     way = next(way for way in WAYS if way.tier == "privileged")
     async with cpi_site.site(node, way, tmp_path, timeouts={"unmount": 20}) as site:
         director = site.deployments
@@ -381,7 +388,7 @@ async def test_namespace_of_a_bpm_job_keeps_only_its_own_disk_busy(node: Node, t
         disk = await director.create_disk(db)
         hint = await site.cpi.call("attach_disk", db.vm, disk)
         await director.ask(db, "add_dynamic_disk", disk, hint)
-        # The sandbox is created while the other disk is attached.
+        # Restart the job, so that its sandbox is created while the other disk is attached.
         await director.ask(db, "stop")
         await director.ask(db, "start")
         await director.until_running(db)
@@ -410,7 +417,8 @@ async def test_vm_in_a_user_namespace_gets_a_live_disk(node: Node, tmp_path: Pat
         await site.check(db)
 
 
-# This moves the mount of a live disk or else binds it elsewhere, and renames its directory, if the kernel allows it.
+# A script that moves the mount of a live disk or at least binds it elsewhere, and renames its directory, as far as the
+# kernel allows it.
 HIDE = """
 mkdir /hidden
 mount --move "$1" /hidden || mount --bind "$1" /hidden
@@ -457,8 +465,8 @@ echo $!
 
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
-async def test_disk_cloned_with_open_tree_stays_attached(node: Node, tmp_path: Path) -> None:
-    """Such a mount is in no mount table."""
+async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node: Node, tmp_path: Path) -> None:
+    """A mount that was cloned with open_tree appears in no mount table, so the CPI must notice it in another way."""
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     async with cpi_site.site(node, USERNS, tmp_path, timeouts={"unmount": 3}) as site:
@@ -479,7 +487,7 @@ async def test_disk_cloned_with_open_tree_stays_attached(node: Node, tmp_path: P
 
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
 async def test_root_of_a_user_namespace_cannot_fill_the_node(node: Node, tmp_path: Path) -> None:
-    """The directory of its live disks is on the node's file system."""
+    """The directory for the VM's live disks is on the node's file system."""
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     async with cpi_site.site(node, USERNS, tmp_path) as site:
@@ -495,7 +503,7 @@ async def test_root_of_a_user_namespace_cannot_fill_the_node(node: Node, tmp_pat
 
 
 def thefts(namespace: str) -> Iterator[Document]:
-    """Return pods that the holder of a stolen token might want to create."""
+    """Yield pods that the holder of a stolen token might want to create."""
     ours = {"app.kubernetes.io/managed-by": "kubernetes-cpi", "cpi.bosh.io/kind": "vm"}
     container = {"name": "c", "image": "localhost/agent-shim", "command": ["sleep", "9"]}
     secret = {"name": "s", "secret": {"secretName": f"{ACCOUNT}-token"}}
@@ -531,7 +539,7 @@ async def test_admission_policy_restricts_a_stolen_token_but_not_the_cpi(node: N
             for pod in thefts(name):
                 text = json.dumps(pod)
                 async with asyncio.timeout(LIMIT):
-                    # A new policy takes effect after a moment.
+                    # A new policy only takes effect after a moment.
                     while (
                         "ValidatingAdmissionPolicy"
                         not in (

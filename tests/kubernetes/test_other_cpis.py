@@ -1,8 +1,9 @@
-"""Pods as the Kubernetes CPIs of others make them, and their way of attaching a disk: the pod ends and returns with it.
+"""The agent in pods as other Kubernetes CPIs create them. These CPIs attach a disk by replacing the pod.
 
-sykesm/kubernetes-cpi actions/create_vm.go and volume_manager.go, of which cfibmers/kubernetes-cpi is a fork, and
-SAP/bosh-kubernetes-cpi-release CPI/Kubernetes/Action/CreateVm.hs and AttachDisk.hs. They delete a pod without grace and
-create the next at once, while the kubelet still ends the container of the first. Their Directors send no hints.
+Sources: actions/create_vm.go and volume_manager.go in sykesm/kubernetes-cpi, of which cfibmers/kubernetes-cpi is a
+fork, and CPI/Kubernetes/Action/CreateVm.hs and AttachDisk.hs in SAP/bosh-kubernetes-cpi-release. They delete a pod
+without a grace period and create the next one at once, while the kubelet is still ending the first one's container.
+Directors that use these CPIs send no disk hints.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.kubernetes
 OLD: Final = "one"
 NEW: Final = "two"
 ADDRESS: Final = "bosh.cloudfoundry.org/ip-address"
-"""Annotation for a CNI that fixes the address of a pod. Others ignore it."""
+"""Annotation for a CNI plugin that gives pods fixed addresses. Other plugins ignore it."""
 SAP_COMMAND: Final = "; ".join(
     [
         *(
@@ -38,7 +39,9 @@ SAP_COMMAND: Final = "; ".join(
 
 @dataclass(frozen=True)
 class Cpi:
-    """Another CPI. ``disk`` makes the CID of a disk from its id, ``place`` its directory in the pod."""
+    """Another CPI. ``disk`` returns a disk's cid for its id, ``place`` is the pattern for the disk's directory in the
+    pod.
+    """
 
     pod: Callable[[], Document]
     settings: Callable[[str], Document]
@@ -62,7 +65,7 @@ def _pod(name: str, container: Document, volumes: list[Document], **spec: Any) -
 def _sykesm_pod() -> Document:
     container = {
         "name": "bosh-job",
-        # This CPI uses Always, but this cluster has no registry.
+        # The CPI uses Always, which is not possible here, because the cluster has no registry.
         "imagePullPolicy": "IfNotPresent",
         "command": ["/usr/sbin/runsvdir-start"],
         "args": [],
@@ -120,7 +123,7 @@ CPIS: Final = {
 
 @dataclass
 class Vm:
-    """The pod of a VM, and what its CPI stores about it in the cluster."""
+    """The pod of a VM, and the objects in which its CPI stores settings."""
 
     cpi: Cpi
     namespace: Namespace
@@ -132,7 +135,7 @@ class Vm:
         return found
 
     async def create(self, *disks: str) -> None:
-        """Create the settings, and the pod with these disks."""
+        """Create the settings and the pod, with the attached disks."""
         persistent = {self.cpi.disk(disk): self.cpi.place.format(disk) for disk in disks}
         networks = {"default": {"type": "dynamic", "preconfigured": True, "dns": None}}
         settings = json.loads(self.bosh.settings(disks={"persistent": persistent}, networks=networks))
@@ -152,10 +155,10 @@ class Vm:
         spec["containers"][0]["volumeMounts"] = [*copy.copy(mounts), {"name": name, "mountPath": path}]
 
     async def recreate(self, *disks: str) -> None:
-        """Attach and detach disks as the CPI does: delete the pod without grace, and create another one.
+        """Attach or detach disks as the CPI does: delete the pod without a grace period, and create another one.
 
-        The CPI then sleeps for fifteen seconds, in which the old container ends. Until then two agents have the same
-        name.
+        The CPI then sleeps for fifteen seconds, during which the old container ends. Until then, two agents have the
+        same id.
         """
         pod = self.namespace.pod(self.name)
         former = await pod.container()
@@ -185,7 +188,9 @@ def _claim(name: str) -> Document:
 async def test_disks_are_attached_and_detached_with_the_pods_of_other_cpis(
     namespace: Namespace, bosh: Environment, name: str
 ) -> None:
-    """The steps are a deploy with a disk, a new pod beside its ending container, a larger disk, and a detach."""
+    """Deploys an instance with a disk, replaces the pod while its old container is still ending, migrates to a larger
+    disk, and detaches it.
+    """
     cpi = CPIS[name]
     vm = Vm(cpi, namespace, bosh)
     old = cpi.disk(OLD)

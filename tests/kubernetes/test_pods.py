@@ -1,4 +1,4 @@
-"""Pods of deploy/kubernetes on a real kubelet, with its probes, hooks, grace periods, restarts, Secrets and volumes."""
+"""Pods from deploy/kubernetes on a real kubelet, with probes, hooks, grace periods, restarts, Secrets and volumes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ DISKS: Final = {"system": "", "persistent": {DISK: f"/warden-cpi-dev/{DISK}"}}
 IN_ORDER: Final = (0, "agent-shim: all jobs stopped in order\n")
 AGENT_PID: Final = ("pgrep", "--full", "bin/bosh-agent")
 HUNG_S: Final = 90
-"""Longer than the liveness probe used to wait."""
+"""Seconds for which the agent is suspended. This is longer than the time after which the former liveness
+probe failed.
+"""
 JOB_PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid")
 HELLO_PID: Final = ("pgrep", "--full", "http.server")
 
 
 def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[Document]:
-    """Create a pod as a CPI does for a Director, with these settings, the test's blobstore and perhaps a disk."""
+    """Return the documents of a pod as a CPI creates it, with these settings, the test's blobstore and
+    perhaps a disk.
+    """
     bosh.blobs.mkdir(exist_ok=True)
     documents = [one for one in overlay("cpi") if disk or one["kind"] != "PersistentVolumeClaim"]
     spec = pod_spec(documents)
@@ -44,15 +48,17 @@ def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[D
 
 
 def set_grace(documents: list[Document], seconds: int) -> None:
-    """Replace the manifests' grace period of a minute. The hook ends a second before it."""
+    """Replace the grace period in the manifests, which is one minute. The preStop hook ends one second earlier."""
     spec = pod_spec(documents)
     spec["terminationGracePeriodSeconds"] = seconds
     spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] = str(seconds - 1)
 
 
 @pytest.mark.parametrize("name", ["example", "base", "privileged", "restricted"])
-async def test_job_of_a_pod_answers_without_a_director(namespace: Namespace, name: str) -> None:
-    """The pod is ready when the job answers, the doctor reports the privileges, and the job drains at deletion."""
+async def test_job_in_a_pod_runs_without_a_director(namespace: Namespace, name: str) -> None:
+    """When the pod is ready, the job answers and ``doctor`` reports the expected privileges. When it is deleted, the
+    job drains.
+    """
     await namespace.apply(overlay(name))
     pod = namespace.pod("hello" if name == "example" else "hello-0")
     await pod.until_ready()
@@ -62,7 +68,7 @@ async def test_job_of_a_pod_answers_without_a_director(namespace: Namespace, nam
     assert "agent_shim_build_info" in (await pod.get("/metrics"))[1]
     tier, judgements = TIERS[name].judged
     if namespace.node.minor >= 24:
-        # containerd 2 opens ports below 1024 to every user of a pod.
+        # containerd 2 allows every user in a pod to bind ports below 1024.
         judgements = judgements | {"ports below 1024": "good"}
     assert judged(await pod.exec(*DOCTOR)) == (tier, judgements)
     await namespace.kubectl("delete", "statefulsets", "--all", "--cascade=orphan")
@@ -72,7 +78,7 @@ async def test_job_of_a_pod_answers_without_a_director(namespace: Namespace, nam
 
 
 async def test_pod_readiness_follows_the_job(namespace: Namespace) -> None:
-    """A pod whose job is stopped gets no requests until the job runs again. Nothing is restarted."""
+    """While the job is stopped, the pod is not ready and gets no requests, but its container is not restarted."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -84,8 +90,10 @@ async def test_pod_readiness_follows_the_job(namespace: Namespace) -> None:
     assert (await pod.container())["restartCount"] == 0
 
 
-async def test_readiness_of_a_cpis_pod_does_not_wait_for_the_bus(namespace: Namespace, bosh: Environment) -> None:
-    """It is ready before a Director has admitted its agent, and reports at which level the bus counts."""
+async def test_pod_of_a_cpi_becomes_ready_without_the_bus(namespace: Namespace, bosh: Environment) -> None:
+    """The pod must be ready before the Director has admitted its agent to the bus. Only ``/readyz?level=agent``
+    requires the bus.
+    """
     await bosh.server.remove_agent(AGENT)
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     pod = namespace.pod("vm-1")
@@ -99,8 +107,8 @@ async def test_readiness_of_a_cpis_pod_does_not_wait_for_the_bus(namespace: Name
     assert (await pod.get("/readyz?level=agent"))[0] == 200
 
 
-async def test_restarting_the_agent_keeps_the_jobs(namespace: Namespace) -> None:
-    """``sv restart`` restarts only the agent. The container continues, and the job keeps its pid."""
+async def test_restarting_the_agent_in_a_pod_keeps_the_jobs_running(namespace: Namespace) -> None:
+    """After ``sv restart agent``, the container has not been restarted and the job has the same pid."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -114,8 +122,8 @@ async def test_restarting_the_agent_keeps_the_jobs(namespace: Namespace) -> None
     assert (await pod.container())["restartCount"] == 0
 
 
-async def test_unresponsive_agent_does_not_end_jobs(namespace: Namespace) -> None:
-    """A liveness probe used to restart the container, with all jobs, of an agent that was slow on a busy node."""
+async def test_unresponsive_agent_in_a_pod_does_not_end_jobs(namespace: Namespace) -> None:
+    """A liveness probe used to restart the container with all jobs if the agent was slow on a busy node."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -131,7 +139,7 @@ async def test_unresponsive_agent_does_not_end_jobs(namespace: Namespace) -> Non
 
 
 async def test_container_restart_in_place_brings_disk_and_jobs_back(namespace: Namespace, bosh: Environment) -> None:
-    """The root file system is new and the Director sends nothing, but everything is as before."""
+    """The container gets a new root file system and no requests from the Director, but restores its disk and jobs."""
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(disks=DISKS)))
     pod = namespace.pod("vm-1")
     await pod.until_ready()
@@ -153,10 +161,10 @@ async def test_container_restart_in_place_brings_disk_and_jobs_back(namespace: N
     await pod.until_ready()
 
 
-async def test_new_pod_gets_its_attached_disk(namespace: Namespace, bosh: Environment) -> None:
-    """A CPI attaches a disk by deleting the pod without grace and creating one with the volume.
+async def test_pod_recreated_with_a_disk_can_mount_it(namespace: Namespace, bosh: Environment) -> None:
+    """A CPI attaches a disk by deleting the pod without a grace period and creating one with the volume.
 
-    The Director does the rest.
+    The Director then sends ``mount_disk``, as after any attach_disk.
     """
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
@@ -175,7 +183,9 @@ async def test_new_pod_gets_its_attached_disk(namespace: Namespace, bosh: Enviro
 
 
 async def test_agent_takes_new_credentials_from_a_changed_secret(namespace: Namespace, bosh: Environment) -> None:
-    """The kubelet replaces the files, the agent uses the new credentials, and the old ones are no longer accepted."""
+    """After the kubelet has updated the files of the Secret, the agent must use the new credentials, because the server
+    no longer accepts the old ones.
+    """
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
     pod = namespace.pod("vm-1")
@@ -190,7 +200,7 @@ async def test_agent_takes_new_credentials_from_a_changed_secret(namespace: Name
 
 
 def draining(name: str, others: tuple[str, ...]) -> dict[str, str]:
-    """Return a job whose drain takes eight seconds and then records which other jobs are still running."""
+    """Return a job with a drain script that takes eight seconds and then records which other jobs are still running."""
     trace = "/var/vcap/store/trace"
     run = Paths().run
     drain = f"""#!/bin/sh
@@ -204,7 +214,7 @@ echo 0
 
 
 async def deploy_draining(namespace: Namespace, bosh: Environment, grace: int) -> tuple[Pod, Path]:
-    """Create a pod with three such jobs. Return the file to which they write."""
+    """Create a pod with three jobs as from ``draining``. Return the pod and the file to which the jobs write."""
     names = ("one", "two", "three")
     documents = pod_of_cpi(bosh, bosh.settings(disks=DISKS))
     set_grace(documents, grace)
@@ -217,9 +227,8 @@ async def deploy_draining(namespace: Namespace, bosh: Environment, grace: int) -
 
 
 async def test_pod_deletion_waits_for_drains_within_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
-    """There are three drains of eight seconds each and thirty seconds in all.
-
-    Each finds all jobs running, and the stop is clean.
+    """Three drains of eight seconds each fit into the grace period of thirty seconds. Each of them finds all jobs
+    running, and the agent reports a clean stop.
     """
     pod, trace = await deploy_draining(namespace, bosh, 30)
 
@@ -230,9 +239,8 @@ async def test_pod_deletion_waits_for_drains_within_the_grace_period(namespace: 
 
 
 async def test_pod_deletion_cuts_off_drains_beyond_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
-    """The jobs are ended after five seconds.
-
-    The container exits with the agent's exit code, and the reason is reported.
+    """The jobs are killed after five seconds. The container exits with the agent's exit code, and the termination
+    message states the reason.
     """
     pod, trace = await deploy_draining(namespace, bosh, 5)
 
@@ -242,14 +250,16 @@ async def test_pod_deletion_cuts_off_drains_beyond_the_grace_period(namespace: N
 
 
 def slow_to_drain(trace: str) -> dict[str, str]:
-    """Return a job whose drain takes eight seconds, and whose process records that it was asked to end."""
+    """Return a job with a drain of eight seconds and a process that records when it is asked to end."""
     start = f'echo $$ >$pidfile; trap "echo stopped >>{trace}; exit 0" TERM; while :; do sleep 0.1; done'
     drain = f"#!/bin/sh\necho drain begins >>{trace}\nsleep 8\necho drain ends >>{trace}\necho 0\n"
     return jobs.process(Paths(), "slow", start) | {"bin/drain": drain}
 
 
 async def test_evicted_pod_cuts_drains_short_and_stops_its_jobs(namespace: Namespace, bosh: Environment) -> None:
-    """The kubelet gives a hook one second and the container two more, whatever the pod's grace period is."""
+    """In an eviction, the kubelet gives the preStop hook one second and the container two more, whatever the pod's
+    grace period is.
+    """
     if namespace.node.minor < 36:
         pytest.skip("older kubelets give other times")
     documents = pod_of_cpi(bosh, bosh.settings(disks=DISKS))

@@ -1,4 +1,4 @@
-"""Manifests of ``render --kubernetes`` against a real API server, which refuses unknown and invalid fields."""
+"""Checks manifests from ``render --kubernetes`` with a real API server, which refuses unknown and invalid fields."""
 
 from __future__ import annotations
 
