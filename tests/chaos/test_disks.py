@@ -256,7 +256,7 @@ async def test_logs_that_rotate_and_vanish_can_be_fetched(stand: Stand) -> None:
 
 
 def _write_half_random(logs: Path, count: int) -> None:
-    """Create files of half a megabyte, half of it random."""
+    """Create files of half a megabyte each, half of which is random data."""
     line = b"all work and no play makes a dull log\n"
     for number in range(count):
         (logs / f"{number}.log").write_bytes(os.urandom(250_000) + line * (250_000 // len(line)))

@@ -174,7 +174,7 @@ for _ in range({children}):
 
 
 @case("S-06", "50 000 orphans exit in 10 bursts below an agent that is process 1", is_long=True)
-async def test_orphans_are_reaped_by_process_1(stand: Stand) -> None:
+async def test_agent_as_process_1_reaps_orphans(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
     await stand.deploy(2)

@@ -402,7 +402,7 @@ async def test_a13_drain_leaves_processes_running_but_unmonitored(world: World) 
     assert Path(f"/proc/{pid}").exists()
 
 
-async def test_a13_failed_drain_names_the_jobs(world: World) -> None:
+async def test_a13_drain_error_names_the_failed_jobs(world: World) -> None:
     await deployed(world, good={"bin/drain": "#!/bin/sh\necho 0\n"}, bad={"bin/drain": "#!/bin/sh\necho hello\n"})
 
     text = await world.error("drain", "shutdown")
@@ -450,7 +450,7 @@ async def test_a14_scripts_of_jobs_run_in_parallel(world: World) -> None:
     assert await world.value("run_script", "pre-start", {}) == {}
 
 
-async def test_a14_failed_scripts_are_named(world: World) -> None:
+async def test_a14_error_names_the_failed_scripts(world: World) -> None:
     await deployed(world, good={"bin/post-start": "#!/bin/sh\n"}, bad={"bin/post-start": "#!/bin/sh\nexit 3\n"})
 
     text = await world.error("run_script", "post-start", {})

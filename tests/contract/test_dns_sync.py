@@ -69,7 +69,9 @@ async def test_a27_dns_sync_with_a_wrong_version_or_digest_changes_nothing(world
 
 
 @pytest.mark.slow
-async def test_a27_unavailable_dns_url_is_reported_after_three_tries_unsigned(world: World, server: Server) -> None:
+async def test_a27_unavailable_dns_url_is_reported_without_signature_after_three_attempts(
+    world: World, server: Server
+) -> None:
     """The error does not contain the URL's signature.
 
     The pauses between the attempts take five seconds, during which the agent answers other requests.

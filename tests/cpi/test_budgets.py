@@ -89,7 +89,7 @@ def test_disruption_budget_is_not_written_with_an_outdated_vm_count(cpi: Cpi, cl
 
 
 @pytest.mark.parametrize("why", ["the image is gone", "the budget is another's"])
-def test_failed_vm_does_not_change_the_disruption_budget(cpi: Cpi, cluster: Cluster, why: str) -> None:
+def test_failed_create_vm_does_not_change_the_disruption_budget(cpi: Cpi, cluster: Cluster, why: str) -> None:
     for agent in ("agent-1", "agent-2"):
         cpi.create_vm(agent)
     (name,) = cluster.of("poddisruptionbudgets")

@@ -67,7 +67,7 @@ def test_create_vm_survives_a_cut_connection(cpi: Cpi, server: Server, cluster: 
     assert list(cluster.of("secrets")) == [vm]
 
 
-def test_recreating_a_vm_survives_a_cut_connection(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_create_vm_replacing_a_vm_survives_a_cut_connection(cpi: Cpi, server: Server, cluster: Cluster) -> None:
     """Here the VM's Secret or pod already exists with other properties or disks, and must be replaced even if the first
     response is lost.
     """

@@ -155,7 +155,7 @@ def test_leftovers_unknown_to_the_director_are_listed_and_deleted(
     assert set(cluster.of("persistentvolumeclaims")) == {f"data-{known}", disk, stray}
 
 
-def test_leftovers_exclude_objects_of_all_director_records(cpi: Cpi, director: Director) -> None:
+def test_leftovers_exclude_objects_in_any_director_record(cpi: Cpi, director: Director) -> None:
     active, inactive, orphaned = (cpi.create_vm(f"agent-{n}") for n in range(3))
     attached, left_by_migration, dynamic, disk = (cpi("create_disk", 64, {}, None) for _ in range(4))
     cpi("attach_disk", active, left_by_migration)

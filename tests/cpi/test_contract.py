@@ -59,7 +59,7 @@ def director(method: str, *arguments: Any, vm_api: bool = False, api_version: in
     return json.dumps(request).encode()
 
 
-def test_info_answers_a_director_and_the_cli() -> None:
+def test_info_reply_suits_the_director_and_the_cli() -> None:
     """The Director sends no `api_version`. The CLI sends 1, limits the version in the reply to 2, and requires
     `stemcell_formats`.
     """

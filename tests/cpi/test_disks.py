@@ -585,7 +585,7 @@ def test_attach_helper_uses_the_agent_image_over_an_unmodified_stemcell(
         assert copied == ([wanted] if copy else [])
 
 
-def test_pod_is_deleted_before_its_attachments(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_delete_vm_deletes_the_pod_before_its_attachments(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     vm = live_vm(cpi)
     disks = [cpi("create_disk", 64, {}, vm) for _ in range(2)]
     for disk in disks:

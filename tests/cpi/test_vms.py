@@ -138,10 +138,10 @@ def replaced(cluster: Cluster, name: str) -> None:
     cluster.create(("pods", "bosh", name), {"metadata": {"name": name, "labels": {}}, "spec": short})
 
 
-def test_pod_replaced_during_its_start_is_not_taken_for_the_vm(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_create_vm_fails_if_the_pod_is_replaced_during_its_start(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     cluster.start_after_s = 0.3
     vm = names.cid("vm", "bosh", DIRECTOR, "agent-1")
-    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # the watch does not show its end
+    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # the watch misses the end of the old pod
 
     with pytest.raises(CpiFailedError, match="was deleted while it started") as failed:
         cpi.create_vm()
@@ -152,7 +152,7 @@ def test_pod_replaced_during_its_start_is_not_taken_for_the_vm(cpi: Cpi, cluster
 def test_delete_vm_does_not_wait_for_a_replacement_pod(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     vm = cpi.create_vm()
     cluster.is_node_alive = False
-    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # the watch does not show its end
+    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # the watch misses the end of the old pod
 
     cpi("delete_vm", vm)
 
@@ -173,7 +173,7 @@ def test_vm_is_deleted_when_its_containers_have_ended(cpi: Cpi, cluster: Cluster
     assert cluster.snapshot() == {}
 
 
-def test_pod_that_a_healthy_node_does_not_end_is_an_error(cpi: Cpi, cluster: Cluster) -> None:
+def test_delete_vm_fails_if_a_healthy_node_does_not_end_the_pod(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
     cluster.objects["nodes", "", "node-1"]["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
@@ -316,7 +316,7 @@ def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: Cpi, cluster
     assert list(cluster.of("pods")) == [vm]
 
 
-def test_vm_whose_disk_directory_cannot_be_limited_leaves_nothing(cpi: Cpi, cluster: Cluster) -> None:
+def test_create_vm_that_cannot_limit_the_disk_directory_leaves_nothing(cpi: Cpi, cluster: Cluster) -> None:
     told = {"exitCode": 1, "message": "Operation not permitted"}
     failed = {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
     cluster.pod_status = lambda pod: failed if pod["metadata"]["name"].startswith("bound-") else None

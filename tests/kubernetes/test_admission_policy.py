@@ -236,7 +236,7 @@ CREATED: dict[str, tuple[Document, str]] = {
         "profiles of a pod",
     ),
     "an SELinux type": (secured(seLinuxOptions={"type": "spc_t"}), "profiles of a container"),
-    # Helpers.
+    # Helper pods.
     "a helper with another program": (helper(change=with_argument(4, "evil")), "a helper runs only `program`"),
     "a helper with another interpreter": (
         helper(change=with_argument(0, "/disk/evil")),
@@ -314,7 +314,7 @@ CREATED: dict[str, tuple[Document, str]] = {
         helper("reboot", with_volume("agent", {"secret": {"secretName": "reboot-1"}}, "/opt/agent_shim")),
         "volumes of these kinds",
     ),
-    # Secrets, claims, Services.
+    # Secrets, claims and Services.
     "a token of another account": (
         document("Secret", "t", "vm", type="kubernetes.io/service-account-token")
         | {

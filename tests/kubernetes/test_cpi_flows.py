@@ -158,7 +158,7 @@ async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: Instanc
 
 
 @LIVE
-async def test_detach_of_a_disk_in_use_fails_without_harm(site: Site, db: Instance) -> None:
+async def test_detach_of_a_disk_in_use_fails_and_keeps_it_attached(site: Site, db: Instance) -> None:
     """If the agent has not unmounted the disk, detach_disk fails with this reason, and the disk stays attached."""
     director = site.deployments
     second = await director.create_disk(db)
@@ -272,7 +272,7 @@ async def test_live_disks_are_attached_again_after_pid_1_is_killed(site: Site, d
 
 
 @LIVE
-async def test_killed_attachment_does_not_stack_mounts(site: Site, db: Instance) -> None:
+async def test_restarted_attachment_pod_does_not_mount_the_disk_twice(site: Site, db: Instance) -> None:
     disk, link = await _dynamic_disk(site, db)
     (attachment,) = [one for one in await site.objects() if _attaches(one, disk)]
 

@@ -102,7 +102,7 @@ async def leads_to(site: Site, service: str) -> list[str]:
 
 
 async def until_leads_to(site: Site, service: str, *instances: Instance) -> None:
-    """Wait until the endpoints controller has updated a Service."""
+    """Wait until a Service forwards connections to exactly these VMs."""
     pods = [await site.namespace.pod(one.vm).look() for one in instances]
     wanted = sorted(pod["status"]["podIP"] for pod in pods)
     async with asyncio.timeout(LIMIT):

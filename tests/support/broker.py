@@ -21,7 +21,7 @@ __all__ = ["SERVER_TIMEOUT_S", "NatsServer", "knowing", "nats_server"]
 class NatsServer(broker.NatsServer):
     """A server that drops a client after ``ping_max`` unanswered pings, sent every ``ping_interval`` seconds.
 
-    The defaults are the Director's.
+    The defaults are those of the Director's nats-server.
     """
 
     def __init__(

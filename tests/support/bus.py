@@ -149,7 +149,10 @@ INFO = b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576,"tls_req
 
 
 class FakeServer:
-    """Runs one script for each connection, repeating the last one. Errors in a script fail the test."""
+    """Runs the next script for each connection, and repeats the last script for all further connections.
+
+    An error in a script fails the test.
+    """
 
     def __init__(self, *scripts: Script, info: bytes = INFO, authority: Authority, pair: Pair | None = None) -> None:
         self.port = 0

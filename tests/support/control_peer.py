@@ -1,4 +1,4 @@
-"""A peer on the control socket that gives prepared answers instead of an agent."""
+"""A server on the control socket that sends prepared answers in place of an agent."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ OURS: Final = Cpi(
     place=f"{manifests.DISKS_AT_CREATION}/{{cid}}",
     is_hint_an_object=True,
 )
-"""Disks present at creation and reserved disks have the same path."""
+"""Disks have the same path in the container whether they exist when the VM is created or are reserved for it."""
 OURS_LIVE: Final = Cpi(
     name="our Kubernetes CPI, live",
     settings=OURS.settings,

@@ -125,7 +125,7 @@ class Cli:
         return document
 
     async def value(self, method: str, *arguments: Any) -> Any:
-        """Return the value of an immediate reply."""
+        """Run an action that is answered immediately, and return its value."""
         reply = await self.call(method, *arguments)
         assert "value" in reply, reply
         return reply["value"]

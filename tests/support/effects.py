@@ -208,7 +208,7 @@ class Effects:
         return self.machine.root / str(link.readlink()).lstrip("/")
 
     def _in_use(self, links: Path) -> set[str]:
-        return self._names(links) - {"bpm"}  # where releases look for the bpm command, which we provide ourselves
+        return self._names(links) - {"bpm"}  # our own bpm command, which is always installed
 
     @staticmethod
     def _names(directory: Path) -> set[str]:

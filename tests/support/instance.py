@@ -65,7 +65,10 @@ check process {job}
 
 @dataclass
 class World:
-    """A scratch directory with a bus and an agent. ``command`` contains ``{config}`` and ``{base}``."""
+    """A scratch directory with a bus and an agent.
+
+    ``command`` is the agent's command line, with the placeholders ``{config}`` and ``{base}``.
+    """
 
     scratch: Path
     command: str
@@ -376,7 +379,7 @@ def _content(seed: int, size: int) -> bytes:
 
 @asynccontextmanager
 async def world(command: str) -> AsyncIterator[World]:
-    """Yield a world with a bus and a Director, but without an agent."""
+    """Provide a scratch directory with a bus and a Director. The agent is not started yet."""
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-bench-"))
     director = Director(poll=0)
     try:

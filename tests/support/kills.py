@@ -77,7 +77,7 @@ def _command_line(pid: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> AsyncIterator[asyncio.StreamReader]:
-    """Yield the lines of a tracer that follows a process."""
+    """Run a tracer that follows a process. Yield its output."""
     await _end_workers(pid)
     argv = ["-m", "tests.support.tracer", str(pid), str(number), who, *map(str, places)]
     tracer = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

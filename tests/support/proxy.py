@@ -1,4 +1,4 @@
-"""A TCP proxy that delays, cuts and swallows data, to imitate a bad network."""
+"""A TCP proxy that simulates a bad network: it can delay data, cut connections, or swallow all data."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _is_running(reply: dict[str, Any]) -> bool:
 
 @dataclass
 class Replay:
-    """Sends steps to an agent. ``blobs`` is the directory of its local blobstore."""
+    """Sends recorded steps to an agent. ``blobs`` is the directory of the agent's local blobstore."""
 
     director: Director
     blobs: Path

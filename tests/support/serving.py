@@ -1,4 +1,4 @@
-"""A test server that leaves nothing behind, not even a connection that was accepted at the last moment."""
+"""A test server that closes all its connections at the end, including those that it accepts at the last moment."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def completion(shell: str) -> str:
 
 
 def manual() -> str:
-    """Return the page for ``man agent-shim``."""
+    """Return the manual page for ``man agent-shim``."""
     top = commands.parser()
     lines = [
         r".\" Made by `python -m tools.pages`.",

@@ -34,7 +34,7 @@ from tests.support.proxy import Proxy
 from tests.support.witness import CANARY, Size, Witness
 
 CONNECTED: Final = 12.0
-"""Seconds within which an agent reconnects to a restored bus."""
+"""Seconds within which an agent must reconnect to a bus that is available again."""
 
 RESTART_PAUSE: Final = 0.2
 

@@ -90,7 +90,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Before:
-    """The reference: what was observed before the fault."""
+    """The reference state, which was observed before the fault."""
 
     size: Size
     starts: dict[str, list[int]]
@@ -109,7 +109,7 @@ class Before:
 
 
 class Witness:
-    """Checks one stand, as the module's docstring describes."""
+    """Checks the invariants of one stand."""
 
     def __init__(self, stand: Stand) -> None:
         self._stand = stand

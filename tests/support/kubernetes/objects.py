@@ -171,7 +171,7 @@ class Pod:
         return done.stdout
 
     async def get(self, path: str, port: int = 9190) -> tuple[int, str]:
-        """Return status and body of a page of the pod, retrying until the port is open."""
+        """Fetch a page from the pod, retrying until the port is open. Return the status and body."""
         url = f"http://{(await self.look())['status']['podIP']}:{port}{path}"
         async with asyncio.timeout(LIMIT):
             while True:

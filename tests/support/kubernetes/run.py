@@ -1,11 +1,11 @@
-"""Runs a command as a Kubernetes node in new namespaces, with programs that are built if they are missing.
+"""Runs a command in new namespaces in which it can start a Kubernetes node. Missing programs are built first.
 
-The whole node (etcd, the API server, containerd, the kubelet and the containers) runs beside the command in one
-network, mount and pid namespace, and ends with it. This machine sees none of its mounts, addresses and ports.
+The whole node (etcd, the API server, containerd, the kubelet and the containers) shares one network, mount and pid
+namespace with the command, and ends with it. Its mounts, addresses and ports are not visible outside.
 
-``KUBERNETES_PROGRAMS`` names a directory with the four programs in another version, and with etcd, containerd and runc
-if that version needs newer ones than this machine has. If it also contains CoreDNS and kube-router, the cluster has a
-DNS and enforces NetworkPolicies.
+``KUBERNETES_PROGRAMS`` names a directory with the four programs of another Kubernetes version. It must also contain
+etcd, containerd and runc if that version needs newer versions than this machine has. If it contains CoreDNS and
+kube-router, the cluster has a DNS server and enforces NetworkPolicies.
 """
 
 from __future__ import annotations
