@@ -116,8 +116,8 @@ async def test_audit_logs_the_reason_for_an_interrupted_task(
 async def test_audit_contains_no_arguments_results_or_exception_texts(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither the audit lines nor the rest of the log contain them, because any value may be a secret, even in a disk
-    hint.
+    """Neither the audit lines nor the rest of the log contain values from requests, because any value may be a secret,
+    even in a disk hint.
 
     For a bug, only the code location is logged (``test_traceback_shows_the_code_location_but_no_untrusted_text``).
     """

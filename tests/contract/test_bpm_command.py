@@ -121,7 +121,7 @@ async def test_bpm_command_prints_its_version(tmp_path: Path, line: str) -> None
     ],
 )
 async def test_bpm_command_errors_go_to_stderr_with_exit_code_1(tmp_path: Path, line: str, error: str) -> None:
-    """These errors come without the usage text."""
+    """In contrast to invalid arguments, these errors are printed without the usage text."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         status, out, err = await bpm(found, line.format(base=found.paths.base))
@@ -167,7 +167,7 @@ async def test_bpm_command_help_lists_commands_or_flags(tmp_path: Path, line: st
 
 
 async def test_bpm_command_stop_succeeds_for_an_unknown_process(tmp_path: Path) -> None:
-    """Drain scripts and monit rely on this for processes that are neither configured nor running."""
+    """Drain scripts and monit run ``bpm stop`` even for processes that are neither configured nor running."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         for line in ("stop web", "stop web -p other", "stop nothing"):
@@ -296,7 +296,7 @@ async def test_bpm_command_trace_covers_the_process_and_its_descendants(tmp_path
 
 
 async def test_bpm_command_run_ends_its_process_on_a_signal(tmp_path: Path) -> None:
-    """Otherwise a cancelled errand that uses ``bpm run`` would leave a process behind."""
+    """A cancelled errand that uses ``bpm run`` must not leave a process behind."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "echo up; exec sleep 600")
         running = _spawn(found, "run web")

@@ -412,7 +412,9 @@ async def test_compilation_progress_is_reported(world: World) -> None:
     ],
 )
 async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World, packaging: str) -> None:
-    """The processes ignore SIGTERM, leave the session, drop their environment, or are orphaned."""
+    """The script's processes end even if they ignore SIGTERM, leave the session, drop their environment or are
+    orphaned.
+    """
     task_id, child = await begun(world, packaging)
     try:
         assert await world.value("cancel_task", task_id) == "canceled"

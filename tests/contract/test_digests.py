@@ -71,7 +71,7 @@ async def test_d5_null_digest_is_rejected(world: World) -> None:
 
 
 async def test_invalid_digests_are_rejected_before_any_work(world: World) -> None:
-    """They are rejected even in requests that fetch no blob, such as an old DNS version or a spec without a
+    """Invalid digests are rejected even in requests that fetch no blob, such as an old DNS version or a spec without a
     configuration hash.
     """
     world.paths.dns_records.parent.mkdir(parents=True, exist_ok=True)

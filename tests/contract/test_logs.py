@@ -254,7 +254,9 @@ async def test_a4_unfetched_log_bundle_is_removed_after_a_day(world: World) -> N
 
 
 async def test_a4_log_bundles_are_created_one_by_one_without_delaying_requests(tmp_path: Path) -> None:
-    """In contrast, the Go agent answers no requests while it bundles logs."""
+    """Only one bundle is created at a time, and other requests are answered meanwhile. The Go agent would not answer
+    them.
+    """
     packing, gate, most = 0, asyncio.Event(), 0
 
     async def work(request: protocol.Request, **_: object) -> protocol.Done:

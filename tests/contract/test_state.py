@@ -122,7 +122,7 @@ async def test_s5_process_figures_are_numbers_that_the_cli_decodes(world: World)
 
 
 async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: World) -> None:
-    """An instance without processes is running. So is a new instance before its first deploy."""
+    """Without processes the job state is "running", as on a new instance."""
     seen = [(await world.value("get_state"))["job_state"]]
     await deployed(world, "good", bad={"monit": "check process bad with nonsense"})
     await world.value("start")
@@ -236,8 +236,8 @@ async def test_s6_dynamic_networks_are_filled_only_at_apply(
 async def test_s6_first_apply_on_a_new_vm_replaces_the_previous_vms_address(
     world: World, dynamic: Callable[[Address | None], None]
 ) -> None:
-    """The Director sends the address that the instance's previous VM reported (network_settings.rb), and stores the one
-    in the reply.
+    """The Director sends the address that the instance's previous VM reported (network_settings.rb). The agent must
+    replace it by its own address, which the Director then stores.
     """
     dynamic(Address("10.42.0.18", "255.255.255.0", "10.42.0.1"))
     of_former = {"type": "dynamic", "ip": "10.42.0.17", "netmask": "255.255.254.0", "gateway": "10.42.0.9"}

@@ -35,7 +35,9 @@ def test_disruption_budget_follows_the_size_of_the_group(cpi: Cpi, cluster: Clus
 
 @pytest.mark.parametrize("is_object_there", [True, False])
 def test_disruption_budget_is_unchanged_after_an_eviction(cpi: Cpi, cluster: Cluster, is_object_there: bool) -> None:
-    """Otherwise the next node could be drained before the Health Monitor has recreated the evicted VM."""
+    """The budget must not shrink, or the next node could be drained before the Health Monitor has recreated the evicted
+    VM.
+    """
     lost, *_ = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2", "agent-3"))
     if is_object_there:
         cluster.patch(("pods", "bosh", lost), {"status": {"phase": "Failed", "reason": "Evicted"}})

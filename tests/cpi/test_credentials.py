@@ -72,7 +72,7 @@ def test_exec_plugin_provides_the_token(tmp_path: Path) -> None:
 
 
 def test_exec_plugin_certificate_overrides_that_of_the_kubeconfig(tmp_path: Path) -> None:
-    """So does the plugin's private key."""
+    """The plugin's private key overrides that of the kubeconfig as well."""
     given = plugin(tmp_path, """echo '{"status": {"clientCertificateData": "CERT", "clientKeyData": "KEY"}}'""")
     of_file = {"client-certificate-data": "b2xk", "client-key-data": "b2xk"}
 

@@ -167,7 +167,7 @@ def test_attach_succeeds_while_the_old_vm_is_being_deleted(
     cpi: Cpi, cluster: Cluster, server: Server, moment: str
 ) -> None:
     """The Director may delete the old VM of a create-swap-delete while the deploy still runs
-    (ScheduledOrphanedVMCleanup).
+    (ScheduledOrphanedVMCleanup), so the old VM can disappear at any moment of attach_disk.
     """
     old, new, disk = swapped(cpi, "live", ephemeral_disk={"type": "claim"})
     server.fail(f"{moment}.*{old[-16:]}", on=lambda: cpi("delete_vm", old))

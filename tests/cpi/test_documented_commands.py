@@ -100,7 +100,7 @@ def shell(cpi: Cpi, tmp_path: Path) -> Callable[[str], subprocess.CompletedProce
 
 
 def test_documented_command_lines_are_found() -> None:
-    """The examples that are looked for include each documented program."""
+    """Guards against a parser that overlooks command lines: one of each program must be found."""
     found = "\n".join([*fenced(), *in_prose()])
     lines = ["kubectl apply -k deploy/cpi/privileged", "docker push ", "bosh create-env ", "bosh -d zookeeper deploy "]
     lines += ["./dev stemcell --light", "kubernetes_cpi leftovers --config cpi.json --delete", "kubernetes_cpi doctor"]

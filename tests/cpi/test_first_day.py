@@ -47,7 +47,7 @@ def test_bus_address_may_come_with_the_request(cpi: Cpi, server: Server) -> None
 
 
 def test_unreachable_bus_is_reported_with_the_agents_message(cpi: Cpi, cluster: Cluster) -> None:
-    """Otherwise the Director would wait ten minutes for an answer to its ping."""
+    """create_vm fails at once. Without this check, the Director would wait ten minutes for an answer to its ping."""
     line = '{"level": "warning", "message": "cannot connect to the bus at 10.0.0.7:4222: Connection refused"}'
     cluster.logs = lambda _: f"{line}\nother\n"
 

@@ -56,7 +56,7 @@ DISK_CALLS: list[tuple[str, list[Any]]] = [
 def test_foreign_object_is_not_found_as_a_vm_or_disk(
     cpi: Cpi, cluster: Cluster, plural: str, kind: str, calls: list[tuple[str, list[Any]]]
 ) -> None:
-    """One example of such an object is the Secret with the CPI's own token."""
+    """The namespace may contain objects that the CPI did not create, such as the Secret with its own token."""
     specs: dict[str, Object] = {"pods": POD, "persistentvolumeclaims": CLAIM}
     make(cluster, plural, "others", specs.get(plural))
     make(cluster, "persistentvolumeclaims", "data-others", CLAIM)
@@ -79,7 +79,7 @@ def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: Cpi, cluster: Cluste
 
 
 def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: Cpi, cluster: Cluster) -> None:
-    """Otherwise the CPI would recreate the pod with the disks in the annotation."""
+    """If the CPI followed the annotation, it would create a pod with the disks that are named in it."""
     disk = cpi("create_disk", 64, {}, None)
     noted = {"name": "data-others", "annotations": {"cpi.bosh.io/disks": json.dumps({"disks": [disk]})}}
     cluster.create(("persistentvolumeclaims", "bosh", "data-others"), {"metadata": noted, "spec": CLAIM})

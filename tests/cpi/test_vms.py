@@ -63,9 +63,7 @@ def test_vm_settings_can_be_read_by_the_agent(cpi: Cpi, cluster: Cluster) -> Non
     "message", ['1 persistentvolumeclaim "data-x" not found.', "1 pod has unbound immediate PersistentVolumeClaims."]
 )
 def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(cpi: Cpi, cluster: Cluster, message: str) -> None:
-    """In this state the pod may wait longer than `timeouts.unschedulable`, here for the whole of
-    `timeouts.create_vm`.
-    """
+    """Such a pod may wait longer than `timeouts.unschedulable`, here for the whole of `timeouts.create_vm`."""
     cluster.pod_status = lambda _: unscheduled(f"0/1 nodes are available: {message}")
 
     with pytest.raises(CpiFailedError, match="is not ready after 3 s: no node takes it"):

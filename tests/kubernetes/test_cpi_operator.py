@@ -333,8 +333,8 @@ async def writable_volumes() -> AsyncIterator[None]:
 
 
 async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: Node, tmp_path: Path) -> None:
-    """In a namespace that enforces `restricted`, the agent could not write into directories that the container runtime
-    creates.
+    """In a namespace that enforces `restricted`, the agent cannot write into directories that the container runtime
+    creates, so the CPI must provide them as volumes.
     """
     async with cpi_site.site(node, RESTRICTED, tmp_path) as site, writable_volumes():
         db = await site.deployments.first_deploy()

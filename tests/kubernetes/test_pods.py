@@ -164,7 +164,7 @@ async def test_container_restart_in_place_brings_disk_and_jobs_back(namespace: N
 async def test_pod_recreated_with_a_disk_can_mount_it(namespace: Namespace, bosh: Environment) -> None:
     """A CPI attaches a disk by deleting the pod without a grace period and creating one with the volume.
 
-    The Director then sends ``mount_disk``, as after any attach_disk.
+    The requests that the Director sends afterwards are the same as with other CPIs.
     """
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()

@@ -36,7 +36,9 @@ def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> No
 
 
 def signals_to_init() -> list[int]:
-    """Return the signals that process 1 received. SIGKILL is never among them, because the kernel ignores it there."""
+    """Return the signals that process 1 received. The kernel discards SIGKILL from inside the namespace, so it is never
+    among them.
+    """
     return [int(line) for line in Path(os.environ[INSIDE]).read_text().split()]
 
 

@@ -37,7 +37,7 @@ SPEC: Final = ProcessSpec(
 START_TAKES: Final = {"well": 0.0, "slowly": 2.2, "not": 0.4, "late": 45.0}
 STOP_TAKES: Final = {"well": 0.0, "slowly": 3.3, "not": 1.1, "hangs": 1000.0}
 MAX_PID: Final = 2**22
-"""The kernel's limit. Simulated pids are higher, so that the service finds no real process with such a pid in
+"""The kernel's limit for pids. Simulated pids are higher, so that the service finds no real process for them in
 ``/proc``.
 """
 

@@ -73,7 +73,7 @@ class Site:
     hosted: Path
     """Directory on the node below which disks are mounted when they are attached live."""
     spare: Instance | None = None
-    """An instance that a successful flow left behind, for reuse by the next one."""
+    """An instance that a successful flow has left for the next flow to use."""
 
     @property
     def cpi(self) -> calls.Cpi:

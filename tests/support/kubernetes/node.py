@@ -318,7 +318,7 @@ class Node(Worker):
             _ip(f"address add {DNS}/32 dev {NAME}")
             file = self._write("Corefile", COREFILE.format(address=DNS, kubeconfig=kubeconfig))
             self._spawn([self._program("coredns"), "-conf", str(file)])
-            # No kube-proxy runs here, so add a route for the only Service that is needed.
+            # No kube-proxy runs here, so add a DNAT rule for the only Service that is needed.
             address, _, port = API_SERVICE.partition(":")
             to = ["-d", address, "-p", "tcp", "--dport", port, "-j", "DNAT", "--to-destination", f"{ADDRESS}:6443"]
             subprocess.run(["iptables", "-t", "nat", "-A", "PREROUTING", *to], check=True)

@@ -1,4 +1,4 @@
-"""keep_zombies.py: fork a child that exits at once 100 times a second, and reap each one only 0.2 s later."""
+"""keep_zombies.py: 100 times a second, fork a child that exits immediately, and reap it only 0.2 s later."""
 
 import os
 import time
