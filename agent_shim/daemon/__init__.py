@@ -1,1 +1,1 @@
-"""The daemon: boot, wiring of services and edges, recovery of jobs, and shutdown."""
+"""The daemon: boot, wiring of services and edges, job recovery, and shutdown."""

@@ -41,25 +41,25 @@ LEFT_TO_THE_CONTAINER: Final = (
     "shared memory",
     "log, opt and home directories",
 )
-"""Steps of the Go agent that the container runtime has already done."""
+"""Boot steps of the Go agent that are omitted, because the container runtime has already done them."""
 
 GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - public, no secret
 """The Go agent's fixed password in monit.user."""
 
 RUN: Final = Path("/run")
-"""Directory of root's daemons. It is an emptyDir if the root file system is read-only."""
+"""Run-time directory of system daemons. It is an emptyDir if the root file system is read-only."""
 
 NOT_ROOT: Final = "not root of a container with the real /var/vcap"
 
 
 Run = Callable[[], Awaitable[str | None]]
-"""Returns why the step was skipped, or None."""
+"""A function that executes a step and returns why the step was skipped, or None."""
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One idempotent action. Only a ``vital`` one may stop the boot.
+    """One idempotent boot action. If a ``vital`` step fails, the boot fails; other failures are only logged.
 
-    A ``late`` step is required neither by the bus nor by any request, so it runs while the connection is made.
+    A ``late`` step is required neither by the bus nor by any request, so it runs while the bus connects.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 async def boot(steps: list[Step]) -> None:
-    """Run the steps in order and log each outcome. Raises ``BootError`` if a vital one fails."""
+    """Run the steps in order and log each outcome. Raises ``BootError`` if a vital step fails."""
     for step in steps:
         begun_at = time.monotonic()
         try:
@@ -118,9 +118,9 @@ def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
 def make_tree(paths: Paths) -> None:
     """Create the directories and the link ``sys``.
 
-    The kubelet creates an emptyDir that others may write to. That permission is removed from volumes, because a job
-    could otherwise replace directories of programs that root runs. Every user gets permission to traverse them, because
-    some provisioners create volumes with mode 0750.
+    The kubelet creates an emptyDir with write permission for everybody. This permission is removed, because a job could
+    otherwise replace directories whose programs root runs. Every user gets permission to traverse volumes, because some
+    provisioners create them with mode 0750.
     """
     if os.geteuid() == 0:
         for path in filter(Path.is_dir, (paths.base, paths.data)):
@@ -131,13 +131,13 @@ def make_tree(paths: Paths) -> None:
     for path, mode, owner in directories(paths):
         if path == paths.data and path.is_dir():
             continue
-        # All users may create entries in sys/run.
+        # This directory is in sys/run, in which all users may create entries.
         make = files.make_own_dir if path == paths.shim_run else files.make_dir
         make(path, mode, owner)
     if not paths.sys.is_symlink() or paths.sys.readlink() != paths.data_sys:
         files.swap_link(paths.data_sys, paths.sys)
     try:
-        files.remove_tree(paths.tmp / "outcomes")  # earlier versions stored results of tasks there
+        files.remove_tree(paths.tmp / "outcomes")  # earlier versions stored task results there
     except HostError as exc:
         logger.warning("%s", exc)
 
@@ -195,7 +195,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         Step("trusted certificates", authorities, late=True),
         Step("names of other instances", names),
         Step("leftovers of interrupted work", leftovers),
-        # Do this before the first ``apply``, for scripts and operators.
+        # Install it at boot, because scripts and operators may call it before the first ``apply``.
         Step("command bpm", partial(asyncio.to_thread, install_bpm_wrapper, paths)),
         Step("monit user", partial(_write_monit_user, paths, monit_password)),
         Step("links and files of the instance", partial(_restore_instance, agent), vital=True),
@@ -213,7 +213,9 @@ async def _authorize_keys(agent: Agent, keys: list[str]) -> str | None:
 
 
 async def _put_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
-    """Mount tmpfs on the directories that ``env.bosh`` names: rendered jobs, blobs with secrets, run files."""
+    """Mount a tmpfs on each directory for which ``env.bosh`` requests this: rendered jobs, blobs with secrets, run
+    files.
+    """
     wanted = {}
     if bosh.job_dir.tmpfs:
         wanted = dict.fromkeys((paths.data_jobs, paths.sensitive_blobs), bosh.job_dir.size("100m"))
@@ -228,7 +230,7 @@ async def _put_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
 
 
 def _mount_tmpfs(path: Path, size: str, shim_run: Path) -> None:
-    """Mount a tmpfs on a directory that is not yet a mount. The agent's own run files stay visible."""
+    """Mount a tmpfs on a directory unless it is already a mount point. The agent's own run files stay visible."""
     if mounts.is_mount_point(path):
         return
     with closing(os.open(shim_run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as held:
@@ -246,7 +248,7 @@ async def _write_time_servers(paths: Paths, servers: list[str]) -> str | None:
 
 
 def _kill_one_process() -> str | None:
-    """Make the kernel kill a single process of this container when memory runs out, instead of the agent and all jobs.
+    """Make the kernel kill only one process of this container when memory runs out, instead of the agent and all jobs.
 
     This is possible if the container's cgroup is writable, as in privileged pods.
     """
@@ -265,7 +267,7 @@ def _make_temporary_files(paths: Paths) -> None:
 
 
 async def _write_monit_user(paths: Paths, password: str) -> str | None:
-    """Write monit's user and password. An existing password is kept, because releases read it when they start."""
+    """Write monit's user and password. An existing password is kept, because jobs read it when they start."""
     try:
         found = (await asyncio.to_thread(files.read, paths.monit_user, is_own=True)).decode()
     except (OSError, ValueError):
@@ -304,12 +306,12 @@ def owns_system(paths: Paths) -> bool:
 
 
 def tree_step(paths: Paths) -> Step:
-    """Return the step that precedes the settings."""
+    """Return the boot step that runs before the settings are known."""
 
     async def tree() -> str | None:
         try:
             await asyncio.to_thread(make_tree, paths)
-            # Do this before the first write, because a killed agent leaves temporary files that it had not renamed yet.
+            # Do this before the first write: temporary files that exist now were left behind by a killed agent.
             await asyncio.to_thread(files.sweep, [paths.bosh, paths.mirror, paths.monit, paths.instance])
         except HostError as exc:
             raise BootError(f"cannot boot: {exc}") from exc

@@ -32,8 +32,8 @@ TAKEOVER_STOP_TIMEOUT_S: Final = 10.0
 
 
 class Endings:
-    """Begins and runs the endings. ``phase`` is "" until one begins, then the agent's phase. ``leaves_bus`` is set when
-    it is time to disconnect.
+    """Begins and executes the endings. ``phase`` is "" until one begins, then the agent's phase. ``leaves_bus`` is set
+    when the agent must disconnect from the bus.
     """
 
     def __init__(self, agent: Agent, dispatcher: Dispatcher) -> None:
@@ -45,7 +45,9 @@ class Endings:
         self._ending: asyncio.Task[None] | None = None
 
     def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
-        """Stop all jobs in order, once. All later changes of the machine are refused."""
+        """Begin to stop all jobs in order. If this was already begun, return the same task. From then on, requests that
+        change the instance are refused.
+        """
         if self.orderly_stop is None or self._ending is None:
             self.phase = self._dispatcher.refusing = STOPPING_IN_ORDER
             self.orderly_stop = OrderlyStop(grace)
@@ -61,7 +63,7 @@ class Endings:
     def begin_shutdown(self) -> None:
         """Stop the jobs and leave the bus.
 
-        Nobody waits for this, because the Director deletes the container without waiting for the reply.
+        The caller does not wait for this, because the Director deletes the container without waiting for the reply.
         """
         self.phase = SHUT_DOWN
         self._ending = asyncio.create_task(self._shut_down(), name="shutdown")
@@ -80,8 +82,8 @@ class Endings:
             self.leaves_bus.set()
 
     def begin_takeover_stop(self, why: str) -> None:
-        """Stop writing, leave the bus and stop the jobs. If the agent stayed on the bus, the Director would get two
-        replies.
+        """Stop writing, leave the bus and stop the jobs. If this agent stayed on the bus too, the Director would get
+        two replies to each request.
         """
         if self._ending is None:
             logger.critical("%s; the jobs are ended, and nothing more is done here", why)

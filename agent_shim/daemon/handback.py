@@ -1,9 +1,9 @@
-"""Prepares state and jobs for a take-over by the Go agent and monit, while every process keeps running.
+"""Prepares the state and the jobs so that the Go agent and monit can take over, while every process keeps running.
 
 The files below ``bosh`` already have the Go agent's names and formats. ``hand_back`` removes files that would become
-wrong or misleading: markers on disks (the Go agent moves data between disks without updating them), the backup of the
-state (it does not update that either), and monit files of stopped jobs (monit would start them, because its own state
-is older). logrotate rotates the logs of jobs again.
+wrong or misleading: the markers on disks and the state backup, neither of which the Go agent updates, and the monit
+files of stopped jobs, which monit would start because its own state is older. It also lets logrotate rotate the job
+logs again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def hand_back(paths: Paths) -> list[str]:
     """Prepare the take-over and return a report as lines. It may be repeated safely.
 
     Raises ``AlreadyRunningError`` while an agent is running, ``NotThereError`` if the base does not exist, and
-    otherwise ``HostError``. Nothing is removed if a file that names jobs or disks cannot be read, because some markers
-    would then stay although the backup would be gone.
+    otherwise ``HostError``. If a file that names jobs or disks cannot be read, nothing is removed, because otherwise
+    some markers would remain without the backup.
     """
     if not paths.base.is_dir():
         raise NotThereError(f"cannot hand back: there is no directory {paths.base} (-b names the base)")
@@ -72,7 +72,7 @@ def _jobs(paths: Paths, saved: Saved | None) -> Iterator[str]:
 
 
 def _job(spec: ProcessSpec, known: tuple[int, int] | None) -> str:
-    """Report how monit will treat a process."""
+    """Describe how monit will treat a process."""
     found = proc.stat(known[0]) if known else None
     if known is None or found is None or found.identity != known or not found.is_alive:
         return f"{spec.name} does not run: monit will start it"
@@ -109,8 +109,8 @@ def _disks(paths: Paths, known: Mapping[str, hints.DiskSettings]) -> Iterator[st
 
 
 def _firewall(paths: Paths) -> Iterator[str]:
-    """Remove the agent's nftables table. The Go agent has its own, and this one might block a bus at a later
-    address.
+    """Remove the agent's nftables table. The Go agent has its own table, and ours might block the bus after its address
+    changes.
     """
     if paths.is_system and nftables.is_installed():
         try:

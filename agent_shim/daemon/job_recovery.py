@@ -1,9 +1,9 @@
-"""Starts the jobs again after a restart of the container, without a request of the Director.
+"""Starts the jobs again after a restart of the container, without a request from the Director.
 
-The jobs start once their disk is on the store. On a new root file system their pre-start scripts run first, because the
-files that those created outside ``/var/vcap`` are lost. If there is an obstacle, attempts are repeated with growing
-pauses, and meanwhile the instance is failing. The Director takes precedence: a request that changes the jobs ends the
-attempt, and a ``start`` ends the pause.
+The jobs start once their disk is on the store. On a new root file system, their pre-start scripts run first, because
+the files that these scripts created outside ``/var/vcap`` are lost. If there is an obstacle, attempts are repeated with
+growing pauses, and the instance is reported as failing meanwhile. The Director takes precedence: a request that changes
+the jobs ends the attempt, and a ``start`` ends the pause.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ GO_FIRST: Final = frozenset({"apply", "drain", "migrate_disk", "run_script", "st
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """In seconds, the first and the longest pause between attempts, and how often to check for a waiting Director."""
+    """Timing in seconds: the first and the longest pause between attempts, and how often to check for waiting requests
+    of the Director.
+    """
 
     first: float = 1.0
     limit: float = 30.0
@@ -43,8 +45,8 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 class JobRecovery:
-    """``begin`` is the boot step for jobs, and ``run`` the task for longer work. ``alert`` is called with each new
-    obstacle.
+    """Recovers the jobs: ``begin`` is the boot step, and ``run`` the task for what takes longer. ``alert`` is called
+    with each new obstacle.
     """
 
     def __init__(self, agent: Agent, alert: Callable[[Event], None], *, pace: Pace = Pace()) -> None:
@@ -56,7 +58,7 @@ class JobRecovery:
         self._reported = ""
 
     async def begin(self) -> str | None:
-        """Adopt running processes and start wanted ones. Return the reason if that has to wait, or None."""
+        """Adopt running processes and start missing ones. Return the reason if this has to wait, or None."""
         agent = self._agent
         obstacle = await self._find_obstacle()
         if obstacle or not agent.state_backup.is_prepared:
@@ -73,8 +75,9 @@ class JobRecovery:
     async def _take_over(self) -> None:
         """Take over from monit, or start the jobs of the spec if the supervisor's state is lost.
 
-        Running processes named by pidfiles are watched (the Go agent's files are in ``monit/job``). A new root file
-        system has no monit files, and a spec restored there was applied by this agent.
+        Running processes that pidfiles name are watched. The Go agent's monit files are in ``monit/job``. If there are
+        none, the root file system is new, and this agent applied the spec that was restored on it, so the jobs in the
+        spec are started.
         """
         agent = self._agent
         monit, state = agent.paths.monit_job, agent.paths.supervisor_state
@@ -101,7 +104,7 @@ class JobRecovery:
         await asyncio.Event().wait()
 
     async def _attempt(self) -> None:
-        """Do the work as a task in the queue, so that it never runs at the same time as a task of the Director."""
+        """Run an attempt as a task in the queue, so that it never runs at the same time as a task of the Director."""
         agent = self._agent
         try:
             if agent.supervisor.is_wanted and agent.supervisor.is_held:
@@ -167,10 +170,10 @@ def jobs_live(paths: Paths) -> bool:
 
 
 def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:
-    """If a disk of this agent_id is in use by another agent, such as the predecessor, return a text that names both;
-    otherwise "".
+    """If another agent, such as the predecessor, uses a disk of this ``agent_id``, return a text that names the disk
+    and the agent; otherwise "".
 
-    Blocks on the disks. An unreadable disk counts as unused.
+    Blocks on the disks. A disk that cannot be read counts as unused.
     """
     for cid, disk in hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints)).items():
         if disk.place is None or (marker := markers.read(disk.place)) is None or not marker.role:

@@ -1,6 +1,6 @@
-"""The daemon process: sockets and signals, from its start until the settings name the agent.
+"""The daemon process: its sockets and signals, and everything from its start until the settings name the agent.
 
-From then on ``runtime`` does the work. This module passes operators' and observers' requests on to it.
+From then on, ``runtime`` does the work, and this module passes requests of operators and monitoring systems on to it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 THREADS: Final = 6
 """Number of threads for blocking calls, independent of the number of processors."""
 NAME: Final = "bosh-agentmonit"
-"""Name of the process, which can have at most 15 characters. It is found by `pgrep monit`, which scripts use, and by
-`pgrep bosh-agent`.
+"""Name of the process, which can have at most 15 characters. Both `pgrep monit`, which scripts use, and `pgrep
+bosh-agent` find it.
 """
 RIVAL_POLL_S: Final = 1.0
-"""Interval of checks for the end of another agent on the same volumes, in seconds."""
+"""While another agent uses the same volumes, the interval in seconds of checks whether it has ended."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -68,18 +68,18 @@ def main(options: Options) -> int:
     for key in unknown:
         logger.warning("ignoring an %s of %s", key, options.config)
     if options.job_logs or config.shim.job_logs:
-        from agent_shim.services.logs import tail  # imported late, because usually a collector reads the files
+        from agent_shim.services.logs import tail  # imported late, because job logs are rarely copied to stdout
 
         tail.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
     process.take_name(NAME)
-    # This keeps asyncio.run from installing its handler. Replacing that would load inspect to describe the task (0.4
-    # MB).
+    # Keep asyncio.run from installing its own handler. Replacing that handler later would load the module inspect (0.4
+    # MB) to describe the task.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return asyncio.run(Daemon(options, config).serve())
 
 
 def _show_as_vcap(paths: Paths) -> str:
-    """Make the tree visible to jobs at ``/var/vcap``. Return the reason if that is impossible."""
+    """Make the tree visible to jobs at ``/var/vcap``. Return the reason if that is impossible, or ""."""
     from agent_shim.host import tree_namespace  # imported late, because only a tree elsewhere needs it
 
     try:
@@ -117,13 +117,13 @@ class Daemon:
 
     @property
     def _phase(self) -> str:
-        """The phase of the agent as text: ``running`` once it answers requests."""
+        """The phase of the agent as text, which is ``running`` once the agent answers requests."""
         return self._stage if self._live is None else self._live.phase
 
     async def serve(self) -> int:
-        """Boot, answer requests, and exit on SIGTERM or SIGINT without touching the jobs.
+        """Boot, answer requests, and exit on SIGTERM or SIGINT while the jobs keep running.
 
-        As process 1 of a container it first stops the jobs in order, because these signals end the container.
+        As PID 1 of a container, the daemon first stops the jobs in order, because these signals end the container.
         """
         process.default_signals()
         process.disable_core_dumps()
@@ -158,7 +158,7 @@ class Daemon:
             await asyncio.to_thread(self._leases.release_all)
 
     async def _without_rival(self, find: Callable[[], str]) -> None:
-        """Wait until no other agent uses the volumes. Until then write nothing and answer no request."""
+        """Wait until no other agent uses the volumes. Until then, write nothing and do not answer requests."""
         said = ""
         while rival := await asyncio.to_thread(find):
             self._stage = f"waiting until another agent ends: {rival}"
@@ -179,8 +179,7 @@ class Daemon:
         elif live.endings.orderly_stop is not None:
             live.endings.orderly_stop.hurry.set()
         else:
-            # The container is killed at the end of the grace period, so one second is reserved for the agent's own
-            # exit.
+            # The container is killed at the end of the grace period, so reserve one second for the agent's own exit.
             stopping = live.endings.begin_orderly_stop(max(1.0, self._config.shim.grace - 1))
             stopping.add_done_callback(lambda _: self._stop.set())
 
@@ -283,7 +282,7 @@ def _import_https_bus() -> None:
 
 
 def _order(request: dict[str, Any]) -> str | None:
-    """Return an operator's command as text for the audit log, or None for a query."""
+    """Return an operator's command as text for the audit log, or None for a query, which is not logged."""
     match request:
         case {"command": "drain"}:
             return "drain"

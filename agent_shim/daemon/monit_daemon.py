@@ -1,8 +1,8 @@
-"""Runs only the supervisor, as a replacement of monit beside another agent: ``agent-shim monit -c MONITRC``.
+"""Runs only the supervisor, as a replacement for monit under another agent: ``agent-shim monit -c MONITRC``.
 
 It reads monit's control file and job files, serves monit's HTTP interface, mails events, and starts and ends as monit
-does under runit and systemd: jobs keep running, and the next daemon adopts them. Which services are monitored is also
-stored in monit's own state file, from which monit can continue at any time (state.c).
+does under runit and systemd: jobs keep running, and the next daemon adopts them. Monit's own state file (state.c) is
+updated too, so that monit knows which services are monitored if it takes over again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _STATE: Final = struct.Struct("256s4iQ")
 """``State_T`` of monit 5.2.5: name, mode, starts, cycles, monitored (0: no), error."""
 RETRY_S: Final = 0.5
 QUEUE: Final = "agent_shim.json"
-"""Name of the file with waiting mails, in the directory of ``set eventqueue``."""
+"""Name of the file with unsent mails in the directory named by ``set eventqueue``."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -103,14 +103,14 @@ class MonitDaemon:
         self._vitals = Vitals(self._paths, self._paths.store.is_mount)
 
     async def serve(self) -> int:
-        """Supervise until SIGTERM or SIGINT. SIGHUP makes it read the files again. The jobs keep running afterwards."""
+        """Supervise until SIGTERM or SIGINT, after which the jobs keep running. On SIGHUP, read the files again."""
         process.default_signals()
         process.raise_file_limit()
         asyncio.get_running_loop().set_default_executor(daemon_thread.pool(THREADS))
         for number in (signal.SIGTERM, signal.SIGINT):
             process.on_signal(number, self._stop.set)
         process.on_signal(signal.SIGHUP, self._reload.set)
-        # `monit` without an action sends this. Nothing has to be done, because checks are made anyway.
+        # `monit` without an action sends SIGUSR1 to trigger a check. Ignore it, because checks are made anyway.
         process.on_signal(signal.SIGUSR1, lambda: None)
         systemd, control = sd_notify.from_environment(), self._control
         await asyncio.to_thread(files.make_own_dir, self._paths.shim_run, 0o700)
@@ -149,7 +149,7 @@ class MonitDaemon:
             action, known, control = "", {}, self._control
             address = f"{control.address or ANY}:{control.port}" if control.port else "off"
             async with monit_http.listening(address, self.answer, control.credentials, lambda: self._about) as where:
-                # A killed predecessor may occupy the port for a moment longer.
+                # Try again later if the port is in use, because a killed predecessor may still occupy it for a moment.
                 pause = self._reload.wait() if where or not control.port else asyncio.sleep(RETRY_S)
                 await until_stopped(pause, self._stop)
             if self._reload.is_set():
@@ -160,8 +160,8 @@ class MonitDaemon:
                     logger.error("the former files stay in force: %s", exc)
 
     async def _take_files(self, monitored: Mapping[str, bool]) -> None:
-        """Supervise the services in the files. New ones are started, unless monit did not monitor them
-        (``monitored``).
+        """Supervise the services in the files. New services are started unless ``monitored`` says that monit did not
+        monitor them.
         """
         before = {service.process.name.lower() for service in self._supervisor.services()}
         await self._supervisor.configure(self._control.job_files, are_written=False)
@@ -178,7 +178,7 @@ class MonitDaemon:
     def _describe(self) -> monit_http.About:
         """Describe the daemon for the status document.
 
-        Every incarnation has a different number, even if several start within the same second.
+        Each incarnation gets a different number, even if several begin within the same second.
         """
         control, path = self._control, self._paths.bosh / "monit.incarnation"
         try:
@@ -205,7 +205,9 @@ class MonitDaemon:
         return {}
 
     def _write_state_of_monit(self, saved: bytes) -> None:
-        """Write the state from which monit can continue, if it starts in a later second."""
+        """Write monit's state file, so that monit can take over. Monit uses the file only if it starts in a later
+        second.
+        """
         rows = [
             _STATE.pack(name.encode("utf-8", "surrogateescape")[:255], 0, 0, 0, record.state in MONITORED, 0)
             for name, record in msgspec.json.decode(saved, type=Saved).services.items()
@@ -219,7 +221,7 @@ class MonitDaemon:
         self._alerts.raise_alert(event.service, event.event, event.action, event.description, ())
 
     async def _retry_mails(self) -> NoReturn:
-        """Once per cycle, send the waiting mails. Those that cannot be sent are stored for the next daemon."""
+        """Once per cycle, try to send the unsent mails. Those that cannot be sent are stored for the next daemon."""
         kept: list[bytes] | None = None
         while True:
             queue, waiting = self._control.queue, list(self._alerts.waiting)[-self._control.slots :]
@@ -275,8 +277,8 @@ class MonitDaemon:
         return state in ("running", "stopped"), f"jobs are {state}"
 
     def _observed(self) -> AbstractAsyncContextManager[object]:
-        """Serve metrics and probes while in the block."""
-        # Imported late, because its libraries take 4 MB and a third of the start time.
+        """Serve metrics and probes for the duration of the block."""
+        # This is imported late, because its libraries take 4 MB and a third of the start time.
         from agent_shim.edges import metrics
 
         def read() -> metrics.Readings:

@@ -1,9 +1,9 @@
-"""The orderly stop of all jobs when a container ends, triggered by a preStop hook, SIGTERM to process 1, or ``drain``.
+"""The orderly stop of all jobs when a container ends, triggered by a preStop hook, SIGTERM to PID 1, or ``drain``.
 
 All steps fit into the grace period: pre-stop and drain scripts of all jobs (every process stays up until the last drain
-has ended), stop, and post-stop. Scripts do not run if a ``stop`` has already stopped the jobs. The last seconds are
-reserved for KILL. The state that the Director wants is unchanged: no marker is written, and the jobs return with the
-container.
+has ended), stop, and post-stop. Scripts do not run if the Director's ``stop`` has already stopped the jobs. The last
+seconds are reserved for KILL. The state that the Director wants does not change: the jobs are not marked as stopped, so
+they start again with the container.
 
 ``main`` handles SIGTERM and decides between this stop and an exit that leaves the jobs running.
 """
@@ -26,21 +26,22 @@ from agent_shim.services.scripts import SHUTDOWN_ARGUMENTS
 logger = logging.getLogger(__name__)
 
 KILL_RESERVE_S: Final = 3.0
-"""Seconds before the end of the grace period at which scripts are cut short."""
+"""How many seconds before the end of the grace period scripts are terminated."""
 MIN_STOP_S: Final = 1.0
-"""Minimum seconds for the stop."""
+"""Minimum time for stopping the processes."""
 HURRIED_SCRIPT_END_S: Final = 0.2
-"""Time for scripts to end in a hurry. A kubelet that evicts a pod kills it two seconds after the signal."""
+"""How long scripts may take to end in a hurry. A kubelet that evicts a pod kills it two seconds after the signal."""
 NEXT_STATES: Final = dict.fromkeys(
     ("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep"
 )
 
 
 class OrderlyStop(msgspec.Struct):
-    """One stop. ``reasons`` list deviations from a clean stop.
+    """One orderly stop. ``reasons`` lists deviations from a clean stop.
 
-    ``hurry`` cuts the scripts short. It is set by a signal that ends the container while a stop already runs: a kubelet
-    sends one during a preStop hook only if the time is up, or if it evicts the pod.
+    ``hurry`` terminates the scripts early. It is set by a signal that ends the container while the stop is already
+    running, because a kubelet sends a signal during a preStop hook only when the grace period is over or when it evicts
+    the pod.
     """
 
     grace: float
@@ -55,11 +56,12 @@ class OrderlyStop(msgspec.Struct):
         return "all jobs stopped in order" if not self.reasons else "not clean: " + "; ".join(self.reasons)
 
     async def run(self, agent: Agent) -> None:
-        """Stop the jobs. Always returns within the grace period."""
+        """Stop the jobs. This always returns within the grace period."""
         ends_at = self.ends_at = time.monotonic() + self.grace
         reserve = min(KILL_RESERVE_S, self.grace / 2)
         is_stopped = await asyncio.to_thread(agent.paths.stopped_marker.exists)
-        # The Director has already run their scripts. A second drain might wait for a database that is stopped.
+        # If the jobs are stopped, the Director has already run their scripts, and a second drain might wait for a
+        # database that is stopped.
         jobs = [] if is_stopped else agent.spec.current.job_names
         scripts = ends_at - reserve
         await self._script("pre-stop", agent.scripts.run_all("pre-stop", jobs, NEXT_STATES), scripts)
@@ -85,7 +87,7 @@ class OrderlyStop(msgspec.Struct):
         if not await ended_before(self.hurry, working, until - time.monotonic()):
             self.reasons.append(f"{name} scripts were cut short")
             working.cancel()
-            # Ending the scripts may take half of the remaining time. The other half is for the processes.
+            # Ending the scripts may take half of the remaining time. The other half is left for the processes.
             half = max(0.0, self.ends_at - time.monotonic()) / 2
             await asyncio.wait({working}, timeout=min(half, HURRIED_SCRIPT_END_S) if self.hurry.is_set() else half)
         elif (error := working.exception()) is not None:

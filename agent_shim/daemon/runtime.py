@@ -1,8 +1,8 @@
 """The agent once its settings are known: the wiring of services and edges, named root tasks, and shutdown.
 
-Root tasks handle failures of their environment, so it is a bug if one ends. It is then restarted, and the others are
-not affected. If the bus, the task lane or the heartbeat keeps failing, or the supervisor loses a service, the daemon
-exits with a traceback, and the container's init restarts the agent. Jobs keep running in each case.
+Root tasks handle failures of their environment, so it is a bug if a root task ends. It is then restarted without
+affecting the others. If the bus, the task lane or the heartbeat keeps failing, or the supervisor loses a service, the
+daemon exits with a traceback, and the container's init restarts the agent. Jobs keep running in each case.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ logger = logging.getLogger(__name__)
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
 BUS: Final = "AGENT_SHIM_BUS"
-"""Environment variable. Its value `off` keeps the agent away from the bus, because `sv stop agent` must not end
-supervision, which belongs to monit.
+"""Environment variable whose value `off` keeps the agent off the bus. It is used after `sv stop agent`, which must not
+end the supervision that is otherwise monit's.
 """
 VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
 """Essential root tasks: the agent restarts if one of them keeps failing."""
 LAST_REPLIES_TIMEOUT_S: Final = 1.0
-"""Seconds to reply to waiting polls before the agent disconnects from the bus."""
+"""How long the agent may take to reply to delayed polls before it disconnects from the bus."""
 
 
 class Runtime:
-    """One agent_id with its services and edges. ``serve`` runs it. ``vitals`` are those of the last heartbeat."""
+    """An agent with its services and edges. ``serve`` runs it. ``vitals`` are those of the last heartbeat."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Runtime:
         metrics: Metrics,
         stop: asyncio.Event,
     ) -> None:
-        """``stop`` ends the agent and leaves the jobs running."""
+        """Wire the agent. Setting ``stop`` ends the agent and leaves the jobs running."""
         self.is_booted = False
-        """True when requests are answered."""
+        """True as soon as requests are answered."""
         self.vitals: dict[str, Any] = {}
         self._begun_at = time.monotonic()
         self._health: tuple[str, tuple[int, int, int] | None] = "", None
@@ -149,7 +149,7 @@ class Runtime:
             return NoBus()
         agent_id, mbus, handle = store.current.agent_id, store.current.mbus, self.dispatcher.handle
         if is_https(mbus):
-            # Imported late, because aiohttp takes 9 MB that an agent on NATS does not need.
+            # This is imported late, because aiohttp takes 9 MB that an agent on NATS does not need.
             from agent_shim.edges.bus.https import HttpsBus
 
             return HttpsBus(mbus, partial(handle, limit=None), paths.blobs, on_connected=self._connected)
@@ -157,7 +157,7 @@ class Runtime:
 
     @property
     def phase(self) -> str:
-        """The progress as text. It is ``running`` when requests are answered."""
+        """The agent's progress as text, which is ``running`` when requests are answered."""
         return self.endings.phase or ("running" if self.is_booted else "booting")
 
     # --- serving ----------------------------------------------------------------------------------------------------
@@ -172,14 +172,14 @@ class Runtime:
             if not await until_stopped(boot.boot([step for step in steps if not step.late]), self._stop):
                 return
             await agent.tasks.resume(self.dispatcher.resumed())
-            gc.freeze()  # let later collections skip the objects created during the boot, which are permanent
+            gc.freeze()  # exclude the permanent objects that the boot created from later garbage collections
             self.is_booted = True
             users = monit_http.user_in(paths.monit_user)
             async with monit_http.listening(http, self.answer_monit, users), monit_http.refusing_mail(mail):
                 await self._run([step for step in steps if step.late])
 
     async def _run(self, late: list[boot.Step]) -> None:
-        """Run the root tasks until ``stop`` is set. Those that use the bus end when the agent leaves it."""
+        """Run the root tasks until ``stop`` is set. Root tasks that use the bus end when the agent leaves the bus."""
         agent = self.agent
         booted = asyncio.Event()
 
@@ -188,7 +188,7 @@ class Runtime:
             booted.set()
 
         async def come_back() -> None:
-            await booted.wait()  # jobs need the trusted authorities as soon as they start
+            await booted.wait()  # jobs need the trusted certificates as soon as they start
             await self.job_recovery.run()
 
         roots: dict[str, Callable[[], Awaitable[None]]] = {
@@ -244,7 +244,7 @@ class Runtime:
         self.alerts.flush()
 
     async def _measure(self) -> dict[str, Any]:
-        """Measure the vitals. Write the health for bosh-dns again if it or its file has changed."""
+        """Measure the vitals. Write the health file for bosh-dns again if the health or the file has changed."""
         path, job_state = self.agent.paths.health, self.agent.supervisor.job_state()
         if (version := files.version(path)) is None or (job_state, version) != self._health:
             await state.record_health(self.agent)
@@ -275,7 +275,7 @@ class Runtime:
         await self.bus.publish(f"hm.agent.{kind}.{self.agent.settings.current.agent_id}", message)
 
     async def _announce_shutdown(self) -> None:
-        """Send the shutdown notice. This is best effort, because it only silences the Health Monitor
+        """Send the shutdown notice. Failures are ignored, because the notice only silences the Health Monitor
         (concrete_notifier.go).
         """
         try:
@@ -300,7 +300,7 @@ class Runtime:
 
     def _raise_alert(self, event: Event) -> None:
         of_settings = self.agent.settings.current.source.networks.values()
-        # Addresses that apply filled in for dynamic networks are absent from the settings.
+        # Use the stored networks for dynamic addresses, which apply filled in and which the settings lack.
         stored = [each for each in self.agent.spec.current.networks.values() if isinstance(each, dict)]
         ips = {each.ip for each in of_settings if each.ip} | {str(each["ip"]) for each in stored if each.get("ip")}
         self.alerts.raise_alert(event.service, event.event, event.action, event.description, ips)
@@ -358,14 +358,14 @@ def assemble(
 
 
 def certificates(mbus: settings.Mbus) -> dict[str, str]:
-    """Return the agent's certificate and its authority as PEM texts, by their names in metrics and warnings."""
+    """Return the agent's certificate and its CA as PEM texts, by the names that metrics and warnings use."""
     if is_https(mbus):
         return {certificate_watch.DOOR: mbus.certificate}
     return {"client": mbus.certificate, "CA": mbus.ca}
 
 
 def is_https(mbus: settings.Mbus) -> bool:
-    """Return True if the bosh CLI connects over HTTPS, rather than a Director over NATS."""
+    """Return True if the bus is HTTPS for the bosh CLI, rather than NATS for a Director."""
     return mbus.scheme == "https"
 
 

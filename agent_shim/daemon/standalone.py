@@ -1,11 +1,11 @@
 """Deploys the jobs and packages in a directory when the agent starts, without a Director.
 
 ``AgentShim.spec`` in agent.json names the directory. It contains ``jobs/NAME`` (rendered templates: ``monit``, ``bin``,
-``config`` …) and ``packages/NAME`` (compiled), from an image or from volumes of a pod, which may be read-only; and
-optionally ``instance.json`` with a name. Jobs are copied, because they get modes, owners and links to the packages.
-Packages are used in place, except that a package ``bpm`` is copied, because our ``bpm`` is installed in it. The order
-is the Director's: pre-start, start, post-start when all processes run. Probes, metrics, restarts and the orderly stop
-work as in every agent.
+``config`` …), ``packages/NAME`` (compiled packages) and optionally ``instance.json`` with a name. It may come from an
+image or from volumes of a pod, and may be read-only. Jobs are copied, because they get modes, owners and links to the
+packages. Packages are used in place, except that a package ``bpm`` is copied, because our ``bpm`` is installed in it.
+As with a Director, pre-start runs first, then the jobs are started, and post-start runs when all processes run. Probes,
+metrics, restarts and the orderly stop work as in every agent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FIRST_PAUSE_S: Final = 1.0
 MAX_PAUSE_S: Final = 30.0
 """Maximum seconds between attempts."""
 POLL_S: Final = 0.2
-"""Interval of checks for running jobs, in seconds."""
+"""Interval of checks whether all jobs run, in seconds."""
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """The content of the directory: the spec as a Director would send it, and the paths of its parts."""
+    """The content of the directory: the spec as a Director would send it, and the paths of the jobs and packages."""
 
     spec: ApplySpec
     jobs: Mapping[str, Path]
@@ -69,7 +69,7 @@ class Rendered(msgspec.Struct, frozen=True):
 
 
 def instance(directory: Path) -> Instance:
-    """Read ``instance.json``. The default is the host name. Raises ``ConfigError``."""
+    """Read ``instance.json``. Without the file, the instance gets the host name as its name. Raises ``ConfigError``."""
     path = directory / INSTANCE
     try:
         found = wire.decode(files.read(path), Instance)
@@ -116,7 +116,7 @@ def read(directory: Path) -> Rendered:
 
 
 def _members(directory: Path, kind: str) -> dict[str, Path]:
-    """Return the directories below ``jobs`` or ``packages``, without the kubelet's entries (``..data``)."""
+    """Return the directories below ``jobs`` or ``packages``, except the kubelet's own entries (such as ``..data``)."""
     try:
         paths = sorted((directory / f"{kind}s").iterdir())
     except FileNotFoundError:
@@ -139,7 +139,9 @@ def _version(tree: Path) -> str:
 
 
 def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
-    """Install jobs as copies and packages as links among the bundles. Blocks. Raises ``HostError``."""
+    """Install the jobs as copies and the packages as links in the directories of bundles. Blocks. Raises
+    ``HostError``.
+    """
     for target, (kind, source) in targets.items():
         files.make_dir(target.parent, DIRECTORY_MODE[kind], paths.shared_owner)
         if kind == "package" and target.parent.name != BPM:
@@ -161,7 +163,7 @@ def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
 
 
 class NoBus:
-    """A bus without peers: alerts go to the log."""
+    """A bus for an agent without a Director. Alerts are written to the log."""
 
     def __init__(self) -> None:
         self.stats = Stats()
@@ -187,7 +189,7 @@ class NoBus:
 
 
 class Standalone:
-    """``run`` is the root task that deploys the directory."""
+    """Deploys the directory. ``run`` is the root task."""
 
     def __init__(self, agent: Agent, directory: Path) -> None:
         self.obstacle = "the jobs are being deployed"
@@ -236,8 +238,8 @@ class Standalone:
             raise ActionError(str(task.outcome))
 
     def _holds(self, wanted: ApplySpec) -> bool:
-        """Return True if this spec is already deployed, in which case job recovery starts the jobs, or they stay
-        stopped.
+        """Return True if this spec is already deployed, in which case nothing is left to do: job recovery starts the
+        jobs unless they were stopped.
         """
         agent = self._agent
         has_been = agent.supervisor.is_wanted or agent.paths.stopped_marker.exists()

@@ -20,16 +20,16 @@ from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
 
 _WORDS: Final = re.compile(r"( Jobs: [\w, .-]+?\.) [\w.-]+: .*", re.DOTALL)
-"""The last lines of failed scripts, which follow the names of their jobs. They are removed, because anybody may read
-``readiness``.
+"""Matches the last lines of failed scripts, which follow the names of their jobs. They are removed, because anybody may
+read the result of ``readiness``.
 """
 MAX_CULPRITS: Final = 3
 """Maximum number of services named by ``readiness``."""
 
 
 def readiness(live: Runtime, level: str) -> tuple[bool, str]:
-    """Return the readiness and its reason. The ``level`` boot requires a completed boot, agent also the bus, and jobs
-    also the jobs.
+    """Return the readiness and its reason. The ``level`` ``boot`` requires a completed boot, ``agent`` in addition the
+    bus, and ``jobs`` in addition running jobs.
     """
     if live.phase != "running":
         return False, live.phase
@@ -50,7 +50,9 @@ def readiness(live: Runtime, level: str) -> tuple[bool, str]:
 
 
 def _culprit(service: ServiceInfo) -> str:
-    """Name a service that is not running and the reason, without output of the job, because anybody may read this."""
+    """Describe a service that is not running with the reason, but without output of the job, because anybody may read
+    this.
+    """
     state = f"{service.state} after {service.last_exit}" if service.last_exit and not service.pid else service.state
     reasons = [*([] if service.state == "running" else [state]), *service.faults]
     return safetext.label(f"{service.process.name} ({', '.join(reasons)})")
@@ -74,8 +76,8 @@ def _blocked(live: Runtime) -> str:
 
 
 async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any]:
-    """Return the answer to ``agent-shim status``. Without settings (``live`` is None) all members exist with empty
-    values.
+    """Return the answer to ``agent-shim status``. Before the settings are known (``live`` is None), all members are
+    present with empty values.
     """
     found: dict[str, Any] = {
         "version": __version__,
@@ -125,8 +127,8 @@ async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any
 
 
 def _firewall(live: Runtime) -> dict[str, Any] | None:
-    """Return whether the rules that keep jobs from the bus are ``enforced``, and ``why`` not. None without a NATS
-    bus.
+    """Return whether the firewall rules that keep jobs from the bus are ``enforced``, and if not, ``why``. Return None
+    if there is no NATS bus.
     """
     mbus, obstacle = live.bus.mbus, live.firewall.obstacle
     return None if not mbus.urls or is_https(mbus) else {"enforced": not obstacle, "why": obstacle}
@@ -193,7 +195,9 @@ def _instance(spec: ApplySpec) -> dict[str, str]:
 
 @functools.cache
 def _stemcell(release: Path, version: Path) -> tuple[str, str] | None:
-    """Return the operating system and version of the stemcell from these files, or None for another image."""
+    """Return the operating system and version of the stemcell from these files, or None if the image is not a
+    stemcell.
+    """
     try:
         system = os_release.operating_system(files.read(release).decode())
         return system, files.read(version).decode().strip()
