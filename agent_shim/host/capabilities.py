@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 PROC: Final = Path("/proc")
 
-# From include/uapi/linux/capability.h. The position in the list is the number of the bit.
+# Names from include/uapi/linux/capability.h. The position in the list is the number of the bit.
 _IN_ORDER: Final = (
     "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
     "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN "
@@ -20,8 +20,8 @@ NAMES: Final = _IN_ORDER.split()
 
 
 class Privileges(NamedTuple):
-    """Capabilities without their prefix (``SYS_ADMIN``). A capability without a known name is given as its number
-    (``41``).
+    """Privileges of a process. Capabilities are named without the prefix (``SYS_ADMIN``), or with their number (``41``)
+    if the name is unknown.
     """
 
     effective: frozenset[str] = frozenset()

@@ -1,7 +1,7 @@
 """Clocks. Seconds are floats. Ticks, the unit of ``/proc/PID/stat``, are counted from the kernel's boot.
 
-``CLOCK_BOOTTIME`` and the start times in ``/proc`` share one origin, even in a time namespace. Where lxcfs replaces
-``/proc/uptime``, that has another origin, and ages computed with it would be negative.
+``CLOCK_BOOTTIME`` and the start times in ``/proc`` have the same origin, even in a time namespace. ``/proc/uptime`` is
+not used, because lxcfs replaces it by a file with another origin, so ages computed with it would be negative.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Final
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 """Ticks per second."""
 BEGUN_AT: Final = time.monotonic()
-"""Origin of the beats. It differs between the agents on a node, so that they do not wake at the same time."""
+"""The time from which beats are counted. It differs between the agents on a node, so that they do not all wake at the
+same time.
+"""
 
 
 def until_beat(period: float) -> float:
-    """Return the seconds until the next beat of ``period``. Tasks whose periods divide each other wake at the same
-    time.
+    """Return the seconds until the next multiple of ``period`` since ``BEGUN_AT``. If the period of one task divides
+    that of another, both tasks wake at the same time, which saves wake-ups.
     """
     return period - (time.monotonic() - BEGUN_AT) % period
 
@@ -39,10 +41,10 @@ def uptime_of(start_ticks: int) -> int:
 
 
 def wall_time() -> float:
-    """Return the wall clock in seconds since 1970, for comparison with timestamps of files only."""
+    """Return the wall clock in seconds since 1970. Use it only for comparison with file timestamps."""
     return time.time()
 
 
 def wall_time_of(start_ticks: int) -> float:
-    """Convert ticks to the wall clock as it is set now, in seconds since 1970."""
+    """Convert ticks to seconds since 1970, according to the current setting of the wall clock."""
     return time.time() - (boot_time() - start_ticks / TICKS)

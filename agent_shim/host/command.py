@@ -1,4 +1,4 @@
-"""Short system commands, run to completion. Their stdin never appears in argv."""
+"""Runs short system commands to completion. Secrets are passed on stdin, never as arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_shim.host.descriptors import closing
 
 ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 MAX_OUTPUT_BYTES: Final = 64 * 1024
-"""Maximum size of the output that is read, from its beginning."""
+"""How much of the output is read. The rest is discarded."""
 
 
 async def run(
@@ -26,10 +26,10 @@ async def run(
     timeout: float = 60.0,
     grace: float = 1.0,
 ) -> str:
-    """Run the program with ``given`` as stdin and return its output. On failure raises ``HostError`` with that output.
+    """Run the program with ``given`` as stdin and return its output. If it fails, raises ``HostError`` with the output.
 
-    ``through`` is a command that executes the program, as setpriv does. Errors do not name it.
-    After ``timeout`` seconds, or on cancellation, its process group gets TERM and ``grace`` seconds later KILL.
+    ``through`` is a command that executes the program, such as setpriv. Errors do not mention it. After ``timeout``
+    seconds, or on cancellation, its process group gets TERM and ``grace`` seconds later KILL.
     """
     with _in_memory(given.encode()) as stdin, _in_memory() as output:
         argv = [*through, program, *arguments]

@@ -1,8 +1,8 @@
 """Daemon threads for work that may hang forever, for example because of a file server or name server that does not
 answer.
 
-``asyncio.to_thread`` has only a few threads, and the process waits for them when it exits, so a hanging one would block
-both.
+``asyncio.to_thread`` has only a few threads, and the process waits for them when it exits, so a thread that hangs would
+block other work and the exit.
 """
 
 from __future__ import annotations
@@ -52,5 +52,5 @@ def pool(threads: int) -> ThreadPoolExecutor:
         for _ in range(threads):
             made.submit(together.wait)
     except RuntimeError:
-        together.abort()  # use only those that have started
+        together.abort()  # use only the threads that have started
     return made

@@ -1,4 +1,4 @@
-"""Close a file descriptor at the end of a block."""
+"""A context manager that closes a file descriptor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def closing(descriptor: int) -> Iterator[int]:
-    """Close ``descriptor`` at the end of the block, whatever happens in it."""
+    """Close ``descriptor`` at the end of the block, even if the block fails."""
     try:
         yield descriptor
     finally:

@@ -1,9 +1,9 @@
 """Atomic files, and directories with defined modes.
 
-All functions block on the disk. The event loop calls them through ``asyncio.to_thread``. Failures
-are :class:`HostError` with ``errno`` and a text that names the path. Owners are ``user:group``. They are ignored unless
-we are root, so that an ordinary user can use a scratch tree. Root of a container without CAP_CHOWN keeps the files,
-which is logged once.
+All functions block on the disk. The event loop calls them through ``asyncio.to_thread``. Failures are
+:class:`HostError` with ``errno`` and a text that names the path. Owners are given as ``user:group``. They are ignored
+unless we are root, so that an ordinary user can use a scratch tree. In a container without CAP_CHOWN, files keep root
+as their owner, which is logged once.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from agent_shim.host.mounts import is_mount_point
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 64 * 1024
-"""Copy buffer. From 128 KiB on the allocator maps and unmaps each buffer: three times slower."""
+"""Size of copy buffers. From 128 KiB on, the allocator maps and unmaps each buffer, which is three times slower."""
 MAX_FILE_BYTES: Final = 16 * 1024 * 1024
-"""Maximum size of one document. The largest known settings have half a megabyte."""
+"""Maximum size of one document. The largest settings seen so far have half a megabyte."""
 _ATTEMPTS: Final = 10
-"""Number of attempts to create a directory in a place where another user keeps putting something."""
+"""Number of attempts to create a directory at a path where another user keeps creating something else."""
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
 
 def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> bytes:
-    """Return the content of a file of the CPI, the image or an operator. Links are followed, as in the kubelet's
-    volumes.
+    """Return the content of a file from the CPI, the image or an operator. Links are followed, because files in the
+    kubelet's volumes are links.
 
-    ``is_own`` marks a file that this agent or its predecessor wrote: no link is followed but to memory
-    (:func:`behind`). Raises ``OSError`` beyond ``limit`` bytes and for anything but a regular file, because a FIFO
-    would block and a device has no end.
+    ``is_own`` means that this agent or its predecessor wrote the file. Then no link is followed, except one to a file
+    in memory (:func:`behind`). Raises ``OSError`` for a file with more than ``limit`` bytes, and for anything but a
+    regular file, because a FIFO would block and a device has no end.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     if is_own:
@@ -59,8 +59,8 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
     with closing(fd):
         if not stat.S_ISREG((found := os.fstat(fd)).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        # Read according to the file's size, because a buffer as large as the limit would be mapped each time. Files of
-        # the kernel have no size.
+        # Read in portions of the file's size, because a buffer as large as the limit would be mapped each time. For
+        # kernel files, which report the size 0, use ``CHUNK_BYTES``.
         content, size = b"", max(found.st_size, CHUNK_BYTES)
         while max(found.st_size, len(content)) <= limit and (chunk := os.read(fd, size)):
             content += chunk
@@ -92,7 +92,7 @@ def failed(what: str, exc: OSError) -> HostError:
 
 @contextmanager
 def attempting(what: str) -> Iterator[None]:
-    """Raise an ``OSError`` of the block as :func:`failed` describes it."""
+    """Convert an ``OSError`` raised in the block as :func:`failed` does."""
     try:
         yield
     except OSError as exc:
@@ -103,9 +103,9 @@ def attempting(what: str) -> Iterator[None]:
 
 
 def owner_ids(owner: str | None) -> tuple[int, int]:
-    """Return the uid and gid of ``user:group``. Without a group the gid is that of the user.
+    """Return the uid and gid of ``user:group``. Without a group, the gid is the user's primary group.
 
-    (-1, -1), which chown ignores, for None and unless we are root with CAP_CHOWN.
+    Return (-1, -1), which chown ignores, if ``owner`` is None, or if we are not root with CAP_CHOWN.
     """
     if owner is None or os.geteuid() != 0 or not can_chown():
         return -1, -1
@@ -121,13 +121,15 @@ def owner_ids(owner: str | None) -> tuple[int, int]:
 
 
 def chown(path: Path | str, owner: str) -> None:
-    """Change the owner of ``path``, of a link itself, to ``user:group`` or to ``user`` with its own group."""
+    """Change the owner of ``path`` to ``user:group``, or to ``user`` and its primary group. Links are not followed."""
     with attempting(f"give {path} to {owner}"):
         os.chown(path, *owner_ids(owner), follow_symlinks=False)
 
 
 def _settle(fd: int, mode: int, owner: str | None) -> None:
-    """Set the owner, then the mode, because chown clears bits. Values that are already right are not set again."""
+    """Set the owner, then the mode, because chown clears setuid and setgid bits. Values that are already correct are
+    not set again.
+    """
     uid, gid = owner_ids(owner) if owner else (-1, -1)
     now = os.fstat(fd)
     if uid not in (-1, now.st_uid) or gid not in (-1, now.st_gid):
@@ -137,14 +139,14 @@ def _settle(fd: int, mode: int, owner: str | None) -> None:
         try:
             os.fchmod(fd, mode)
         except PermissionError as exc:
-            # The directory came with a volume. New files belong to us and have their mode from the start, so no secret
-            # is exposed.
+            # This is a directory of a volume. Files created by us have their mode from the start, so no secret is
+            # exposed.
             logger.warning("cannot change the mode %o of a file of another user: %s", found, exc.strerror)
 
 
 @functools.cache
 def can_chown() -> bool:
-    """Return True if root may chown. Logs once if it may not."""
+    """Return True if root may change owners in this container. If not, log this once."""
     if "CHOWN" in capabilities.privileges().effective:
         return True
     logger.warning("cannot change owners of files: this container lacks CAP_CHOWN")
@@ -155,20 +157,19 @@ def can_chown() -> bool:
 
 
 def sibling(path: Path) -> Path:
-    """Return a unique temporary name beside ``path``; :func:`is_leftover` recognizes it."""
+    """Return a unique temporary path in the directory of ``path``, which :func:`is_leftover` recognizes."""
     return path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
 
 
 def is_leftover(name: str) -> bool:
-    """Return True for a name made by :func:`sibling`."""
+    """Return True for a name created by :func:`sibling`."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def sweep(places: Iterable[Path]) -> None:
     """Remove files named by :func:`sibling` in these directories. No other process may be writing there.
 
-    A leftover that cannot be removed stays, because a disk that has become read-only must not keep an agent from
-    starting.
+    Errors are ignored, because a disk that has become read-only must not keep an agent from starting.
     """
     for place in places:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -189,7 +190,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def keep_unreadable(path: Path) -> None:
-    """Rename a document that cannot be used, for operators. Where that is impossible it stays."""
+    """Rename a document that cannot be read, so that operators can examine it. Does nothing if that is impossible."""
     aside = path.with_name(f"{path.name}.unreadable")
     try:
         path.replace(aside)
@@ -202,9 +203,9 @@ def keep_unreadable(path: Path) -> None:
 def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` when the block succeeds and is removed when it fails.
 
-    It is synced before the rename, so that a crash leaves either the old file or the new one. Without ``is_synced``, a
-    crash of the machine may leave it empty, which is acceptable for files that are written again. A link at ``path`` is
-    replaced.
+    The file is synced before the rename, so that a crash leaves either the old file or the new one. Without
+    ``is_synced``, a crash of the machine may leave it empty, which is acceptable for files that are written again. A
+    link at ``path`` is replaced.
     """
     temp = sibling(path)
     fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -225,9 +226,10 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_syn
 
 
 def behind(path: Path) -> Path:
-    """Return the file to read or write for ``path``: the target if it is a link made by the agent to a file in memory.
+    """Return the file to read or write for ``path``: the target if ``path`` is the agent's link to a file in memory,
+    otherwise ``path``.
 
-    Such a link points below its own directory. Any other link was made by someone else, so ``path`` itself is returned.
+    The agent's links point to files below their own directory. Any other link was created by someone else.
     """
     target = path.readlink() if path.is_symlink() else None
     return path if target is None or target.is_absolute() or ".." in target.parts else path.parent / target
@@ -242,11 +244,11 @@ def write_atomic(
     is_synced: bool = True,
     if_changed: bool = False,
 ) -> None:
-    """Replace the content of ``path`` atomically, by default on disk too (:func:`replacing`).
+    """Replace the content of ``path`` atomically and, by default, sync it to disk (:func:`replacing`).
 
     A file that is itself a mount point (``/etc/hosts`` in a pod) cannot be replaced, so it is written in place and
-    keeps its mode and owner. A link to such a file is replaced as any other link. With ``if_changed`` a file of ours
-    that has this content already is not written.
+    keeps its mode and owner. A link to such a file is replaced like any other link. With ``if_changed``, the file is
+    not written if it is ours and already has this content.
     """
     if if_changed:
         with suppress(OSError):
@@ -275,8 +277,8 @@ def version(path: Path) -> tuple[int, int, int] | None:
 
 
 def _write_in_place(path: Path, data: bytes) -> None:
-    # Truncate after writing, so that a concurrent reader may see the new bytes with an old tail, but never an empty
-    # file.
+    # Truncate only after writing, so that a concurrent reader never sees an empty file. It may see the new content
+    # followed by a rest of the old one.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as file:
         file.write(data)
         file.truncate()
@@ -296,17 +298,18 @@ def sync_directory(path: Path) -> None:
 def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
     """Create a directory, and its parents (0755) if missing, and set its mode and owner.
 
-    A link at ``path`` itself is refused, and above it one that neither root nor this user has made: where vcap can
-    write, it could lead anywhere.
+    Links created by a job could lead anywhere. Therefore a link at ``path`` itself is refused, and so is any link above
+    it that neither root nor this user created.
     """
     with attempting(f"make the directory {path}"), closing(_open_made(path, mode & 0o700)) as fd:
         _settle(fd, mode, owner)
 
 
 def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
-    """Like :func:`make_dir`, for places where all users may create entries. An entry of another user is moved away.
+    """Like :func:`make_dir`, for parent directories in which all users may create entries. An existing entry of another
+    user is moved away.
 
-    A directory taken over from a job could contain files that the job has planted.
+    It is not reused, because a directory created by a job could contain malicious files.
     """
     for _ in range(_ATTEMPTS):
         move_away(path)
@@ -315,7 +318,7 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
                 if os.fstat(fd).st_uid in trusted_path.trusted_users():
                     _settle(fd, mode, owner)
                     return
-        except NotADirectoryError:  # a file was put there meanwhile
+        except NotADirectoryError:  # someone created a file there meanwhile
             continue
         except OSError as exc:
             raise failed(f"make the directory {path}", exc) from exc
@@ -323,9 +326,9 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
 
 
 def close_to_others(path: Path, owner: str | None, *, more: int = 0) -> None:
-    """Give an existing directory to ``owner``, and remove everybody else's permission to create entries in it.
+    """Give an existing directory to ``owner``, and remove the write permission of everybody else.
 
-    ``more`` are mode bits to add to the directory's mode. Only root's links are followed. Raises ``HostError``.
+    ``more`` are bits to add to the directory's mode. Only links created by root are followed. Raises ``HostError``.
     """
     with (
         attempting(f"close the directory {path} to others"),
@@ -351,8 +354,8 @@ def _open_made(path: Path, mode: int) -> int:
 
 
 def swap_link(target: Path, link: Path) -> None:
-    """Point ``link`` to ``target`` atomically, unless it replaces a real directory, which is removed first."""
-    with suppress(OSError):  # it is missing or not a link
+    """Point ``link`` to ``target`` atomically. Only if there is a real directory, it is removed first."""
+    with suppress(OSError):  # there is nothing, or not a link
         if os.readlink(link) == str(target):  # noqa: PTH115 - once for each package in each job
             return
     temp = sibling(link)
@@ -399,7 +402,7 @@ def _empty(top: int) -> None:
                 except OSError as exc:
                     if exc.errno != errno.EXDEV:
                         raise
-                    # overlayfs cannot rename a directory of an image layer, so empty it here. The depth is
+                    # overlayfs cannot rename a directory of an image layer, so empty it in place. This recursion is
                     # limited, because jobs cannot nest directories in an image.
                     with closing(os.open(below, _DIRECTORY, dir_fd=here)) as layer:
                         _empty(layer)
@@ -410,7 +413,7 @@ def _empty(top: int) -> None:
 
 
 def _without_files(directory: int) -> list[str]:
-    """Remove everything except directories from an open directory. Return the names of the directories."""
+    """Remove everything except subdirectories from an open directory. Return the names of the subdirectories."""
     with os.scandir(directory) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_directory in found:
@@ -422,7 +425,9 @@ def _without_files(directory: int) -> list[str]:
 
 
 def _let_owner_write(name: str, directory: int | None = None) -> None:
-    """Let an ordinary user move and empty its directory. Module caches, for example, are read-only."""
+    """Make a directory writable, so that an ordinary user can move and empty it. Go module caches, for example, are
+    read-only.
+    """
     if os.geteuid() != 0:
         os.chmod(name, 0o700, dir_fd=directory)
 
@@ -445,7 +450,7 @@ def write_all(target: int, data: bytes | memoryview) -> None:
 
 
 def sync_filesystem(path: Path) -> None:
-    """Sync the file system of ``path``, with one call instead of thousands of fsyncs."""
+    """Sync the whole file system of ``path``, which is one call instead of thousands of fsyncs."""
     import ctypes  # imported late, because it takes half a megabyte and most processes never need it
 
     with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:

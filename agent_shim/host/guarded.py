@@ -1,7 +1,8 @@
-"""Bounded access to files that a job can influence: the only module through which root opens, reads, lists or appends.
+"""Safe access to files that a job can influence. Root opens, reads, lists or appends to such files only through this
+module.
 
-A job may put anything at any time into a directory that it can write: a link to a secret, a pipe without a writer, a
-sparse file of terabytes, a file that grows while it is read. So
+At any time, a job may create anything in a directory that it can write to: a link to a secret, a pipe without a writer,
+a sparse file of terabytes, a file that grows while it is read. Therefore,
 
 * links below a directory given as ``root`` are never followed; elsewhere only links that root made, in directories
   where only root can make them;
@@ -36,11 +37,11 @@ Skipped: TypeAlias = Callable[[str, OSError | None], None]
 DEADLINE_S: Final = 2.0
 """Default timeout of :func:`aside`."""
 MAX_THREADS: Final = 32
-"""Maximum number of threads that hang at the same time. Beyond that every call fails at once."""
+"""Maximum number of threads that may hang at the same time. If there are more, every call fails at once."""
 MAX_ENTRIES: Final = 10_000
 """Maximum number of entries read from one directory."""
 MAX_SEGMENTS: Final = 10_000
-"""Maximum number of runs of content between the holes of a file."""
+"""Maximum number of data segments between the holes of a file."""
 CHUNK_BYTES: Final = 64 * 1024
 BLOCK_BYTES: Final = 512
 """Unit of ``st_blocks``."""
@@ -52,7 +53,7 @@ BLOCK_BYTES: Final = 512
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
     """Open ``path`` below the directory with descriptor ``directory``, without following links or going up.
 
-    The path is opened one directory at a time, so that renaming a directory meanwhile cannot lead outside. Raises
+    The path is opened one directory at a time, so that nobody can redirect it by renaming a directory meanwhile. Raises
     ``HostError``.
     """
     here = directory
@@ -69,7 +70,7 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
             if stat.S_ISLNK(os.fstat(here).st_mode):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         found = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
-        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(found).st_mode):  # the caller wants to hold the link itself
+        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(found).st_mode):  # the caller wants the link itself
             os.close(found)
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         return found
@@ -84,15 +85,17 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
 
 
 def shown(path: str) -> str:
-    """Escape a name for display: invalid UTF-8, line breaks and terminal control characters."""
+    """Escape invalid UTF-8, line breaks and terminal control characters in a name for display."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in path)
 
 
 @contextmanager
 def held(path: StrPath, root: StrPath | None = None) -> Iterator[int]:
-    """Hold the file at ``path`` without opening it (``O_PATH``), for ``fstat`` and for paths below it.
+    """Yield an ``O_PATH`` descriptor of the file at ``path``, for ``fstat`` and for paths below it. The file itself is
+    not opened.
 
-    ``root`` is a directory above it, below which no link is followed; without it, links made by root are.
+    ``root`` is a directory above the file, below which no link is followed. Without ``root``, links created by root are
+    followed.
     """
     below = "" if root is None else _below(path, root)
     if root is None or not below:
@@ -118,8 +121,8 @@ def _below(path: StrPath, root: StrPath) -> str:
 def open_file(path: StrPath, root: StrPath | None = None) -> int:
     """Open a regular file for reading. ``root`` as for :func:`held`.
 
-    Below ``root`` a file that root owns is refused if it has a second hard link, because jobs can link any file unless
-    the kernel protects hard links.
+    Below ``root``, a file owned by root is refused if it has a second hard link, because jobs can create hard links to
+    any file unless the kernel protects against that.
     """
     with _named(path), held(path, root) as found:
         if root is not None:
@@ -128,7 +131,7 @@ def open_file(path: StrPath, root: StrPath | None = None) -> int:
 
 
 def refuse_second_name(found: os.stat_result) -> None:
-    """Raise ``OSError`` for a file owned by root that has more than one hard link. A job's own files may have many."""
+    """Raise ``OSError`` for a file owned by root that has more than one hard link. Other files may have many."""
     if found.st_nlink > 1 and found.st_uid == 0 and stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is a file of root with a second hard link")
 
@@ -145,20 +148,23 @@ def _named(path: StrPath) -> Iterator[None]:
 
 
 def hold(directory: int, name: str) -> int:
-    """Hold the entry ``name`` of an open directory, even if it is a link. Nothing is opened and nothing is followed."""
+    """Return an ``O_PATH`` descriptor of the entry ``name`` in an open directory, even if it is a link. Nothing is
+    opened or followed.
+    """
     if "/" in name or name == "..":
         raise OSError(errno.EXDEV, "the path leaves its directory")
     return os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
 
 
 def reopen(descriptor: int, flags: int, found: os.stat_result | None = None) -> int:
-    """Open the file held by ``descriptor`` if it is a regular file. Pipes, sockets and devices are not touched.
+    """Open the file behind the ``O_PATH`` descriptor if it is a regular file. Pipes, sockets and devices are never
+    opened.
 
-    ``found`` is its status, if that is known.
+    ``found`` is the file's status, if the caller already has it.
     """
     if not stat.S_ISREG((found or os.fstat(descriptor)).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
-    # Open the kernel's own link to the held file. No name is resolved, so nothing can be swapped.
+    # Open the file through the kernel's own link. Because no name is resolved, the file cannot have been replaced.
     return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
@@ -189,11 +195,10 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def segments(descriptor: int, begin: int, end: int, limit: int = MAX_SEGMENTS) -> Iterator[tuple[int, int]]:
-    """Yield the runs of content between ``begin`` and ``end``, without the holes, as the first byte and the end of
-    each.
+    """Yield the begin and end of each data segment between the offsets ``begin`` and ``end``, leaving out holes.
 
-    A hole of terabytes costs its writer nothing, but reading it takes hours. After ``limit`` runs the rest counts as a
-    hole.
+    A hole of terabytes costs its writer nothing, but reading it takes hours. After ``limit`` segments, the rest of the
+    file is treated as a hole.
     """
     at = begin
     while at < end and limit > 0:
@@ -219,13 +224,14 @@ def chunks(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]
 
 
 def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int:
-    """Open a log for appending, created with ``mode`` and for ``owner`` if missing.
+    """Open a log for appending. If it does not exist, create it with ``mode`` and ``owner``.
 
-    A file with a second hard link is refused. An existing file keeps its owner, because a job may have moved one of
-    root's files here.
+    A file with a second hard link is refused. The owner of an existing file is not changed, because it may be one of
+    root's files that a job has moved here.
     """
     with _named(path), held(path.parent) as directory:
-        # Retry if the file is removed between two steps. A rotation does that once, an attacker any number of times.
+        # Retry if the file is removed between the two steps, which a rotation does once. The number of attempts is
+        # limited, because an attacker could do it forever.
         for _ in range(3):
             with suppress(FileExistsError):
                 return create(path.name, directory, mode, owner)
@@ -235,16 +241,17 @@ def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int
 
 
 def create(name: str, directory: int, mode: int, owner: tuple[int, int] = (-1, -1)) -> int:
-    """Create a file in an open directory, for appending, with ``mode`` and for ``owner``, by default this process.
+    """Create a file for appending in an open directory, with ``mode`` and ``owner`` (by default the user of this
+    process).
 
-    A job may give its directory the set-group-ID bit, or a default ACL that lets it read all new files. So the file has
-    mode 0 until neither has any effect.
+    A job may give its directory the set-group-ID bit or a default ACL, which would let the job read new files. The file
+    therefore has mode 0 until its group is set and its ACL is removed.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(name, flags, 0, dir_fd=directory)
     try:
         uid, gid = owner
-        # This fails on a volume that maps all owners to one.
+        # Without an ``owner``, a failure is ignored, because a volume may map all owners to one user.
         with suppress(PermissionError) if gid == -1 else nullcontext():
             os.fchown(descriptor, uid, os.getegid() if gid == -1 else gid)
         with suppress(OSError):  # there is no ACL, or the file system does not support them
@@ -280,7 +287,7 @@ class Entry(NamedTuple):
 
 
 def names(directory: int, limit: int = MAX_ENTRIES) -> list[str]:
-    """List at most ``limit`` names in an open directory, unsorted because there may be millions."""
+    """Return at most ``limit`` names in an open directory. They are not sorted, because there may be millions."""
     found: list[str] = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -295,9 +302,10 @@ def walk(
 ) -> Iterator[Entry]:
     """Yield regular files below the directory with descriptor ``top``, breadth first, without following links.
 
-    ``below`` is the start relative to ``top``; ``depth`` counts directories, 1 means that one alone; ``limit`` bounds
-    the entries that are read. ``skipped`` gets the path of each directory that cannot be read with the reason, and
-    that of the one in which the limit was reached with None.
+    ``below`` is the start relative to ``top``. ``depth`` is the number of directory levels; 1 means only the start
+    itself. ``limit`` is the maximum number of entries that are read. ``skipped`` is called with the path of each
+    directory that cannot be read and the reason, and with None as the reason for the directory in which the limit was
+    reached.
     """
     waiting = deque([(below, depth)])
     while waiting:
@@ -323,7 +331,9 @@ def walk(
 
 
 def open_directory(top: int, below: str) -> int:
-    """Open a directory for listing. "" stands for ``top`` itself, even if that is an ``O_PATH`` descriptor."""
+    """Open a directory for listing. With ``below`` "", this is ``top`` itself, which may be an ``O_PATH``
+    descriptor.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     return open_beneath(top, below, flags) if below else os.open(".", flags, dir_fd=top)
 
@@ -339,10 +349,11 @@ _guard: Final = threading.Lock()
 async def aside(key: str, work: Callable[[], T], *, timeout: float = DEADLINE_S) -> T:
     """Run ``work`` in its own thread and return or raise its outcome within ``timeout`` seconds.
 
-    ``key`` names the owner of the files. Calls with the same key run one after another, so that a hanging owner
-    occupies only one thread. Raises ``OSError`` (ETIMEDOUT) on timeout, whether ``work`` has started or not.
+    ``key`` names the owner of the files. Calls with the same key run one after another, so that an owner whose files
+    hang occupies only one thread. Raises ``OSError`` (ETIMEDOUT) on timeout, even if ``work`` has not started yet.
     """
-    # Commands without an event loop read files as well, and start in half the time without asyncio.
+    # This is imported late, because commands without an event loop use this module too, and start twice as fast without
+    # asyncio.
     import asyncio
 
     from agent_shim.host.daemon_thread import run_in_daemon_thread

@@ -1,6 +1,7 @@
 """Processor times, memory, swap and load of the whole machine. Units are bytes and seconds.
 
-psutil reads processor times and memory. Figures that no kernel would report raise ``ValueError``. No value is negative.
+Processor times and memory are read with psutil. Figures that no kernel would report raise ``ValueError``. No value is
+negative.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def cpu_times(proc: Path = PROC) -> CpuTimes:
-    """Return the times of all processors together since boot. User and nice time already include the time of guests."""
+    """Return the times of all processors together since boot. The kernel's user and nice times already include guest
+    time.
+    """
     try:
         times = _psutil(proc).cpu_times()
     except (LookupError, TypeError) as exc:
@@ -62,20 +65,20 @@ def memory(proc: Path = PROC) -> Memory:
 
 
 def memory_total() -> int:
-    """Return the total memory without using psutil, because the supervisor needs it before the first answer."""
+    """Return the total memory, without psutil, whose import would delay the supervisor's first answer."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def load(proc: Path = PROC) -> tuple[float, float, float]:
-    """Return the load averages over 1, 5 and 15 minutes. A container does not have its own."""
+    """Return the load averages of the machine over 1, 5 and 15 minutes. Containers do not have load averages."""
     one, five, fifteen = (float(field) for field in (proc / "loadavg").read_bytes().split()[:3])
     _require_natural(one, five, fifteen)
     return one, five, fifteen
 
 
 def _psutil(proc: Path) -> ModuleType:
-    """Return psutil, set to read below ``proc``. It is imported only for the first reading, because it takes 0.8 MB and
-    10 ms.
+    """Return psutil, configured to read from ``proc``. It is imported only for the first reading, because the import
+    takes 0.8 MB and 10 ms.
     """
     import psutil
 

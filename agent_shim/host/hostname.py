@@ -22,8 +22,8 @@ _VALID: Final = r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?"
 def owner(table: Sequence[mounts.Mount] | None = None) -> str:
     """Return the reason why the agent must not set the host name, or "".
 
-    A runtime that sets a container's host name mounts ``/etc/hostname``. Without a UTS namespace the name would be that
-    of the whole machine.
+    A runtime that mounts ``/etc/hostname`` has set the host name itself. Without a UTS namespace, the agent would
+    change the name of the whole machine.
     """
     if Path("/proc/self/ns/uts").stat().st_ino == INITIAL_UTS_NAMESPACE:
         return "the host name is that of the machine"
@@ -33,7 +33,7 @@ def owner(table: Sequence[mounts.Mount] | None = None) -> str:
 
 
 def set_host_name(name: str) -> str:
-    """Set the host name as SetupHostname does (platform/linux_platform.go). Return the reason of a failure, or "".
+    """Set the host name as SetupHostname does (platform/linux_platform.go). Return the reason if that fails, or "".
     Blocks.
     """
     if socket.gethostname() == name:

@@ -1,12 +1,12 @@
 """Cgroups that limit the processes of a job, and count those that the kernel kills.
 
-They are below or beside our own cgroup. This module creates the directories, and ``host.sandbox_exec`` joins them
-before its exec.
+They are created below our own cgroup or next to it. This module creates the directories, and ``host.sandbox_exec``
+joins them before its exec.
 
-Supports both versions, and uses a controller only if that takes no more than creating a directory: in version 2 the
-kernel delegates a controller only while our own cgroup contains no process, and moving all processes of a container out
-of it would break ``docker exec``. If our parent put us into a subgroup of a delegated cgroup (systemd with
-``DelegateSubgroup=``), they are created beside it.
+Both cgroup versions are supported, but a controller is used only if creating a directory is enough. In version 2, the
+kernel lets our cgroup delegate a controller only while it contains no process, and moving all processes of a container
+out of it would break ``docker exec``. If our parent put us into a subgroup of a delegated cgroup (systemd with
+``DelegateSubgroup=``), the job cgroups are created next to the subgroup.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Final
 from agent_shim.host import cgroups, proc
 
 MAX_DEPTH: Final = 16
-"""Maximum number of cgroup levels that a job may create below its own and that are examined."""
+"""How many levels of cgroups that a job creates below its own are examined."""
 _DIRECTORY: Final = "agent_shim"
 _NO_LIMIT: Final = 1 << 62
-"""In bytes. Version 1 reports a larger number if there is no limit."""
+"""Limits of this many bytes or more mean that there is no limit, which version 1 reports as a very large number."""
 
 _LIMITS: Final = {
     ("memory", 1): "memory.limit_in_bytes",
@@ -38,7 +38,9 @@ _DELEGATED: Final = ("user.delegate", "trusted.delegate")
 
 
 def offered() -> frozenset[str]:
-    """Return the controllers (``memory``, ``pids``) for which a limited cgroup can be created. Found by trial."""
+    """Return the controllers (``memory``, ``pids``) for which a limited cgroup can be created, which is found out by
+    trial.
+    """
     found = set()
     for controller, hierarchy in hierarchies():
         top = place(hierarchy)
@@ -58,7 +60,7 @@ def offered() -> frozenset[str]:
 def members_of(name: str) -> list[tuple[int, int]]:
     """Return the living processes in job cgroups with this name and below them, as pid and start time. Blocks.
 
-    Agents without keepers (0.2.0) put each program into such a cgroup.
+    This finds the processes of agents without keepers (0.2.0), which put each program into such a cgroup.
     """
     below = f"/{_DIRECTORY}/{_escaped(name)}/"
     return [
@@ -74,7 +76,9 @@ def _escaped(name: str) -> str:
 
 @functools.cache
 def place(hierarchy: cgroups.Hierarchy) -> Path:
-    """Return the parent directory for job cgroups: in version 2 beside our own if the one above is delegated."""
+    """Return the parent directory for job cgroups: our own cgroup or, in version 2, the one above it if that is
+    delegated.
+    """
     if hierarchy.version == 2 and len(hierarchy.levels) > 1:
         above = hierarchy.levels[1]
         for name in _DELEGATED:
@@ -93,8 +97,8 @@ class JobCgroup:
         self._all = dict.fromkeys(directory for _, _, directory in self._limited)
 
     def make(self, *, memory: int | None = None, processes: int | None = None) -> list[str]:
-        """Create the cgroups with these limits (in bytes; processes and threads together). Return those to join. Raises
-        ``OSError``.
+        """Create the cgroups with these limits (bytes of memory; number of processes and threads). Return the
+        directories to join. Raises ``OSError``.
         """
         made = []
         for controller, hierarchy, directory in self._limited:
@@ -113,14 +117,14 @@ class JobCgroup:
         return list(dict.fromkeys(made))
 
     def remove(self) -> None:
-        """Remove the cgroups. One with a living process stays."""
+        """Remove the cgroups. A cgroup with a living process is not removed."""
         for directory in self._all:
             for each in reversed(_below(directory)):
                 with contextlib.suppress(OSError):
                     each.rmdir()
 
     def members(self) -> list[tuple[int, int]]:
-        """Return the living processes in the cgroups and below, as pid and start time."""
+        """Return the living processes in the cgroups and below them, as pid and start time."""
         pids = set()
         for directory in self._all:
             for each in _below(directory):
@@ -141,7 +145,7 @@ class JobCgroup:
 
 
 def _below(directory: Path) -> list[Path]:
-    """Return a cgroup and all below it, parents first. Empty if it does not exist."""
+    """Return a cgroup and all cgroups below it, parents first, or an empty list if it does not exist."""
     found = [directory] if directory.is_dir() else []
     for each in found:
         with contextlib.suppress(OSError), os.scandir(each) as entries:
@@ -166,11 +170,12 @@ def _hand_down(directory: Path, controller: str) -> None:
 
 
 def _forbid_swap(directory: Path, version: int, limit: int) -> None:
-    """Forbid swap for a limited cgroup. Kernels that do not account swap lack the file."""
+    """Forbid swap for a cgroup with a memory limit. Kernels that do not account swap lack the file."""
     name, value = ("memory.swap.max", 0) if version == 2 else ("memory.memsw.limit_in_bytes", limit)
     with contextlib.suppress(OSError):
         (directory / name).write_text(str(value))
     if version == 2:
-        # Kill the whole job, because a job that has lost only a helper process is worse than one that is restarted.
+        # Let the OOM killer end all processes of the cgroup, because a job that has lost only a helper process is worse
+        # than one that is restarted.
         with contextlib.suppress(OSError):
             (directory / "memory.oom.group").write_text("1")

@@ -1,27 +1,27 @@
-/* keeper: runs one program and keeps everything that the program starts below itself.
+/* keeper: runs one program and remains the ancestor of all processes that the program starts.
  *
  *     keeper LISTENER SPEC [CGROUP...]
  *
- * The arguments are numbers of inherited descriptors. The keeper is a child subreaper (prctl(2)), so a descendant stays a
- * descendant until it exits, whatever it does to its session, group, environment or parents. The keeper reaps its children,
- * tells a connected agent when the program or a watched process has exited and when no descendants are left, and kills all
- * descendants on request. It outlives its agent: once no descendants are left, it waits for an agent that has read the
- * result and says "release", or for SIGTERM.
+ * The arguments are numbers of inherited descriptors. The keeper is a child subreaper (prctl(2)), so a descendant remains a
+ * descendant until it exits, even if it changes its session, group or environment or its parents exit. The keeper reaps its
+ * children, informs the connected agent when the program or a watched process has exited and when no descendants are left,
+ * and kills all descendants on request. It outlives the agent: once no descendants are left, it waits for an agent to read
+ * the result and send "release", or for SIGTERM.
  *
  * SPEC is a file of NUL-terminated strings "KEY=VALUE"; see run_program. LISTENER is a listening Unix socket of type
- * SOCK_SEQPACKET. Only the latest agent that has connected is served. It sends one request per packet:
+ * SOCK_SEQPACKET. Only the agent that connected last is served. It sends one request per packet:
  *
- *     state                 answer only
- *     watch SLOT PID SINCE  remember in this slot how PID exits, or how it exited if that was after SINCE (in ms since boot;
- *                           earlier exits are those of another process that had this pid)
+ *     state                 only send the answer
+ *     watch SLOT PID SINCE  record in this slot how PID exits, or how it has exited if that was after SINCE (in ms since
+ *                           boot; an earlier exit was that of another process with the same pid)
  *     kill                  kill all descendants until none is left
  *     release               exit once no descendants are left
  *
  * The answer is "ok", or "error" with a reason, followed by the state; see send_state. The agent also gets the state when
- * it connects and whenever the state changes. Readers skip words that they do not know.
+ * it connects and whenever the state changes. It skips words that it does not know.
  *
- * The command line names neither the program nor its service, because scripts of jobs search for both with pgrep. The
- * keeper allocates no memory, so it keeps working when none is left.
+ * The command line contains neither the program nor its service, because job scripts search for both with pgrep. The keeper
+ * allocates no memory, so it keeps working when no memory is left.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -51,17 +51,17 @@ struct ending { /* How a process ended. If at_ms is 0, it has not ended. */
     long long at_ms; /* Since boot. */
 };
 
-struct report { /* Sent by the child: a step that failed. */
+struct report { /* A failed step, sent by the child before it has executed the program. */
     char step[16];
     int error, is_fatal;
 };
 
-static struct ending slots[MAX_SLOTS]; /* The first is the program's. */
-static struct ending exits[MAX_EXITS]; /* A ring buffer, for processes that had exited before an agent asked about them. */
+static struct ending slots[MAX_SLOTS]; /* The first slot is for the program. */
+static struct ending exits[MAX_EXITS]; /* A ring buffer of exits, in case an agent asks about them only later. */
 static struct report failure, skipped;
 static unsigned long reaped;
 static int listener, agent = -1, reports = -1, children = -1;
-static int living, held; /* Number of living and of dead children that the last round of kills found. */
+static int living, held; /* Number of living and of unreaped dead children in the last round of kills. */
 static int is_childless, is_killing, is_released, is_unsent;
 
 /* --- the program ----------------------------------------------------------------------------------------------------- */
@@ -106,8 +106,9 @@ static int follow(const char *key, const char *value)
     return -1;
 }
 
-/* Follow the instructions of the spec in order, then execute the program. The agent chooses an order that works, in which
- * instructions that need root precede "uid". An instruction whose key begins with "?" may fail, which is only reported. */
+/* Follow the instructions of the spec in order, then execute the program. The order is the agent's responsibility: for
+ * example, instructions that need root must precede "uid". If the key of an instruction begins with "?", a failure is only
+ * reported. */
 static void run_program(int spec, int to)
 {
     struct stat about;
@@ -144,7 +145,7 @@ static void run_program(int spec, int to)
     report(to, "exec", errno, 1);
 }
 
-/* Fork the program, in a session of its own and with signals set as after a login. */
+/* Fork the program in a new session, with signal dispositions as after a login. */
 static void start(int spec)
 {
     int ends[2];
@@ -173,7 +174,7 @@ static void read_report(void)
         *(got.is_fatal ? &failure : &skipped) = got;
         return;
     }
-    close(reports); /* The child's end of the pipe is closed, so either the program runs or the child has ended. */
+    close(reports); /* The child has closed its end of the pipe, so either the program runs or the child has ended. */
     reports = -1;
     is_unsent = 1;
 }
@@ -188,7 +189,7 @@ static int reap(void)
         struct ending ended;
         ended.pid = waitpid(-1, &ended.status, WNOHANG | __WALL);
         if (ended.pid <= 0) {
-            /* This is final, because without a child there is no process that could leave an orphan to the keeper. */
+            /* This is final, because without children, no process is left that could leave an orphan to the keeper. */
             if (ended.pid < 0 && errno == ECHILD && !is_childless)
                 is_childless = is_unsent = 1;
             return 0;
@@ -205,10 +206,10 @@ static int reap(void)
     return 1;
 }
 
-/* Kill a child and the group that it leads, and count it. Any other pid is ignored.
+/* Kill a child and the process group that it leads, and count it. Pids that are not children are ignored.
  *
- * This cannot hit another process. A child keeps its pid until it is reaped, which happens only here, and a group with
- * that id was made by that child, in a session that began below the keeper. */
+ * This cannot affect other processes: a child keeps its pid until it is reaped, which only this program does, and a group
+ * with that id was created by that child, in a session that began below the keeper. */
 static void kill_child(pid_t pid)
 {
     siginfo_t ended = {0};
@@ -240,7 +241,7 @@ static void kill_children(void)
             }
     if (children >= 0)
         return;
-    DIR *all = opendir("/proc"); /* The kernel has no CONFIG_PROC_CHILDREN, so try every process. */
+    DIR *all = opendir("/proc"); /* Without CONFIG_PROC_CHILDREN, try every process. */
     for (struct dirent *each; all && (each = readdir(all));)
         if ((pid = atoi(each->d_name)) > 0)
             kill_child(pid);
@@ -257,8 +258,8 @@ static void hang_up(void)
     agent = -1;
 }
 
-/* Send the state. An agent that does not read its answers is disconnected, while a change is sent once it reads again. An
- * agent that has disconnected may have sent requests before, so they are read until there are no more. */
+/* Send the state. If the agent does not read, an answer disconnects it, while a changed state is sent later, once it reads
+ * again. Other errors are ignored, because an agent that has disconnected may have sent requests that are still to be read. */
 static void send_state(const char *kind, int is_answer)
 {
     char text[2048];
@@ -286,7 +287,7 @@ static void answer(void)
     long long since_ms;
     ssize_t size = recv(agent, request, sizeof request - 1, MSG_DONTWAIT);
     if (size < 0 && errno == ECONNRESET)
-        return; /* The agent disconnected with answers unread, but its last requests are still to be read. */
+        return; /* The agent disconnected without reading all answers, but its last requests are still to be read. */
     if (size <= 0) {
         hang_up();
         return;
@@ -306,7 +307,7 @@ static void answer(void)
     send_state(kind, 1);
 }
 
-/* Let an agent connect, replacing an earlier one. The modes of the socket and its directory determine who may connect. */
+/* Accept an agent in place of the previous one. The modes of the socket and its directory determine who may connect. */
 static void accept_agent(void)
 {
     int caller = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
@@ -349,7 +350,7 @@ int main(int argc, char **argv)
         pause_ms = pause_ms <= 0 ? 1 : pause_ms < MAX_PAUSE_MS ? 2 * pause_ms : MAX_PAUSE_MS;
         while (read(signals, &got, sizeof got) == sizeof got) {
             pause_ms = 0;
-            if (got.ssi_signo == SIGTERM) /* The machine is shutting down, so nobody will send "release". */
+            if (got.ssi_signo == SIGTERM) /* The machine shuts down, so nobody will send "release". */
                 is_released = 1;
         }
         if (ready[3].revents & ~POLLOUT)
@@ -358,8 +359,9 @@ int main(int argc, char **argv)
             accept_agent();
         if (ready[2].revents)
             read_report();
-        /* Do not reap dead children while any is alive. They count against process limits, so that a fork storm runs out
-         * of pids, however fast it is. A storm of few processes is caught soon, because there are few to search. */
+        /* While killing, do not reap dead children as long as any child is alive. They count against process limits, so even
+         * the fastest fork bomb runs out of pids. If it has only few processes, it is killed soon anyway, because there are
+         * few to search. */
         if (is_killing)
             kill_children();
         if ((!living || held > MAX_HELD) && reap())

@@ -1,10 +1,11 @@
-"""Keepers: small processes that each run one program and keep everything that it starts below themselves.
+"""Keepers: small processes, each of which runs one program and remains the ancestor of all processes that the program
+starts.
 
 ``keeper.c`` describes the program and its protocol. A keeper is a child subreaper, so the kernel knows which processes
 belong to its program: all descendants of the keeper. A keeper survives the agent. The next agent finds the keeper's
 socket in a directory that only root (or the agent's user) can enter, and learns whether and how the program ended.
 
-Call everything on the event loop's thread, except the functions whose documentation says that they block.
+Call all functions on the event loop's thread, except those whose documentation says that they block.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ START_TIMEOUT_S: Final = 30.0
 """Timeout for executing a program, whose file may be on a dead file server."""
 ANSWER_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
-"""How long to wait until everything that was killed has ended. A process that is stuck in the kernel takes longer."""
+"""How long to wait until all killed processes have ended. A process that is stuck in the kernel takes longer."""
 RECONNECT_PAUSE_S: Final = 1.0
-"""A keeper that disconnects again within this time is given up."""
+"""If a keeper disconnects again within this time after a reconnection, the agent gives up on it."""
 _PACKET_BYTES: Final = 4096
 _MAX_NAME_BYTES: Final = 220
 _NAME: Final = re.compile(r"[^@]+@((?P<ticks>[0-9a-f]+)-)?[0-9a-f]{8}")
-"""Name of a socket: the quoted label and a time, in ticks since boot, before its keeper started.
+"""Name of a socket: the quoted label, and a time in ticks since boot at which the keeper had not started yet.
 
-Earlier revisions left out the time.
+Earlier versions left out the time.
 """
 _NOT_EXECUTABLE: Final = 8
-"""``MFD_NOEXEC_SEAL`` of ``linux/memfd.h`` (since Linux 6.3), which ``vm.memfd_noexec`` may require."""
+"""``MFD_NOEXEC_SEAL`` of ``linux/memfd.h`` (since Linux 6.3). The sysctl ``vm.memfd_noexec`` may require it."""
 
 
 class User(msgspec.Struct, frozen=True):
-    """A user to switch to. None keeps the agent's own."""
+    """A user and groups to switch to. None means that of the agent."""
 
     uid: int | None = None
     gid: int | None = None
@@ -84,7 +85,7 @@ class Program(msgspec.Struct, frozen=True):
     nice: int = 0
     oom_score_adj: int | None = None
     limits: Mapping[int, tuple[int, int]] = {}
-    """Soft and hard limits by the constants of the module ``resource``. -1 means unlimited."""
+    """Soft and hard limits by the constants of the module ``resource`` (``RLIMIT_NOFILE``). -1 means unlimited."""
     cgroups: Sequence[int] = ()
     """Descriptors of ``cgroup.procs`` files. A cgroup that cannot be joined is reported in ``State.skipped``."""
 
@@ -94,9 +95,9 @@ class Exit(msgspec.Struct, frozen=True):
 
     pid: int
     status: int
-    """Exit code, 128+N after signal N."""
+    """Exit code, or 128+N after signal N."""
     at: float
-    """Seconds since boot, as in ``clock.boot_time``."""
+    """When the process ended, in seconds since boot as returned by ``clock.boot_time``."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -107,31 +108,33 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """The state that a keeper reports. Fields missing from the report have their defaults."""
+    """The state that a keeper reports. A field that is missing from the report has its default value."""
 
     keeper: int
-    """Its pid."""
+    """Pid of the keeper."""
     program: int
     """Pid of the program, even after it has ended."""
     version: int = 1
     phase: str = "running"
-    """``starting`` until the program is executed, then ``running``, even after it has ended; or ``failed``."""
+    """``starting`` until the program is executed, then ``running`` (even after it has ended), or ``failed`` if it was
+    not executed.
+    """
     failed: Failure | None = None
     skipped: Failure | None = None
     exits: Mapping[int, Exit] = {}
-    """Exits of processes by slot. Slot 0 is the program."""
+    """How watched processes ended, by slot. Slot 0 is the program."""
     reaped: int = 0
-    """Number of its children that have ended, including those that it inherited."""
+    """Number of the keeper's children that have ended, including inherited ones."""
     is_killing: bool = False
     is_childless: bool = False
-    """True once all its descendants have ended. It never becomes False again."""
+    """True once all descendants of the keeper have ended. It never becomes False again."""
 
 
 def user(name: str | None, group: str | None) -> User:
     """Look up the user and group of a program, given as names or numbers. If the agent is not root, the program keeps
     the agent's user.
 
-    As in monit (spawn.c), setting a user sets neither its primary nor its supplementary groups. Without ``group`` the
+    As in monit (spawn.c), switching to a user does not set its primary and supplementary groups. Without ``group``, the
     program keeps the agent's group. Raises ``HostError`` "there is no user X".
     """
     if (name is None and group is None) or os.geteuid() != 0:
@@ -155,24 +158,24 @@ class Keeper:
 
     def __init__(self, directory: Path, name: str, connection: socket.socket) -> None:
         self.name: Final = name
-        """Name of its socket."""
+        """Name of the keeper's socket."""
         self.label: Final = label_of(name)
-        """Owner of the program: a service or the scripts of a job. A very long label is shortened."""
+        """What the program belongs to: a service, or the scripts of a job. A very long label is shortened."""
         self.state = State(0, 0)
-        """Its latest report."""
+        """The latest report of the keeper."""
         self.since = clock.boot_ticks()
         """Tick at or before which the keeper started."""
         self.parent = 0
-        """Pid of its parent, which would inherit its processes. 0 if unknown."""
+        """Pid of the keeper's parent, which would inherit the keeper's processes, or 0 if unknown."""
         self.is_lost = False
-        """The keeper was killed, or it keeps disconnecting, although it was not released and had processes below."""
+        """True if the keeper was killed or keeps disconnecting although it was not released and had descendants."""
         self.on_change: Callable[[], None] | None = None
-        """Called after each report, and when it is lost."""
+        """Called after each report, and when the keeper is lost."""
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         self._reconnected_at = -math.inf
         self.is_released = False
-        """The keeper was told to exit once it has no descendants, and the connection is closed."""
+        """True if the keeper was asked to exit once it has no descendants, and the connection is closed."""
         self._changed = asyncio.Event()
         self._answers: deque[asyncio.Future[State]] = deque()
         self._slots: dict[int, tuple[int, int]] = {}
@@ -190,24 +193,24 @@ class Keeper:
 
     @property
     def key(self) -> str:
-        """Beginning of its socket's name, which is unique to the label: ``prefix(label)``."""
+        """Beginning of the socket's name, which is unique to the label: ``prefix(label)``."""
         return self.name.rpartition("@")[0]
 
     @property
     def program_exit(self) -> Exit | None:
-        """How the program ended. None while it runs, or if it was never executed."""
+        """How the program ended, or None while it runs or if it was never executed."""
         return None if self.state.failed else self.state.exits.get(0)
 
     def exit_of(self, identity: tuple[int, int]) -> Exit | None:
-        """Return how a watched process ended. None if it has not, or if its own parent reaped it."""
+        """Return how a watched process ended, or None if it has not ended or its own parent has reaped it."""
         pid, start_ticks = identity
         seen = (each for each in self.state.exits.values() if each.pid == pid and each.at >= start_ticks / clock.TICKS)
         return next(seen, None)
 
     async def status_of(self, identity: tuple[int, int]) -> int | None:
-        """Return the status of a process that has ended. None if its own parent reaped it, or the keeper is lost.
+        """Return the status of a process that has ended, or None if its own parent has reaped it or the keeper is lost.
 
-        The keeper reaps its own children soon. This does not wait for a process that another process has to reap.
+        Wait for the keeper to reap the process if it is the keeper's child, but not if another process has to reap it.
         """
         is_asked = False
         while (ended := self.exit_of(identity)) is None and not self.is_lost:
@@ -228,16 +231,16 @@ class Keeper:
         """Watch a descendant. Return None if it is gone, is a zombie, or did not start at ``start_ticks``."""
         found = process.adopt(pid, start_ticks, self)
         if found is not None and pid != self.state.program:
-            with contextlib.suppress(HostError):  # its exit status will be unknown
+            with contextlib.suppress(HostError):  # without this, its exit status will be unknown
                 self._watch(found.identity)
         return found
 
     async def program_process(self) -> Process:
-        """Return the program. If it has ended, its start time is given as that of its keeper."""
+        """Return the program. If it has already ended, its start time is unknown, so that of the keeper is used."""
         running = None if self.program_exit else process.adopt(self.state.program, None, self)
         if running is not None and proc.nearest(running.identity, (self.pid,)) == self.pid:
             return running
-        if running is not None:  # its pid now belongs to another process
+        if running is not None:  # the program's pid now belongs to another process
             running.release()
         with contextlib.suppress(HostError):
             await self.wait()
@@ -245,7 +248,9 @@ class Keeper:
         return process.ended((self.state.program, self.since), None if ended is None else ended.status, self)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until a report makes ``is_so`` true. Raises ``HostError`` once the connection to the keeper is lost."""
+        """Wait until ``is_so`` returns True, which is checked after each report. Raises ``HostError`` once the
+        connection to the keeper is lost.
+        """
         while not is_so():
             if self.is_lost:
                 raise HostError(f"cannot follow the processes of {self.label}: their keeper was killed")
@@ -273,24 +278,24 @@ class Keeper:
         return self.state.is_childless
 
     def processes(self) -> list[proc.Stat]:
-        """List its living descendants. Blocks."""
+        """Return the living descendants of the keeper. Blocks."""
         return [each for each in proc.below(self.pid).values() if each.is_alive] if self.pid else []
 
     # --- acting -----------------------------------------------------------------------------------------------------
 
     async def watch(self, identity: tuple[int, int]) -> Exit | None:
-        """Let the keeper record how this process ends. Return its exit if that is already known."""
+        """Let the keeper record how this process ends. If it has already ended, return how."""
         answer = self._watch(identity)
         if answer is not None:
             await self._answer(answer)
         return self.exit_of(identity)
 
     def _watch(self, identity: tuple[int, int]) -> asyncio.Future[State] | None:
-        """Ask the keeper to record how this process ends. Return None if it already does."""
+        """Ask the keeper to record how this process ends. Return None if the keeper already does so."""
         pid, start_ticks = identity
         if identity in self._slots.values() or self.exit_of(identity) is not None:
             return None
-        # Keep the exits that earlier agents asked for while there is room.
+        # Reuse slots with exits that earlier agents asked for only if no other slot is free.
         for slot in [
             slot for slot, watched in self._slots.items() if slot in self.state.exits and not proc.is_there(watched)
         ]:
@@ -309,16 +314,16 @@ class Keeper:
             found = self.processes()
             return [each for each in found if process.send(each.identity, number)]
 
-        return await asyncio.to_thread(send)  # use a thread of the pool, because jobs may have left no room for another
+        return await asyncio.to_thread(send)  # use a thread of the pool, because jobs may have used up all threads
 
     async def kill(self) -> None:
-        """Let the keeper kill its descendants until none is left. Does not wait for that; see
+        """Let the keeper kill its descendants until none is left. Does not wait for the result; see
         ``is_childless_within``.
         """
         await self.request("kill")
 
     async def end(self, grace: float) -> bool:
-        """Send SIGTERM to all descendants, then SIGKILL after ``grace`` seconds. Return False if some survive that.
+        """Send SIGTERM to all descendants, then SIGKILL after ``grace`` seconds. Return False if some survive SIGKILL.
 
         ``state.is_killing`` says whether SIGKILL was needed. Raises ``HostError`` if the keeper is lost.
         """
@@ -329,7 +334,7 @@ class Keeper:
         return await self.is_childless_within(KILL_TIMEOUT_S)
 
     async def abandon(self) -> None:
-        """Kill all descendants and release the keeper, because nobody waits for its program any more."""
+        """Kill all descendants and release the keeper. This is used if nobody waits for the program any more."""
         try:
             with contextlib.suppress(HostError):
                 await self.end(0)
@@ -337,8 +342,8 @@ class Keeper:
             self.release()
 
     def release(self) -> None:
-        """Let the keeper exit as soon as all its descendants have ended, and forget it, because its result has been
-        read.
+        """Let the keeper exit as soon as all its descendants have ended, and disconnect. Call this when the result has
+        been read.
         """
         self.is_released = True
         with contextlib.suppress(OSError):
@@ -355,8 +360,8 @@ class Keeper:
         self._fail()
 
     async def request(self, text: str) -> State:
-        """Send a request and return the state in the answer. Raises ``HostError``, also if the keeper refuses the
-        request.
+        """Send a request and return the state in the answer. Raises ``HostError`` if this fails or the keeper refuses
+        the request.
         """
         return await self._answer(self._send(text))
 
@@ -413,8 +418,8 @@ class Keeper:
     def _disconnected(self) -> None:
         self.close()
         if not self.is_released and not self._reconnect():
-            # A keeper without children exits by itself when the machine shuts down, and its last report is complete.
-            # The socket of a killed keeper stays, so that the next agent learns about it too.
+            # A keeper without children is not lost: it exits when the machine shuts down, and its last report is
+            # complete. The socket of a killed keeper is not removed, so that the next agent notices the loss too.
             self.is_lost = not self.state.is_childless
             if not self.is_lost:
                 with contextlib.suppress(OSError):
@@ -422,7 +427,9 @@ class Keeper:
             self._wake()
 
     def _reconnect(self) -> bool:
-        """Connect again after another client has taken the agent's place. Return False if the keeper has ended."""
+        """Connect again after another client has connected to the keeper, which serves only the latest client. Return
+        False if the keeper has ended.
+        """
         now = self._loop.time()
         if self.state.is_childless or now - self._reconnected_at < RECONNECT_PAUSE_S:
             return False
@@ -453,8 +460,8 @@ class Keeper:
 async def start(
     directory: Path, label: str, program: Program, made: Callable[[Keeper], None] = lambda _: None
 ) -> Keeper:
-    """Run a program below a keeper of its own. Returns once the program is executed. ``directory`` contains the sockets
-    of all keepers.
+    """Run a program below a new keeper. Return once the program is executed. ``directory`` contains the sockets of all
+    keepers.
 
     ``made`` is called with the keeper before it runs the program. Raises ``HostError`` "cannot run PROGRAM: why" if the
     program is not executed. In that case the keeper is released, unless it was killed or the execution hangs in the
@@ -495,10 +502,10 @@ async def start(
         raise HostError(f"cannot {what}: its file cannot be read in {START_TIMEOUT_S:.0f} s") from None
     except HostError:
         code = None
-        with contextlib.suppress(TimeoutError):  # it keeps running if another program has connected to it
+        with contextlib.suppress(TimeoutError):  # the keeper keeps running if another client has connected to it
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 code = await child.wait()
-        # If the keeper cannot work, it exits with the error number and has not run anything.
+        # If the keeper cannot start, it exits with the error number before running the program.
         if code is not None and code < 128:
             keeper.release()
             keeper.is_lost = False
@@ -514,9 +521,9 @@ async def start(
 
 
 async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
-    """Connect to all keepers of an earlier agent. One that does not answer has the pid 0.
+    """Connect to all keepers of an earlier agent. A keeper that does not answer gets the pid 0.
 
-    Also returns the names of keepers that ended without being released or that cannot be reached, each with its start
+    Also return the names of keepers that cannot be reached or have ended without being released, each with its start
     tick.
     """
     found = []
@@ -562,7 +569,7 @@ def _begun(path: Path) -> int:
 def living(directory: Path) -> list[State]:
     """Return the states of the keepers that still have descendants. Blocks for at most a second per keeper.
 
-    A keeper answers only the latest client, so an agent that was connected to it has lost its connection.
+    A keeper serves only the latest client, so an agent that is connected to a keeper loses its connection.
     """
     found = []
     for name in _names(directory):
@@ -590,7 +597,7 @@ def owner(identity: tuple[int, int], keepers: Collection[Keeper]) -> Keeper | No
 
 
 def parse(packet: str) -> tuple[str, State]:
-    """Parse a packet from a keeper into its kind and the state. Unknown words are skipped."""
+    """Parse a packet from a keeper. Return its kind and the state. Unknown words are skipped."""
     kind, *words = packet.split(" ")
     state: dict[str, object] = {"keeper": 0, "program": 0}
     exits: dict[int, Exit] = {}
@@ -618,7 +625,7 @@ def label_of(name: str) -> str:
 
 
 def prefix(label: str) -> str:
-    """Return the beginning of a label's socket names, up to and including the ``@``. It is different for each label."""
+    """Return the beginning of the socket names of a label, up to and including the ``@``. It is unique to the label."""
     quoted = urllib.parse.quote(os.fsencode(label), safe="")
     if len(quoted) <= _MAX_NAME_BYTES:
         return quoted
@@ -656,7 +663,7 @@ def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socke
 
 
 def _names(directory: Path) -> list[str]:
-    """List the socket names that have the form made by ``_bind``."""
+    """Return the names in the directory that have the form of ``_bind``."""
     try:
         return sorted(path.name for path in directory.iterdir() if _NAME.fullmatch(path.name))
     except FileNotFoundError:
@@ -676,7 +683,7 @@ def _connect(path: Path) -> socket.socket:
 
 
 def _spec(program: Program) -> Iterator[str]:
-    """Yield the instructions of a program in the order in which its child follows them."""
+    """Yield the instructions for executing a program, in the order in which the keeper's child follows them."""
     yield from (f"?cgroup={descriptor}" for descriptor in program.cgroups)
     limits = dict(program.limits)
     if resource.RLIMIT_NOFILE not in limits and (of_children := process.file_limits_of_children()):

@@ -1,8 +1,8 @@
 """The mount table of this process, and the system calls that change it.
 
-Calls raise :class:`HostError` with ``errno`` and a text that names both source and target. Only a trial
-(:func:`try_bind`) shows what a container allows, because neither uid nor capabilities reveal the effect of seccomp and
-AppArmor.
+Calls raise :class:`HostError` with ``errno`` and a text that names both source and target. What a container allows can
+only be found out by trial (:func:`try_bind`), because neither the uid nor the capabilities reveal the effect of seccomp
+and AppArmor.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CLONE_NEWNS: Final = 0x20000
 
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
 _ESCAPED = re.compile(rb"[ \t\n\\#]")
-"""Bytes that the kernel escapes in the table. Not all kernels escape ``#``."""
+"""Matches bytes that the kernel escapes in the table. Not all kernels escape ``#``."""
 
 
 _LOCAL: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs"})
-"""Types of file systems to which only one kernel can write. It keeps their contents in memory and would not see changes
-by another.
+"""Types of file systems that only one kernel can use at a time, because it caches their content and would not see
+changes by another kernel.
 """
 
 
@@ -65,7 +65,8 @@ class Mount(msgspec.Struct, frozen=True):
 def parse(table: bytes) -> list[Mount]:
     """Parse a mountinfo table, oldest mount first. Invalid lines are skipped.
 
-    A line is ``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``. A dash ends the variable number of tags.
+    A line is ``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``. A dash marks the end of the tags, whose
+    number varies.
     """
     found = []
     for line in table.split(b"\n"):
@@ -80,7 +81,9 @@ def parse(table: bytes) -> list[Mount]:
 
 
 def _text(field: bytes) -> str:
-    """Decode the kernel's octal escapes (blank, tab, newline, backslash, ``#``). Invalid UTF-8 survives."""
+    """Decode the kernel's octal escapes (blank, tab, newline, backslash, ``#``). Invalid UTF-8 is preserved as
+    surrogates.
+    """
     return os.fsdecode(_ESCAPE.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), field))
 
 
@@ -92,8 +95,8 @@ def mounts() -> list[Mount]:
 def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
     """Return the mount that contains ``path``, after resolving links.
 
-    This descends as the kernel does, from a mount to its first child on the path. It cannot be decided by the order of
-    the table or the depth of a mount point, since a later mount higher up hides those below it.
+    This descends as the kernel does, from a mount to its first child on the path. Neither the order of the table nor
+    the depth of mount points would be enough, because a later mount higher up hides those below it.
     """
     real = path.resolve()
     places = {real, *real.parents}
@@ -119,8 +122,8 @@ def is_mount_point(path: Path, table: Sequence[Mount] | None = None) -> bool:
     if table is None:
         raw = MOUNTINFO.read_bytes()
         place = os.fsencode(real)
-        # This is called before each write of a file. Most tables do not contain the name, and searching for it takes a
-        # hundredth of the time of parsing.
+        # Search for the name before parsing, because this is called before each write of a file, most tables do not
+        # contain the name, and parsing takes a hundred times longer.
         if not _ESCAPED.search(place) and b" " + place + b" " not in raw:
             return False
         table = parse(raw)
@@ -149,13 +152,15 @@ def set_flags(target: Path, flags: int) -> None:
 
 
 def unmount(target: Path, *, lazy: bool = False) -> None:
-    """Unmount the newest mount of ``target``. ``lazy`` detaches it now and ends it with its last user."""
+    """Unmount the newest mount at ``target``. ``lazy`` detaches it at once and unmounts it when it is no longer in
+    use.
+    """
     if _libc().umount2(os.fsencode(target), MNT_DETACH if lazy else 0) != 0:
         raise _refused(f"unmount {target}")
 
 
 def make_private() -> None:
-    """Stop the propagation of all mounts, in both directions."""
+    """Stop the propagation of mounts in both directions, for all mount points."""
     _mount(Path("none"), Path("/"), MS_REC | MS_PRIVATE, "make mounts private")
 
 
@@ -167,7 +172,7 @@ def mount_tmpfs(target: Path, options: str = "mode=755") -> None:
 def leave_mount_namespace(flags: int = 0) -> None:
     """Enter a new mount namespace. Later changes are visible only to this process and its children.
 
-    ``flags`` name further namespaces to leave.
+    ``flags`` select further namespaces to leave.
     """
     if _libc().unshare(CLONE_NEWNS | flags) != 0:
         raise _refused("leave the mount namespace")

@@ -1,4 +1,4 @@
-"""Address of the default interface, and the neighbour table. No function configures the network."""
+"""Reads network addresses and listeners, and flushes the neighbour table. No function configures the network."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SIOCGIFADDR: Final = 0x8915
 _SIOCGIFNETMASK: Final = 0x891B
 _GLOBAL_SCOPE: Final = 0x00
 FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
-"""include/linux/proc_ns.h"""
+"""Inode of the initial pid namespace (include/linux/proc_ns.h)."""
 _LISTEN: Final = "0A"
 NEIGHBOUR_TIMEOUT_S: Final = 30.0
 _LOOPBACK: Final = frozenset({f"{socket.htonl(0x7F000001):08X}", f"{'0' * 24}{socket.htonl(1):08X}"})
-"""Loopback addresses in the kernel's format, in which words have the machine's byte order."""
+"""Loopback addresses in the format of ``/proc/net/tcp``, in which 32-bit words have the machine's byte order."""
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Texts of a dynamic network as the Director expects them."""
+    """Members of a dynamic network, in the form that the Director expects."""
 
     ip: str
     netmask: str
@@ -89,9 +89,9 @@ def _ipv6(digits: str) -> str:
 
 
 def listeners(port: int) -> set[int]:
-    """Return the users whose servers accept TCP connections from other machines on ``port``. Blocks.
+    """Return the users (uids) whose servers accept TCP connections from other machines on ``port``. Blocks.
 
-    The kernel lists listeners first. The sockets of jobs that follow are not read, because there may be a million.
+    The kernel lists listening sockets first. The connections that follow are not read, because jobs may have a million.
     """
     found: set[int] = set()
     for name in ("tcp", "tcp6"):
@@ -135,9 +135,10 @@ def is_address(text: str) -> bool:
 def has_address(text: str) -> bool:
     """Return True if an interface has the address, or if the text is not an address.
 
-    This is tested by binding to it, which the kernel allows only for its own addresses (without ip_nonlocal_bind).
+    This is tested by binding to the address, which the kernel allows only for addresses of this machine (unless
+    ip_nonlocal_bind is set).
     """
-    if not is_address(text):  # bind would resolve the name
+    if not is_address(text):  # do not let bind resolve a name
         return True
     family = socket.AF_INET6 if ":" in text else socket.AF_INET
     try:
@@ -149,15 +150,15 @@ def has_address(text: str) -> bool:
 
 
 def is_of_machine() -> bool:
-    """Return True in a container with the machine's network, which is one that sees the machine's devices but not its
-    processes.
+    """Return True in a container that uses the machine's network. It is recognised by seeing the machine's devices but
+    not its processes.
     """
     is_contained = Path("/proc/self/ns/pid").stat().st_ino != FIRST_PID_NAMESPACE
     return is_contained and any(Path("/sys/class/net", name, "device").exists() for _, name in socket.if_nameindex())
 
 
 async def forget_neighbours(addresses: list[str]) -> None:
-    """Run ``ip neigh flush`` for each address. Without the privilege or the program the entries stay.
+    """Run ``ip neigh flush`` for each address. Without the privilege or the program, this has no effect.
 
     Only one process is started, with the timeout ``NEIGHBOUR_TIMEOUT_S``, because a request may contain tens of
     thousands of addresses.

@@ -1,6 +1,6 @@
-"""Packet filter rules in one table of our own, which the program ``nft`` replaces atomically.
+"""Packet filter rules in a separate table, which the program ``nft`` replaces atomically.
 
-Tables of other programs are not changed. The table outlives the agent, until the network namespace ends.
+Tables of other programs are not changed. Our table outlives the agent and exists until the network namespace ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_installed() -> bool:
 
 
 async def replace(chains: str) -> None:
-    """Replace the table with one that has these chains. Raises ``HostError``, in which case the old table stays."""
+    """Replace the table with one that has these chains. If this fails, raises ``HostError`` and keeps the old table."""
     await _run(f"{_AWAY}table {TABLE} {{\n{chains}}}\n")
 
 
@@ -35,7 +35,7 @@ async def remove() -> None:
 
 
 async def look() -> None:
-    """Raise ``HostError`` if this process may not even list tables."""
+    """Raise ``HostError`` if this process is not allowed to use nftables, which is tested by listing the tables."""
     await _run("list tables\n")
 
 

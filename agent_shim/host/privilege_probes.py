@@ -1,5 +1,5 @@
-"""Finds the privileges of a container by trial, in a child process that exits after the attempt and leaves nothing
-behind.
+"""Finds out the privileges of a container by trial. Each attempt is made in a child process that exits afterwards and
+leaves nothing behind.
 
 Neither uid nor capabilities show the effect of seccomp, AppArmor, a user namespace or a runtime like gVisor.
 """
@@ -25,8 +25,8 @@ _BROKEN: Final = 255
 
 
 def error_of(probe: Callable[..., object], *args: object) -> int:
-    """Run ``probe`` in a child process. Return its ``errno``, or 0 on success. A process with threads must not call
-    this.
+    """Run ``probe`` in a forked child process. Return its ``errno``, or 0 on success. Must not be called in a process
+    with several threads.
     """
     child = os.fork()
     if child == 0:
@@ -71,7 +71,7 @@ def process_namespace(_: Path) -> None:
 
 
 def change_user(uid: int, gid: int) -> None:
-    """Change to another user."""
+    """Change to another user and group."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
@@ -95,7 +95,7 @@ def write(directory: Path) -> None:
 
 
 def open_for_writing(path: Path) -> None:
-    """Open an existing file for writing, as for a change in place."""
+    """Open an existing file for writing, which a change in place requires."""
     os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
 
 

@@ -1,10 +1,10 @@
-"""Reads information about other processes from ``/proc``. Only this module does that, and it changes nothing.
+"""Reads information about other processes from ``/proc``. No other module does this, and this module changes nothing.
 
-There are two kinds of files. ``stat``, ``status`` and ``cgroup`` are short, written by the kernel alone, and take 10 µs
-to read. ``environ``, ``cmdline``, ``maps``, ``smaps_rollup`` and links of descriptors are controlled by the process: it
-decides their length (PR_SET_MM_MAP makes an environment of terabytes without any privilege) and can block their readers
-(with its memory lock, a userfaultfd, a FUSE file system of its own). These have a limit in bytes and a timeout: a
-thread reads them, and a process that blocks the thread is not read again until that read ends.
+There are two kinds of files. ``stat``, ``status`` and ``cgroup`` are short, are written only by the kernel, and take 10
+µs to read. ``environ``, ``cmdline``, ``maps``, ``smaps_rollup`` and the links of descriptors are controlled by the
+process: it decides their length (with PR_SET_MM_MAP, an environment of terabytes needs no privilege) and can block
+their readers (with its memory lock, a userfaultfd, or its own FUSE file system). Reading these is limited in bytes and
+time: a thread reads them, and a process that blocks the thread is not read again until that read ends.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ T = TypeVar("T")
 
 PAGE_KB: Final = os.sysconf("SC_PAGE_SIZE") // 1024
 MAX_KERNEL_BYTES: Final = 64 * 1024
-"""Maximum size of a file that the kernel alone writes."""
+"""Maximum size of a file that only the kernel writes."""
 MAX_CHILDREN_BYTES: Final = 1 << 20
-"""Maximum size of a list of children, each of which takes about eight bytes."""
+"""Maximum size of a ``children`` file, in which each child takes about eight bytes."""
 MAX_COMMAND_LINE_BYTES: Final = 4096
-"""Length that monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
+"""How much of a command line monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
 MAX_MAPS_BYTES: Final = 16 << 20
 MAX_OPEN_FILES: Final = 1 << 20
 MAX_USES: Final = 10
-"""Maximum number of files in use reported for one process, because a job may have a million descriptors."""
+"""Maximum number of open files reported for one process, because a job may have a million descriptors."""
 MAX_LINKS: Final = 200_000
-"""Maximum number of descriptors that one search examines. Each takes 5 µs, and a job can easily get more by forking."""
+"""Maximum number of descriptors that one search examines. Each takes 5 µs, and a job can easily create more by
+forking.
+"""
 MAX_THREADS: Final = 16
-"""Maximum number of threads of a process that are tried instead of its first."""
+"""If the first thread of a process cannot be read, at most this many other threads are tried."""
 READ_TIMEOUT_S: Final = 2.0
 """How long one process may block a reader."""
 MAX_HUNG_READS: Final = 4
-"""Maximum number of reads that hang at the same time. Beyond that no process is read in this way."""
+"""Maximum number of reads that may hang at the same time. If there are more, no process is read in this way."""
 
 
 class Stat(msgspec.Struct, frozen=True, gc=False):
@@ -59,12 +61,12 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
     group: int
     session: int
     cpu_ticks: int
-    """User and system CPU time, without that of dead children."""
+    """User and system CPU time, excluding dead children."""
     start_ticks: int
     resident_kb: int
     threads: int = 0
     reaped_ticks: int = 0
-    """CPU time of reaped children and of their reaped children."""
+    """CPU time of reaped children, including that of their reaped children."""
 
     @property
     def is_alive(self) -> bool:
@@ -81,7 +83,9 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
 
 
 def parse(line: bytes) -> Stat:
-    """Parse a stat line. The name may contain blanks and parentheses, so fields count from its last parenthesis."""
+    """Parse a stat line. The name may contain blanks and parentheses, so the fields are counted from the last
+    parenthesis.
+    """
     number, _, rest = line.partition(b" (")
     fields = rest.rpartition(b") ")[2].decode().split(None, 22)
     state, parent, group, session, _, _, _, _, _, _, _, user, system, of_dead, of_dead_system, *fields = fields
@@ -102,7 +106,7 @@ def parse(line: bytes) -> Stat:
 
 
 def stat(pid: int) -> Stat | None:
-    """Read the process with this pid, zombies included. Return None if there is none."""
+    """Read the process with this pid, which may be a zombie. Return None if there is none."""
     line = _read(pid, "stat")
     if not line:
         return None
@@ -172,8 +176,8 @@ def descent(below: Mapping[int, list[int]], roots: Iterable[int]) -> set[int]:
 def below(root: int) -> dict[int, Stat]:
     """Read all descendants of a process by pid, zombies included, without looking at other processes. Blocks.
 
-    Processes may fork meanwhile and have more descendants. Below a child subreaper none can leave, so another call
-    finds those.
+    Processes may fork meanwhile, so there may be more descendants than returned. Below a child subreaper, none can
+    escape, so the next call finds them.
     """
     if not _has_children_files():
         processes = table()
@@ -189,12 +193,12 @@ def below(root: int) -> dict[int, Stat]:
 
 
 def nearest(identity: tuple[int, int], roots: Collection[int]) -> int | None:
-    """Return the first of ``roots``, which are child subreapers, found among a process and its ancestors.
+    """Return the first of ``roots``, which are child subreapers, among a process and its ancestors.
 
     Return None if there is none or the process is gone. ``identity`` is its pid and start time.
 
-    A parent may exit at any time, and its pid may be reused. So the parent's stat line counts only if the child still
-    has that parent afterwards, which shows that the line really was the parent's.
+    A parent may exit at any time, and its pid may be reused. The parent's stat line is therefore used only if the child
+    still has that parent afterwards, which shows that the line really was the parent's.
     """
     here = stat(identity[0])
     if here is None or here.identity != identity:
@@ -204,7 +208,7 @@ def nearest(identity: tuple[int, int], roots: Collection[int]) -> int | None:
             return None
         above, again = stat(here.parent), stat(here.pid)
         if again is None or again.identity != here.identity:
-            # The process exited meanwhile, so its children have another parent. Start again below it.
+            # This ancestor exited meanwhile, so its children have another parent. Start again from the given process.
             return nearest(identity, roots) if here.identity != identity else None
         if above is None and again.parent == here.parent:
             return None  # the kernel hides the parent from this user
@@ -230,12 +234,12 @@ def _children_of(pid: int) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Return the arguments joined by blanks, as monit matches them. Empty for a zombie or kernel thread. Blocks."""
+    """Return the arguments joined with blanks, as monit matches them, or "" for a zombie or kernel thread. Blocks."""
     return command_lines([pid]).get(pid, "")
 
 
 def command_lines(pids: Collection[int]) -> dict[int, str]:
-    """Return the ``command_line`` of many processes, without empty ones. Blocks."""
+    """Return the ``command_line`` of many processes, leaving out empty ones. Blocks."""
     found = of_each(pids, lambda pid: read_memory(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
     return {pid: line.replace(b"\0", b" ").decode(errors="replace") for pid, line in found.items() if line}
 
@@ -244,7 +248,7 @@ def open_files(pid: int) -> int:
     """Return the number of open files, or 0 if it may not be read."""
     path = _shown(pid) / "fd"
     try:
-        # Since Linux 6.2 it is the size of the directory.
+        # Since Linux 6.2, the size of the directory is the number of open files.
         return os.stat(path).st_size or sum(1 for _ in itertools.islice(os.scandir(path), MAX_OPEN_FILES))  # noqa: PTH116 - a number, for hundreds
     except OSError:
         return 0
@@ -259,7 +263,7 @@ def proportional_kb(pid: int) -> int:
 
 
 class Use(NamedTuple):
-    """A file in use by a process: ``cwd``, ``root``, ``exe``, ``fd`` or ``map``."""
+    """A file that a process uses, and how: as ``cwd``, ``root``, ``exe``, ``fd`` or ``map``."""
 
     kind: str
     path: str
@@ -315,14 +319,14 @@ def parse_maps(maps: bytes) -> Iterator[str]:
 
 
 def name(pid: int) -> str:
-    """Return the kernel's name for the process: up to 15 bytes, which the process can choose itself. Empty if there is
-    no such process.
+    """Return the name in ``comm``, which has up to 15 bytes and can be chosen by the process, or "" if there is no such
+    process.
     """
     return _read(pid, "comm", 64).decode(errors="replace").rstrip("\n")
 
 
 def executable(pid: int) -> str:
-    """Return the path of the program that a process executes. Empty if there is no such process or the permission is
+    """Return the path of the program that a process executes, or "" if there is no such process or the permission is
     missing.
     """
     try:
@@ -337,7 +341,9 @@ def user(pid: int) -> int | None:
 
 
 def has_our_root(pid: int) -> bool:
-    """Return True if a process has our root directory. Return False also if the kernel does not show it."""
+    """Return True if a process has the same root directory as we have. Return False if it differs or the kernel does
+    not show it.
+    """
     try:
         return Path(f"/proc/{pid}/root").samefile("/")
     except OSError:
@@ -345,8 +351,8 @@ def has_our_root(pid: int) -> bool:
 
 
 def groups(pid: int) -> dict[str, str]:
-    """Return the cgroup paths of a process by controller, as ``/proc/PID/cgroup`` shows them to us. ``""`` is version
-    2.
+    """Return the cgroup paths of a process by controller, as ``/proc/PID/cgroup`` shows them to us. The key "" is
+    version 2.
     """
     return parse_groups(_read(pid, "cgroup", MAX_KERNEL_BYTES).decode(errors="surrogateescape"))
 
@@ -363,16 +369,16 @@ def parse_groups(text: str) -> dict[str, str]:
 def _number_of(pid: int, field: bytes) -> int | None:
     """Return the first number in a field of ``status``, or None if there is no such process.
 
-    The process's name precedes the field, and the kernel escapes only newlines in it. So a carriage return must not
-    count as the start of a line.
+    The process's name precedes the field, and the kernel escapes only newlines in it. A carriage return must therefore
+    not be treated as the start of a line.
     """
     _, is_there, rest = _read(pid, "status").partition(b"\n%s:" % field)
     return int(rest.split(None, 1)[0]) if is_there else None
 
 
 def incarnation() -> str:
-    """Return an identifier of the current pid namespace (container). It differs after a boot of the kernel and in
-    another namespace, so pids with the same identifier are comparable.
+    """Return an identifier of the current pid namespace (container). It changes when the machine is rebooted and
+    differs between namespaces, so pids can be compared if the identifiers are equal.
 
     The inode of a namespace may be reused, so the start time of its first process is part of the identifier.
     """
@@ -392,7 +398,9 @@ def boot_id() -> str:
 
 
 def _shown(pid: int) -> Path:
-    """Return the directory with the files of a process, or that of another thread if its first thread has ended."""
+    """Return the directory below /proc with the files of a process. If its first thread has ended, return that of
+    another thread.
+    """
     found = stat(pid)
     is_headless = found is not None and found.state == "Z" and found.threads > 1
     others = _other_threads(pid) if is_headless else []
@@ -400,19 +408,19 @@ def _shown(pid: int) -> Path:
 
 
 def read_memory(pid: int, name: str, limit: int) -> bytes:
-    """Read a file about the memory of a process. That of the first thread is empty once the thread has ended, so
-    another thread's is read then.
+    """Read a file about the memory of a process. Once the first thread has ended, its file is empty, so the file of
+    another thread is read.
     """
     return _read(pid, name, limit) or _read_of_threads(pid, name, limit)
 
 
 def _read_of_threads(pid: int, name: str, limit: int) -> bytes:
-    """Read a file of any thread but the first. Empty if there is no other."""
+    """Read a file of any thread but the first. Return b"" if there is no other thread."""
     return next(filter(None, (_read(pid, f"task/{each}/{name}", limit) for each in _other_threads(pid))), b"")
 
 
 def _other_threads(pid: int, limit: int = MAX_THREADS) -> list[str]:
-    """Return some threads of a process, without the first."""
+    """Return some threads of a process, excluding the first."""
     try:
         return [name for name in _numbers(f"/proc/{pid}/task", limit) if name != str(pid)]
     except OSError:
@@ -420,7 +428,7 @@ def _other_threads(pid: int, limit: int = MAX_THREADS) -> list[str]:
 
 
 def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
-    """Read the first ``limit`` bytes of a file of a process. Empty if the process is gone or the permission is
+    """Read the first ``limit`` bytes of a file of a process. Return b"" if the process is gone or the permission is
     missing.
     """
     path = f"/proc/{pid}/{name}"
@@ -435,9 +443,10 @@ def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
 
 
 def _without_descriptors(work: Callable[[], T]) -> T:
-    """Do work that opens one file by temporarily giving up a spare descriptor. Raises its ``OSError``.
+    """Do work that opens one file although no descriptor is free, by closing a spare descriptor for that time. Raises
+    the ``OSError`` of ``work``.
 
-    If no descriptor were free, every running process would seem to have ended.
+    Without this, every running process would seem to have ended when no descriptor is free.
     """
     global _spare  # noqa: PLW0603 - the one of this process
     tell_shortage()
@@ -465,7 +474,7 @@ def _content(descriptor: int, limit: int) -> bytes:
         while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
             content += chunk
     except OSError:
-        pass  # a part of the environment may not be mapped, so keep what was read so far
+        pass  # a part of the environment may not be mapped, so keep what was read
     finally:
         os.close(descriptor)
     return content
@@ -475,12 +484,12 @@ _spare: int | None = os.eventfd(0, os.EFD_CLOEXEC)
 """A spare descriptor, which is closed to make room for a file if no other descriptor is free."""
 _spare_lock = threading.Lock()
 _blocked: dict[int, threading.Thread] = {}
-"""The threads that are waiting for a process that blocks its readers, by its pid."""
+"""The threads that are blocked by a process that they read, by the pid of the process."""
 
 
 def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
-    """Apply ``work`` to each process in a thread. A process that blocks it is left out, now and until the thread
-    returns.
+    """Apply ``work`` to each process in a thread. A process that blocks the thread is left out, and also in later calls
+    until the thread returns.
     """
     found: dict[int, T] = {}
     for pid in [pid for pid, reader in list(_blocked.items()) if not reader.is_alive()]:
@@ -500,7 +509,7 @@ def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
         try:
             reader.start()
         except RuntimeError:
-            break  # no thread could be started, so nothing is known about the process
+            break  # no thread could be started, so leave out the remaining processes
         done = -1
         while reader.is_alive() and len(part) > done:
             done = len(part)

@@ -1,11 +1,12 @@
-"""Spawned and adopted processes, each identified by a pidfd and its start time because the kernel reuses pids.
+"""Spawned and adopted processes. Each is identified by a pidfd and its start time, because the kernel reuses pids.
 
-Every child is reaped by ``reap``, which is called when the child's pidfd becomes readable or by ``host.reaper``. It
-passes the exit status to every ``Process`` with that pid. Nothing else may fork, because a child that this module does
-not know counts as an adopted orphan and its status is discarded.
+Every child is reaped by ``reap``, which is called when the child's pidfd becomes readable or by ``host.reaper``.
+``reap`` passes the exit status to every ``Process`` with that pid. No other module may fork, because a child that this
+module does not know is treated as an adopted orphan, and its status is discarded.
 
-Call everything here on the event loop's thread. A spawn blocks the loop until the exec, for about half a millisecond. A
-child does not change its user before the exec, because processes of its new user could stop it and so block the loop.
+Call everything here on the event loop's thread. A spawn blocks the loop until the exec, for about half a millisecond.
+The child does not change its user before the exec, because other processes of that user could stop it and thereby block
+the loop.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ POLL_S: Final = 0.02
 pidfd.
 """
 KILL_TIMEOUT_S: Final = 10.0
-"""How long to wait for a killed group to disappear. A process that is stuck in the kernel for longer is abandoned."""
+"""How long to wait until a killed group has disappeared. A process that is stuck in the kernel for longer is
+abandoned.
+"""
 
 # include/uapi/linux/pidfd.h: struct pidfd_info, version 0 of 64 bytes: mask, cgroup, eleven ids, exit code.
 _PIDFD_GET_INFO: Final = 0xC040FF0B
@@ -52,20 +55,22 @@ reaped it.
 """
 
 _watched: dict[int, list[Process]] = {}
-"""Every ``Process`` that has not ended, by pid. This is global because the kernel has one set of children per
-process.
+"""Every ``Process`` that has not ended, by pid. It is global, because all children of this process are reaped in one
+place.
 """
 _spawned: dict[int, int] = {}
 """Maps the pid of each child that ``spawn`` started and that has not been reaped yet to its start ticks."""
 _files_of_children: Final[list[tuple[int, int]]] = []
-"""Open-file limits for children. Empty unless ``raise_file_limit`` has raised the limits of this process."""
+"""The open-file limits for children, or an empty list unless ``raise_file_limit`` has raised the limits of this
+process.
+"""
 
 
 class Parent(Protocol):
     """The ancestor of a process that is not our child: a keeper (``host.keeper``)."""
 
     async def status_of(self, identity: tuple[int, int]) -> int | None:
-        """Return the status of a process that has ended, as ``Process.wait`` does. None if the status is unknown."""
+        """Return the status of a process that has ended, as ``Process.wait`` does, or None if it is unknown."""
 
     def processes(self) -> list[proc.Stat]:
         """List the living descendants. Blocks."""
@@ -75,7 +80,7 @@ class Parent(Protocol):
 
 
 class Process:
-    """One process. Its exit is noticed, and a child is reaped, even if no task waits for it."""
+    """One process. Its exit is noticed (and if it is our child, it is reaped) even if no task waits for it."""
 
     def __init__(
         self, stat: proc.Stat, pidfd: int | None, *, leads: bool, parent: Parent | None = None, is_over: bool = False
@@ -85,7 +90,7 @@ class Process:
         self.identity: Final = stat.identity
         """Pid and start time."""
         self.is_ending = False
-        """``terminate`` was called, so the rest of its group is killed when the process exits."""
+        """True if ``terminate`` was called. Then the rest of the process group is killed when the process exits."""
         self._parent = parent
         self._asking: asyncio.Task[None] | None = None
         self._leads = leads
@@ -117,19 +122,19 @@ class Process:
 
     @property
     def is_over(self) -> bool:
-        """True once the exit was noticed. Makes no system call."""
+        """True once the exit was noticed. This does not make a system call."""
         return self._over.is_set()
 
     async def wait(self) -> int | None:
-        """Wait until the process ends. Return its exit code, 128+N after signal N, or None if unknown (adopted process
-        on an older kernel).
+        """Wait until the process ends. Return its exit code, 128+N after signal N, or None if that is unknown (for an
+        adopted process on an older kernel).
         """
         await self._over.wait()
         return self._status
 
     async def wait_or_terminate(self, grace: float) -> int | None:
-        """Like ``wait``, but a cancelled call first terminates the process, with ``grace`` seconds between TERM and
-        KILL.
+        """Like ``wait``, but if the call is cancelled, it first terminates the process, with ``grace`` seconds between
+        TERM and KILL.
         """
         try:
             return await self.wait()
@@ -146,7 +151,7 @@ class Process:
     def send_group(self, sig: int) -> None:
         """Send a signal to the process group, or to the process alone if it does not lead a group.
 
-        Nothing is sent once the process has been reaped, because its pid may then name another group.
+        Nothing is sent once the process has been reaped, because its pid may then be the id of another group.
         """
         if not self._leads:
             self.send(sig)
@@ -155,8 +160,8 @@ class Process:
                 os.killpg(self.pid, sig)
 
     def adopt_child(self, pid: int) -> Process | None:
-        """Watch a process that this one started, even if its keeper has become its parent. None in the same cases as
-        ``adopt``.
+        """Watch a process that this one started, even if the keeper has become its parent. Return None in the same
+        cases as ``adopt``.
         """
         return adopt(pid) if self._parent is None else self._parent.adopt(pid)
 
@@ -164,8 +169,8 @@ class Process:
         """Send SIGTERM to the group, then SIGKILL after ``grace`` seconds or on cancellation. Return the status of the
         process once the group is gone.
 
-        If a child of ours exits and leaves processes in its group, those are killed at once. Below a keeper they get
-        the whole grace period.
+        If our child exits and leaves processes in its group, these are killed at once. Below a keeper, they get the
+        whole grace period.
         """
         self.is_ending = True
         await self._signal_group(signal.SIGTERM)
@@ -206,20 +211,22 @@ class Process:
             send(member.identity, sig)
 
     async def _left_of_group(self) -> list[proc.Stat]:
-        """List the living members of the group below the keeper, which none of its processes can leave."""
+        """Return the living members of the process group below the keeper. The search is complete, because no process
+        can escape from the keeper.
+        """
         if self._parent is None or not self._leads:
             return []
         return [each for each in await asyncio.to_thread(self._parent.processes) if each.group == self.pid]
 
     def _poll(self) -> None:
-        """Poll a process without pidfd."""
+        """Check periodically whether a process without a pidfd has ended."""
         if self.is_alive:
             self._timer = self._loop.call_later(POLL_S, self._poll)
         else:
             self._collect()
 
     def _exited(self) -> None:
-        """Handle the exit: the pidfd is readable."""
+        """Handle the exit of the process, when its pidfd becomes readable."""
         assert self._pidfd is not None
         self._loop.remove_reader(self._pidfd)
         self._collect()
@@ -274,10 +281,10 @@ def spawn(
     executable: Path | None = None,
     inherited: Sequence[int] = (),
 ) -> Process:
-    """Run a program without a shell, in a session of its own.
+    """Run a program without a shell, in a new session.
 
-    Within a session, processes can join each other's groups, which get signals as a whole, and they share the agent's
-    terminal.
+    In the agent's session, it could join another program's process group, which gets signals as a whole, and it could
+    use the agent's terminal.
 
     A stream of None means ``/dev/null``, and a path is opened for appending. ``executable`` is the file to execute if
     it is not ``argv[0]``. ``inherited`` lists additional descriptors, which keep their numbers. Raises ``HostError``
@@ -320,7 +327,7 @@ def spawn(
 def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None) -> Process | None:
     """Watch a running process. Return None if it is gone, is a zombie, or did not start at ``start_ticks``.
 
-    ``parent`` is asked for its status once it has ended.
+    ``parent`` is asked for the status of the process once it has ended.
     """
     pidfd = _open(pid)
     stat = proc.stat(pid)
@@ -328,7 +335,7 @@ def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None
         stat is None
         or not stat.is_alive
         or start_ticks not in (None, stat.start_ticks)
-        # The process exited after the pidfd was opened, so the stat line may be that of another process.
+        # If the process exited after the pidfd was opened, the stat line may be that of another process.
         or (pidfd is not None and _is_readable(pidfd))
     ):
         if pidfd is not None:
@@ -353,11 +360,11 @@ def default_signals() -> None:
     """Reset signals that our parent ignored or blocked (nohup, ``&``), because a child that inherits this could not be
     stopped.
 
-    This process goes on ignoring them, but with a handler, which exec resets.
+    This process continues to ignore them, but with a handler, which exec resets.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in signal.valid_signals():
-        # The subprocess module restores the two signals that Python itself ignores.
+        # Leave out the two signals that Python itself ignores, because the subprocess module restores them.
         if signal.getsignal(number) is signal.SIG_IGN and number not in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, _ignore)
 
@@ -377,7 +384,9 @@ def on_signal(number: signal.Signals, call: Callable[[], None]) -> None:
 
 
 _OWN_VARIABLES: Final = ("AGENT_SHIM_", "CREDENTIALS_DIRECTORY", "LISTEN_", "MALLOC_")
-"""Prefixes of the agent's own settings and of variables that a service manager sets for the agent alone."""
+"""Prefixes of environment variables that configure the agent itself, and of those that a service manager sets for the
+agent alone.
+"""
 
 
 def script_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -386,7 +395,7 @@ def script_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 CORE_LIMIT_BYTES: Final = 1
-"""Core size limit. It is too small for a core file, and the only limit above 0 that also disables core dumps to a pipe
+"""Core size limit. It is too small for a core file, and 1 is the only value that also disables core dumps to a pipe
 (``core_pattern``).
 """
 
@@ -401,29 +410,29 @@ def disable_core_dumps(*, for_good: bool = False) -> None:
     try:
         most = CORE_LIMIT_BYTES if for_good or hard == 0 else hard
         resource.setrlimit(resource.RLIMIT_CORE, (CORE_LIMIT_BYTES, most))
-    except ValueError:  # the hard limit is below CORE_LIMIT_BYTES: disable at least core files
+    except ValueError:  # the hard limit is lower, so disable at least core files
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def raise_file_limit() -> None:
     """Raise the soft limit on open files. Children get the original limit, as they do from Go programs and from monit.
 
-    Limits that another program sets later apply to children, because they are meant for the jobs (as those of the job
-    `limits` of os-conf).
+    If another program changes the agent's limits later, children inherit them, because they are meant for the jobs (as
+    the job `limits` of os-conf does).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard - 1:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, _raised((soft, hard)))
             _files_of_children[:] = [(soft, hard)]
-        except (ValueError, OSError) as exc:  # above fs.nr_open
+        except (ValueError, OSError) as exc:  # the limit exceeds fs.nr_open
             logger.warning("cannot use more than %d open files: %s", soft, exc)
 
 
 def file_limits_of_children() -> tuple[int, int] | None:
     """Return the open-file limits for a child, or None if it inherits those of this process.
 
-    It also inherits limits that ``prlimit`` has changed, because those are meant for the jobs.
+    A child also inherits limits that were changed with ``prlimit``, because those are meant for the jobs.
     """
     for limits in _files_of_children:
         if resource.getrlimit(resource.RLIMIT_NOFILE) == _raised(limits):
@@ -432,14 +441,14 @@ def file_limits_of_children() -> tuple[int, int] | None:
 
 
 def _raised(limits: tuple[int, int]) -> tuple[int, int]:
-    """Return the raised limits for this process. The soft limit is one below the hard one, which tells them from limits
-    that other programs set to the same value.
+    """Return the raised limits for this process. The soft limit is one below the hard limit, so that they can be
+    distinguished from limits that another program has set.
     """
     return limits[1] - 1, limits[1]
 
 
 def take_name(name: str) -> None:
-    """Set the name by which `ps` and `pgrep` know this process."""
+    """Set the process name that `ps` and `pgrep` use."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)
 
@@ -487,7 +496,7 @@ def reap(pid: int) -> bool:
         return False
     watching = _watched.pop(pid, [])
     for each in watching:
-        if each.is_ending:  # the pid stays the id of its own group until it is reaped
+        if each.is_ending:  # until the process is reaped, its pid cannot be the id of another group
             each.send_group(signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED)
     _spawned.pop(pid, None)
@@ -508,7 +517,7 @@ def is_spawned(identity: tuple[int, int]) -> bool:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """Handle a signal by ignoring it, instead of ``SIG_IGN``."""
+    """A signal handler that does nothing, in place of ``SIG_IGN``."""
 
 
 def _open(pid: int) -> int | None:

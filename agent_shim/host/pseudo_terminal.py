@@ -1,10 +1,10 @@
-"""A program in its own pseudo-terminal, with bytes copied from and to the caller's terminal.
+"""Runs a program in a new pseudo-terminal, and copies bytes between it and the caller's terminal.
 
 A job's program with access to an operator's terminal could push input into it (TIOCSTI), which the operator's shell
-would run as root, and could change its settings permanently. So the program never gets a descriptor of that terminal:
-each standard stream that is a terminal is replaced by the pseudo-terminal, and the others are inherited. Keys, window
-size and hang-up are passed on to the program, its output is passed back, and the caller's terminal is restored at the
-end. All functions block, so only commands may call them.
+would run as root, and could change its settings permanently. The program therefore never gets a descriptor of that
+terminal: each standard stream that is a terminal is replaced by the pseudo-terminal, and the others are inherited.
+Keys, window size and hang-up are passed on to the program, its output is passed back, and the caller's terminal is
+restored at the end. All functions block, so only commands may call them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Argv: TypeAlias = Callable[[int | None], tuple[list[str], int]]
 
 CHUNK_BYTES: Final = 64 * 1024
 POLL_MS: Final = 200
-"""Poll interval for the end of the program, whose children may keep the terminal open."""
+"""Interval of checks whether the program has ended. They are needed because its children may keep the terminal open."""
 HANG_UP_TIMEOUT_S: Final = 5.0
 """Time between the hang-up and KILL."""
 _HANDLED: Final = frozenset({signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
@@ -39,7 +39,7 @@ _OPEN_SLAVE: Final = 0x5441
 
 
 def run(argv: Argv, pid: int) -> int:
-    """Run a program to its end and return its exit code, 128+N after signal N.
+    """Run a program to its end and return its exit code, or 128+N after signal N.
 
     ``argv`` returns the argument list of a program whose terminal is the given descriptor (0, 1, 2 or None), and a
     descriptor that the program inherits. ``pid`` is a process in whose mount namespace the pseudo-terminal is created,
@@ -51,16 +51,16 @@ def run(argv: Argv, pid: int) -> int:
         return _Program(command, {}, inherited, new_session=True).wait()
     master, slave = open_pair(f"/proc/{pid}/root")
     with closing(slave):
-        if 0 not in terminals:  # the operator's terminal keeps its settings, so line feeds must not be translated twice
+        if 0 not in terminals:  # the operator's terminal already translates line feeds
             modes = termios.tcgetattr(slave)
             modes[1] &= ~termios.OPOST
             termios.tcsetattr(slave, termios.TCSANOW, modes)
         command, inherited = argv(terminals[0])
         _copy_size(terminals[0], master)
-        # Block signals until their handlers are set. A signal before that would end this process, leaving the terminal
-        # raw and the program running.
+        # Block signals until their handlers are set. An earlier signal would end this process and leave the terminal in
+        # raw mode and the program running.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
-        # The program itself creates the session, then makes the pseudo-terminal its controlling terminal.
+        # The program itself creates the session and makes the pseudo-terminal its controlling terminal.
         running = _Program(command, dict.fromkeys(terminals, slave), inherited, new_session=False)
     with _raw(0 if 0 in terminals else None), _signals(terminals[0], master, running):
         _relay(master, running, keys=0 in terminals, out=1 if 1 in terminals else terminals[-1])
@@ -71,7 +71,7 @@ def run(argv: Argv, pid: int) -> int:
         if time.monotonic() > given_up_at:
             running.send(signal.SIGKILL)
             break
-        select.poll().poll(POLL_MS / 10)  # polls no descriptor, so this only waits
+        select.poll().poll(POLL_MS / 10)  # without descriptors, this only waits
     return running.wait()
 
 
@@ -146,17 +146,17 @@ def _code(status: int) -> int:
 
 
 def _relay(master: int, running: _Program, *, keys: bool, out: int) -> None:
-    """Copy until the program has ended or the operator's terminal is gone. After a hang-up signal, copy for some more
+    """Copy until the program has ended or the operator's terminal is gone. After a hang-up signal, continue for a few
     seconds.
 
-    If the program does not read its input, no more keys are read until it has, but its output is still copied.
+    While the program does not read its input, no more keys are read, but its output is still copied.
     """
     os.set_blocking(master, False)
     poll, typed = select.poll(), b""
     while True:
         poll.register(master, select.POLLIN | (select.POLLOUT if typed else 0))
         if keys:
-            poll.register(0, 0 if typed else select.POLLIN)  # a hang-up is always reported
+            poll.register(0, 0 if typed else select.POLLIN)  # poll always reports a hang-up
         has_ended = running.has_ended()
         ready = dict(poll.poll(0 if has_ended else POLL_MS))
         if has_ended and not ready.get(master, 0) & ~select.POLLOUT:
@@ -205,9 +205,10 @@ def _raw(terminal: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(terminal: int, master: int, running: _Program) -> Iterator[None]:
-    """Forward changes of the window size. Signals that end us hang up the program and leave the block normally.
+    """Forward changes of the window size. A signal that would end this process hangs up the program instead, and the
+    block is left normally.
 
-    The signals are unblocked within the block only.
+    The signals are unblocked only within the block.
     """
 
     def resize(*_: object) -> None:

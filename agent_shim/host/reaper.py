@@ -1,7 +1,7 @@
-"""Reaping: children of this process, and orphans that come to it, which is a subreaper.
+"""Reaps the children of this process, and the orphans that it inherits as a child subreaper.
 
-Processes of jobs stay below their keepers. The orphans that arrive here come from killed keepers and from other
-programs.
+Processes of jobs stay below their keepers. The orphans that this process inherits come from killed keepers and from
+other programs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from agent_shim.host import process
 logger = logging.getLogger(__name__)
 
 MAX_REAPED: Final = 32
-"""Children reaped in one iteration of the event loop."""
+"""Maximum number of children that are reaped in one iteration of the event loop."""
 PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
 
 
 @contextlib.contextmanager
 def reaping() -> Iterator[None]:
-    """While in the block, adopt orphans of our descendants and reap every child that exits.
+    """For the duration of the block, adopt orphans of our descendants and reap every child that exits.
 
     Exit statuses of watched children go to ``host.process``. Main thread only, with a running loop.
     """
@@ -45,8 +45,7 @@ def reaping() -> Iterator[None]:
             reap_on()
 
     loop.add_signal_handler(signal.SIGCHLD, child_ended)
-    # Thousands of exits fill the loop's signal buffer. Do not warn about that, because one signal in the buffer is
-    # enough.
+    # Do not warn when thousands of exits fill the loop's signal buffer, because one signal in the buffer is enough.
     signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
     reap_on()
     try:
@@ -62,8 +61,8 @@ def reap_some() -> bool:
     """Reap a limited number of dead children. Return True if there may be more."""
     for _ in range(MAX_REAPED):
         try:
-            # Look at the status first and reap by pid afterwards, so that the pid cannot be reused before its status is
-            # delivered.
+            # Get the status first and reap the process afterwards, so that its pid cannot be reused before the status
+            # is delivered.
             dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return False

@@ -1,4 +1,4 @@
-"""Start programs through ``host.sandbox_exec``, and detect by trial which isolation this container allows."""
+"""Starts programs through ``host.sandbox_exec``, and finds out by trial which isolation this container allows."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolv
 NAMESPACES: Final = ("mnt", "pid", "ipc", "uts")
 """Namespaces that bpm creates. Processes keep the container's network."""
 INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm/bin/tini")
-"""Paths at which bpm's init may be found in a container. It is preferred to the init of ``host.sandbox_exec``, which
-takes some MB per process.
+"""Possible paths of bpm's init. It is preferred to the init of ``host.sandbox_exec``, which takes several MB per
+process.
 """
 OVERFLOW_UID: Final = 65534
 PREPARE_TIMEOUT_S: Final = 30.0
-"""Timeout for preparing a program. That reads the program's file, and a dead file server must not hold up other
-starts.
-"""
+"""Timeout for preparing a program, which includes reading its file. A dead file server must not delay other starts."""
 PROBE_PROGRAM: Final = "/bin/true"
 _PROGRAM: Final = f"""\
 import sys
@@ -40,7 +38,7 @@ sys.exit(main(sys.argv))"""
 
 
 class Isolation(NamedTuple):
-    """Isolation available to processes of bpm.yml. ``obstacle`` is the reason why the level is not 1.
+    """The isolation that is available to bpm.yml processes. ``obstacle`` is the reason why the level is not 1.
 
     ``memory`` and ``processes`` are True if the kernel can enforce these limits, with a cgroup for each process.
     """
@@ -88,14 +86,14 @@ def launcher() -> list[str]:
 
 
 Start: TypeAlias = Callable[[Sequence[str], int], Awaitable[process.Process]]
-"""Starts a command with a descriptor as its standard input."""
+"""A function that starts a command with a descriptor as its standard input."""
 
 
 @contextlib.asynccontextmanager
 async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[process.Process]:
     """Yield the process that executes the program when the block ends. If the block fails, it exits instead.
 
-    With new namespaces this is the first process in them, identified by its pid in our namespace. Raises ``HostError``.
+    With new namespaces, this is the first process in them. Its pid is the one in our namespace. Raises ``HostError``.
     """
     with files.attempting(f"run {spec['argv'][0]}"):
         ours, theirs = socket.socketpair()
@@ -106,7 +104,7 @@ async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[p
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(PREPARE_TIMEOUT_S):
-                with contextlib.suppress(ConnectionError):  # the process has exited, and its status tells why
+                with contextlib.suppress(ConnectionError):  # the process has exited, and its status is the reason
                     await loop.sock_sendall(ours, json.dumps({**spec, "gate": True}).encode() + b"\n")
                     if spec["namespaces"]:
                         started = await _child(started, ours)
@@ -119,7 +117,7 @@ async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[p
 
 
 async def _child(parent: process.Process, gate: socket.socket) -> process.Process:
-    """Adopt the child that ``parent`` cloned. The gate reports its pid, or the error with which it failed."""
+    """Adopt the child that ``parent`` cloned. Its pid, or the error, is received through the gate."""
     loop = asyncio.get_running_loop()
     report = await loop.sock_recv(gate, 4096)
     status = await parent.wait()
@@ -140,7 +138,7 @@ async def isolation() -> Isolation:
 
 
 async def _try_namespaces() -> str:
-    """Run an empty program in new namespaces. Return the reason of a failure, or ""."""
+    """Run a program that does nothing in new namespaces. Return why this fails, or ""."""
     if os.geteuid() != 0:
         return "only root can create namespaces"
     places = [place(each, run=True) for each in SYSTEM] + [place("/sys")]

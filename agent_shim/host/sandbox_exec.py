@@ -1,17 +1,17 @@
-"""Last steps of a process before it executes a job's program: namespaces, limits, user, capabilities, mounts.
+"""The last steps of a process before it executes a job's program: namespaces, limits, user, capabilities, mounts.
 
-This is a separate program, started with ``sandbox.launcher``. None of its code runs in the daemon between fork and
-exec, and none remains once it has executed the job's program, which keeps the pid. Only in a pid namespace does an init
-remain above the program. The argument ``FD`` is a descriptor from which the ``ExecSpec`` is read as a line of JSON. If
-a step fails, it is reported on stderr, the job's program is not run, and the exit code is 127.
+This is a separate program, started with ``sandbox.launcher``, so that the daemon runs none of this code between fork
+and exec. It then executes the job's program, which keeps the pid. Only with ``has_init``, an init remains as the
+program's parent. The argument ``FD`` is a descriptor from which the ``ExecSpec`` is read as a line of JSON. If a step
+fails, it is reported on stderr, the job's program is not run, and the exit code is 127.
 
 With a ``gate``, descriptor 0 is a socket. The peer receives the pid (as text) if it differs from that of this program,
 or the reason of a failure, and sends one byte to let the program run. If the peer closes the socket, this process
 exits.
 
-Every mount source is opened once, before any privilege is dropped, and links are followed only if root made them.
-Mounts and rules are then made from the open descriptors, because a job can replace a directory at any moment, but not
-one that is already open.
+Every mount source is opened once, before any privilege is dropped, and links are followed only if root created them.
+Mounts and Landlock rules are then created from the open descriptors, because a job can replace a directory at any time,
+but cannot change which directory an open descriptor refers to.
 
 It imports only the standard library, so that Python need not search for packages when it starts.
 """
@@ -66,11 +66,12 @@ _REFER, _TRUNCATE = 1 << 13, 1 << 14
 _EVERYTHING: Final = (1 << 15) - 1
 _OF_FILES: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _SCOPE_SIGNAL: Final = 2
-"""Blocks signals to processes outside (since Landlock version 6). Abstract sockets are not restricted, because they
-belong to the network, which bpm shares.
+"""Flag that blocks signals to processes outside (since Landlock version 6). Abstract sockets are not restricted,
+because they belong to the network, which bpm processes share.
 """
 
-# Additions to a new root file system beside the mounts (bpm-release src/bpm/runc/specbuilder/specbuilder.go).
+# What a new root file system contains in addition to the requested mounts (bpm-release
+# src/bpm/runc/specbuilder/specbuilder.go).
 _NODES: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 _LINKS: Final[Mapping[str, str]] = {
     "/dev/fd": "/proc/self/fd",
@@ -96,14 +97,16 @@ _MASKED: Final = (
 )
 _READ_ONLY: Final = ("/proc/asound", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 _NEW_ROOT: Final = "/dev"
-"""Mount point for the new root during its construction: a directory that always exists, hidden in this namespace."""
+"""Where the new root is mounted while it is built. This directory always exists, and nothing in it is needed any more
+in this mount namespace.
+"""
 
 
 class BindMount(TypedDict):
     """A file or a directory tree ``source``, made visible at ``path``.
 
-    It is read-only unless ``write``, and nothing in it is executable unless ``run``. With ``shared``, mounts made below
-    it on either side appear on both.
+    It is read-only unless ``write``, and nothing in it is executable unless ``run``. With ``shared``, mounts below it
+    propagate in both directions.
     """
 
     path: str
@@ -117,12 +120,13 @@ class ExecSpec(TypedDict):
     """A program and its confinement. If ``uid`` and ``gid`` are None, the current user is kept. ``capabilities`` are
     numbers.
 
-    ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits. ``cgroups`` are directories to join. If
-    ``places`` is None, every path is accessible. With ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) new ones are
-    created and only the places are visible, each at its ``path``; without them Landlock restricts access to the
-    sources, and ``may_signal`` allows signals to processes outside. With ``has_init`` the program runs below an init:
-    the first executable of ``inits``, or this process. ``enter`` is the pid of a process whose namespaces are joined.
-    ``terminal`` is a descriptor below 3 that becomes the controlling terminal of a new session.
+    ``limits`` maps names (``RLIMIT_NOFILE``) to a value that is both the soft and the hard limit. ``cgroups`` are
+    directories to join. If ``places`` is None, every path is accessible. With ``namespaces`` (``mnt``, ``pid``,
+    ``ipc``, ``uts``), new namespaces are created and only the places are visible, each at its ``path``. Without them,
+    Landlock restricts access to the sources of the places, and ``may_signal`` allows signals to processes outside. With
+    ``has_init``, the program runs below an init, which is the first of ``inits`` that can be executed, or this process.
+    ``enter`` is the pid of a process whose namespaces are joined. ``terminal`` is a descriptor below 3 that becomes the
+    controlling terminal of a new session.
     """
 
     argv: list[str]
@@ -202,7 +206,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _read(descriptor: int) -> tuple[ExecSpec, bool]:
-    """Read the spec. The second value is True if the byte that opens the gate arrived with it."""
+    """Read the spec. The second value is True if the byte that lets the program run arrived together with the spec."""
     text = b""
     while b"\n" not in text and (chunk := os.read(descriptor, 65536)):
         text += chunk
@@ -253,7 +257,8 @@ def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
         if spec["places"] is not None and not spec["namespaces"]:
             _restrict(rules, may_signal=spec["may_signal"])
         elif spec["namespaces"] and not may_mount and landlock_version():
-            # Landlock always forbids mounting, even in a new user namespace. This rule allows everything else.
+            # This rule allows access to all files. Its only effect is that Landlock always forbids mounting, even in a
+            # new user namespace.
             _restrict([(trusted_path.hold("/"), _EVERYTHING)], may_signal=True)
 
 
@@ -265,7 +270,7 @@ def _run(spec: ExecSpec) -> NoReturn:
 
 
 def _set_limits(limits: Mapping[str, int]) -> None:
-    """Clamp each limit to the hard maximum."""
+    """Set each limit, but not above the current hard limit."""
     for name, value in limits.items():
         which = getattr(resource, name)
         try:
@@ -287,8 +292,8 @@ def reset_oom_score(score: str = "/proc/self/oom_score_adj") -> None:
 
 
 def _drop_bounding(kept: Iterable[int]) -> None:
-    """Drop capabilities from the bounding set. Without CAP_SETPCAP the set stays as it is, and only NO_NEW_PRIVS
-    protects.
+    """Drop capabilities from the bounding set. Without CAP_SETPCAP, this is impossible, and only NO_NEW_PRIVS keeps the
+    program from gaining capabilities.
     """
     for number in range(64):
         if number not in kept and _libc().prctl(_CAPBSET_READ, number, 0, 0, 0) == 1:
@@ -313,7 +318,9 @@ def _set_capabilities(wanted: Sequence[int]) -> None:
 
 
 def _unshare(spec: ExecSpec) -> int:
-    """Clone a sibling process in new namespaces, with a root made of the mounts. Returns like fork: 0 in the child."""
+    """Clone a sibling process into new namespaces, with a root that consists of the mounts. Returns like fork: 0 in the
+    child.
+    """
     places = spec["places"] or []
     with _step("share a volume"):
         for place in places:
@@ -333,7 +340,8 @@ def _unshare(spec: ExecSpec) -> int:
 def make_shared(path: str) -> None:
     """Make a mount point shared, so that mounts below it propagate to every namespace that contains it.
 
-    ``path`` is opened once, and the mount is made on the open directory, whatever the path refers to later.
+    ``path`` is opened once, and the mount is created on the open directory, even if the path refers to another one
+    later.
     """
     held = trusted_path.hold(path)
     try:
@@ -382,8 +390,8 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     nodes = [BindMount(path=each, source=each, write=True, run=False, shared=False) for each in _NODES]
     shown = sorted([*places, *nodes], key=lambda place: place["path"].count("/"))  # parents before their children
     trees = {place["path"]: tree for place in shown if (tree := _tree(place, is_masked=is_masked)) is not None}
-    # A parent mount may contain a link with that name, as /var/vcap/jobs does. The mount is then made at the link's
-    # target.
+    # A parent mount may contain a link at the path of a place, as in /var/vcap/jobs. The mount is then created at the
+    # link's target.
     below = [path for path in trees if any(path.startswith(f"{each}/") for each in trees)]
     ends = {path: os.path.realpath(path) for path in below if _is_our_link(path)}
     is_writable = any(place["write"] for place in places if place["path"] == "/")
@@ -397,7 +405,7 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     os.chdir(_NEW_ROOT)
     if root is not None:
         _mount("tmpfs", "dev", "tmpfs", *empty)
-        # Links such as /bin are part of that root and point to directories in it.
+        # Leave out places that are links in that root, such as /bin, because their targets are part of the root too.
         trees = {path: tree for path, tree in trees.items() if not os.path.islink(path[1:])}  # noqa: PTH114
     umask = os.umask(0o022)
     for kind, path, flags, options in _KERNEL:
@@ -454,7 +462,9 @@ def _set_attributes(tree: int, path: str, attributes: int, propagation: int = 0)
 
 
 def _attach(tree: int, path: str) -> None:
-    """Mount a tree at ``path``, onto an open descriptor because a job may replace a path that it can write to."""
+    """Mount a tree at ``path``. The target is an open descriptor, because a job may replace a path that it can write
+    to.
+    """
     held = trusted_path.hold(path)
     flags = _MOVE_FROM_FD | _MOVE_ONTO_FD
     _checked(_libc().syscall(_MOVE_MOUNT, tree, b"", held, b"", flags), "mount", path)
@@ -484,13 +494,15 @@ def _make_point(path: str, *, is_directory: bool) -> None:
 
 
 def _enter(spec: ExecSpec, pid: int) -> int:
-    """Run the program in the namespaces of ``pid``, and forward signals to it. Return its exit code as a shell does."""
+    """Run the program in the namespaces of ``pid``, and forward signals to it. Return its exit code in the form of a
+    shell.
+    """
     flags = functools.reduce(int.__or__, (_NAMESPACES[name] for name in spec["namespaces"]))
     with _step("enter its namespaces"):
         descriptor = os.pidfd_open(pid)
         _checked(_libc().setns(descriptor, flags), "setns")
         os.close(descriptor)
-    child = os.fork()  # A process cannot change its own pid namespace, only that of its future children.
+    child = os.fork()  # because a process can change the pid namespace only for future children
     if child == 0:
         _take_terminal(spec)
         _become(spec)
@@ -557,15 +569,16 @@ def _exit_code(status: int) -> int:
 
 
 def landlock_version() -> int:
-    """Return the Landlock version of this kernel, or 0 if it has no Landlock or a sandbox forbids its use."""
+    """Return the Landlock version of this kernel, or 0 if Landlock is missing or a sandbox forbids its use."""
     version: int = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     return max(0, version)
 
 
 def _rules(places: Sequence[BindMount]) -> list[tuple[int, int]]:
-    """Open the places and return a Landlock rule for each: descriptor and access rights. Skips paths that do not exist.
+    """Open the places and return a Landlock rule for each: descriptor and access rights. Paths that do not exist are
+    skipped.
 
-    Listing is allowed for all directories, because Landlock cannot allow it for the parents of a place only.
+    Listing is allowed for all directories, because Landlock cannot allow it only for the parent directories of a place.
     """
     rules = [(trusted_path.hold("/"), _READ_DIR)]
     for place in places:
@@ -576,7 +589,7 @@ def _rules(places: Sequence[BindMount]) -> list[tuple[int, int]]:
 
 
 def _restrict(rules: Sequence[tuple[int, int]], *, may_signal: bool) -> None:
-    """Restrict this process to the files below these descriptors, and close them."""
+    """Restrict this process to the files below the descriptors in ``rules``, and close them."""
     version = landlock_version()
     everything = _EVERYTHING & ~(_REFER if version < 2 else 0) & ~(_TRUNCATE if version < 3 else 0)
     fields = struct.pack("QQQ", everything, 0, 0 if version < 6 or may_signal else _SCOPE_SIGNAL)

@@ -1,7 +1,7 @@
 """Notifies systemd that the agent is ready, alive or stopping (sd_notify(3)).
 
-Does nothing without a socket. The variables of the protocol are removed from the environment so that jobs do not
-inherit them.
+Nothing happens if systemd provided no socket. The variables of the protocol are removed from the environment, so that
+jobs do not inherit them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 BEATS: Final = 3
-"""Beats sent within systemd's watchdog timeout."""
+"""Number of beats to send within systemd's watchdog timeout."""
 
 
 class Notifier(msgspec.Struct, frozen=True):
@@ -38,11 +38,11 @@ class Notifier(msgspec.Struct, frozen=True):
 
     @property
     def period(self) -> float:
-        """Return the interval between beats in seconds, or 0 without a watchdog."""
+        """Return the interval between beats in seconds, or 0 if systemd expects none."""
         return self.patience / BEATS
 
     def beat(self) -> None:
-        """Report that the agent is alive. The thread of ``host.watchdog`` calls this until it ends the process."""
+        """Report that the agent is alive. The thread of ``host.watchdog`` calls this until the process ends."""
         if self.patience:
             self._send("WATCHDOG=1")
 
@@ -52,7 +52,7 @@ class Notifier(msgspec.Struct, frozen=True):
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.setblocking(False)
-                # A leading @ denotes an abstract socket.
+                # A leading @ stands for the NUL of an abstract socket.
                 sender.sendto(message.encode(), self.address.replace("@", "\0", 1))
         except OSError as exc:
             logger.warning("cannot notify systemd of %s: %s", message, exc.strerror)

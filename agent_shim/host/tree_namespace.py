@@ -1,7 +1,7 @@
-"""Show another tree as ``/var/vcap`` to this process and its children, because release jobs refer to that path.
+"""Shows another tree as ``/var/vcap`` to this process and its children, because release jobs refer to that path.
 
-A new mount namespace has the tree in place of the real directory. An ordinary user also gets a user namespace, which
-keeps the user's id. Nothing changes outside the namespaces. The process must have only one thread.
+In a new mount namespace, the tree is mounted over the real directory. An ordinary user also gets a user namespace, in
+which the user's id stays the same. Nothing changes outside the namespaces. The process must have only one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CAPABILITIES_VERSION: Final = 0x20080522
 
 
 def show_as_vcap(tree: Path) -> None:
-    """Show ``tree``, an existing directory, as ``/var/vcap``. Raises ``OSError`` where that is forbidden."""
+    """Show ``tree``, an existing directory, as ``/var/vcap``. Raises ``OSError`` if that is forbidden."""
     tree, user, group = tree.resolve(), os.geteuid(), os.getegid()
     if user == 0:
         mounts.leave_mount_namespace()
@@ -35,7 +35,9 @@ def show_as_vcap(tree: Path) -> None:
 
 
 def _make_place(place: Path, tree: Path) -> None:
-    """Create the directory ``place`` in a copy of its parent that contains all other entries of the parent."""
+    """Create the directory ``place`` in this namespace only: mount over its parent a directory with ``place`` and all
+    other entries of the parent.
+    """
     parent, copy = place.parent, tree / ".parent"
     copy.mkdir(exist_ok=True)
     mounts.mount_tmpfs(copy)
@@ -55,7 +57,7 @@ def _make_place(place: Path, tree: Path) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop the capabilities in the user namespace, which only the mounts needed."""
+    """Drop the capabilities in the user namespace, because only the mounts needed them."""
     import ctypes
 
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)

@@ -1,4 +1,4 @@
-"""Opens paths on which a job may put links. Only links that root placed are followed.
+"""Opens paths on which a job may create links. Only links that root created are followed.
 
 ``host.sandbox_exec`` imports this in a process that becomes a job, so it uses only the standard library.
 """
@@ -20,11 +20,12 @@ _HELD: Final = "/proc/self/fd/"
 
 
 def hold(path: str | os.PathLike[str], *, make: int | None = None) -> int:
-    """Hold the file at ``path`` without opening it (``O_PATH``). Raises ``OSError`` with the path.
+    """Return an ``O_PATH`` descriptor of the file at ``path``, without opening the file. Raises ``OSError`` with the
+    path.
 
-    With ``make``, missing directories are created, the last with this mode and those above it with 0777 less the umask,
-    and the last name must not be a link. The path is opened one directory at a time, so a link that replaces a
-    directory is either met and named in the error, or comes too late to matter.
+    With ``make``, missing directories are created, the last one with this mode and those above it with 0777 minus the
+    umask, and the last component must not be a link. The path is opened one directory at a time, so a link that
+    replaces a directory is either refused or comes too late to have an effect.
     """
     top, rest = start(path)
     links = 0
@@ -64,10 +65,10 @@ def hold(path: str | os.PathLike[str], *, make: int | None = None) -> int:
 
 
 def start(path: str | os.PathLike[str]) -> tuple[str, deque[str]]:
-    """Return the directory at which ``path`` starts and the names below it.
+    """Return the directory from which ``path`` is resolved, and the remaining components of the path.
 
-    A path may start at ``/proc/self/fd/N``, the directory that descriptor N holds. It is not resolved by its text,
-    which may name another directory by now, such as one mounted over it.
+    A path may start with ``/proc/self/fd/N``, which stands for the directory of descriptor N. The target that this link
+    shows is not used, because the path may meanwhile name another directory, such as one mounted over it.
     """
     text = os.fspath(path)
     top = "/" if text.startswith("/") else "."
@@ -75,14 +76,16 @@ def start(path: str | os.PathLike[str]) -> tuple[str, deque[str]]:
         number, _, rest = text.removeprefix(_HELD).partition("/")
         if number.isdecimal():
             top, text = _HELD + number, rest
-    # Keep a ``..``, which leads up from the directory reached so far.
+    # Keep ``..``, which leads up from the directory that was reached, even after a link.
     return top, deque(name for name in text.split("/") if name not in ("", "."))
 
 
 def refuse_link(name: str, link: os.stat_result, directory: os.stat_result) -> None:
-    """Raise ``OSError`` for a link that a job may have made, or may have moved here from root's.
+    """Raise ``OSError`` for a link that a job may have created, or for one of root's links that a job may have moved
+    here.
 
-    In a directory that only root can change, root placed it, even if a start program gave it away with ``chown -R``.
+    A link in a directory that only root can change was created by root, even if a start program changed its owner with
+    ``chown -R``.
     """
     trusted = trusted_users()
     is_open = bool(directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH))

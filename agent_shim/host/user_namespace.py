@@ -1,4 +1,6 @@
-"""User namespaces, in which root is not the machine's root. This imports nothing, because ``bpm logs`` loads it."""
+"""Detects user namespaces, in which root is not the machine's root. To keep ``bpm logs`` fast, this module imports
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,6 @@ def is_inside(uid_map: str = "/proc/self/uid_map") -> bool:
 
 
 def overflow_user() -> int:
-    """Return the uid as which users without a mapping appear."""
+    """Return the uid that stands for all users without a mapping."""
     with open("/proc/sys/kernel/overflowuid") as found:
         return int(found.read())

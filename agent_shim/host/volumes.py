@@ -1,8 +1,8 @@
 """Makes volumes that the container runtime mounted visible at a second path, with a bind mount or, where that is
 forbidden, a link.
 
-The volume itself, its mount and its propagation are never changed, and only mounts and links made here are removed.
-Everything blocks. Failures raise ``HostError`` with ``errno``.
+The volume itself, its mount and its propagation are never changed. Only mounts and links that were created here are
+removed. Everything blocks. Failures raise ``HostError`` with ``errno``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FLAGS: Final = {
     "nodiratime": 1 << 11,
     "relatime": 1 << 21,
 }
-"""Options of the mount itself rather than of its file system (include/uapi/linux/mount.h)."""
+"""Options that belong to a mount rather than to its file system (include/uapi/linux/mount.h)."""
 
 
 def is_directory(path: Path) -> bool:
-    """Return True for a reachable directory. An unreachable one, for example on a dead NFS server, counts as
+    """Return True for a reachable directory. An unreachable directory, for example on a dead NFS server, is treated as
     missing.
     """
     return os.path.isdir(path)  # noqa: PTH112 - that of Path raises for it
@@ -58,7 +58,9 @@ def shows(place: Path, volume: Path) -> bool:
 
 
 def can_bind(scratch: Path) -> bool:
-    """Return True if this container may create bind mounts. Tries it below ``scratch`` in a new mount namespace."""
+    """Return True if this container may create bind mounts, which is tried below ``scratch`` in a new mount
+    namespace.
+    """
     allowed = []
 
     def attempt() -> None:
@@ -79,7 +81,7 @@ def show(volume: Path, place: Path, *, bind: bool) -> None:
     if shows(place, volume):
         return
     if bind:
-        if place.is_symlink():  # left by a container with fewer privileges
+        if place.is_symlink():  # a container with fewer privileges created it
             files.remove_tree(place)
         if not place.exists():
             files.make_dir(place, 0o700)
@@ -103,7 +105,7 @@ def show(volume: Path, place: Path, *, bind: bool) -> None:
 
 
 def take_away(place: Path) -> None:
-    """Undo ``show``: remove the link or the newest mount. EBUSY if it is in use."""
+    """Undo ``show``: remove the link or the newest mount. Fails with EBUSY if the mount is in use."""
     if place.is_symlink():
         files.remove_tree(place)
     elif mounts.is_mount_point(place):
@@ -120,10 +122,11 @@ def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
 
 
 def flags_to_set(place: Path, like: Path, more: Collection[str], table: Sequence[mounts.Mount]) -> int | None:
-    """Return the mount flags that :func:`set_options` sets. None if they are already set, or if ``place`` is not a
-    second mount.
+    """Return the mount flags that :func:`set_options` sets, or None if they are already set or ``place`` is not a
+    second mount of the volume.
 
-    A remount replaces all options, but in a user namespace it must not drop any.
+    The result includes all present options, because a remount replaces them, and in a user namespace it is not allowed
+    to drop any.
     """
     if place.is_symlink() or place == like or not mounts.is_mount_point(place, table):
         return None

@@ -1,10 +1,10 @@
-"""A thread that watches the event loop, reports a blocked one, and ends the process after a minute.
+"""A thread that watches the event loop. If the loop is blocked, it reports this, and ends the process after a minute.
 
-The loop counts beats, and the thread checks for each. Once a beat is missing, the thread counts its own steps instead
-of seconds, because a stopped process (SIGSTOP, a frozen container, a suspended machine) is not blocked. While C code
-holds the interpreter lock no Python thread runs. For that case there is a kernel timer on CPU time, restarted at each
-step, that ends the process. In both cases faulthandler first writes the stacks of all threads to stderr, which show
-code locations but no values that may be secret.
+The loop counts beats, and the thread checks whether each arrives. Once a beat is missing, the thread counts its own
+steps instead of seconds, because a stopped process (SIGSTOP, a frozen container, a suspended machine) is not blocked.
+While C code holds the interpreter lock, no Python thread runs. For that case, a kernel timer on CPU time, which is
+restarted at each step, ends the process. In both cases faulthandler first writes the stacks of all threads to stderr,
+which show code locations but no values that may be secret.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agent_shim.host import clock
 
 logger = logging.getLogger(__name__)
 
-BEAT_S: Final = 10.0  # other tasks of the loop wake at the same time
+BEAT_S: Final = 10.0  # other tasks of the loop wake at the same time, which saves wake-ups
 STEP_S: Final = 2.0
 REPORT_AFTER_S: Final = 6.0
 END_AFTER_S: Final = 60.0
@@ -34,7 +34,7 @@ _reading: Final[list[str]] = []
 
 @contextlib.contextmanager
 def reading(service: str, what: str) -> Iterator[None]:
-    """Name a file of a service that the event loop reads in the block."""
+    """Record that the event loop reads a file of a service in the block, so that the watchdog can report it."""
     _reading.append(f" by reading {what} of {service}")
     try:
         yield
@@ -44,8 +44,8 @@ def reading(service: str, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
-    """Watch the running loop while in the block. Call ``feed`` every ``period`` seconds (0: any interval), even while
-    the loop is blocked.
+    """Watch the running loop for the duration of the block. Call ``feed`` every ``period`` seconds (0: any interval),
+    even while the loop is blocked.
     """
     loop, ident, over, beats = asyncio.get_running_loop(), threading.get_ident(), threading.Event(), 0
     beat_s = min(period or BEAT_S, BEAT_S)
@@ -63,14 +63,14 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)
             before, missed_s, seen = missed_s, missed_s + step_s if beats == seen else 0.0, beats
             if before < REPORT_AFTER_S <= missed_s:
-                faulthandler.dump_traceback_later(END_AFTER_S, exit=True)  # because writing to the log may hang too
+                faulthandler.dump_traceback_later(END_AFTER_S, exit=True)  # writing to the log may hang too
                 stack = "".join(traceback.format_stack(sys._current_frames().get(ident)))  # noqa: SLF001 - documented
                 text = "the event loop is blocked%s: the agent exits after %g s, and the next one adopts the jobs"
                 logger.critical(text, "".join(_reading), END_AFTER_S, extra={"members": {"stack": stack}})
                 faulthandler.cancel_dump_traceback_later()
             elif missed_s >= END_AFTER_S:
-                # This thread holds the GIL while it dumps. The dump by faulthandler's timer does not, and may
-                # crash if a frame changes meanwhile.
+                # Dump in this thread, which holds the GIL meanwhile. faulthandler's timer dumps without it and may
+                # crash if a frame changes.
                 faulthandler.dump_traceback()
                 os._exit(1)
             elif not missed_s and before >= REPORT_AFTER_S:
@@ -79,9 +79,9 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     faulthandler.register(signal.SIGVTALRM, all_threads=True, chain=True)
-    signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)  # C code may hold the GIL before the first step
+    signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)  # because C code may hold the GIL even before the first step
     beat()
-    with contextlib.suppress(RuntimeError):  # no thread can be started, so the loop is not watched
+    with contextlib.suppress(RuntimeError):  # if no thread can be started, the loop is not watched
         threading.Thread(target=watch, name="watchdog", daemon=True).start()
     try:
         yield
