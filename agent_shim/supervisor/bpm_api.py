@@ -1,4 +1,4 @@
-"""Serves the ``bpm`` command in the running agent. Error texts are bpm's (``src/bpm/commands``)."""
+"""Serves the ``bpm`` command in the running agent. Error texts are those of bpm (``src/bpm/commands``)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 async def answer(runner: Bpm, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``{"value": …}`` or ``{"error": …}``. ``request`` has a verb and, except for ``list``, a job and a
-    process.
+    """Answer a request with ``{"value": …}`` or ``{"error": …}``. ``request`` contains a verb and, except for ``list``,
+    a job and a process.
     """
     verb = str(request.get("verb"))
     if verb == "list":
@@ -66,7 +66,7 @@ async def _do(runner: Bpm, verb: str, job: str, name: str, request: Mapping[str,
 
 
 def _tree(pid: int) -> list[int]:
-    """Return a process followed by its descendants."""
+    """Return the pids of a process and its descendants, the process first."""
     return [pid, *sorted(proc.descent(proc.children(proc.table()), [pid]) - {pid})]
 
 

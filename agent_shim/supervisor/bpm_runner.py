@@ -1,4 +1,4 @@
-"""Runs the processes of bpm.yml without runc (bpm-release ``src/bpm/runc/adapter``, ``src/bpm/runc/lifecycle``).
+"""Runs bpm.yml processes without runc (bpm-release ``src/bpm/runc/adapter``, ``src/bpm/runc/lifecycle``).
 
 Directories, log files, environment, pidfile and stop sequence match bpm. Isolation depends on the container:
 
@@ -38,7 +38,7 @@ from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.process_record import Identity
 
 if TYPE_CHECKING:
-    # These are imported on use, because an agent without bpm jobs needs neither YAML nor ctypes.
+    # These modules are imported when they are used, because an agent without bpm jobs needs neither YAML nor ctypes.
     from agent_shim.host import sandbox, sandbox_exec
     from agent_shim.supervisor.bpm import config as bpm
 
@@ -48,7 +48,7 @@ SIGNAL_TIMEOUT_S: Final = 15.0
 """Seconds between the first signal and QUIT (``src/bpm/commands/stop.go``)."""
 QUIT_TIMEOUT_S: Final = 2.0
 DEFAULT_OPEN_FILES: Final = 524288
-"""Limit requested by bpm's wrapper if bpm.yml sets none (``jobs/bpm/templates/bpm``)."""
+"""The limit on open files that bpm's wrapper requests if bpm.yml sets none (``jobs/bpm/templates/bpm``)."""
 MAX_PIDFILE_DELAY_S: Final = 5.0
 """Maximum seconds between the start of a process and the writing of its pidfile."""
 
@@ -58,11 +58,11 @@ PATH: Final = "{jobs}/{job}/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbi
 
 
 class UnknownProcessError(ConfigError):
-    """The bpm.yml of the job has no process of this name."""
+    """The job's bpm.yml does not define a process with this name."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A line of ``bpm list``. ``pid`` is 0 unless it is running."""
+    """A line of ``bpm list``. ``pid`` is 0 unless the process is running."""
 
     name: str
     pid: int
@@ -70,7 +70,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class MemoryKill(msgspec.Struct, frozen=True):
-    """A process killed because its tree exceeded its memory limit. Sizes in bytes."""
+    """A process that was killed because its process tree exceeded the memory limit. Sizes are in bytes."""
 
     job: str
     process: str
@@ -79,7 +79,7 @@ class MemoryKill(msgspec.Struct, frozen=True):
 
 
 class Entry:
-    """A process of bpm.yml, running or not: its files, its cgroups, and what the agent remembers about it."""
+    """A bpm.yml process, running or not: its files, its cgroups, and the agent's state for it."""
 
     def __init__(self, paths: Paths, job: str, name: str) -> None:
         self.job = job
@@ -89,13 +89,13 @@ class Entry:
         self.logs = {stream: paths.sys / "log" / job / f"{name}.{stream}.log" for stream in ("stdout", "stderr")}
         self.cgroup = job_cgroups.JobCgroup(f"{self.label}@{paths.base}")
         self.turn = asyncio.Lock()
-        """Allows one operation at a time."""
+        """Lock that allows only one operation on the process at a time."""
         self.errand: process.Process | None = None
         """The process that ``run`` waits for."""
         self.oom_kills = 0
-        """Number of kills in the cgroup that have been accounted for."""
+        """Number of kills in the cgroup that were already reported."""
         self.is_victim = False
-        """The process was killed for its memory use, and its exit has not been attributed to that yet."""
+        """True if the process was killed for its memory use, and its exit has not been attributed to that yet."""
         self.limit = 0, -1
         """The memory limit in bytes (0 for none), and the modification time of the file that sets it (-1 before it is
         read).
@@ -103,10 +103,11 @@ class Entry:
 
 
 class Bpm:
-    """Starts, finds and stops processes of bpm.yml. One operation at a time per process.
+    """Starts, finds and stops bpm.yml processes, with one operation at a time for each process.
 
-    The processes run as ``user`` if the agent is root. None keeps the agent's user, which is the case below a base
-    other than /var/vcap. An unsupported request is an error with ``is_strict``, otherwise a warning.
+    The processes run as ``user`` if the agent is root. If ``user`` is None, they run as the agent's user, which is the
+    case with a base directory other than /var/vcap. If bpm.yml requests what this container does not support, this is
+    an error with ``is_strict``, otherwise a warning.
     """
 
     def __init__(self, paths: Paths, programs: Programs, *, user: str | None = None, is_strict: bool = False) -> None:
@@ -120,16 +121,16 @@ class Bpm:
         self._trying = asyncio.Lock()
         self._counting = threading.Lock()
         self._hogs: list[MemoryKill] = []
-        """Kills found at an exit or when a cgroup was removed, and not reported yet."""
+        """Kills that were found at an exit or when a cgroup was removed, and that were not reported yet."""
         self._unknown_keys: dict[Path, list[str]] = {}
-        """The unknown keys logged for each file."""
+        """The unknown keys that were already logged, by file."""
 
     def _entry(self, job: str, name: str) -> Entry:
-        # Add an entry in one step, because threads look up entries too.
+        # Add the entry in one atomic step, because threads look up entries too.
         return self._entries.get((job, name)) or self._entries.setdefault((job, name), Entry(self._paths, job, name))
 
     async def isolation(self) -> sandbox.Isolation:
-        """Return the isolation available to new processes. Probes the container once."""
+        """Return the isolation that is available to new processes. The container is probed only once."""
         from agent_shim.host import sandbox
 
         async with self._trying:
@@ -148,7 +149,7 @@ class Bpm:
         return found
 
     def check_volumes(self, job: str, volumes: Sequence[bpm.Volume]) -> None:
-        """Raise ``ConfigError`` for command-line volumes that bpm.yml could not have."""
+        """Raise ``ConfigError`` for volumes on the command line that bpm.yml does not allow."""
         from agent_shim.supervisor.bpm import config as bpm
 
         for volume in volumes:
@@ -165,12 +166,13 @@ class Bpm:
             return None
         if owner := self._programs.keepers.owner(found.identity):
             return found.identity if owner == shortened(entry.label) else None
-        # The process was started by an agent without keepers, which wrote the pidfile right after the start.
+        # The process was started by an agent without keepers, so check the pidfile's time. That agent wrote it right
+        # after the start.
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
         return found.identity if -0.1 < age < MAX_PIDFILE_DELAY_S else None
 
     def rows(self) -> tuple[list[Row], list[str]]:
-        """List all processes of all jobs as ``bpm list`` does, and errors of configurations."""
+        """Return all processes of all jobs as ``bpm list`` does, and the errors of invalid bpm.yml files."""
         rows, complaints = [], []
         for directory in sorted(self._paths.jobs.glob("*")):
             if not (directory / "config/bpm.yml").exists():
@@ -189,14 +191,16 @@ class Bpm:
         return rows, complaints
 
     async def last_words(self, call: BpmCall) -> str:
-        """Return the last line of the process's error log, which the process may have replaced."""
+        """Return the last line of the process's error log. The file is read safely, because the process may have
+        replaced it.
+        """
         entry = self._entry(call.job, call.process)
         return await last_line(entry.label, entry.logs["stderr"], self._paths.sys / "log")
 
     # --- start and stop ---------------------------------------------------------------------------------------------
 
     async def start(self, call: BpmCall) -> process.Process:
-        """Start the process unless it is running. Returns once it runs. Raises ``HostError`` or ``ConfigError``."""
+        """Start the process unless it is running. Return once it runs. Raises ``HostError`` or ``ConfigError``."""
         async with self._only(call, "start"):
             found = await asyncio.to_thread(self.find, call.job, call.process)
             if found and (running := self._programs.keepers.adopt(found)):
@@ -252,7 +256,7 @@ class Bpm:
 
     @contextlib.asynccontextmanager
     async def _only(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
-        """Exclude other operations on the process. Write the start, the end and any failure of this one to bpm's
+        """Exclude other operations on the process. Write the start, the end and any failure of this operation to bpm's
         log.
         """
         async with self._entry(call.job, call.process).turn:
@@ -318,7 +322,7 @@ class Bpm:
         """Run the pre_start hook as root, without isolation, in the working directory of bpm. Raises ``HostError`` if
         it fails.
 
-        The real bpm inherits that directory from the start program that calls it.
+        The real bpm inherits its working directory from the start program that calls it.
         """
         env, directory = self._env(entry.job, wanted), str(self._programs.directory())
         program = keeper.Program([wanted.pre_start], env, cwd=directory)
@@ -367,7 +371,9 @@ class Bpm:
         )
 
     async def shell_order(self, job: str, wanted: bpm.Process) -> sandbox_exec.ExecSpec:
-        """Build the exec spec of a shell beside the running process. Raises ``HostError`` if none runs."""
+        """Build the exec spec of a shell in the namespaces of the running process. Raises ``HostError`` if it does not
+        run.
+        """
         isolation = await self.isolation()
         found = await asyncio.to_thread(self.find, job, wanted.name)
         if found is None:
@@ -388,20 +394,21 @@ class Bpm:
         }
 
     def _places(self, job: str, wanted: bpm.Process, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
-        """List the accessible paths. The first entry for a path counts, so a volume cannot open up a path that bpm
-        restricts.
+        """Return the accessible paths. The first entry for a path counts, so a volume cannot give access to a path that
+        bpm restricts.
         """
         from agent_shim.host import sandbox
 
         paths, place = self._paths, sandbox.place
         temporary = str(paths.data / job / "tmp")
         found = [place(each, run=True) for each in sandbox.SYSTEM]
-        # bosh-dns reads the records and the health of the instance. Nothing there is secret, although the real bpm
-        # hides it.
+        # bosh-dns reads the instance's DNS records and health. The real bpm hides this directory, but it contains no
+        # secrets.
         found += [place("/sys"), place(str(paths.instance))]
         if not is_apart:
             found += [place(each, write=True) for each in SCRATCH]
-            # This reveals the names of other jobs, but bosh-dns reads each of these files and exits if it cannot.
+            # This reveals the names of other jobs, but it is necessary, because bosh-dns reads each of these files and
+            # exits if it cannot.
             found += [place(str(each)) for each in paths.jobs.glob("*/.bosh")]
         elif paths.is_system:
             found += [place(each, source=temporary, write=True) for each in TEMPORARY]
@@ -415,7 +422,7 @@ class Bpm:
         found += [place(each, write=True) for each in writable]
         given = [*writable, *(str(each) for each in (paths.packages, paths.data_packages, paths.jobs / job))]
         unrestricted = _matching(wanted.unsafe.unrestricted_volumes)
-        # If bpm provides a path at or above such a volume, that stays as it is.
+        # Leave out such a volume if bpm already provides its path or a directory above it.
         free = [each for each in unrestricted if not any(f"{each.path}/".startswith(f"{place}/") for place in given)]
         for volume in (*wanted.additional_volumes, *free):
             found.append(place(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
@@ -431,17 +438,17 @@ class Bpm:
         return sorted(end for end in ends if not any(f"{end}/".startswith(f"{each}/") for each in own))
 
     def _remove_cgroup(self, entry: Entry) -> None:
-        """Remove the cgroups of an exited process, and keep the record of its OOM kill."""
+        """Remove the cgroups of an exited process, after recording an OOM kill in them."""
         if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
         entry.cgroup.remove()
-        # A cgroup that could not be removed goes on counting, so remember its total so far, which does not concern the
-        # next process.
+        # If a cgroup could not be removed, it continues to count. Remember the present total, so that the next process
+        # is not blamed for earlier kills.
         with self._counting:
             entry.oom_kills = (entry.cgroup.memory() or (0, 0))[0]
 
     def _killed_by_kernel(self, entry: Entry) -> MemoryKill | None:
-        """Return a kill for memory in the cgroup since the last call, or None."""
+        """Return the OOM kill in the cgroup since the last call, or None."""
         with self._counting:
             kills, peak = entry.cgroup.memory() or (0, 0)
             before, entry.oom_kills = entry.oom_kills, kills
@@ -453,7 +460,7 @@ class Bpm:
         """Create directories and log files with bpm's modes. Raises ``HostError``."""
         paths, job = self._paths, entry.job
         own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
-        files.make_own_dir(entry.pidfile.parent.parent, 0o755, own)  # the directory above it is writable by all users
+        files.make_own_dir(entry.pidfile.parent.parent, 0o755, own)  # all users may write to the directory above it
         files.make_own_dir(entry.pidfile.parent, 0o700, own)
         private = [paths.sys / "run" / job, paths.data / job, paths.data / job / "tmp"]
         if wanted.persistent_disk:
@@ -461,7 +468,7 @@ class Bpm:
                 raise HostError("requested persistent disk does not exist")
             private.append(paths.store / job)
         made = [Path(volume.path) for volume in wanted.additional_volumes if not volume.mount_only]
-        # bpm changes the mode of an existing directory only if it is a volume.
+        # As in bpm, the mode of an existing directory is changed only if it is a volume.
         _make_kept(paths.sys / "log" / job, 0o750, theirs)
         for path in private:
             _make_kept(path, 0o700, theirs)
@@ -473,7 +480,7 @@ class Bpm:
                 os.close(guarded.open_log(log, 0o600, owner=files.owner_ids(theirs)))
 
     def _complain(self, entry: Entry, wanted: bpm.Process, isolation: sandbox.Isolation) -> None:
-        """Warn of requests that cannot be met, or raise ``HostError`` in strict mode."""
+        """Warn of requests in bpm.yml that cannot be met, or raise ``HostError`` in strict mode."""
         held = capabilities.privileges().effective if os.geteuid() == 0 else frozenset[str]()
         lacking = [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
         if wanted.limits.processes is not None and not isolation.processes:
@@ -508,7 +515,7 @@ class Bpm:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     async def used(self) -> None:
-        """Return once this agent or an earlier one has started a process of bpm.yml, after which the run directory
+        """Wait until this agent or an earlier one has started a bpm.yml process. From then on, the run directory
         belongs to root.
         """
         with contextlib.suppress(OSError):
@@ -517,9 +524,9 @@ class Bpm:
         await self._has_started.wait()
 
     def kill_hogs(self) -> list[MemoryKill]:
-        """Kill the process trees that exceed their memory limit, and return them. Blocks for some milliseconds.
+        """Kill the process trees that exceed their memory limit, and return the kills. Blocks for some milliseconds.
 
-        Where the kernel enforces the limit, it has already killed one process of the tree.
+        If the kernel enforces the limit, it has already killed one process of the tree, and the rest is killed here.
         """
         hogs, self._hogs = self._hogs, []
         limited = []
@@ -532,7 +539,7 @@ class Bpm:
                     hogs.append(hog)
                     entry.is_victim = True
                     for member in entry.cgroup.members():
-                        if member[1] < now:  # later ones belong to a newer start
+                        if member[1] < now:  # later processes belong to a newer start
                             process.send(member, signal.SIGKILL)
             elif limit and (found := self.find(entry.job, entry.name)):
                 limited.append((entry, limit, found))
@@ -542,19 +549,21 @@ class Bpm:
         below = proc.children(processes)
         for entry, limit, found in limited:
             tree = proc.descent(below, [found[0]]) & processes.keys()
-            # Resident memory counts shared pages once per process. Count exactly only if the sum exceeds the limit.
+            # The sum of resident memory counts shared pages once per process. Only if it exceeds the limit, determine
+            # the exact memory, which is slow.
             if sum(processes[pid].resident_kb for pid in tree) * 1024 > limit:
                 used = sum(proc.proportional_kb(pid) or processes[pid].resident_kb for pid in tree) * 1024
                 if used > limit:
                     entry.is_victim = True
-                    # Kill the main process first, because without its children it might exit by itself.
+                    # Kill the main process first, because after the loss of its children it might exit with another
+                    # status.
                     for pid in sorted(tree, key=found[0].__ne__):
                         process.send(processes[pid].identity, signal.SIGKILL)
                     hogs.append(MemoryKill(entry.job, entry.name, used, limit))
         return hogs
 
     def was_killed_for_memory(self, call: BpmCall) -> bool:
-        """Return True, once, if a kill for memory explains the last exit."""
+        """Return True if a kill for memory explains the last exit. Each kill is returned only once."""
         entry = self._entry(call.job, call.process)
         if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
@@ -563,7 +572,7 @@ class Bpm:
         return is_victim
 
     def _memory_limit(self, entry: Entry) -> int:
-        """Return the limit in bytes, or 0 for none. Reads the file again when it has changed."""
+        """Return the memory limit in bytes, or 0 for none. The file is read again only if it has changed."""
         try:
             modified = (self._paths.jobs / entry.job / "config/bpm.yml").stat().st_mtime_ns
             if entry.limit[1] != modified:
@@ -575,7 +584,7 @@ class Bpm:
 
 
 async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
-    """Send the process bpm's sequence of signals, which its init passes to it alone. Return True if it had to be
+    """Send bpm's sequence of signals, which the init passes only to the process itself. Return True if it had to be
     killed.
     """
     steps = (first, SIGNAL_TIMEOUT_S), (signal.SIGQUIT, QUIT_TIMEOUT_S), (signal.SIGKILL, process.KILL_TIMEOUT_S)
@@ -593,7 +602,7 @@ async def _end(running: process.Process, first: signal.Signals, by: float) -> bo
 
 
 def _most(which: int, wanted: int, held: Container[str]) -> int:
-    """Clamp a limit to the maximum that is available."""
+    """Return a limit, reduced to the maximum that is available."""
     hard = resource.getrlimit(which)[1]
     return wanted if "SYS_RESOURCE" in held or hard == resource.RLIM_INFINITY else min(wanted, hard)
 
@@ -604,7 +613,7 @@ def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:
 
 
 def _make_kept(path: Path, mode: int, owner: str | None) -> None:
-    """Create a directory. An existing one keeps its mode."""
+    """Create a directory. If it exists, its mode is not changed."""
     files.make_dir(path, path.stat().st_mode & 0o7777 if path.is_dir() else mode, owner)
 
 

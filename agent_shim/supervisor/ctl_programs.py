@@ -1,4 +1,4 @@
-"""Runs start and stop programs of services, and scripts of jobs."""
+"""Runs start and stop programs of services, and job scripts."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ from agent_shim.supervisor.ownership.process_record import Identity
 logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTION_CHARS: Final = 236
-"""Maximum length of an event's text in the environment of a program, as in monit."""
+"""Maximum length of an event description in a program's environment, as in monit."""
 MAX_CONCURRENT_SPAWNS: Final = 3
-"""Maximum number of concurrent spawns. Each takes a thread, CPU time and iterations of the event loop."""
+"""Maximum number of programs that are being started at the same time. Each start takes a thread, CPU time and
+iterations of the event loop.
+"""
 MAX_OUTPUT_BYTES: Final = 256 * 1024
-"""Approximate size of a service's output file. See ``trim``."""
+"""Size above which a service's output file is truncated by ``trim``."""
 MAX_LAST_BYTES: Final = 400
 """Maximum length of the last output line in the report of a failure."""
 MAX_TAIL_BYTES: Final = 4096
-"""Size of the part of the output in which that line is searched for."""
+"""How much of the end of the output is searched for that line."""
 _TRACE: Final = re.compile(r"\++ ")
 """Prefix of commands traced by ``set -x``."""
 _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error setting limit).*")
-"""Message of bash and dash about a limit that exceeds the container's."""
+"""Matches the message of bash and dash about a limit that exceeds the container's limit."""
 
 
 class Programs:
-    """Runs start and stop programs as monit does (monit 5.2.5 spawn.c, env.c), each below a keeper of its own.
+    """Runs start and stop programs as monit does (monit 5.2.5 spawn.c, env.c), each below a separate keeper.
 
-    Their output goes to one file per service in ``output``.
+    Their output is written to one file per service in ``output``.
 
-    Programs and scripts start in an empty directory that root owns, because some change the owner of their working
-    directory: stackdriver-nozzle of gcp-tools-release gives ``.`` to vcap, which under runit is monit's service
-    directory. It is directly below the base, as is the Go agent's working directory, because an errand of
-    shared-redis-release reads ``../jobs/smoke-tests/config.json``.
+    The working directory of programs and scripts is an empty directory owned by root, because some of them change the
+    owner of their working directory: stackdriver-nozzle in gcp-tools-release gives ``.`` to vcap (under runit, this is
+    monit's service directory). The directory is directly below the base, as is the Go agent's working directory,
+    because an errand of shared-redis-release reads ``../jobs/smoke-tests/config.json``.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -71,11 +73,11 @@ class Programs:
         """Run a program for the service ``name``, whose process is ``pid``, in response to ``event``. Raises
         ``HostError``.
 
-        ``label`` says to whom its processes belong, by default to the service. A program run by a rule
-        (``keepers.rule_label``) does not belong to the service and survives its stop, which the program itself may
-        request.
+        ``label`` says what its processes belong to, by default to the service. A program run by a rule
+        (``keepers.rule_label``) does not belong to the service and survives its stop, because the program itself may
+        request the stop.
         """
-        async with self._gate:  # wait before creating anything, because hundreds may be waiting
+        async with self._gate:  # wait before creating anything, because hundreds of starts may be waiting
             await asyncio.sleep(0)
             env = {
                 "PATH": "/bin:/usr/bin:/sbin:/usr/sbin",
@@ -97,7 +99,8 @@ class Programs:
                 raise HostError(f"cannot run {program.argv[0]}: {exc}") from None
             started = keeper.Program(program.argv, env, cwd=str(self.directory()), user=user)
             with contextlib.ExitStack() as opened:
-                # The output of a stop program or of a rule's program must not be shown as that of the process.
+                # Use another file for the output of other programs, because it must not be shown as output of the
+                # process.
                 output = self._open(name if event == "Started" else f"{name}~", opened)
                 return await self.keepers.run(label or name, started, output, output)
 
@@ -111,8 +114,8 @@ class Programs:
         stderr: int | Path | None = None,
         nice: int = 0,
     ) -> Process:
-        """Run a script of a job. Processes that it leaves running belong to the job. The streams are those of
-        ``Keepers.run``.
+        """Run a script of a job. Processes that the script leaves running belong to the job. The streams are given as
+        for ``Keepers.run``.
         """
         script = keeper.Program(argv, env, cwd=str(self.directory()), nice=nice)
         return await self.keepers.run(script_label(job), script, stdout, stderr)
@@ -121,8 +124,9 @@ class Programs:
         """End the processes that job scripts have left running and that no service has taken over. Return the
         survivors.
 
-        A failed pre-start may leave a process that occupies a port needed by the next attempt. If the scripts of a job
-        have started one of ``spared``, the processes of services that keep running, they are left alone.
+        This is necessary because a failed pre-start may leave a process that occupies a port needed by the next
+        attempt. ``spared`` are the processes of services that keep running. If a job's scripts have started one of
+        them, the processes of these scripts are left alone.
         """
         in_use = set(map(self.keepers.owner, spared))
         labels = [label for label in self.keepers.of_scripts() if label not in in_use]
@@ -140,8 +144,8 @@ class Programs:
         return next((line[-MAX_LAST_BYTES:] for line in reversed(lines) if _LIMIT_REFUSED.match(line)), "")
 
     async def printed(self, name: str) -> list[str]:
-        """Return the last lines printed by a service's programs. Most print nothing, in which case no thread is
-        used.
+        """Return the last lines that a service's programs have printed. Most programs print nothing, in which case no
+        thread is used.
         """
         path = self._output / f"{name.replace('/', '_')}.log"
         with contextlib.suppress(OSError):
@@ -153,12 +157,13 @@ class Programs:
         """Truncate large output files, keeping their end, because a start program that became the daemon may print
         forever.
 
-        The usual check uses no thread, which would take longer than the calls of stat.
+        The check itself is done without a thread, because starting one would take longer than the stat calls.
         """
         with os.scandir(self._output) as entries:
             for entry in entries:
                 found = entry.stat(follow_symlinks=False)
-                # A job can allocate blocks beyond the end of the file. File systems do so too, up to twice its size.
+                # Look at the allocated blocks too, because a job can allocate blocks beyond the end of the file. File
+                # systems also do so, but at most up to twice the file's size.
                 taken = max(found.st_size, found.st_blocks * guarded.BLOCK_BYTES // 4)
                 if entry.name.endswith(".log") and taken > MAX_OUTPUT_BYTES:
                     await asyncio.to_thread(_cut, Path(entry.path), found.st_size)
@@ -176,25 +181,25 @@ class Programs:
 
 
 async def last_line(whose: str, path: Path, root: Path) -> str:
-    """Return the last meaningful line of a file below ``root``, or "" if it cannot be read.
+    """Return the last line of a file below ``root`` that is not empty or a trace, or "" if the file cannot be read.
 
-    ``whose`` is the label of the service that may write the file.
+    ``whose`` is the label of the service that may write to the file.
     """
     return last_word(await _lines(whose, path, root))
 
 
 def last_word(lines: list[str]) -> str:
-    """Return the end of the last line. Commands traced by ``set -x`` are used only if there is nothing else."""
+    """Return the end of the last line. A command traced by ``set -x`` is returned only if there are no other lines."""
     words = [line for line in lines if not _TRACE.match(line)] or lines
     return words[-1][-MAX_LAST_BYTES:] if words else ""
 
 
 def _cut(path: Path, size: int) -> None:
-    """Keep the end of an output file of ``size`` bytes."""
+    """Truncate an output file of ``size`` bytes, keeping its end."""
     with path.open("r+b", buffering=0) as stream:
         stream.seek(max(0, size - MAX_OUTPUT_BYTES // 2))
         end = stream.read(MAX_OUTPUT_BYTES // 2)
-        # Writers append, so output written meanwhile follows the truncated content or is lost.
+        # Writers append, so output that is written meanwhile ends up after the kept part or is lost.
         stream.truncate(0)
         stream.seek(0)
         stream.write(end)
@@ -211,7 +216,7 @@ async def _lines(whose: str, path: Path, root: Path) -> list[str]:
 
 
 class TokenBucket:
-    """Rate limit shared by all services: ``burst`` tokens at once, then ``rate`` per second."""
+    """A rate limit shared by all services: ``burst`` tokens are available at once, then ``rate`` per second."""
 
     def __init__(self, burst: float, rate: float) -> None:
         self._burst, self._rate = burst, rate
@@ -227,5 +232,5 @@ class TokenBucket:
             try:
                 await asyncio.sleep(-self._left / self._rate)
             except asyncio.CancelledError:
-                self._left += 1  # leave the token for the next caller
+                self._left += 1  # give the token back if this task is cancelled
                 raise

@@ -45,10 +45,12 @@ ORDER: Final = (
     *(CHECKSUM, CONNECTION, CONTENT, DATA, EXECUTION, FSFLAG, GID, ICMP, INVALID, EXISTENCE, PERMISSION, PID, PPID),
     *(RESOURCE, SIZE, TIMEOUT, TIMESTAMP, UID),
 )
-"""The kinds in the order of monit's table. If there are several faults, the first of them is reported."""
+"""The kinds in the order of monit's table. If a service has several faults, the first kind in this order is
+reported.
+"""
 
 HINTS: Final = {kind.changed: kind.bit for kind in ORDER if kind.changed}
-"""Bits of the faults that are changes. These are ``status_hint`` bits too."""
+"""Bits of those faults that are changes, which monit also sets in ``status_hint``."""
 BITS: Final = {kind.failed: kind.bit for kind in ORDER} | HINTS
 
 

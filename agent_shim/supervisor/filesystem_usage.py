@@ -1,4 +1,4 @@
-"""Figures for ``check filesystem``: usage and mount flags. Blocks, perhaps forever (see ``host.guarded``)."""
+"""Determines the usage and mount flags for ``check filesystem``. Blocks, perhaps forever (see ``host.guarded``)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from agent_shim.supervisor.rule_counter import percent
 
 
 def usage(path: Path) -> dict[str, float]:
-    """Return the bytes and inodes in use, as numbers and in percent, and the mount flags (``ST_RDONLY`` …) as
-    ``flags``.
+    """Return the used bytes and inodes, as numbers and in percent, and the mount flags (``ST_RDONLY`` …) as ``flags``.
 
     Raises ``OSError`` if the path cannot be read.
     """

@@ -1,5 +1,5 @@
-"""The last events of each service, for operators. They are kept in memory, so there are none from before the agent's
-start.
+"""The last events of each service, for operators. They are kept only in memory, so earlier events are lost when the
+agent restarts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KEPT: Final = 10
 
 
 class Happening(msgspec.Struct):
-    """An event and its repetitions. ``at`` is the time of the last one, in seconds since 1970."""
+    """An event and its repetitions. ``at`` is the time of the last repetition, in seconds since 1970."""
 
     at: float
     text: str
@@ -23,7 +23,7 @@ class Happening(msgspec.Struct):
 
 
 class History:
-    """Events by service name. If an event repeats the last one, it only increases the count of that one."""
+    """Events by service name. An event that repeats the last one only increases the count of the last one."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, deque[Happening]] = {}

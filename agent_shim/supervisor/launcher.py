@@ -1,6 +1,7 @@
-"""Starts and stops the process of a service, either with the programs of its monit file or with this agent's own bpm.
+"""Starts and stops the process of a service, either with the programs in its monit file or with the agent's own bpm.
 
-A monit file may start a process with bpm and stop it with a script, so a service chooses a launcher for each.
+A monit file may start a process with bpm and stop it with a script, so a service chooses one launcher for starts and
+one for stops.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ class Launcher(Protocol):
     """Starts and stops the process of one service."""
 
     writes_pidfile: bool
-    """True if the agent writes the pidfile, which therefore names no other process while this one runs."""
+    """True if the agent itself writes the pidfile, which therefore never names another process while this one runs."""
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:
-        """Start the process. Return it, or the program that brings it up. ``pid`` is the previous process, or 0.
+        """Start the process. Return it, or the start program. ``pid`` is the previous process, or 0.
 
-        Raises ``HostError`` or ``ConfigError``, and ``LateError`` if the process may still appear.
+        Raises ``HostError`` or ``ConfigError``, or ``LateError`` if the process may still appear.
         """
 
     async def stop(self, spec: ProcessSpec, running: Process | None, *, pid: int, is_ours: bool, by: float) -> None:
-        """Stop the process and wait for its end. ``running`` is None if the process is not known.
+        """Stop the process and wait for its end. ``running`` is None if the process is unknown.
 
         ``pid`` is passed to a stop program, ``is_ours`` says whether the process may be signalled, and ``by`` is the
         monotonic time at which it is killed. Raises ``HostError``, and ``TimeoutError`` if it takes too long.
@@ -50,14 +51,16 @@ class CtlLauncher:
         self._programs = programs
         self._timing = timing
         self._stopper: Process | None = None
-        """The last stop program. It may outlive the stop if the monit file becomes unusable meanwhile."""
+        """The last stop program. It may outlive the stop if the monit file becomes invalid meanwhile."""
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:
         assert spec.start is not None
         return await self._programs.run(spec.name, spec.start, "Started", pid=pid)
 
     async def stop(self, spec: ProcessSpec, running: Process | None, *, pid: int, is_ours: bool, by: float) -> None:
-        """Run the stop program, or send TERM without one, and wait for both it and the process."""
+        """Run the stop program or, if there is none, send TERM. Wait until both the program and the process have
+        ended.
+        """
         stopper = None
         if spec.stop is not None:
             stopper = self._stopper = await self._programs.run(spec.name, spec.stop, "Stopped", pid=pid)
@@ -76,7 +79,7 @@ class CtlLauncher:
             raise
 
     async def finish_stop(self, spec: ProcessSpec) -> None:
-        """Wait for a stop program that is still running. It is ended after its timeout."""
+        """Wait for a stop program that is still running. After its timeout, it is terminated."""
         if (stopper := self._stopper) is None:
             return
         with contextlib.suppress(TimeoutError):
@@ -87,7 +90,7 @@ class CtlLauncher:
         self._stopper = None
 
     def forget_stop(self) -> None:
-        """Forget a stop program that is still running, so that nothing waits for it."""
+        """Forget a stop program that is still running, so that the next start does not wait for it."""
         self._stopper = None
 
     async def last_words(self, spec: ProcessSpec) -> str:
@@ -95,7 +98,7 @@ class CtlLauncher:
 
 
 class BpmLauncher:
-    """Starts and stops a process of bpm.yml."""
+    """Starts and stops a bpm.yml process."""
 
     writes_pidfile = True
 
@@ -109,8 +112,8 @@ class BpmLauncher:
         return self._start is not None and not self._start.done()
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:  # noqa: ARG002
-        """Start the process, or wait for the start in progress, because a slow ``pre_start`` hook goes on after the
-        timeout.
+        """Start the process. If a start is still in progress, because a slow ``pre_start`` hook continues after the
+        timeout, wait for that.
         """
         assert spec.start is not None
         assert spec.start_call is not None
@@ -123,7 +126,7 @@ class BpmLauncher:
         return task.result()
 
     async def end_start(self) -> None:
-        """Cancel a start in progress, which ends its hook."""
+        """Cancel a start in progress, which terminates its hook."""
         task, self._start = self._start, None
         if task is not None:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Serves the ``monit`` command, and requests of ``agent-shim`` about services."""
+"""Serves the ``monit`` command, and requests from ``agent-shim`` about services."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STARTING_ACTIONS: Final = frozenset({"start", "restart", "monitor"})
 async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle: str) -> dict[str, Any]:
     """Answer a request with ``{"services": …}`` (all services for ``show``) or with an exception envelope.
 
-    ``request`` has an ``action`` (a command, ``show`` or ``quit``), ``names`` (``all`` for every service), an optional
-    ``group`` that restricts them, and ``wait`` (until no start or stop is in progress). A wrong name leaves all
-    services unchanged. ``obstacle`` is the reason why nothing may start.
+    ``request`` contains an ``action`` (a command, ``show`` or ``quit``), ``names`` (``all`` for every service), an
+    optional ``group`` that restricts the names, and ``wait`` (whether to wait until no start or stop is in progress).
+    If one name is wrong, no service is changed. ``obstacle`` is the reason why nothing may be started.
     """
     action = str(request.get("action"))
     services = supervisor.services()
@@ -35,7 +35,7 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
             raise ActionError(f"cannot {action} anything: {obstacle}")
         names = _meant(services, request)
         await _do(supervisor, action, names)
-        await supervisor.saved()  # so that the answer is still true after a crash
+        await supervisor.saved()  # so that the answer remains true after a crash
         if request.get("wait"):
             return {"services": [describe(await supervisor.finished(name)) for name in names]}
         return {"services": [describe(service) for service in supervisor.services() if service.process.name in names]}
@@ -44,21 +44,21 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
 
 
 def describe(service: ServiceInfo) -> dict[str, Any]:
-    """Flatten a service to a mapping, in which ``state`` is the Director's state and ``phase`` the agent's."""
+    """Convert a service to a flat mapping, in which ``state`` is the Director's state and ``phase`` the agent's."""
     members: dict[str, Any] = msgspec.to_builtins(service)
     process: dict[str, Any] = members.pop("process")
     return process | members | {"state": service.process.state, "phase": service.state}
 
 
 def with_events(supervisor: Supervisor) -> list[dict[str, Any]]:
-    """Flatten all services to mappings, each with its last events since the agent started."""
+    """Convert all services to flat mappings, each with the service's last events since the agent started."""
     services = supervisor.services()
     return [describe(each) | {"events": msgspec.to_builtins(supervisor.events(each.process.name))} for each in services]
 
 
 def _meant(services: list[ServiceInfo], request: Mapping[str, Any]) -> list[str]:
     """Return the names of the requested services, spelled as in the files. Raises ``ActionError`` with monit's text for
-    an unknown one.
+    an unknown name.
     """
     known = {service.process.name.lower(): service for service in services}
     named = request.get("names", [])

@@ -37,22 +37,22 @@ MAX_CONTENT_BYTES: Final = 1_024_000
 """Maximum size of the part of a page that is searched, as in monit."""
 CHUNK: Final = 16 * 1024
 PROMPT_READS: Final = 64
-"""Number of reads of one answer without pauses between them. After that, reads are slowed down, so that an answer in
-many pieces, or without an end, costs the server more than the agent.
+"""How many reads of one answer are made without pauses. After that, reads are slowed down, so that an answer in many
+pieces, or without an end, costs the server more than the agent.
 """
 READ_PAUSE_S: Final = 0.005
 REFUSAL_S: Final = 2.0
-"""Seconds to wait for a UDP port to be refused. A server on an open port may stay silent."""
+"""How long to wait for the refusal of a UDP packet. A server on an open port may not answer at all."""
 HTTP_PORT: Final = 80
 ECHO_REQUEST, ECHO_REPLY = 8, 0
 """ICMP message types (RFC 792)."""
 FINAL_STATUS: Final = 200
-"""The lowest final status code. Lower ones are interim responses."""
+"""The lowest final status code. Lower codes are those of interim responses."""
 BAD_STATUS: Final = 400
 
 
 class _WrongError(Exception):
-    """The answer does not satisfy the rule."""
+    """The answer is not the one that the rule expects."""
 
 
 def where(connection: Connection) -> str:
@@ -98,7 +98,7 @@ class _Line:
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
     async def more(self) -> bool:
-        """Wait for more data. Return False at the end."""
+        """Wait for more data. Return False at the end of the stream."""
         self._reads += 1
         if self._reads > PROMPT_READS:
             await asyncio.sleep(READ_PAUSE_S)
@@ -143,11 +143,11 @@ async def _connect(sock: socket.socket, address: Address) -> None:
         await asyncio.get_running_loop().sock_connect(sock, address)
         return
     while True:
-        try:  # use a thread, because the path may be on a hanging disk
+        try:  # use a thread, because the path may be on a disk that hangs
             await guarded.aside(f"socket {address}", partial(sock.connect, address))
         except BlockingIOError:
-            # The listen queue is full because the server does not accept connections, and no event signals free space
-            # in it.
+            # The listen queue is full, because the server does not accept connections. Try again, because there is no
+            # event for free space in the queue.
             await asyncio.sleep(0.05)
         else:
             return
@@ -157,7 +157,7 @@ async def _addresses(host: str, port: int, kind: socket.SocketKind) -> list[tupl
     """Look up the addresses of a host. A name server that does not answer delays only this probe. Raises
     ``OSError``.
     """
-    port &= 0xFFFF  # as htons of monit and the C library do
+    port &= 0xFFFF  # as monit's htons and the C library do
     if family := network.family_of(host):
         return [(family, (host, port))]
     look_up = partial(socket.getaddrinfo, host, port, type=kind)
@@ -172,7 +172,7 @@ async def _addresses(host: str, port: int, kind: socket.SocketKind) -> list[tupl
 
 
 async def _unrefused(line: _Line) -> None:
-    """Send a byte and wait for the kernel to report that no one listens."""
+    """Send a byte, and wait a while for the kernel to report that nobody listens."""
     await line.send(b"\0")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(REFUSAL_S):
@@ -180,7 +180,7 @@ async def _unrefused(line: _Line) -> None:
 
 
 async def _dialogue(line: _Line, protocol: Protocol) -> None:
-    """Send and expect in turn. An expected answer may arrive in pieces."""
+    """Carry out the ``send`` and ``expect`` steps in order. An expected answer may arrive in pieces."""
     for verb, text in protocol.dialogue:
         if verb == "send":
             await line.send(wire_text(text))
@@ -199,7 +199,7 @@ def wire_text(text: str) -> bytes:
 
 
 class Response:
-    """Handles the parser's events for an http response. Keeps the page if that is ``wanted``."""
+    """Receives the parser's events for an HTTP response. The page is kept only if it is ``wanted``."""
 
     def __init__(self, wanted: Protocol) -> None:
         self.status = 0
@@ -209,7 +209,7 @@ class Response:
         self.has_length = False
         self.page = bytearray()
         self.digest = hashlib.new(DIGESTS[len(wanted.checksum)], usedforsecurity=False) if wanted.checksum else None
-        # Be lenient like monit. That is safe, because a probe forwards nothing that another parser could read
+        # Be lenient like monit. This is safe, because a probe does not forward data that another parser could interpret
         # differently.
         self.parser = httptools.HttpResponseParser(self)
         self.parser.set_dangerous_leniencies(
@@ -225,7 +225,7 @@ class Response:
 
     def on_headers_complete(self) -> None:
         self.has_status_line = True
-        # The last status counts, after interim ones such as 100 Continue.
+        # The last status counts, because interim responses such as 100 Continue may precede it.
         self.status = self.parser.get_status_code()
         self.has_head = self.status >= FINAL_STATUS
 
@@ -238,7 +238,7 @@ class Response:
         self.is_whole = self.is_whole or self.has_head
 
     def read(self, data: bytes) -> None:
-        """Feed data to the parser. Raises ``_WrongError`` if it is not http."""
+        """Feed data to the parser. Raises ``_WrongError`` if the data is not HTTP."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # status 101: http ends here, and monit accepts it as an answer
@@ -246,14 +246,14 @@ class Response:
         except httptools.HttpParserError as exc:
             if not self.has_status_line:
                 raise _WrongError("does not answer like an http server") from exc
-            # A header is invalid, but monit still uses the status.
+            # A header is invalid, but the status counts, as in monit.
             self.status = self.parser.get_status_code()
             self.has_head = self.is_whole = True
 
 
 async def _http(line: _Line, connection: Connection) -> None:
-    """Send one GET request. Redirects are not followed, and any status from 400 on is a failure, even a missing
-    permission.
+    """Send one GET request. Redirects are not followed. Any status from 400 on is a failure, even if it reports a
+    missing permission.
     """
     protocol, path = connection.protocol, requested(connection.protocol)
     shown = path.partition("?")[0]  # the query may be secret
@@ -283,7 +283,7 @@ async def _http(line: _Line, connection: Connection) -> None:
 
 
 def requested(protocol: Protocol) -> str:
-    """Return the path of a request, with those characters encoded that monit encodes, which include ``%``."""
+    """Return the path of a request, encoding the same characters as monit, which include ``%``."""
     path = protocol.request or "/"
     return urllib.parse.quote(path.encode("utf-8", "surrogateescape"), safe="!$&'()*+,-./:;=?@_~")
 
@@ -297,7 +297,7 @@ def _host(connection: Connection) -> str:
 
 
 async def echo(host: str, test: Echo) -> str | None:
-    """Return the reason if a host does not answer echo requests, "" if it does, or None if none may be sent."""
+    """Return why a host does not answer echo requests, "" if it does, or None if this container may not send them."""
     allowed = test.timeout or NET_TIMEOUT
     try:
         async with asyncio.timeout(allowed):
@@ -322,8 +322,8 @@ async def echo(host: str, test: Echo) -> str | None:
 
 
 def _echoing() -> socket.socket | None:
-    """Open a socket for echo requests, a raw one only if the kernel offers no other kind. Return None if the agent
-    lacks the privilege.
+    """Open a socket for echo requests, which is a raw socket only if the kernel offers no other kind. Return None if
+    the agent lacks the privilege.
     """
     for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
         with contextlib.suppress(PermissionError):

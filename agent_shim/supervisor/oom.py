@@ -1,4 +1,4 @@
-"""Counts out-of-memory kills, using the counters of the container's cgroup."""
+"""Detects OOM kills with the counters of the container's cgroup."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Final
 from agent_shim.host import cgroups, host_stats
 
 CLAIM_TIMEOUT_S: Final = 20.0
-"""Seconds that a kill stays available to explain an exit."""
+"""How long after a kill an exit can be attributed to it."""
 
 
 class Kills:
-    """Counts OOM kills, each of which explains one exit. ``read`` returns the total, or None if unavailable."""
+    """Counts OOM kills, each of which explains one exit. ``read`` returns the total number, or None if it is
+    unavailable.
+    """
 
     def __init__(self, read: Callable[[], int | None] | None = None) -> None:
         self._read = read or _of_container()
@@ -30,7 +32,7 @@ class Kills:
         return True
 
     def count(self) -> None:
-        """Count new kills, and drop expired ones, which must have hit other processes."""
+        """Count new kills, and drop expired ones, which must have affected other processes."""
         now = time.monotonic()
         kills = self._read() or 0
         self._open = [at for at in self._open if now - at < CLAIM_TIMEOUT_S] + [now] * max(0, kills - self._seen)
@@ -39,7 +41,7 @@ class Kills:
 
 def _of_container() -> Callable[[], int | None]:
     cgroup = cgroups.find()
-    # Find it only once, because the counter is read at every exit.
+    # Find the level only once, because the counter is read at every exit.
     level = functools.cache(lambda: cgroups.oom_level(cgroup, host_stats.memory_total()))
 
     def read() -> int | None:

@@ -1,7 +1,7 @@
 """Tests of paths: type, owner, permissions, age, size, checksum, new lines, and the usage of a file system.
 
-Everything blocks, perhaps forever (see ``host.guarded``). The bytes and lines read per look, and the seconds spent on a
-checksum, are limited.
+Everything blocks, perhaps forever (see ``host.guarded``). The number of bytes and lines read per cycle, and the time
+spent on a checksum, are limited.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MAX_DIGEST_S: Final = 30.0
 """Maximum seconds for the checksum of one file, which may grow faster than it is read."""
 DIGEST_CHUNK_BYTES: Final = 256 * 1024
 MAX_LOOK_BYTES: Final = 1024 * 1024
-"""Maximum amount of new content that is read from a file in one cycle. The rest waits for the next one."""
+"""Maximum amount of new content that is read from a file in one cycle. The rest waits for the next cycle."""
 MAX_LINES: Final = 20_000
 """Maximum number of lines compared in one cycle, because a megabyte of empty lines takes seconds."""
 MAX_LINE_BYTES: Final = 511
-"""Number of bytes of a line that are compared, as in monit."""
+"""How many bytes of a line are compared, as in monit."""
 MAX_HITS: Final = 20
 """Maximum number of matching lines per cycle, because each may run a program. Further lines wait for the next cycle."""
 
 Numbered: TypeAlias = tuple[int, Finding]
 """The number of a rule, and its finding."""
 Opener: TypeAlias = Callable[[], int]
-"""Opens the file for reading, or raises ``OSError``."""
+"""A function that opens the file for reading, or raises ``OSError``."""
 
 _TYPES: Final = {
     "file": (stat.S_ISREG, "a regular file"),
@@ -52,21 +52,23 @@ _TYPES: Final = {
 
 
 class PathWatch:
-    """A check of a path, with the values seen at the last look. Used by one thread at a time."""
+    """A check of a path, with the values from the last time it was examined. Only one thread at a time may use it."""
 
     def __init__(self, spec: ProcessSpec, path: Path) -> None:
         self._spec = spec
         self._path = path
         self._seen: dict[int, object] = {}
-        """Values at the last look, by the number of the rule that compares with them."""
+        """The previous values, by the number of the rule that compares with them."""
         self._digests: dict[Algorithm, tuple[tuple[int, ...], str]] = {}
         """The last checksum by algorithm, with the state of the file for which it was computed."""
         self._inode = 0
         self._read_to = 0
-        """Offset of the end of the lines that have been compared."""
+        """Offset up to which lines have been compared."""
 
     def look(self) -> list[Numbered]:
-        """Return the findings. There are none for a missing path, which the service reports itself."""
+        """Examine the path and return the findings. There are none for a missing path, because the service itself
+        reports that.
+        """
         troubles: list[str] = []
         found: list[Numbered] = []
         try:
@@ -75,7 +77,7 @@ class PathWatch:
         except FileNotFoundError:
             return []
         except OSError as exc:
-            if exc.errno == errno.ELOOP:  # only size, owner and age are read through a job's link, but not the content
+            if exc.errno == errno.ELOOP:  # through a link of a job, the content is not read
                 found = list(self._findings(partial(_refuse, exc), self._path.stat(), troubles))
             else:
                 troubles.append(exc.strerror or str(exc))
@@ -131,7 +133,7 @@ class PathWatch:
                     now = max(status.st_mtime_ns, status.st_ctime_ns)
             before, self._seen[number] = self._seen.get(number, now), now
             has = "was changed" if before != now else "was not changed"
-            # monit reports each change of flags, but never that they are unchanged.
+            # monit reports each change of flags, but not that they have stopped changing.
             if before != now or test.what != "fsflag":
                 yield number, Finding(before != now, f"{test.what} {has} for {self._path}")
 
@@ -165,21 +167,21 @@ class PathWatch:
     # --- lines --------------------------------------------------------------------------------------------------------
 
     def _matches(self, opened: Opener, status: os.stat_result) -> Iterator[Numbered]:
-        """Compare the lines written since the last look. The first look begins at the end of the file."""
+        """Compare the lines that were written since the last call. The first call begins at the end of the file."""
         quiet: dict[int, int] = {}
         hits = 0
         for line, end in itertools.islice(self._lines(opened, status), MAX_LINES):
             for number, finding in self._match(line):
                 quiet[number] = 0 if finding.fails else quiet.get(number, 0) + 1
                 hits += finding.fails
-                if quiet[number] <= MAX_HISTORY:  # further cycles make no difference
+                if quiet[number] <= MAX_HISTORY:  # further cycles without a match make no difference
                     yield number, finding
             self._read_to = end
             if hits >= MAX_HITS:
                 return
 
     def _lines(self, opened: Opener, status: os.stat_result) -> Iterator[tuple[bytes, int]]:
-        """Yield each whole line with the offset of its end."""
+        """Yield each complete line with the offset of its end."""
         if not self._inode:
             self._read_to = status.st_size
         elif status.st_ino != self._inode or self._read_to > status.st_size:

@@ -17,8 +17,8 @@ from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.monit.ast import JobFile
 
 VCAP: Final = "vcap"
-"""The group of services that the Director starts, stops and reports. Services of other groups are supervised as
-well.
+"""The group of those services that the Director starts, stops and gets reported. Services in other groups are
+supervised as well.
 """
 
 MAX_FILES: Final = 100
@@ -36,7 +36,7 @@ class RestartLimit(msgspec.Struct, frozen=True):
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """One supervised unit. With an ``error`` it is unusable, and only its names are valid.
+    """One supervised service. If it has an ``error``, it is invalid, and only its names can be used.
 
     ``kind`` is the type word of the check. A process is identified by ``pidfile`` or by ``pattern``, a regular
     expression for its command line. ``path`` is the subject of a check of a file, directory, fifo or filesystem, and
@@ -53,35 +53,36 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     start: values.Program | None = None
     stop: values.Program | None = None
     start_call: BpmCall | None = None
-    """The equivalent call if the start program is bpm."""
+    """The call of bpm if the start program is bpm."""
     stop_call: BpmCall | None = None
     groups: frozenset[str] = frozenset({VCAP})
     depends: tuple[str, ...] = ()
     mode: values.Mode = "active"
     absence: values.Action = values.Action("restart")
     absence_cycles: int = 1
-    """Number of monit cycles for which it must be absent before that reaction."""
+    """For how many monit cycles it must be absent before the reaction ``absence``."""
     change: values.Action = values.ALERT
-    """Reaction to a change of the pid."""
+    """The reaction to a change of the pid."""
     limits: tuple[RestartLimit, ...] = ()
     rules: tuple[values.Rule, ...] = ()
-    """All other rules, evaluated every ``every`` cycles. The rules that monit itself adds for checks of paths come
-    last.
+    """All other rules, which are evaluated every ``every`` cycles. Those that monit itself adds for checks of paths
+    come last.
     """
     passed_over: tuple[values.Match, ...] = ()
     """Patterns of lines that ``if match`` ignores."""
     every: int = 1
     unsupported: tuple[str, ...] = ()
-    """Parsed statements without effect, named by their first words, because the rest may be a password.
+    """Parsed statements that have no effect. Only their first words are kept, because the rest may contain a password.
 
-    This includes a restart that is impossible without a stop program, since the author may not be aware of that.
+    This includes a restart that is impossible because there is no stop program, because the author may not be aware of
+    that.
     """
     error: str = ""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Labels of the keepers of its processes: its own name, and that of its bpm process, whichever program starts
-        it.
+        """Labels of the keepers of the service's processes: the name of the service, and that of the bpm process that
+        its start or stop program names.
         """
         parts = (self.pidfile or "").split("/")
         if parts[-4:-2] == ["run", "bpm"]:
@@ -94,7 +95,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def absence_words(self) -> str:
-        """monit's text for the absence (validate.c)."""
+        """monit's text for the absence of the process or path (validate.c)."""
         return "process is not running" if self.is_process else f"{self.kind} doesn't exist"
 
     @property
@@ -103,7 +104,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def why_not_restarted(self) -> str:
-        """The reason why it is not restarted after an exit, or "" if it is.
+        """Why the service is not restarted after an exit, or "" if it is.
 
         monit restarts only processes with a start and a stop program, and never passive services.
         """
@@ -126,12 +127,13 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 def plan(
     files: Sequence[JobFile], *, has_bpm: bool = True, acted_on: frozenset[str] = frozenset()
 ) -> tuple[ProcessSpec, ...]:
-    """Build the specs of all jobs, in the order of the files. Without ``has_bpm``, bpm is run like any other program.
+    """Return the specs of all services, in the order of the files. Without ``has_bpm``, bpm is run like any other
+    program.
 
     ``acted_on`` are the first words of statements outside of checks that the caller acts on, such as ``set daemon``.
 
-    A job with a file that is unusable, alone or together with the files of other jobs, becomes one process with an
-    ``error`` and the name of the job. Other jobs are not affected, because dependencies on its services are ignored.
+    If a file of a job is invalid or conflicts with files of other jobs, the job becomes one service with an ``error``
+    and the name of the job. Other jobs are not affected, because dependencies on services of that job are ignored.
     """
     parsed: list[tuple[str, values.MonitFile]] = []
     errors: dict[str, str] = {}
@@ -161,19 +163,19 @@ def plan(
 
 
 def _problems(parsed: Sequence[tuple[str, values.MonitFile]], errors: Mapping[str, str]) -> dict[str, str]:
-    """Find conflicts between the files of jobs without an error. Return them by the job at fault."""
+    """Find conflicts between the files of those jobs that have no error. Return them by the job at fault."""
     jobs = {file.origin: job for job, file in parsed}
     good = [file for job, file in parsed if job not in errors]
     return {
         jobs[problem.origin]: f"cannot use {problem.origin}: line {problem.line}: {problem.text}"
         for problem in parser.problems(good)
-        # If files are unusable, a missing service may be defined in one of them.
+        # Ignore missing services if there are invalid files, because they may be defined there.
         if not (problem.kind == "missing" and errors)
     }
 
 
 def _specs(job: str, file: values.MonitFile, acted_on: frozenset[str]) -> list[ProcessSpec]:
-    """Build the services of a file. Unsupported statements outside of checks are listed with the first service."""
+    """Return the services of a file. Unsupported statements outside of checks are listed with the first service."""
     found = []
     ignored = [each for each in file.ignored if not acted_on & {each.first_words, each.first_words.split()[0]}]
     for number, check in enumerate(file.services):
@@ -193,7 +195,7 @@ def is_never_restarted(spec: ProcessSpec) -> bool:
 
 
 def spec_of(job: str, check: values.Check) -> ProcessSpec:
-    """Build the service of a check."""
+    """Return the service that a check defines."""
     absence, cycles, change = values.Action("restart"), 1, values.ALERT
     limits: list[RestartLimit] = []
     rules: list[values.Rule] = []

@@ -1,9 +1,9 @@
-"""Extended regular expressions of monit, compiled and matched by the C library.
+"""Extended regular expressions as in monit, compiled and matched by the C library.
 
 ``regcomp`` and ``regexec`` accept exactly monit's dialect, match in time proportional to the text, and release the
-interpreter lock. So a job's log line or command line cannot block the agent, as it could with a backtracking engine.
-Back references, which make the library backtrack, are refused. As in monit, the "C" locale is used, in which a
-character is a byte.
+interpreter lock. A job's log line or command line can therefore not block the agent, as it could with a backtracking
+engine. Back references are refused, because with them, the library backtracks too. As in monit, the "C" locale is used,
+in which a character is a byte.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Final
 
 MAX_PATTERN_BYTES: Final = 4096
 MAX_TEXT_BYTES: Final = 4096
-"""Maximum number of bytes of a text that are searched. monit searches less (1024 of a command line, 512 of a line)."""
+"""How many bytes of a text are searched. monit searches fewer (1024 bytes of a command line, 512 of a log line)."""
 
 _REG_EXTENDED: Final = 1
 _REG_NOSUB: Final = 8
 _REGEX_BYTES: Final = 256
-"""Space for a ``regex_t``, which has 64 bytes in glibc and fewer than this in any other library."""
+"""Size of the buffer for a ``regex_t``, which has 64 bytes in glibc and fewer than this in any other library."""
 _LC_ALL_MASK: Final = 0x1FBF
 _PIECE: Final = rb"(?s)\\.|\[\^?\]?(?:\[[:.=].*?[:.=]\]|[^\]])*\]?|."
 
@@ -31,7 +31,7 @@ class Pattern:
     """A compiled expression. Thread-safe."""
 
     def __init__(self, text: str) -> None:
-        """Raises ``ValueError`` with the message of the C library."""
+        """Compile an expression. Raises ``ValueError`` with the message of the C library."""
         self.text = text
         pattern = text.encode(errors="surrogateescape")
         if len(pattern) > MAX_PATTERN_BYTES:
@@ -43,9 +43,9 @@ class Pattern:
             raise ValueError("a back reference: matching it may take forever")
         self._compile(pattern)
         depths = list(itertools.accumulate((piece == b"(") - (piece == b")") for piece in pieces))
-        if min(depths, default=0) >= 0:  # an unmatched ")" is an ordinary character
-            # Anchor the pattern so that the text is read only once. Otherwise the library tries each start position in
-            # turn.
+        if min(depths, default=0) >= 0:  # not for patterns with an unmatched ")", which is an ordinary character
+            # Anchor the pattern so that the text is read only once. Otherwise, the library would try one start position
+            # after the other.
             self._compile(b"^.*(" + pattern + b")")
 
     def _compile(self, pattern: bytes) -> None:
@@ -70,7 +70,7 @@ class Pattern:
 
 @functools.lru_cache(maxsize=256)
 def compiled(pattern: str) -> Pattern:
-    """Compile a pattern, cached. Raises ``ValueError`` with the reason."""
+    """Return a compiled pattern, which is cached. Raises ``ValueError`` with the reason."""
     return Pattern(pattern)
 
 

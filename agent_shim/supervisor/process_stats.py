@@ -24,18 +24,18 @@ from agent_shim.supervisor.state import MONITORED, UP
 logger = logging.getLogger(__name__)
 
 MAX_INLINE_PROCESSES: Final = 1000
-"""Maximum number of processes that are read on the event loop. A job can start tens of thousands, which are read in a
-thread.
+"""Maximum number of processes that are read on the event loop. More are read in a thread, because a job can start tens
+of thousands.
 """
 PASS_SHARE: Final = 0.05
-"""Maximum share of a processor for passes over all processes, because other machines may request the figures and a job
-controls the number of processes.
+"""Maximum share of a processor for passes over all processes. It is limited because other machines may request the
+figures, and jobs control the number of processes.
 """
 MIN_SAMPLE_S: Final = 1.0
-"""Minimum seconds between samples of CPU time. Shorter intervals are too imprecise."""
+"""Minimum interval between samples of CPU time. Shorter intervals are too imprecise."""
 PROCESSORS: Final = os.cpu_count() or 1
 MEMORY_TTL_S: Final = 10.0
-"""Seconds for which the container's memory limit is cached: it rarely changes at run time."""
+"""How long the container's memory limit is cached. It rarely changes at run time."""
 
 
 class ProcessInfo(msgspec.Struct, frozen=True):
@@ -54,8 +54,8 @@ class ProcessInfo(msgspec.Struct, frozen=True):
 
 
 class ResponseInfo(msgspec.Struct, frozen=True):
-    """The last response to a connection or echo request. ``seconds`` is -1 if there was none, and 0 before the first
-    request.
+    """The last response to a connection or echo request. ``seconds`` is -1 if there was no response, and 0 before the
+    first request.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class ResponseInfo(msgspec.Struct, frozen=True):
 
 
 class ServiceInfo(msgspec.Struct, frozen=True):
-    """A service as shown to operators. ``state`` is the agent's, ``process.state`` the Director's."""
+    """A service as shown to operators. ``state`` is the agent's state, and ``process.state`` the Director's."""
 
     process: ProcessInfo
     job: str
@@ -82,18 +82,18 @@ class ServiceInfo(msgspec.Struct, frozen=True):
     reason: str
     parent: int = 0
     children: int = 0
-    """Number of descendants."""
+    """Number of descendants of the process."""
     own_mem_kb: int = 0
     own_mem_percent: float = 0.0
     own_cpu: float = 0.0
-    """The ``own_*`` fields are about the process alone, in the units of ``process``."""
+    """The ``own_*`` fields exclude descendants. Units are those of ``process``."""
     faults: tuple[str, ...] = ()
     """Faults of the running service, in monit's words and order."""
     mode: str = "active"
     unheeded: tuple[str, ...] = ()
-    """Statements without effect in its file."""
+    """Statements in the service's file that have no effect."""
     started_at: float = 0.0
-    """Seconds since 1970. 0 without a process."""
+    """Start time of the process in seconds since 1970, or 0 if there is none."""
     retry_secs: float | None = None
     """Seconds until the next start, or None if none is due."""
     cpu_seconds: float = 0.0
@@ -103,11 +103,11 @@ class ServiceInfo(msgspec.Struct, frozen=True):
     """Unexpected exits by kind (``ending.KINDS``)."""
     oom_kills: int = 0
     responses: tuple[ResponseInfo, ...] = ()
-    """In monit's order, which begins with the last rule."""
+    """Responses in monit's order, which begins with the last rule."""
 
 
 class _Sample(NamedTuple):
-    """CPU time of a process tree and of its root alone at one time, and the shares reported then."""
+    """The CPU time of a process tree and of its root alone at a moment, and the shares that were reported then."""
 
     identity: Identity
     taken_at: float
@@ -128,11 +128,11 @@ _NO_LOOK: Final = _Look({}, {})
 
 
 class _Processes:
-    """The processes of the machine. They are read inline while there are few, otherwise in a thread, within
+    """All processes of the machine. If there are few, they are read directly, otherwise in a thread, within
     ``PASS_SHARE``.
 
-    Between passes, the last result is combined with the current job leaders, so that no caller has to wait. The figures
-    of descendants are then older.
+    Between passes, the last result is combined with the current main processes of services, so that no caller has to
+    wait. The figures of descendants are then older.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,9 @@ class _Processes:
 
 
 class ProcessStats:
-    """Reads ``/proc`` per query. ``memory_total`` returns the bytes that percentages refer to."""
+    """Collects figures from ``/proc`` for each query. ``memory_total`` returns the number of bytes to which percentages
+    refer.
+    """
 
     def __init__(self) -> None:
         self.memory_total: Callable[[], int] = _ContainerMemory()
@@ -175,7 +177,7 @@ class ProcessStats:
         self._processes = _Processes()
 
     def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
-        """Describe services. Figures are 0 where monit shows none, which is while a service is unmonitored or has no
+        """Describe services. Figures are 0 if monit shows none, which is while a service is unmonitored or has no
         process.
         """
         services = list(services)
@@ -261,9 +263,9 @@ def _responses(service: Service) -> Iterator[ResponseInfo]:
 
 
 def _percent(ticks: int, seconds: float) -> float:
-    """Return the percentage of all processors.
+    """Return CPU time as a percentage of all processors.
 
-    This is never negative, although the CPU time of descendants that have exited is no longer counted.
+    The result is never negative, although CPU time is no longer counted once a descendant has exited.
     """
     share = 100 * ticks / clock.TICKS / max(seconds, MIN_SAMPLE_S) / PROCESSORS
     return min(100.0, max(0.0, share))

@@ -1,4 +1,4 @@
-"""Decides when a rule has failed and recovered, like monit's cycle counting (monit 5.2.5 event.c). Pure."""
+"""Decides when a rule has failed or recovered, with monit's cycle counting (monit 5.2.5 event.c). Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Finding(NamedTuple):
 
 
 class RuleTransition(enum.Enum):
-    """What follows from one check of a rule."""
+    """The consequence of one check of a rule."""
 
     NOTHING = "nothing"
     FAILED = "failed"
-    """The rule has newly failed, or has changed once more. Report it and act."""
+    """The rule has just failed, or a value has changed again. Report it and act."""
     STILL = "still failed"
     """The rule is still failing. Act again, as monit does in each such cycle."""
     RECOVERED = "recovered"
@@ -45,7 +45,7 @@ class RuleCounter:
         self._rule = rule
         self._looks = 0
         self._failures = 0
-        """One bit per check. The lowest is the latest."""
+        """One bit per check. The lowest bit is the latest check."""
 
     def add(self, *, fails: bool) -> RuleTransition:
         """Record one check."""
@@ -86,7 +86,7 @@ class Cycles:
 
 
 def exceeds(value: float, limit: Limit) -> bool:
-    """Return True if the value violates the limit. For example, ``> 5`` rejects more than 5."""
+    """Return True if the value fails the test. For example, ``> 5`` fails for more than 5."""
     violates = {">": operator.gt, "<": operator.lt, "=": operator.eq, "!=": operator.ne}[limit.operator]
     return bool(violates(value, limit.limit))
 
@@ -97,8 +97,8 @@ def percent(part: float, whole: float) -> float:
 
 
 def judge(rules: Iterable[Rule], figures: Mapping[str, float]) -> Iterator[tuple[int, Finding]]:
-    """Compare the figures with the limits of the rules. Yield rule numbers and findings; without a figure there is no
-    finding.
+    """Compare the figures with the limits of the rules. Yield rule numbers and findings. There is no finding if the
+    figure is missing.
     """
     for number, rule in enumerate(rules):
         if not isinstance(test := rule.test, Limit):

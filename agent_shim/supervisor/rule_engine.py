@@ -1,9 +1,10 @@
 """Evaluates the rules of services every ten seconds: checks, counts and acts.
 
 As in monit, the cycles of a process are counted from its start, and other checks begin at once. A new process is
-``running`` once its ports answer, which are tested in each part of its first cycle. Services due at about the same time
-share one pass over ``/proc``. Each slow test (a connection, a path) runs in its own task and never overlaps itself, so
-a hanging test does not delay others. ``rule_counter`` counts failures. docs/monit-deviations.md lists differences.
+``running`` once its ports answer. During the first cycle, they are tested in each part of the cycle. Services due at
+about the same time share one pass over ``/proc``. Each slow test (a connection, a path) runs in a separate task, but
+only once at a time, so a test that hangs does not delay others. ``rule_counter`` counts failures.
+docs/monit-deviations.md lists differences from monit.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from agent_shim.supervisor.state import MONITORED, UP, State
 logger = logging.getLogger(__name__)
 
 STEPS: Final = 10
-"""Number of parts of a cycle. Services due in the same part are checked together."""
+"""Number of parts of a cycle. Services that are due in the same part are checked together."""
 PASS_SHARE: Final = 0.05
 """Maximum share of a processor for passes over all processes, because a job can have thousands of them."""
 LOOK_TIMEOUT_S: Final = 60.0
-"""Timeout for a look in a thread. A path that hangs keeps its thread, and no other is started for it."""
+"""Timeout for a test in a thread. If a path hangs, it keeps the thread, and no other thread is started for it."""
 ANSWERS: Final = "answers"
-"""Key of the looks that precede the first cycle."""
+"""Key of the port tests that precede the first cycle."""
 REMEMBERED: Final = MONITORED | {State.BOUNCING}
 """States in which the counts and last values of a check are kept."""
 
 Look: TypeAlias = Callable[[], Awaitable[Iterable[Numbered]]]
-"""Tests some rules of a service once."""
+"""A function that tests some rules of a service once."""
 
 
 class _Table:
@@ -51,26 +52,26 @@ class _Table:
         self.processes = proc.table()
         self._below = proc.children(self.processes)
         self.cost = time.thread_time() - begun
-        """Seconds of processor time."""
+        """CPU seconds that reading all processes took."""
 
     def tree(self, root: int) -> list[proc.Stat]:
-        """Return a process followed by its descendants."""
+        """Return a process and its descendants, the process first."""
         below = proc.descent(self._below, [root]) - {root}
         return [self.processes[root], *(self.processes[pid] for pid in below)]
 
 
 class _Watch:
-    """The state of a service's checks, for one process and one set of rules."""
+    """The state of a service's tests, for one process and one set of rules."""
 
     def __init__(self, service: Service, period: float) -> None:
-        """The cycles of a process begin one period after its start, because monit sleeps after a start."""
+        """Begin the cycles. Those of a process begin one period after its start, because monit sleeps after a start."""
         self.spec: ProcessSpec = service.spec
         self.identity = _identity(service)
         first_at = service.up_at + period if self.spec.is_process else time.monotonic()
         self.cycles = Cycles(first_at, period, self.spec.every)
         self.counters = [RuleCounter(rule) for rule in self.spec.rules]
         self.busy: set[object] = set()
-        """Keys of the looks in progress."""
+        """Keys of the tests in progress."""
         self.path = PathWatch(self.spec, self.spec.path) if self.spec.path is not None else None
         self._ticks: dict[Identity, int] = {}
         self._read_at = 0.0
@@ -78,7 +79,7 @@ class _Watch:
         self._machine: host_stats.CpuTimes | None = None
 
     def is_of(self, service: Service) -> bool:
-        """Return True while the process and the rules are the same. A new process starts from scratch."""
+        """Return True while the process and the rules are still the same. Otherwise, a new watch is created."""
         return self.spec is service.spec and self.identity == _identity(service)
 
     async def process(self, table: _Table, memory_total: int) -> list[Numbered]:
@@ -126,19 +127,21 @@ class _Watch:
 
 
 class RuleEngine:
-    """Evaluates the rules of all services. ``run`` is endless."""
+    """Evaluates the rules of all services. ``run`` is the endless task."""
 
     def __init__(self, services: Callable[[], Iterable[Service]], memory_total: Callable[[], int], period: float):
-        """``memory_total`` returns the bytes that percentages refer to. ``period`` is the cycle in seconds."""
+        """Store the parameters. ``memory_total`` returns the number of bytes to which percentages refer. ``period`` is
+        the length of a cycle in seconds.
+        """
         self._services = services
         self._memory_total = memory_total
         self._period = period
         self._watches: dict[str, _Watch] = {}
         self.plan_changed = asyncio.Event()
-        """Wakes the engine, because there may be rules now."""
+        """Set when services change, to wake the engine, because there may be rules now."""
 
     async def run(self) -> NoReturn:
-        """Check due services, ``STEPS`` times a cycle, as long as there are rules."""
+        """Check due services ``STEPS`` times per cycle. Without rules, sleep."""
         due, cost = time.monotonic(), 0.0
         async with asyncio.TaskGroup() as checks:
             while True:
@@ -150,7 +153,7 @@ class RuleEngine:
                 cost = await self._step(checks)
 
     async def _step(self, checks: asyncio.TaskGroup) -> float:
-        """Begin the looks that are due. Returns the CPU time spent on the pass over all processes."""
+        """Begin the tests that are due. Return the CPU time spent on the pass over all processes."""
         services = [each for each in self._services() if each.spec.rules]
         before = self._watches
         kept = [each.name for each in services if each.state in REMEMBERED and each.name in before]
@@ -169,12 +172,12 @@ class RuleEngine:
         table = await asyncio.to_thread(_Table) if any(service.spec.is_process for service, _ in due) else None
         for service, watch in due:
             for key, look in self._looks(service, watch, table):
-                if key not in watch.busy:  # the previous check may still hang
+                if key not in watch.busy:  # the previous test may still hang
                     checks.create_task(_check(service, watch, key, look), name="check")
         return table.cost if table is not None else 0.0
 
     def _looks(self, service: Service, watch: _Watch, table: _Table | None) -> Iterator[tuple[object, Look]]:
-        """List the looks at a service. Each has a key, and looks with the same key never overlap."""
+        """Yield the tests of a service. Each has a key, and tests with the same key never overlap."""
         spec = watch.spec
         if spec.kind == "host":
             yield "host", partial(_ask_host, service, spec)
@@ -190,7 +193,7 @@ class RuleEngine:
 
 
 async def _check(service: Service, watch: _Watch, key: object, look: Look) -> None:
-    """Look at a service, count the findings and act on the rules."""
+    """Run one test of a service, count its findings and act on them."""
     watch.busy.add(key)
     try:
         findings = await look()
@@ -218,7 +221,7 @@ async def _check(service: Service, watch: _Watch, key: object, look: Look) -> No
 
 
 async def _await_answers(service: Service, watch: _Watch) -> None:
-    """Test the ports of a new process. This does not count for any rule."""
+    """Test the ports of a new process. The results do not count for any rule."""
     watch.busy.add(ANSWERS)
     try:
         tests = [rule.test for rule in watch.spec.rules if isinstance(rule.test, Connection)]
@@ -270,5 +273,5 @@ def _load() -> dict[str, float]:
 
 
 def _identity(service: Service) -> Identity:
-    """Return the process identity, or (0, 0) without a process."""
+    """Return the identity of the service's process, or (0, 0) if there is none."""
     return service.process.identity if service.process is not None else (0, 0)

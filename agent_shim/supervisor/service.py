@@ -1,8 +1,8 @@
-"""Service lifecycle: start, watch, restart, stop.
+"""The lifecycle of a service: start, watch, restart, stop.
 
-``Service.on`` takes every event and changes the state according to the table in ``state``. ``Service.run`` is one
-coroutine that does the work of the states, one after the other. An event that the work does not expect ends it early.
-Cancellation never kills: a cancelled service leaves its process running.
+``Service.on`` receives every event and changes the state according to the table in ``state``. ``Service.run`` is a
+single coroutine that does the work of each state in turn. An event that the work does not expect ends the work early.
+Cancellation never kills: if a service is cancelled, its process keeps running.
 
 Durations are in seconds, and ``*_at`` is monotonic time.
 """
@@ -54,15 +54,17 @@ from agent_shim.supervisor.state import (
 logger = logging.getLogger(__name__)
 
 RECORD_TIMEOUT_S: Final = 5.0
-"""Seconds for which a stop waits until it is saved. A dead disk must not keep the jobs running."""
+"""How long a stop waits until it is saved. The time is limited, because a dead disk must not keep the jobs running."""
 LOST_KEEPER: Final = -1
 """Key of the complaint about a killed keeper. The other keys of complaints are rule numbers."""
 MAX_RECORDED_RESTARTS: Final = 64
-"""Number of restart times kept for ``if N restarts within M cycles``."""
+"""How many restart times are kept for ``if N restarts within M cycles``."""
 
 
 class Event(msgspec.Struct, frozen=True):
-    """An event for operators, described in monit's words (monit 5.2.5 event.c). ``action`` is the agent's reaction."""
+    """An event for operators, described with monit's words (monit 5.2.5 event.c). ``action`` is the agent's
+    reaction.
+    """
 
     service: str
     event: str
@@ -77,28 +79,29 @@ class Record(msgspec.Struct):
     processes: ProcessRecord = msgspec.field(default_factory=ProcessRecord, name="traces")
     restarts: int = 0
     failures: int = 0
-    """Consecutive failures. Each lengthens the wait before the next restart."""
+    """Number of consecutive failures. Each of them lengthens the delay before the next restart."""
     last_exit: str = ""
     reason: str = ""
     """Why the service is not running although it should be."""
     exits: dict[str, int] = msgspec.field(default_factory=dict)
     """Unexpected exits by kind (``ending.KINDS``)."""
     oom_kills: int = 0
-    """Unexpected exits caused by an out-of-memory kill."""
+    """Number of unexpected exits caused by an OOM kill."""
     was_taken_along: bool = False
-    """The service was stopped together with a prerequisite, and is started together with it."""
+    """True if the service was stopped together with a prerequisite. Then it is started together with it, too."""
     is_start_due: bool = False
-    """Version 0.2.0 saves this with a stop that precedes a start."""
+    """Saved by version 0.2.0 during a stop that precedes a start."""
 
 
 class StopRequest(NamedTuple):
-    """The parameters of a stop."""
+    """Parameters of a stop."""
 
     by: float = float("inf")
     """Monotonic time at which remaining processes get KILL."""
     recorded: asyncio.Event | None = None
-    """Set once the stop is saved or has turned out to be impossible to save. If an agent were killed before that, the
-    job would look as if it had died.
+    """Set once the stop is saved, or once it is clear that saving it is impossible. Processes are ended only after
+    that, because if the agent were killed before the stop is saved, the next agent would assume that the process had
+    died.
     """
 
 
@@ -113,7 +116,7 @@ class ServiceContext(msgspec.Struct, frozen=True):
     changed: Callable[[], None]
     """Called after each change to persistent state."""
     was_oom: Callable[[], bool]
-    """Claims a kernel OOM kill that does not explain another exit yet. Returns False if there is none."""
+    """Claim a kernel OOM kill that does not explain another exit yet. Returns False if there is none."""
     may_start: asyncio.Event
     """Cleared while no program may start. Services wait in their starting state."""
     history: History = msgspec.field(default_factory=History)
@@ -123,13 +126,13 @@ USUAL_STOP: Final = StopRequest()
 
 
 class Scope:
-    """Work that can be ended early so that the same task can do other work."""
+    """Runs work that can be ended early, so that the same task can continue with other work."""
 
     def __init__(self) -> None:
         self._block: asyncio.Timeout | None = None
 
     async def run(self, work: Coroutine[None, None, object]) -> None:
-        """Await ``work``. Returns early, with the work cancelled, once ``end`` is called."""
+        """Await ``work``. If ``end`` is called, cancel the work and return early."""
         try:
             async with asyncio.timeout(None) as self._block:  # ``end`` sets the deadline to now
                 await work
@@ -140,7 +143,7 @@ class Scope:
             self._block = None
 
     def end(self) -> None:
-        """End the work in progress, if any, when its task next runs."""
+        """End the work in progress, if any, as soon as its task runs again."""
         if self._block is not None and not self._block.expired():
             self._block.reschedule(0)
 
@@ -154,11 +157,11 @@ class Service:
         self.prerequisites: Sequence[Service] = ()
         self.dependants: Sequence[Service] = ()
         self.complaints: dict[int, Complaint] = {}
-        """Failed checks of the running service, by rule number. Any of them makes the service ``failing``."""
+        """Failed rules of the running service, by rule number. If there are any, the service is ``failing``."""
         self.is_checked = False
-        """True once its rules have been tested or its ports have answered."""
+        """True once the rules have been tested or the ports have answered."""
         self.responses: dict[int, float] = {}
-        """Duration of the last connection in seconds by rule number, or -1 if it failed."""
+        """Duration of the last connection test in seconds, or -1 if it failed, by rule number."""
         self._shared = shared
         self._timing = shared.timing
         self._keepers = shared.programs.keepers
@@ -167,11 +170,11 @@ class Service:
         self._by_bpm = BpmLauncher(shared.bpm)
         self._work = Scope()
         self._moved = asyncio.Event()
-        """Set briefly at each transition."""
+        """Set briefly at each transition, to wake waiting tasks."""
         self._is_following = False
-        """True while it examines a changed pidfile, which may take longer than a cycle."""
+        """True while the service examines a changed pidfile, which may take longer than a cycle."""
         self._has_lived = False
-        """There may be processes, so a stop runs the stop program."""
+        """True if there may be processes, so that a stop has to run the stop program."""
         self._stop = USUAL_STOP
         """The last stop request."""
         self._retry_at = 0.0
@@ -182,14 +185,14 @@ class Service:
         self._asked_at = float("-inf")
         """Monotonic time of the last request to start."""
         self._is_counted = False
-        """The restart in progress counts towards the restart limits."""
+        """True if the restart in progress counts towards the restart limits."""
         self._awaits_successor = False
-        """Its process has ended, but the start program is still running and may start another one."""
+        """True if the process has ended, but the start program is still running and may start another process."""
         self._is_leading = False
-        """Its dependants are restarted if the next start finds no process."""
+        """True if dependants are to be restarted in case the next start finds no process."""
         self._is_failure_told = False
-        """The failed start has been reported to operators. monit alerts once until a success, a stop or the end of
-        monitoring.
+        """True if the failed start has been reported to operators. Like monit, the agent does not report it again until
+        a success, a stop or the end of monitoring.
         """
         self.take_spec(spec)
 
@@ -205,15 +208,15 @@ class Service:
 
     @property
     def process(self) -> Process | None:
-        """The watched process. In a state that does not watch it, it may already have ended.
+        """The watched process. In states in which it is not watched, it may already have ended.
 
-        None for process 1, which stands for a job without a process. It has no figures, and a stop does not end it.
+        None for PID 1, which stands for a job that has no process: it has no figures, and a stop does not end it.
         """
         return self._finder.process if self._finder.pid != 1 else None
 
     @property
     def up_at(self) -> float:
-        """Monotonic start time of its process."""
+        """Monotonic start time of the process."""
         return self._finder.up_at
 
     @property
@@ -233,7 +236,9 @@ class Service:
 
     @property
     def reported(self) -> str:
-        """The Director's process state. It takes into account an exit that no step has handled yet."""
+        """The state of the process as reported to the Director. It takes into account an exit that was not handled
+        yet.
+        """
         process = self._finder.process
         fails_a_check = bool(self.complaints) or self._awaits_successor or (process is not None and process.is_over)
         is_unknown = self.awaits_answers if self.spec.is_process else self.spec.rules and not self.is_checked
@@ -243,14 +248,14 @@ class Service:
 
     @property
     def awaits_answers(self) -> bool:
-        """True for a new process until its ports answer or have been checked. Until then the service is ``starting``,
-        as in monit.
+        """True for a new process until its ports have answered or have been tested. Until then, the service is
+        ``starting``, as in monit.
         """
         is_new = not self.is_checked and time.monotonic() - self.up_at < 2 * self._timing.cycle
         return is_new and self.spec.is_process and any(isinstance(rule.test, Connection) for rule in self.spec.rules)
 
     async def has_left(self, states: frozenset[State]) -> None:
-        """Wait until the state is none of these."""
+        """Wait until the state is not one of ``states``."""
         while self.state in states:
             await self._moved.wait()
 
@@ -270,9 +275,9 @@ class Service:
             self.on(Trigger.FILE_MENDED)
 
     def start(self, *, is_leading: bool = False) -> None:
-        """Start the service, once a stop in progress has ended.
+        """Start the service. If a stop is in progress, start it afterwards.
 
-        With ``is_leading`` its dependants are restarted with it if it does not run, as by monit.
+        With ``is_leading``, its dependants are restarted with it if it does not run, as in monit.
         """
         self._is_leading = is_leading
         self.record.was_taken_along = False
@@ -280,7 +285,7 @@ class Service:
         self.on(Trigger.START_ASKED)
 
     def stop(self, request: StopRequest = USUAL_STOP) -> None:
-        """Stop dependants, then the service and all its processes."""
+        """Stop the dependants, then the service with all its processes."""
         for dependant in self.dependants:
             if dependant.state is not State.STOPPED:
                 dependant.stop(request)
@@ -308,7 +313,7 @@ class Service:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def on(self, trigger: Trigger) -> None:
-        """Handle an event: move to the next state, apply the effect, and end work that does not expect the event."""
+        """Handle an event: change to the next state, apply the effect, and end work that does not expect the event."""
         before = self.record.state
         move = NEXT[before].get(trigger)
         if move is None:
@@ -348,7 +353,7 @@ class Service:
             self._least_delay = 0.0
             record.restarts += 1
             now = time.monotonic()
-            # monit restarts at most once in a cycle, so several restarts within one count once.
+            # monit restarts at most once in a cycle, so several restarts within one cycle count as one.
             if not self._restarted_at or now - self._restarted_at[-1] >= self._timing.cycle:
                 self._is_counted = True
                 self._restarted_at = (*self._restarted_at[-MAX_RECORDED_RESTARTS + 1 :], now)
@@ -364,13 +369,13 @@ class Service:
             record.processes = ProcessRecord()
 
     def is_void(self) -> bool:
-        """Return True if the service is running and its pidfile names no process. A pidfile written by the agent is
-        ignored.
+        """Return True if the service is running but its pidfile does not name a process. A pidfile written by the agent
+        is ignored.
         """
         return self.state is State.RUNNING and not self._starter.writes_pidfile and self._finder.is_void(self.spec)
 
     def is_renamed(self) -> bool:
-        """Return True if the service is running and its pidfile names another process. A pidfile written by the agent
+        """Return True if the service is running but its pidfile names another process. A pidfile written by the agent
         is ignored.
         """
         if self.state is not State.RUNNING or self._starter.writes_pidfile or self._is_following:
@@ -378,11 +383,11 @@ class Service:
         return self._finder.is_renamed(self.spec)
 
     def look_again(self) -> None:
-        """Look at the pidfile, which may name a process that replaces the watched one."""
+        """Examine the pidfile again, because it may name a process that replaces the watched one."""
         self._work.end()
 
     def doubt(self) -> None:
-        """Treat the process as absent, as monit does if there is no pid in its pidfile."""
+        """Treat the process as absent, as monit does if the pidfile contains no pid."""
         self._finder.doubt(self.record.processes)
         self._work.end()
 
@@ -391,7 +396,8 @@ class Service:
     def resume(self, record: Record, *, same_world: bool) -> None:
         """Resume from the record of an earlier agent, or of this one before an apply.
 
-        With ``same_world`` pids still have their meaning, because there was no reboot and the container is the same.
+        ``same_world`` means that recorded pids are still valid, because there was no reboot and the container is the
+        same.
         """
         self.record = record
         self._has_lived = record.state is not State.STOPPED
@@ -403,9 +409,9 @@ class Service:
         self.on(Trigger.REBOOTED)
 
     async def run(self) -> None:
-        """Do the work of each state until cancelled, which leaves the process running.
+        """Do the work of each state until cancelled. Cancellation leaves the process running.
 
-        ``on`` ends the work of a state that the service has left.
+        When the service changes its state, ``on`` ends the work of the previous state.
         """
         works = {
             Work.LAUNCH: self._launch,
@@ -428,7 +434,7 @@ class Service:
     # --- start ------------------------------------------------------------------------------------------------------
 
     async def _launch(self) -> None:
-        """Bring the process up, unless it already runs, and report the outcome."""
+        """Start the process unless it already runs, and report the outcome."""
         self._has_lived = True
         if self.record.state is State.STARTING:
             for prerequisite in self.prerequisites:
@@ -439,7 +445,7 @@ class Service:
             await self._bring_up()
         except (ConfigError, OSError) as exc:
             if isinstance(exc, LateError):
-                # The process may still appear, so an early retry could start a second one.
+                # Do not retry early, because the process may still appear, and a retry could start a second one.
                 self._least_delay = self._timing.cycle
             self.record.failures = max(self.record.failures + 1, 2)
             why_not = self._finder.refused or self._why_unreadable()
@@ -447,7 +453,7 @@ class Service:
             if self.spec.is_process:
                 self.record.reason = await self._with_last_words(f"cannot start: {why}")
                 alert = "Execution failed", "alert", self.record.reason
-            else:  # monit does not wait for a path to appear
+            else:  # like monit, do not wait for a path to appear
                 self.record.reason = await self._with_last_words(f"{self.spec.absence_words}: {why}")
                 alert = "Does not exist", self.spec.absence.kind, self.spec.absence_words
             if not self._is_failure_told:
@@ -459,7 +465,7 @@ class Service:
             self._complain_of_lost_keepers(await self._keepers.orphans(self.spec.labels))
             is_ctl = self.spec.start is not None and self._starter is self._by_ctl
             if is_ctl and (said := await self._shared.programs.refused_limit(self.spec.name)):
-                # The container refused the limit, and the shell continued without it.
+                # The container refused a limit, and the start program continued without it.
                 self.record.reason = f"running with a lower limit than its start program requested: {said}"
         if self._is_counted:
             self._is_counted = False
@@ -468,7 +474,7 @@ class Service:
 
     def _why_unreadable(self) -> str:
         """Return the reason if the pidfile exists but cannot be read, for example because it is a link that a job may
-        have made.
+        have created.
         """
         if self.spec.pidfile is None:
             return ""
@@ -486,19 +492,21 @@ class Service:
         if sum(at >= since for at in self._restarted_at) >= limit.count:
             said = f"{limit.count} restarts within {limit.cycles} cycles"
             self.notify("Timeout", limit.reaction.kind, said)
-            if limit.reaction.kind not in ("start", "restart"):  # already in progress
+            if limit.reaction.kind not in ("start", "restart"):  # these are already in progress
                 await self.react(limit.reaction, "Timeout", said)
 
     async def _bring_up(self) -> None:
-        """Find the process, or run the start program and wait for it. Raises ``HostError`` or ``ConfigError``."""
+        """Find the process, or run the start program and wait for the process. Raises ``HostError`` or
+        ``ConfigError``.
+        """
         spec, finder, record = self.spec, self._finder, self.record
         doubted, is_only_named = finder.doubted, record.processes.is_only_named
-        await self._by_ctl.finish_stop(spec)  # because no start program may run beside a stop program
+        await self._by_ctl.finish_stop(spec)  # a start program must not run at the same time as a stop program
         if finder.program is None or not finder.program.is_alive:
             if not spec.is_process:
                 await finder.look_at_path(spec)
-            # monit runs the start program of a check without a process even if its path exists, and the stop program
-            # before that.
+            # For a check that has no process, monit runs the start program even if the path exists, and in a restart
+            # the stop program before.
             if (spec.is_process or spec.start is None) and await finder.look(spec, record.processes):
                 return
             if spec.start is None:
@@ -507,8 +515,8 @@ class Service:
             await self._lead()
             if not spec.is_process and record.state is State.RESTARTING:
                 await self._run_stop()
-            # As monit does, run it once although a process is alive that the pidfile no longer names, because the
-            # program may write the pid.
+            # If a process is alive that the pidfile no longer names, do not end it. Like monit, run the start program
+            # once, because it may write the pid of that process.
             if spec.is_process and self._starter is self._by_ctl and doubted is None:
                 await self._keepers.clear(spec.labels, self._others(), self._timing.grace)
             await self._run_start()
@@ -521,8 +529,8 @@ class Service:
                 await doubted.terminate(spec.stop.timeout if spec.stop else self._timing.stop)
 
     async def _lead(self) -> None:
-        """Stop the dependants before a start with which they restart. Dependants that are starting wait for this
-        start.
+        """Before a start with which dependants are restarted, stop the dependants. Dependants that are starting wait
+        for this start.
         """
         if self._is_leading:
             self._is_leading = False
@@ -531,7 +539,7 @@ class Service:
                 await dependant.has_left(UP | ENDING)
 
     async def _run_start(self) -> None:
-        """Run the start program, and record it."""
+        """Run the start program and record that it runs."""
         with watchdog.reading(self.spec.name, "its pidfile"):
             before = process_record.read(self.spec.pidfile)
         self._finder.program = program = await self._starter.start(self.spec, self._finder.pid)
@@ -543,7 +551,7 @@ class Service:
     async def _watch(self) -> None:
         """Wait for the process to exit, and follow a process that replaced it.
 
-        A restarted process counts as running once it has stayed up for the settling time.
+        A restarted process counts as running once it has been up for the settling time.
         """
         finder, before = self._finder, self._finder.doubted
         is_settling = self.record.state is State.SETTLING
@@ -556,15 +564,15 @@ class Service:
             self.notify("Exists", "alert", f"process is running with pid {finder.pid}")
             self.on(Trigger.SETTLED)
             return
-        is_young = time.monotonic() - finder.up_at < self._timing.cycle  # until then monit would not have checked it
+        is_young = time.monotonic() - finder.up_at < self._timing.cycle  # monit would not have checked it until then
         if not await self._has_successor(how):
             await self._lost(how)
         elif not (is_settling or is_young) and (before is None or finder.pid != before.pid):
             await self._report_change()
 
     async def _follows(self) -> bool:
-        """Follow the pidfile to a process that replaces the watched one. Return False if it names no process of the
-        service.
+        """Watch the process that the pidfile names in place of the previous one. Return False if the pidfile does not
+        name a process of the service.
         """
         self._is_following = True
         try:
@@ -578,12 +586,13 @@ class Service:
         await self.react(self.spec.change, "PID changed", said)
 
     async def _has_successor(self, how: Ending) -> bool:
-        """Return True if the pidfile names another process. monit would look only at its next cycle.
+        """Return True if the pidfile names another process that replaces the one that ended, waiting for it if
+        necessary. monit would look only in its next cycle.
 
-        Some start programs write their own pid and then become a daemon (``echo $$``, ``exec nginx``). They end with 0
-        before the daemon has written its pid, for which it has until the end of the first cycle. Others start a daemon
-        to configure it, end it, and start the final one. So a start program that is still running has one cycle to
-        bring up the next process.
+        Some start programs write their own pid and then become a daemon (``echo $$``, ``exec nginx``). They exit with 0
+        before the daemon has written its pid, so the daemon gets until the end of the first cycle to write it. Other
+        start programs start a daemon, configure it, end it, and start the final daemon. A start program that is still
+        running therefore gets one cycle to start the next process.
         """
         is_daemon = how == Code(0) and not self._starter.writes_pidfile
         is_left = bool(self._keepers.of(self.spec.labels))
@@ -606,11 +615,11 @@ class Service:
         return True
 
     async def _lost(self, how: Ending) -> None:
-        """Record an unexpected exit, and restart at once unless a delay is due."""
+        """Record an unexpected exit, and restart the process at once unless a delay is due."""
         record = self.record
         is_exit = not isinstance(how, NoPid)
         reason = await self._with_last_words(f"the process ended by itself: {how}") if is_exit else str(how)
-        if Trigger.DIED not in NEXT[record.state]:  # a stop was requested in the same iteration of the loop
+        if Trigger.DIED not in NEXT[record.state]:  # a stop was requested in the same iteration of the event loop
             return
         if time.monotonic() - self._finder.up_at > self._timing.backoff_limit:
             record.failures = 0
@@ -622,7 +631,8 @@ class Service:
         text = self.spec.absence_words
         call = self.spec.start_call
         by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
-        # Always claim the kill, because kills in a nested cgroup are counted here too.
+        # Claim the kill even if bpm's limit explains it, because the container's counter includes kills in nested
+        # cgroups.
         by_kernel = how == Signal(signal.SIGKILL) and self._shared.was_oom()
         if by_limit or by_kernel:
             killer = "its limit of memory" if by_limit else "the kernel"
@@ -642,12 +652,12 @@ class Service:
     # --- restart ----------------------------------------------------------------------------------------------------
 
     async def _wait(self) -> None:
-        """Restart after a growing delay. Adopt a process that appears meanwhile.
+        """Restart after a growing delay, or adopt a process that appears meanwhile.
 
-        A start program that exceeds its timeout is still running. The delay begins when it exits, because a second
-        start program beside it could start the job twice.
+        If the start program has exceeded its timeout and is still running, the delay begins when it exits, because a
+        second start program at the same time could start the job twice.
 
-        If nothing restarts the service, the file's reaction to a missing process is carried out in each cycle, as by
+        If the service is not restarted, the file's reaction to a missing process is carried out in each cycle, as in
         monit.
         """
         is_restarted, finder = self.spec.is_restartable, self._finder
@@ -671,7 +681,7 @@ class Service:
                 return
 
     def _delay(self) -> float:
-        """Return the seconds before the next restart: none after the first exit in a row, then doubled each time."""
+        """Return the seconds before the next restart: 0 after the first exit in a row, then twice as long each time."""
         least = max(self._least_delay, (self.spec.absence_cycles - 1) * self._timing.cycle)
         if self.record.failures <= 1:
             return least
@@ -681,10 +691,11 @@ class Service:
         return max(least, min(backoff, limit))
 
     async def react(self, reaction: Action, event: str, description: str) -> None:
-        """Carry out the action of a rule after an event. Does not return if that ends the calling step.
+        """Carry out the action of a rule after an event. If the action ends the work that called this, the call does
+        not return.
 
-        In passive mode only ``exec`` and ``unmonitor`` take effect. As in monit, a process is restarted only if it has
-        both programs, while other checks restart with the programs that they have.
+        In passive mode, only ``exec`` and ``unmonitor`` take effect. As in monit, a process is restarted only if it has
+        both programs, while other checks are restarted with those programs that they have.
         """
         spec, run = self.spec, self._shared.programs.run
         try:
@@ -712,7 +723,7 @@ class Service:
     # --- stop -------------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        """Stop dependants, run the stop program, end the remaining processes, then verify that none is left."""
+        """Stop the dependants, run the stop program, end the remaining processes, and verify that none is left."""
         if self._stop.recorded is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECORD_TIMEOUT_S):
@@ -726,7 +737,7 @@ class Service:
         if await self._finder.look(self.spec, processes) or self._has_lived:
             if self._finder.is_renamed(self.spec) and not self._starter.writes_pidfile:
                 await self._finder.follow(self.spec, processes)
-            # Do this before the stop program ends the process from which they descend.
+            # Find these before the stop program ends their ancestor.
             others = await self._keepers.trees(self.spec.labels, self._others())
             await self._run_stop()
         if self.spec.start is not None:
@@ -744,7 +755,7 @@ class Service:
         self.on(Trigger.EMPTIED)
 
     def _others(self) -> list[Identity]:
-        """List its processes that may not be below one of its keepers."""
+        """Return those processes of the service that may not be below one of its keepers."""
         processes = self.record.processes
         known = [] if processes.known is None or processes.is_only_named else [processes.known]
         return [*processes.others, *known]
@@ -761,7 +772,9 @@ class Service:
             self.complaints.pop(LOST_KEEPER, None)
 
     async def _run_stop(self) -> None:
-        """Run the stop program, or send TERM without one, and wait for both it and the process to exit."""
+        """Run the stop program or, if there is none, send TERM. Wait until both the program and the process have
+        ended.
+        """
         running, program = self.process, self._finder.program
         if program is not None and running is None:
             await program.terminate(self._within(self._timing.grace))
@@ -789,11 +802,11 @@ class Service:
         return f"{why} ({words})" if words else why
 
     def notify(self, event: str, action: str, description: str) -> None:
-        """Report an event to operators. A passive service is not started, stopped or restarted because of an event, so
-        that action is reported as ``alert``.
+        """Report an event to operators. The action is reported as ``alert`` if the service is passive, because then an
+        event does not start, stop or restart it.
         """
         if self.spec.mode == "passive" and action in ("start", "stop", "restart"):
             action = "alert"
-        if event not in ("Does not exist", "Exists"):  # these are reported as a change of state
+        if event not in ("Does not exist", "Exists"):  # these two are reported as a change of state
             self._shared.history.add(self.spec.name, f"{event}, {action}: {description}")
         self._shared.notify(Event(self.spec.name, event, action, description))

@@ -1,6 +1,6 @@
-"""State machine of a service, as data: the next state and the effect of each event in each state. Pure.
+"""The state machine of a service as a table: for each state and event, the next state and the effect. Pure.
 
-``Service.on`` takes the events. The diagram in the documentation is drawn from the same table.
+``Service.on`` handles the events. The diagram in the documentation is generated from the same table.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Final, NamedTuple
 
 
 class State(enum.Enum):
-    """State of a service. The value is saved."""
+    """State of a service. Values are part of the saved state."""
 
     STOPPED = "stopped"
     """No process runs or should run."""
     STARTING = "starting"
-    """The service was started, and is not yet known to run."""
+    """A start is in progress, and it is not yet known whether the service runs."""
     RUNNING = "running"
     DOWN = "down"
     """The process exited or failed to start, and a retry is due."""
@@ -28,11 +28,11 @@ class State(enum.Enum):
     BOUNCING = "bouncing"
     """The service is being stopped, and will be started again."""
     UNMONITORED = "unmonitored"
-    """The process is ignored, whether dead or alive."""
+    """The process is not monitored, whether it is alive or not."""
     STUCK = "stuck"
-    """The service is ignored, because a stop left processes alive."""
+    """The service is not monitored, because processes survived a stop."""
     BROKEN = "broken"
-    """Its monit file is unusable."""
+    """The monit file of the service is invalid."""
 
     @property
     def shown(self) -> str:
@@ -41,7 +41,7 @@ class State(enum.Enum):
 
 
 class Trigger(enum.Enum):
-    """An event of a service. The value appears in the log."""
+    """An event of a service. Values appear in the log."""
 
     START_ASKED = "start asked"
     STOP_ASKED = "stop asked"
@@ -50,9 +50,9 @@ class Trigger(enum.Enum):
     APPEARED = "appeared"
     """The process is alive, and the start program has finished."""
     FAILED = "failed"
-    """The start program produced no process."""
+    """The start program did not start a process."""
     DIED = "died"
-    """The process exited without a request."""
+    """The process exited although no stop was requested."""
     RETRIED = "retried"
     """The next start is due."""
     SETTLED = "settled"
@@ -71,28 +71,30 @@ class Effect(enum.Flag):
 
     NONE = 0
     FORGIVE = enum.auto()
-    """Consecutive failures no longer lengthen the delay."""
+    """Reset the number of consecutive failures, which lengthens the delay."""
     CLEAR_REASON = enum.auto()
     CLEAR_COMPLAINTS = enum.auto()
     COUNT = enum.auto()
     """The next start counts towards the restart limits."""
     UNCOUNT = enum.auto()
     RELEASE_PROGRAM = enum.auto()
-    """The start program is no longer watched."""
+    """Stop watching the start program."""
     FORGET_PROCESSES = enum.auto()
 
 
 class Work(enum.Enum):
-    """The work of a service in a state. The value is the set of events that complete it. A request interrupts it."""
+    """The work of a service in a state. The value is the set of events that complete the work. Requests interrupt
+    it.
+    """
 
     REST = frozenset[Trigger]()
     LAUNCH = frozenset({Trigger.APPEARED, Trigger.FAILED})
-    """Adopt the process or, without one, run the start program."""
+    """Adopt the process or, if there is none, run the start program."""
     WATCH = frozenset({Trigger.DIED})
     SETTLE = frozenset({Trigger.DIED, Trigger.SETTLED})
-    """Watch for a limited time."""
+    """Watch the process for the settling time."""
     WAIT = frozenset({Trigger.APPEARED, Trigger.RETRIED})
-    """Let the back-off pass, or adopt a process that appears."""
+    """Wait for the end of the back-off, or adopt a process that appears."""
     END = frozenset({Trigger.EMPTIED, Trigger.STUCK})
     """Run the stop program and end every process of the service."""
 
@@ -118,7 +120,7 @@ _WANTED: Final = {
     Trigger.FILE_BROKE: _BREAK,
     Trigger.REBOOTED: Move(State.STARTING),
 }
-"""Events of a service that is supposed to run."""
+"""Transitions that all states have in which the service is supposed to run."""
 _LEFT_ALONE: Final = {
     Trigger.START_ASKED: _START,
     Trigger.STOP_ASKED: _STOP,
@@ -162,7 +164,7 @@ NEXT: Final[Mapping[State, Mapping[Trigger, Move]]] = MappingProxyType(
             Trigger.EMPTIED: Move(State.STOPPED, _EMPTY | Effect.CLEAR_COMPLAINTS),
             Trigger.REBOOTED: Move(State.STOPPED),
         },
-        # A failed check remains in effect across a restart until it passes.
+        # A restart does not clear complaints, because a failed rule remains failed until it passes.
         State.BOUNCING: _ENDING
         | {Trigger.EMPTIED: Move(State.STARTING, _EMPTY), Trigger.REBOOTED: Move(State.STARTING)},
         State.UNMONITORED: _LEFT_ALONE,
@@ -170,7 +172,7 @@ NEXT: Final[Mapping[State, Mapping[Trigger, Move]]] = MappingProxyType(
         State.BROKEN: {Trigger.FILE_MENDED: Move(State.STOPPED, Effect.CLEAR_REASON)},
     }
 )
-"""Transitions. An event that is not listed has no effect."""
+"""Transitions by state and event. An event that is not listed for a state has no effect."""
 
 WORK: Final[Mapping[State, Work]] = MappingProxyType(
     {
@@ -189,18 +191,18 @@ WORK: Final[Mapping[State, Work]] = MappingProxyType(
 )
 
 UP: Final = frozenset({State.RUNNING, State.SETTLING})
-"""The process is alive and watched."""
+"""States in which the process is alive and watched."""
 ENDING: Final = frozenset({State.STOPPING, State.BOUNCING})
 UNDERWAY: Final = ENDING | {State.STARTING, State.RESTARTING}
-"""A start or stop is in progress."""
+"""States in which a start or stop is in progress."""
 ACTIVE: Final = UP | {State.STARTING, State.RESTARTING}
-"""Up or starting."""
+"""States in which the service is up or starting."""
 FOLLOWING: Final = ACTIVE | {State.UNMONITORED}
 """States in which a service restarts together with its prerequisite."""
 MONITORED: Final = frozenset(State) - ENDING - {State.STOPPED, State.UNMONITORED, State.STUCK}
-"""States with a non-zero monitor flag in monit."""
+"""States in which monit's monitor flag is not zero."""
 TO_RUN: Final = ACTIVE | {State.DOWN, State.BOUNCING}
-"""States in which the next agent starts a process that has ended."""
+"""States in which the next agent starts the process if it has ended."""
 
 _SHOWN: Final = {State.BOUNCING: "stopping", State.STUCK: "unmonitored"}
 _REPORTED: Final = {

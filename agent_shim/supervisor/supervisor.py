@@ -1,7 +1,7 @@
-"""Supervises all services of this instance. Takes requests from the Director and operators, and reports to them.
+"""Supervises all services of this instance. Handles requests from the Director and operators, and reports to them.
 
-Each change is saved, so that the next agent can resume from it, however this one ends. Restarts are handled in
-``service``.
+Each change is saved, so that the next agent can continue from there regardless of how this agent ends. ``service``
+handles restarts.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ __all__ = ["Event", "JobFile", "ProcessInfo", "ServiceInfo", "Supervisor", "Timi
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-"""Version of the saved state. Other versions are ignored."""
+"""Version of the saved state. A state with another version is ignored."""
 SAVE_DELAY_S: Final = 0.02
-"""Seconds for which changes are collected into one write."""
+"""How long changes are collected before they are written together."""
 SAVE_RETRY_S: Final = 10.0
-"""Seconds until the next attempt after a write that failed."""
+"""How long to wait after a failed write before the next attempt."""
 STOP_TIMEOUT_S: Final = 300.0
-"""Seconds the Go agent allows for a stop (jobsupervisor/monit_job_supervisor.go). The Director waits no longer."""
+"""Timeout of a stop, as in the Go agent (jobsupervisor/monit_job_supervisor.go). The Director does not wait longer."""
 KILL_SHARE: Final = 0.9
-"""Fraction of the budget after which remaining processes are killed."""
+"""Fraction of the timeout after which remaining processes are killed."""
 KILL_RESERVE_S: Final = 1.5
-"""Seconds, at most half of a short budget, reserved after the kill for exits and final checks."""
+"""Time reserved after the kill for exits and final checks, but at most half of the timeout."""
 RESTART_BURST: Final = 500
 RESTARTS_PER_SECOND: Final = 20.0
 TRIM_PERIOD_S: Final = 10.0
 MEMORY_PERIOD_S: Final = 1.0
-"""Seconds between checks of processes with a memory limit in bpm.yml."""
+"""Interval between checks of processes that have a memory limit in bpm.yml."""
 MEMORY_SHARE: Final = 0.02
-"""Maximum share of a processor for these checks."""
+"""Maximum share of a processor that these checks may use."""
 
 
 class Saved(msgspec.Struct):
@@ -124,7 +124,7 @@ class Supervisor:
         self._obstacle = ""
         self._services: dict[str, Service] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
-        """The task that runs ``Service.run``, by service."""
+        """The task that runs ``Service.run``, by service name."""
         self._bug: BaseException | None = None
         self._has_bug = asyncio.Event()
         self._files: Sequence[JobFile] = ()
@@ -140,8 +140,8 @@ class Supervisor:
         self._is_dirty = False
         self._is_closed = asyncio.Event()
         self._marker_tells = True
-        """True if the saved state that was read together with the marker "stopped" agrees that no job of the Director
-        should run.
+        """True if the next agent, when it reads the last saved state together with the marker "stopped", would not
+        start any job of the Director.
         """
         self._unsaved = ""
         """Why the last write of the state failed, or "" if it succeeded."""
@@ -163,8 +163,7 @@ class Supervisor:
         """Run the supervisor's endless tasks in addition to the services. Raises the error of a service that failed
         because of a bug.
 
-        In that case the daemon exits, and the next agent takes over the processes and determines the state of the
-        service.
+        The daemon then exits, and the next agent takes over the processes and determines the state of the service.
         """
         cycle = self._shared.timing.cycle
         works: dict[str, Callable[[], Coroutine[Any, Any, NoReturn]]] = {
@@ -183,14 +182,14 @@ class Supervisor:
                 task.cancel()
 
     async def _trim_output(self) -> None:
-        """Limit the size of start programs' output, and count the kernel's OOM kills."""
+        """Periodically limit the size of output files, and count the kernel's OOM kills."""
         with contextlib.suppress(OSError):
             await self._programs.trim()
         self._kills.count()
 
     async def check_pidfiles(self) -> None:
-        """Restart services whose pidfile names no process in two successive checks, because a daemon may empty its
-        pidfile before it writes it.
+        """Restart services whose pidfile does not name a process in two successive checks. One check is not enough,
+        because a daemon may empty its pidfile before it writes the pid.
 
         Also follow pidfiles that name another process.
         """
@@ -208,7 +207,9 @@ class Supervisor:
                 service.doubt()
 
     async def _watch_memory(self) -> NoReturn:
-        """Kill processes above their memory limit in bpm.yml. They are restarted as after any exit."""
+        """Kill processes above their memory limit in bpm.yml. The processes are then restarted as after any other
+        exit.
+        """
         await self.bpm.used()  # most instances never use bpm
         while True:
             begun_at = time.monotonic()
@@ -222,7 +223,7 @@ class Supervisor:
                     Event(names[0] if names else kill.process, "Resource limit matched", "restart", text)
                 )
             took = time.monotonic() - begun_at
-            # A job can keep thousands of processes running for any length of time.
+            # Limit the CPU time for this, because a job can have thousands of processes at all times.
             await asyncio.sleep(max(clock.until_beat(MEMORY_PERIOD_S), took / MEMORY_SHARE))
 
     async def close(self) -> None:
@@ -242,13 +243,13 @@ class Supervisor:
     # --- plan -------------------------------------------------------------------------------------------------------
 
     async def recover(self, *, root_is_new: bool = False) -> bool:
-        """Resume from the saved state: watch running processes again, restart exited ones.
+        """Resume from the saved state: watch running processes again, and restart exited ones.
 
-        Return False if there is no usable saved state. ``root_is_new`` says that the container is new, even if it
+        Return False if there is no valid saved state. ``root_is_new`` means that the container is new, even if it
         shares the pid namespace of its predecessor.
 
-        The marker "stopped" takes precedence for all jobs of the Director. If it exists and the saved state says that
-        they should run, that state is older than the stop, which could not save a new one.
+        For all jobs of the Director, the marker "stopped" takes precedence. If it exists although the saved state says
+        that they should run, the state is older than the stop, which could not save a new state.
         """
         saved = await asyncio.to_thread(read_saved, self._paths.supervisor_state)
         if saved is None:
@@ -291,24 +292,25 @@ class Supervisor:
         return not self._shared.may_start.is_set()
 
     def hold(self, obstacle: str = "") -> None:
-        """Start no program until ``end_hold``. Until then the jobs are starting, or failing if there is an
-        ``obstacle``.
+        """Do not start programs until ``end_hold`` is called. Until then, the jobs are reported as starting or, if
+        there is an ``obstacle``, as failing.
         """
         self._shared.may_start.clear()
         self._obstacle = obstacle
 
     def end_hold(self) -> None:
-        """Start the waiting services."""
+        """Start the services that ``hold`` has held back."""
         self._obstacle = ""
         self._shared.may_start.set()
 
     async def configure(self, job_files: Sequence[JobFile], *, are_written: bool = True) -> None:
-        """Supervise the services in these files. A known service keeps its state under its name.
+        """Supervise the services in these files. A service that is already supervised under the same name keeps its
+        state.
 
-        A job with unusable files becomes one failing service named after the job. With ``are_written``, the files are
-        also written to the place where operators expect them.
+        A job with invalid files becomes one failing service named after the job. With ``are_written``, the files are
+        also written to the directory where operators expect them.
         """
-        async with self._planning:  # the last request must win, and not the one that is parsed fastest
+        async with self._planning:  # the last request must win, not the one that is parsed fastest
             if are_written:
                 await asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
             await self._take_plan(job_files, same_world=True)
@@ -371,16 +373,16 @@ class Supervisor:
     # --- requests to all services -----------------------------------------------------------------------------------
 
     async def start(self, *, is_asked: bool = True) -> None:
-        """Start all jobs without waiting. This includes services of other groups, because monit starts them at a
-        reload.
+        """Start all jobs without waiting. This includes services in other groups than vcap, because monit starts them
+        at a reload.
 
-        If a start ``is_asked`` for but the next agent would not know of it, raise ``HostError`` and start nothing.
+        If the start ``is_asked`` for but cannot be saved for the next agent, raise ``HostError`` and start nothing.
         """
         was_wanted, self._is_wanted = self._is_wanted, True
         self._starting = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         try:
-            # Save first. If this agent exits in between, the next one knows of every started process, and the marker
-            # stays valid until it is removed.
+            # Save first: if this agent exits in between, the next one must know every started process. Until the marker
+            # is removed, it remains valid.
             if is_asked:
                 await self._require_saved()
             else:
@@ -397,7 +399,7 @@ class Supervisor:
             service.start()
 
     async def seal(self) -> None:
-        """Freeze the saved state, because the container is ending and its jobs must return with the next agent."""
+        """Freeze the saved state, because the container ends and its jobs must be started again by the next agent."""
         await self._save()
         self._is_sealed = True
 
@@ -406,8 +408,8 @@ class Supervisor:
         self._is_sealed = True
 
     async def stop(self, *, wait: bool, timeout: float = STOP_TIMEOUT_S) -> None:
-        """Stop all jobs and, unless sealed, write the marker. With ``wait``, return once none of their processes is
-        left. A sealed supervisor also stops services that the Director does not know.
+        """Stop all jobs and, unless sealed, write the marker "stopped". With ``wait``, return once none of their
+        processes is left. A sealed supervisor also stops services that the Director does not know.
 
         Raises ``ActionError`` with the Go agent's text (jobsupervisor/monit_job_supervisor.go), of which the Director
         matches "Timed out waiting for service". Raises ``HostError`` if the next agent would start a job again.
@@ -424,8 +426,8 @@ class Supervisor:
             recorded.set()
         if wait:
             await _stopped(concerned, timeout)
-            # Save now, because the next request would otherwise wait for it. A save in progress may be older than the
-            # last exit.
+            # Save now, because otherwise the next request would have to wait for it. A save in progress may not include
+            # the last exit.
             if self._is_dirty or self._writing.locked():
                 await self._save()
             others = [each.process for each in self._all() if each not in concerned]
@@ -437,9 +439,9 @@ class Supervisor:
             raise unsaved
 
     async def _record_stop(self) -> HostError | None:
-        """Save a stop, and write the marker. Return the error if the next agent would start a job again."""
+        """Save a stop and write the marker. Return the error if the next agent would start a job again."""
         is_saved = await self._save()
-        if self._is_sealed or self._is_wanted:  # a start may have come meanwhile
+        if self._is_sealed or self._is_wanted:  # the jobs may have been started meanwhile
             return None
         try:
             await asyncio.to_thread(files.write_atomic, self._paths.stopped_marker, b"")
@@ -449,7 +451,7 @@ class Supervisor:
 
     @property
     def killed(self) -> list[str]:
-        """Services whose processes had to be killed since the last ``forget_killed``."""
+        """Names of the services whose processes had to be killed since the last ``forget_killed``."""
         killed = self._programs.keepers.killed
         return sorted({each.name for each in self._services.values() if not killed.isdisjoint(each.spec.labels)})
 
@@ -463,7 +465,7 @@ class Supervisor:
             service.unmonitor()
 
     def _concerned(self) -> list[Service]:
-        """The services that a request to all services applies to: those of group vcap or, when the container ends,
+        """The services to which a request for all jobs applies: those in the group vcap or, when the container ends,
         all.
         """
         return [service for service in self._services.values() if self._is_sealed or service.spec.is_vcap]
@@ -471,7 +473,7 @@ class Supervisor:
     # --- requests to one service ------------------------------------------------------------------------------------
 
     async def start_one(self, name: str) -> None:
-        """Start a service after its prerequisites, together with the dependants that are running or were stopped with
+        """Start a service after its prerequisites, and with it the dependants that are running or were stopped with
         it.
         """
         service = self._named(name)
@@ -493,16 +495,17 @@ class Supervisor:
         self._named(name).bounce()
 
     async def monitor_one(self, name: str) -> None:
-        """Monitor a service and its prerequisites. Those that are not running are started, and their dependants
+        """Monitor a service and its prerequisites. If any of them does not run, it is started and its dependants are
         restarted.
         """
         for each in _closure([self._named(name)], lambda it: it.prerequisites):
             each.start(is_leading=True)
 
     def trust_pidfile(self, name: str) -> None:
-        """Watch the process that a pidfile names, as did the monit from which the jobs are taken over.
+        """Watch the process that a pidfile names, without further checks, as did the monit from which the jobs are
+        taken over.
 
-        Such a process is not below a keeper, and may not be a program of a job.
+        Such a process is not below a keeper, and it may run a program that does not belong to a job.
         """
         service = self._named(name)
         named = process_record.read(service.spec.pidfile)
@@ -549,7 +552,7 @@ class Supervisor:
         return [info.process for info in self._readings.describe(vcap)]
 
     def count(self) -> int:
-        """Number of processes known to the Director."""
+        """Number of processes that are reported to the Director."""
         return sum(service.spec.is_vcap for service in self._services.values())
 
     def _all(self) -> Iterable[Service]:
@@ -560,7 +563,7 @@ class Supervisor:
         return self._readings.describe(self._services.values())
 
     def events(self, name: str) -> list[Happening]:
-        """The last events of a service since the agent started, the oldest first."""
+        """The last events of a service since the agent started, oldest first."""
         return self._shared.history.of(name)
 
     # --- persistent state -------------------------------------------------------------------------------------------
@@ -579,7 +582,7 @@ class Supervisor:
         self._saving = None
 
     async def saved(self) -> None:
-        """Wait until all changes made so far are saved. A save in progress may already include the last one. Raises
+        """Wait until all changes made so far are saved. A save in progress may already include the last change. Raises
         ``HostError``.
         """
         if self._is_dirty or self._writing.locked():
@@ -600,7 +603,7 @@ class Supervisor:
             for service in self._starting:
                 if service.record.state not in MONITORED:
                     services[service.spec.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
-            self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel refused to reveal it
+            self._incarnation = self._incarnation or proc.incarnation()  # it is empty if the kernel does not reveal it
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             raw = msgspec.json.encode(saved)
             marker_tells = self._is_wanted or not any(each.state in TO_RUN for each in self._concerned())
@@ -628,7 +631,7 @@ async def _each_beat(period: float, work: Callable[[], Awaitable[None]]) -> NoRe
 
 
 def read_saved(path: Path) -> Saved | None:
-    """Read the state of the last supervisor. Return None if it is unusable."""
+    """Read the state of the last supervisor. Return None if it is invalid."""
     try:
         saved = wire.decode(files.read(path, is_own=True), Saved)
     except FileNotFoundError:
@@ -661,7 +664,7 @@ async def _stopped(services: Sequence[Service], timeout: float) -> None:
 
 
 def _closure(services: Iterable[Service], beyond: Callable[[Service], Iterable[Service]]) -> list[Service]:
-    """Return the services and all that are reachable from them through ``beyond``, each once, nearest first."""
+    """Return the services and all services reachable from them through ``beyond``, each once, nearest first."""
     found: dict[str, Service] = {}
     ahead = list(services)
     for service in ahead:
@@ -674,8 +677,8 @@ def _closure(services: Iterable[Service], beyond: Callable[[Service], Iterable[S
 def write_monit_files(directory: Path, job_files: Sequence[JobFile]) -> None:
     """Write the monit files where operators and scripts expect them, under the names that the Go agent gives them.
 
-    They are numbered from the last job to the first (applier/jobs/rendered_job_applier.go). They are not synced,
-    because the agent itself never reads them, and writes them again at each start.
+    The files are numbered from the last job to the first (applier/jobs/rendered_job_applier.go). They are not synced,
+    because the agent never reads them and writes them again at each start.
     """
     jobs = list(dict.fromkeys(job_file.job for job_file in job_files))
     try:

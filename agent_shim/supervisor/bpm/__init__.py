@@ -1,1 +1,1 @@
-"""The languages of bpm: bpm.yml, and the commands ``bpm start`` and ``bpm stop`` in monit files."""
+"""Parsers for bpm.yml, and for the commands ``bpm start`` and ``bpm stop`` in monit files."""

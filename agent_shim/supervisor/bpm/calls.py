@@ -11,11 +11,11 @@ import msgspec
 _BPM: Final = ("/jobs/bpm/bin/bpm", "/packages/bpm/bin/bpm")
 _FLAG: Final = r"(?:-p\0|-p=?|--process\0|--process=)"
 _ARGUMENTS: Final = rf"(?:{_FLAG}(?P<before>[^\0]+)\0)?(?P<job>[^-\0][^\0]*)(?:\0{_FLAG}(?P<after>[^\0]+))?"
-"""Arguments of ``bpm start`` and ``bpm stop``, joined by NUL."""
+"""Matches the arguments of ``bpm start`` and ``bpm stop``, joined with NUL."""
 
 
 class BpmCall(msgspec.Struct, frozen=True):
-    """A call ``bpm start JOB -p PROCESS``, or the same with ``stop``."""
+    """A call ``bpm start JOB -p PROCESS`` or ``bpm stop JOB -p PROCESS``."""
 
     verb: Literal["start", "stop"]
     job: str
@@ -32,5 +32,5 @@ def bpm_call(argv: Sequence[str]) -> BpmCall | None:
 
 
 def bpm_label(job: str, process: str) -> str:
-    """Return the label of a process of bpm.yml."""
+    """Return the label of a bpm.yml process."""
     return f"bpm/{job}/{process}"

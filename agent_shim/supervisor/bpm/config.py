@@ -1,9 +1,9 @@
 """Parser of bpm.yml: the processes of a job and their permissions. Pure.
 
-Schema and rules follow bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``). Scalars have the
-meaning of Go's yaml.v3, bpm's parser. Text fields take the literal text: ``- 1.10``, ``- 0x1f``, ``- yes`` and ``-
-true`` are arguments as written. Unknown keys are ignored, duplicate keys are errors. Unlike bpm, quoted flags and
-numbers are accepted, since some templates quote everything.
+Schema and rules follow bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``). Scalars are interpreted as
+by Go's yaml.v3, which is bpm's parser. Text fields take the literal text: ``- 1.10``, ``- 0x1f``, ``- yes`` and ``-
+true`` are arguments as written. Unknown keys are ignored, and duplicate keys are errors. Unlike bpm, this parser
+accepts quoted flags and numbers, because some templates quote everything.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ROOT: Final = PurePosixPath("/var/vcap")
 MAX_BYTES: Final = 256 * 1024
 """Maximum size of a bpm.yml."""
 MAX_MISTAKES: Final = 20
-"""Maximum number of mistakes listed in the error of a file."""
+"""Maximum number of mistakes that an error lists for one file."""
 
 
 class Volume(msgspec.Struct, frozen=True):
     """An extra directory or file visible to the process.
 
-    A missing volume is created as a directory owned by vcap, except that a missing unrestricted volume is left out, and
-    that the process does not start if a ``mount_only`` volume is missing. With ``shared``, mounts below it propagate
-    both ways.
+    A missing volume is created as a directory owned by vcap. There are two exceptions: an unrestricted volume is left
+    out, and without a ``mount_only`` volume, the process does not start. With ``shared``, mounts below the volume
+    propagate in both directions.
     """
 
     path: str
@@ -56,8 +56,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Unsafe(msgspec.Struct, frozen=True):
-    """Exceptions from the sandbox: root with all capabilities, volumes anywhere (globs too), and the host's pid
-    namespace.
+    """Exceptions from the sandbox: running as root with all capabilities, volumes anywhere (including globs), and the
+    host's pid namespace.
     """
 
     privileged: bool = False
@@ -89,12 +89,12 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class BpmFile(msgspec.Struct, frozen=True):
-    """The processes of a job. An empty file has none."""
+    """The processes that a bpm.yml defines. An empty file defines none."""
 
     processes: tuple[Process, ...] = ()
 
     def process(self, name: str) -> Process | None:
-        """Return the first process with this name, which comes from ``-p`` or is the job's."""
+        """Return the first process with this name, which is the argument of ``-p`` or the name of the job."""
         return next((process for process in self.processes if process.name == name), None)
 
 
@@ -161,7 +161,7 @@ def _limits(entry: _Map) -> Limits:
 
 
 def _bytes(entry: _Map, key: str) -> int | None:
-    """Parse a number with a unit (a power of 1024), like Cloud Foundry's bytefmt."""
+    """Parse a number with a unit, which is a power of 1024, as Cloud Foundry's bytefmt does."""
     text = entry.text(key)
     if not entry.has(key):
         return None
@@ -215,21 +215,21 @@ def _clean(path: str) -> str:
 # --- YAML as Go's yaml.v3 decodes it --------------------------------------------------------------------------------
 
 MAX_DEPTH: Final = 100
-"""Maximum nesting of a file. The schema has six levels."""
+"""Maximum nesting depth of a file. The schema has six levels."""
 
 _SIGNED: Final = 2**63 - 1
 _UNSIGNED: Final = 2**64 - 1
 _MAX_ENTRIES: Final = 100_000
 """Maximum number of keys and items, counting those repeated by aliases. yaml.v3 refuses excessive aliases too."""
 _MAX_DIGITS: Final = 80
-"""Maximum number of digits: enough for 64 bits in base 2."""
+"""Maximum number of digits, which is enough for 64 bits in base 2."""
 
 _MAX_SHOWN_CHARS: Final = 40
-"""Maximum length of a wrong value in an error."""
+"""Maximum length of a wrong value that is quoted in an error."""
 
 _TAG: Final = "tag:yaml.org,2002:"
 _NO_NAMES: Final = (f"{_TAG}merge", f"{_TAG}null")
-"""Tags of keys that are not names."""
+"""YAML tags of keys that cannot be names."""
 
 _FLAGS: Final[Mapping[str, bool]] = {
     **dict.fromkeys(("true", "True", "TRUE", "y", "Y", "yes", "Yes", "YES", "on", "On", "ON"), True),
@@ -240,7 +240,7 @@ _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?
 _QUANTITY: Final = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)(B|[KMGTPE](?:I?B)?)")
 
 _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The loader of libyaml, if PyYAML was built with it."""
+"""The loader that uses libyaml, if PyYAML was built with it."""
 
 
 class _Notes:
@@ -253,14 +253,14 @@ class _Notes:
         self._room = _MAX_ENTRIES
 
     def count(self, entries: int) -> None:
-        """Raise ``ConfigError`` once a file has too many entries, because a few aliases can stand for billions."""
+        """Raise ``ConfigError`` once a file has too many entries, because a few aliases can expand to billions."""
         self._room -= entries
         if self._room < 0:
             found = f"found more than {_MAX_ENTRIES} keys and items, aliases included"
             raise ConfigError(f"cannot read {self._origin}: {found}")
 
     def unknown_keys(self) -> Iterator[str]:
-        """Yield a text for each unknown key, with the nearest known key."""
+        """Yield a text for each unknown key, with the most similar known key."""
         for each in self.maps:
             for key in each.entries.keys() - each.known:
                 place = f"line {_line_of(each.entries[key])}: unknown key {each.at(key)}"
@@ -268,19 +268,19 @@ class _Notes:
 
 
 class _Map:
-    """A mapping at ``path`` in the file. Any key may be absent or null, which both mean no value."""
+    """A mapping at ``path`` in the file. A key that is absent or null has no value."""
 
     def __init__(self, notes: _Notes, path: str, node: yaml.Node) -> None:
         self.notes = notes
         self.path = path
         self.node = node
         self.known: set[str] = set()
-        """Keys of the schema."""
+        """The keys that the schema defines for this mapping."""
         notes.maps.append(self)
         self.entries = {} if _is_null(node) else self._merged(node, {})
 
     def wrong(self, key: str, expected: str) -> None:
-        """Record a mistake, with the actual and the expected value of ``key``."""
+        """Record a mistake: the actual value of ``key``, and what was expected."""
         self._wrong(self.at(key), self.entries.get(key), expected)
 
     def has(self, key: str) -> bool:
@@ -301,7 +301,7 @@ class _Map:
         return tuple(self._text(path, node) for path, node in self._items(key) if not _is_null(node))
 
     def text_map(self, key: str) -> dict[str, str]:
-        """Return texts by name. Null is an empty text."""
+        """Return a mapping of names to texts. Null becomes an empty text."""
         found = self.map(key)
         return {name: found.text(name) for name in found.entries}
 
@@ -311,7 +311,7 @@ class _Map:
         return _Map(self.notes, self.at(key), node)
 
     def maps(self, key: str, *, has_holes: bool = True) -> list[_Map]:
-        """Return a list of mappings. Skips null items if ``has_holes`` allows them."""
+        """Return a list of mappings. With ``has_holes``, null items are skipped."""
         found = []
         for path, node in self._items(key):
             if not _is_null(node):
@@ -321,7 +321,7 @@ class _Map:
         return found
 
     def flag(self, key: str) -> bool:
-        """Return a flag, false if absent. A quoted number is true unless 0."""
+        """Return a flag, or False if it is absent. A quoted number is true unless it is 0."""
         if not self.has(key):
             return False
         node = self.entries[key]
@@ -349,7 +349,7 @@ class _Map:
         self.notes.mistakes.append(f"{place}found {found or _found(node)}, expected {expected}")
 
     def _text(self, path: str, node: yaml.Node) -> str:
-        """Return the literal text of any scalar type."""
+        """Return the literal text of a scalar of any type."""
         if not isinstance(node, yaml.ScalarNode):
             self._wrong(path, node, "a text")
             return ""
@@ -372,8 +372,8 @@ class _Map:
             yield f"{self.at(key)}[{number}]", item
 
     def _merged(self, node: yaml.Node, known: dict[int, dict[str, yaml.Node]]) -> dict[str, yaml.Node]:
-        """Return the entries of a mapping, including those merged by ``<<``. Its own keys take precedence, then those
-        of the first merged mapping.
+        """Return the entries of a mapping, including those merged by ``<<``. The mapping's own keys take precedence,
+        then those of the first merged mapping.
 
         ``known`` caches mappings, so that repeated merges are read only once.
         """
@@ -405,7 +405,7 @@ class _Map:
 
 
 def _line_of(node: yaml.Node | yaml.Event) -> int:
-    """Return the line of a node or event. PyYAML marks all of them."""
+    """Return the line of a node or event. Every node and event of PyYAML has a mark."""
     mark = node.start_mark
     assert mark is not None
     return mark.line + 1
@@ -454,7 +454,7 @@ _NOTHING: Final = yaml.ScalarNode(f"{_TAG}null", "")
 
 
 def _composed(text: str, origin: str) -> yaml.Node | None:
-    """Compose the first document. Later ones are ignored."""
+    """Compose the first document of a file. Further documents are ignored."""
     try:
         _measure(text, origin)
         loader = _LOADER(text)
@@ -477,7 +477,7 @@ def _line(text: str, at: int) -> int:
 
 
 def _measure(text: str, origin: str) -> None:
-    """Refuse deep nesting before composing the document, because the recursion in C would crash the process."""
+    """Refuse deep nesting before composing the document, because libyaml's recursion would crash the process."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):

@@ -1,1 +1,1 @@
-"""The monit control language: lexer, parsers, and the values that they return."""
+"""The monit control language: the lexer, the parsers, and the values that they return."""

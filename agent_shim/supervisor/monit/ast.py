@@ -1,4 +1,4 @@
-"""Values of a monit control file. Pure.
+"""The values that represent a parsed monit control file. Pure.
 
 A rule reads ``if TEST for RATE then ACTION else if succeeded for RATE then ACTION``. Positions (``line``) are ignored
 in comparisons, so that files with the same content are equal.
@@ -33,7 +33,7 @@ class Program(msgspec.Struct, frozen=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """An action. Only ``exec`` has a ``program``. ``ignore`` has no effect, and cannot be written in a file."""
+    """The action of a rule. Only ``exec`` has a ``program``. ``ignore``, which a file cannot contain, has no effect."""
 
     kind: ActionKind
     program: Program | None = None
@@ -54,11 +54,13 @@ ONCE: Final = Rate()
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """The subject does not exist (a process: does not run). A rule with this test replaces the built-in restart."""
+    """The subject of the check does not exist or, if it is a process, does not run. A rule with this test replaces the
+    built-in restart.
+    """
 
 
 class PidChanged(msgspec.Struct, frozen=True):
-    """The process is another one than at the last check."""
+    """The process is not the same as at the last check."""
 
 
 class Restarts(msgspec.Struct, frozen=True):
@@ -83,15 +85,15 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """A value has changed since the last check. ``algorithm`` is that of a checksum."""
+    """A value has changed since the last check. ``algorithm`` is set for checksums."""
 
     what: Literal["checksum", "fsflag", "ppid", "size", "timestamp"]
     algorithm: Algorithm = "md5"
 
 
 class Unlike(msgspec.Struct, frozen=True):
-    """A value differs from the one given, which is octal digits, an owner, or a checksum. The checksum "" stands for
-    the first one seen.
+    """A value differs from the expected one, which is octal digits, an owner, or a checksum. The checksum "" stands for
+    the checksum at the first check.
     """
 
     what: Literal["checksum", "gid", "permission", "uid"]
@@ -107,11 +109,11 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class WrongType(msgspec.Struct, frozen=True):
-    """The path is not of the checked type (file, directory or fifo). This test cannot be written in a file."""
+    """The path is not of the checked type (file, directory or fifo). A file cannot contain this test; monit adds it."""
 
 
 class Unreadable(msgspec.Struct, frozen=True):
-    """The path exists but cannot be examined. This test cannot be written in a file."""
+    """The path exists but cannot be examined. A file cannot contain this test; monit adds it."""
 
 
 class Echo(msgspec.Struct, frozen=True):
@@ -122,7 +124,8 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 class Protocol(msgspec.Struct, frozen=True):
-    """Protocol of a connection: monit's name for it, ``default`` (connect only) or ``generic`` (the ``dialogue``).
+    """The protocol of a connection test. ``name`` is monit's name, ``default`` (only connect) or ``generic`` (the
+    ``dialogue``).
 
     A ``send`` text may contain ``\\0xHH`` for bytes, including zero. The remaining fields apply only to http.
     ``checksum`` is the expected checksum of the page. ``content`` is a regular expression that the page must match, or
@@ -140,7 +143,7 @@ class Protocol(msgspec.Struct, frozen=True):
 
 
 class Connection(msgspec.Struct, frozen=True):
-    """There was no answer at ``host`` and ``port``, or at ``unixsocket``, within ``timeout`` seconds."""
+    """The server at ``host`` and ``port``, or at ``unixsocket``, does not respond within ``timeout`` seconds."""
 
     host: str = ""
     port: int = 0
@@ -154,11 +157,13 @@ Test: TypeAlias = (
     Missing | PidChanged | Restarts | Limit | Changed | Unlike | Match | WrongType | Unreadable | Echo | Connection
 )
 CHANGES: Final = (Changed, Match, PidChanged)
-"""Tests for an event. Each occurrence counts, and a later check without one does not report a recovery."""
+"""Tests that detect an event instead of a state. Each occurrence counts, and there is no recovery when the event does
+not occur again.
+"""
 
 
 class _Placed(msgspec.Struct, frozen=True, eq=False):
-    """A value whose last member, its position, is ignored in comparisons."""
+    """A value whose last member is its position, which comparisons ignore."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and _content(self) == _content(other)
@@ -204,7 +209,7 @@ class Check(_Placed, frozen=True):
     every: int = 1
     rules: tuple[Rule, ...] = ()
     passed_over: tuple[Match, ...] = ()
-    """Patterns of lines that ``if match`` ignores."""
+    """Patterns from ``ignore match``: lines that match them are ignored by ``if match``."""
     line: int = 0
 
 
@@ -217,7 +222,7 @@ class Ignored(_Placed, frozen=True):
 
     @property
     def first_words(self) -> str:
-        """The words that identify the statement. The rest may be secret."""
+        """The first words, which identify the statement. The rest may be secret."""
         words = self.statement.split()
         return " ".join(words[: 3 if words[1].lower() in ("changed", "failed", "not") else 2])
 

@@ -2,7 +2,8 @@
 
 The statements are those of monit 5.2.5 (``p.y``), and included files are read in its order (``include_file`` in
 ``l.l``: the last name first). A mistake in the control file itself ends the daemon, as it ends monit. A mistake in an
-included file, which may come from a release, affects only the services of that file, or that ``set`` statement.
+included file, which may come from a release, affects only the services in that file, or only the wrong ``set``
+statement.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ logger = logging.getLogger(__name__)
 MAX_DEPTH: Final = 8
 """Maximum depth of includes. monit allows ten."""
 _NUMBERED: Final = re.compile(r"[0-9]{4}_(?=.)")
-"""Prefix that the Go agent puts before the name of a job (applier/jobs/rendered_job_applier.go)."""
+"""Matches the number that the Go agent puts before the name of a job (applier/jobs/rendered_job_applier.go)."""
 
 
 class Control(msgspec.Struct):
-    """Values of the ``set`` statements, with monit's defaults. ``job_files`` are all files that may have checks."""
+    """Values of the ``set`` statements, with monit's defaults. ``job_files`` are all files that may contain checks."""
 
     path: Path
     pidfile: Path = Path()
@@ -47,7 +48,7 @@ class Control(msgspec.Struct):
     logfile: Path | None = None
     address: str = ""
     port: int = 0
-    """Port of the HTTP interface. 0 means none."""
+    """Port of the HTTP interface, or 0 if there is none."""
     users: dict[str, bool] = msgspec.field(default_factory=dict)
     """Maps ``user:password`` to whether this user may change services."""
     user_files: list[tuple[Path, frozenset[str], bool]] = msgspec.field(default_factory=list)
@@ -55,16 +56,16 @@ class Control(msgspec.Struct):
     services.
     """
     allows_neighbours: bool = False
-    """Any program on this machine may send requests without a password."""
+    """True if any program on this machine may send requests without a password."""
     mail_servers: list[tuple[str, int]] = msgspec.field(default_factory=list)
     mail_timeout: int = 5
     mail_format: dict[str, str] = msgspec.field(default_factory=dict)
-    """Templates by ``from``, ``reply-to``, ``subject`` and ``message``."""
+    """Templates for ``from``, ``reply-to``, ``subject`` and ``message``."""
     recipients: list[str] = msgspec.field(default_factory=list)
     queue: Path | None = None
-    """Directory for events that wait for the mail server."""
+    """Directory for mails that could not be sent yet."""
     slots: int = 0
-    """Maximum number of waiting events. 0, monit's default, means no limit."""
+    """Maximum number of such mails. 0, monit's default, means no limit."""
     job_files: list[JobFile] = msgspec.field(default_factory=list)
 
     def credentials(self) -> Mapping[bytes, bool] | None:
@@ -83,7 +84,9 @@ class Control(msgspec.Struct):
 
 
 def read(path: Path) -> Control:
-    """Read the control file and all that it includes. Raises ``ConfigError`` that names file and line. Blocks."""
+    """Read the control file and all included files. Raises a ``ConfigError`` that names the file and the line.
+    Blocks.
+    """
     root, home = os.geteuid() == 0, Path(pwd.getpwuid(os.geteuid()).pw_dir)
     pidfile = Path("/var/run/monit.pid") if root else home / ".monit.pid"
     control = Control(path, pidfile, home / ".monit.id", home / ".monit.state")
@@ -104,7 +107,7 @@ def _take(control: Control, path: Path, depth: int) -> None:
     control.job_files.append(JobFile(_NUMBERED.sub("", path.stem, count=1), "", text))
     for token in Reader(text).includes if depth < MAX_DEPTH else ():
         pattern = token.value.strip("\"'")
-        # Patterns are absolute in monit too.
+        # As in monit, patterns are absolute.
         for found in sorted(Path("/").glob(pattern.lstrip("/")), reverse=True):
             _take(control, found, depth + 1)
 
@@ -208,9 +211,9 @@ _STATEMENTS: Final[Mapping[str, Callable[[Control, Reader], None]]] = {
     "alert": lambda control, reader: control.recipients.append(parser.skip_alert(reader)),
     "eventqueue": _queue,
 }
-"""Readers of the rest of a statement, by the word after ``set``."""
+"""Functions that read the rest of a ``set`` statement, by the word after ``set``."""
 
 _FILES: Final = ("pidfile", "idfile", "statefile", "logfile")
 
 ACTED_ON: Final = frozenset({"include"} | {f"set {word}" for word in (*_FILES, *_STATEMENTS)})
-"""The first words of the statements that are read here."""
+"""The first words of the statements that this module interprets."""

@@ -1,8 +1,8 @@
 """Lexer of monit control files. Pure.
 
-Follows monit 5.2.5, the version on every BOSH machine, and was tested against it. The longest match wins, or the first
-of equally long ones. Some keywords change the rules for the next token: ``check`` is followed by a name, and ``start
-"`` by the arguments of a program. The parser does not influence that, so a whole text is tokenised at once.
+Follows monit 5.2.5, the version on every BOSH machine, and was tested against it. The longest match wins; of equally
+long matches, the first. Some keywords change the rules for the next token: ``check`` is followed by a name, and ``start
+"`` by the arguments of a program. Because the parser does not influence this, a whole text is tokenised at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOISE: Final = _words(
     "is as are for on only with within without program programs and has using use the sum than usage was times but of"
     " does"
 )
-"""Noise words, which have no meaning anywhere."""
+"""Noise words, which are ignored everywhere."""
 
 KEYWORDS: Final = _words(
     "if or then else not failed changed recovered passed succeeded set enable disable ignore default daemon delay"
@@ -61,16 +61,16 @@ SYNONYMS: Final[Mapping[str, str]] = dict(
 )
 
 _KINDS: Final[Mapping[str, str]] = {**dict.fromkeys(NOISE, ""), **{word: word for word in KEYWORDS}, **SYNONYMS}
-"""Kinds of all words that are not values, by lower-case word."""
+"""The token kinds of all words that are not values, by lower-case word."""
 
 WORD: Final = r"""[^\x00-\x21@:{}"';(),%]+"""
-"""A word. It ends at blanks, control characters, ``!`` and the signs listed here, but not at ``#``."""
+"""Matches a word, which ends at blanks, control characters, ``!`` and the characters listed here, but not at ``#``."""
 
 URL: Final = (
     r"(?P<scheme>[a-z0-9]+)://(?:(?P<credentials>[^:@ ]+:[^@ \t\r\n]+)@)?(?P<host>[^/?:# \t\r\n]+)"
     r"(?::(?P<port>[0-9]+))?(?P<path>/[^?# \t\r\n]*)?(?:\?(?P<query>[^# \t\r\n]*))?(?:#[^ \t\r\n]*)?"
 )
-"""A URL. It ends at a blank or line end, so a ``)`` belongs to its path."""
+"""Matches a URL, which ends at a blank or line end, so ``)`` is part of its path."""
 
 _TOKEN: Final = rf"""
   (?P<skip>(?: [ \r\t;,()]+ | (?:\#[^\n]*)? \\? \n )+)
@@ -89,7 +89,9 @@ _TOKEN: Final = rf"""
 | (?P<word>{WORD} (?:@{WORD})?)
 | (?P<sign>!= | .)
 """
-"""One token. ``re`` compiles this and the following patterns on first use, which saves an agent without jobs 4 ms."""
+"""Matches one token. ``re`` compiles this and the following patterns on first use, which saves an agent without jobs 4
+ms.
+"""
 
 
 _Mode: TypeAlias = tuple[tuple[str, str], ...]
@@ -109,9 +111,7 @@ _DEPENDS: Final = _mode(skip=r"[ \r\t;,()]+", line=r"[ \r\t;,()]*\n[ \r\t;,()]*"
 """After ``depends on``: names separated by commas. The list ends at a blank or line break without a comma."""
 
 _ARGUMENTS: Final = _mode(skip=r"[ \r\t]+", line=r"\n", over=r"\"", quoted=r"'[^']*'", quote=r"'", bare=r"[^ \t\n\"]+")
-"""Inside the quotes of a program, whose words are not those of a shell: ``'`` is special only at the start of an
-argument.
-"""
+"""Inside the quotes of a program. Quoting differs from a shell: ``'`` is special only at the start of an argument."""
 
 _PATTERN: Final = _mode(skip=r"[ \t\r\n]+", quoted=r"\"[^\"\r\n]+\"|'[^'\r\n]+'", bare=r"[^ \t\r\n]+")
 """After ``include``: a pattern of file names."""
@@ -125,8 +125,8 @@ NO_NAME: Final = "a quote that no single word follows"
 
 
 def lex(text: str) -> list[Token]:
-    """Tokenise ``text``, without noise words and with a final ``END``. Invalid text becomes ``BAD`` tokens; nothing is
-    raised.
+    """Tokenise ``text``, leaving out noise words and adding a final ``END``. Invalid text becomes ``BAD`` tokens
+    instead of an exception.
     """
     tokens: list[Token] = []
     at = 0
@@ -139,7 +139,7 @@ def lex(text: str) -> list[Token]:
 
 
 def unescape(text: str) -> str:
-    r"""Unescape a quoted string: decodes ``\n \t \r \\ "\ " \0xHH``, and keeps any other backslash.
+    r"""Unescape a quoted string: decode ``\n \t \r \\ "\ " \0xHH``, and keep any other backslash.
 
     ``\0x00`` is kept too, because monit converts it to a NUL only when it sends the text. A byte above 127 becomes the
     character that ``os.fsencode`` converts back to it.
@@ -172,7 +172,7 @@ def _word(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _program(match: re.Match[str], tokens: list[Token]) -> int:
-    """Tokenise ``start "``, ``stop "`` and ``exec "``. The end of the text also closes the quote."""
+    """Tokenise ``start "``, ``stop "`` and ``exec "``. An unclosed quote ends with the text."""
     text, at = match.string, match.end()
     tokens.append(Token(match.lastgroup or "", "", match.start(), at - 1))
     while at < len(text):
@@ -199,7 +199,7 @@ def _named(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _one(mode: _Mode, wanted: str, match: re.Match[str], tokens: list[Token]) -> int:
-    """Append the single value after ``match``. Any other text is tokenised as usual."""
+    """Append the single value that is expected after ``match``. If there is none, the text is tokenised as usual."""
     text, at = match.string, match.end()
     kind = "skip"
     while kind == "skip":
@@ -238,7 +238,7 @@ def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
 
 
 def _single(match: re.Match[str], tokens: list[Token]) -> int:
-    """Append the token of an alternative that is one token."""
+    """Append the token of an alternative that consists of one token."""
     text, value = match[0], ""
     match match.lastgroup:
         case "quoted":

@@ -1,8 +1,8 @@
 """Parser of the monit 5.2.5 control language. Pure.
 
-This was tested against that version and refuses the same texts. Exceptions are tests that the agent does not act on,
-and facts that only a machine knows, such as the existence of users, groups and files, and name resolution. ``problems``
-checks the files of several jobs against each other.
+It was tested against that version and refuses the same texts. There are two exceptions: tests on which the agent does
+not act, and facts that depend on the machine, such as name resolution and the existence of users, groups and files.
+``problems`` finds conflicts between the files of several jobs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agent_shim.supervisor.monit.reader import MonitSyntaxError, Reader
 from agent_shim.supervisor.monit.rules import ALL, STATUS, SYSTEM, read_ignore, read_program, read_regex, read_rule
 
 MAX_BYTES: Final = 256 * 1024
-"""Maximum size of one file, because parsing takes more than linear time."""
+"""Maximum size of one file. It is limited because parsing takes more than linear time."""
 
 MAX_MISTAKES: Final = 20
 """Maximum number of mistakes listed in the error of a file."""
@@ -78,8 +78,8 @@ def parse(
 
 
 def skip_set(reader: Reader) -> None:
-    """Skip a ``set`` statement, which is meant for the daemon, up to the next ``set`` or ``check``. No known release
-    has one.
+    """Skip a ``set`` statement up to the next ``set`` or ``check``, because it is meant for the daemon. No known
+    release contains one.
     """
     first = reader.next
     while reader.kind not in ("set", "END", "BAD") and not reader.kind.startswith("check "):
@@ -99,7 +99,7 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
         if reader.begins_line() and (kind == "set" or kind in OPTIONS or kind.startswith("check ")):
             break
         reader.skip()
-    if reader.kind == "BAD":  # after an unclosed quote, the rest of the file cannot be interpreted
+    if reader.kind == "BAD":  # the rest of the file cannot be interpreted after an unclosed quote
         reader.end()
 
 
@@ -107,8 +107,8 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
 
 
 def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]) -> Check:
-    """Parse a check. After a mistake in its head, return a nameless check, so that mistakes in its options are found
-    too.
+    """Parse a check. After a mistake in its head, return a check without a name, so that mistakes in its options are
+    found too.
     """
     check = Check(cast("Kind", reader.kind.removeprefix("check ")), "", line=reader.line(reader.next))
     first, before = reader.at, len(reader.mistakes)
@@ -125,7 +125,7 @@ def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]
 
 
 def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
-    """Parse the head of a check. ``services`` are the preceding ones, by lower-case name."""
+    """Parse the head of a check. ``services`` are the preceding services, by lower-case name."""
     head = reader.skip()
     token = reader.need("a name of one word", "NAME")
     name = token.value
@@ -150,7 +150,7 @@ def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
 
 
 def _options(reader: Reader, check: Check, ignored: list[Ignored]) -> Check:
-    """Parse the options of a check, in any order and number. Appends those without effect to ``ignored``."""
+    """Parse the options of a check, in any order and number. Options without effect are appended to ``ignored``."""
     kind = f"check {check.kind}"
     while reader.kind not in ("END", "set") and not reader.kind.startswith("check "):
         first, token = reader.at, reader.next
@@ -204,7 +204,7 @@ def _every(reader: Reader, check: Check) -> Check:
 def _alert(reader: Reader, check: Check) -> Check:
     """Parse ``alert ADDRESS [[not] { EVENT... }] [mail-format {...}] [reminder N cycles]``, or ``noalert ADDRESS``.
 
-    Mails have no effect, because alerts go to the Health Monitor. Another option may follow.
+    The statement has no effect, because alerts go to the Health Monitor. Another option may follow.
     """
     if reader.skip().kind == "noalert":
         reader.need("a mail address", "MAIL")
@@ -247,7 +247,7 @@ def _ignore(reader: Reader, check: Check) -> Check:
 
 
 class _Option(NamedTuple):
-    """The reader of an option, and the check types that have this option."""
+    """A function that reads an option, and the check types that have this option."""
 
     read: Callable[[Reader, Check], Check]
     kinds: frozenset[str] = ALL
@@ -271,7 +271,7 @@ OPTIONS: Final[Mapping[str, _Option]] = {
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A conflict between files. ``service`` is at ``origin`` and ``line``.
+    """A conflict between files. ``service`` is defined at ``origin`` and ``line``.
 
     A ``duplicate`` is the later definition; a ``missing`` dependency names an undefined service; a ``cycle`` is
     reported at one of its services.
@@ -313,7 +313,9 @@ def problems(files: Iterable[MonitFile]) -> list[Problem]:
 
 
 def _circles(depends: Mapping[str, list[str]]) -> Iterator[list[str]]:
-    """Yield circular dependencies, each as the names in order, starting with the first. No two of them share a name."""
+    """Yield circular dependencies, each as a list of names that begins with the first in the order of the files. No
+    name is in two of them.
+    """
     left = dict(depends)
     while True:
         try:

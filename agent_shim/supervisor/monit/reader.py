@@ -7,15 +7,13 @@ from typing import Final
 from agent_shim.supervisor.monit.lexer import KEYWORDS, Token, lex
 
 MAX_DIGITS: Final = 36
-"""Maximum number of digits of an integer. monit uses 32-bit integers, so this limit only has to keep sizes in bytes
-exact.
-"""
+"""Maximum number of digits of an integer. monit uses 32-bit integers, so it is enough that sizes in bytes are exact."""
 
 MAX_REAL: Final = 1e18
 """Maximum value of a number with a decimal point."""
 
 MAX_SHOWN_CHARS: Final = 40
-"""Maximum length of a wrong word in an error."""
+"""Maximum length of a wrong word that is quoted in an error."""
 
 
 class MonitSyntaxError(ValueError):
@@ -53,7 +51,7 @@ class Reader:
 
     @property
     def second(self) -> Token:
-        """Token after the next one."""
+        """The token after the next one."""
         return self.tokens[min(self.at + 1, len(self.tokens) - 1)]
 
     def skip(self) -> Token:
@@ -66,11 +64,11 @@ class Reader:
         return token
 
     def take(self, *kinds: str) -> Token | None:
-        """Consume and return the next token if it is of one of these kinds."""
+        """Consume and return the next token if it is of one of ``kinds``."""
         return self.skip() if self.kind in kinds else None
 
     def need(self, expected: str, *kinds: str) -> Token:
-        """Consume and return the next token, which must be of one of these kinds."""
+        """Consume and return the next token, which must be of one of ``kinds``."""
         if self.kind not in kinds:
             raise self.error(expected)
         return self.skip()

@@ -17,7 +17,7 @@ from agent_shim.supervisor.monit.lexer import URL
 from agent_shim.supervisor.monit.reader import MAX_DIGITS, Reader
 
 MAX_CYCLES: Final = 64
-"""Maximum number of checks that monit remembers for a test."""
+"""Maximum number of checks of a test that monit takes into account."""
 
 MAX_WORDS: Final = 63
 """Maximum number of words of a program, including its path."""
@@ -71,8 +71,8 @@ def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | 
     """Parse a rule in a check of this kind. Return None for a test on which the agent does not act. ``address`` is the
     host for connections that do not name one.
 
-    A rule without a rate simply has none. (In monit 5.2.5 it gets the rate of the preceding rule if that one tests
-    existence or a pid change, which is a bug in ``seteventaction`` in ``p.y``.)
+    A rule without a rate has the rate of one failed check. (In monit 5.2.5, it gets the rate of the preceding rule if
+    that rule tests existence or a pid change, because of a bug in ``seteventaction`` in ``p.y``.)
     """
     line = reader.line(reader.skip())
     test = _test(reader, kind)
@@ -80,7 +80,7 @@ def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | 
         test = replace(test, host=address)
     ends = ("then", "if", "set", "END", "BAD")
     while test is None and reader.kind not in ends and not reader.kind.startswith("check "):
-        reader.skip()  # the words of the test and its rate
+        reader.skip()  # skip the words of the test and its rate
     is_count = isinstance(test, values.Restarts)
     rate = values.ONCE if is_count else _rate(reader)
     reader.need("'then'" if is_count else "a rate or 'then'", "then")
@@ -104,14 +104,14 @@ def read_ignore(reader: Reader) -> values.Match | None:
 def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
     wanted = _wanted(reader, kind)
     test = _read_test(reader, wanted)
-    # Several resource tests may follow each other. monit keeps the last.
+    # Several resource tests may follow each other, of which monit keeps the last.
     while wanted in RESOURCES and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
         test = _read_test(reader, reader.kind)
     return test
 
 
 def _read_test(reader: Reader, wanted: str) -> values.Test | None:
-    """Parse the rest of a test after the words that are its key in ``TESTS``."""
+    """Parse the rest of a test, after the words that are the test's key in ``TESTS``."""
     words = [] if wanted == "NUMBER" else wanted.split(" ") if wanted.startswith(PAIRS) else [wanted]
     for _ in words:
         reader.skip()
@@ -135,7 +135,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _owner(reader: Reader, expected: str) -> str:
-    """Parse a name or a number."""
+    """Parse an owner, which is a name or a number."""
     return reader.string(expected) if reader.kind == "STRING" else str(reader.number(expected))
 
 
@@ -217,7 +217,9 @@ def _checksum(reader: Reader, word: str) -> values.Unlike:
 
 
 def _digest(reader: Reader, algorithm: values.Algorithm | None = None) -> tuple[str, values.Algorithm]:
-    """Parse a checksum, of ``algorithm`` if that is given. Characters other than hexadecimal digits are ignored."""
+    """Parse a checksum. If ``algorithm`` is given, it must be one of that. Characters other than hexadecimal digits are
+    ignored.
+    """
     token = reader.next
     digits = "".join(re.findall("[0-9a-f]", reader.string("a checksum").lower()))
     found = DIGESTS.get(len(digits))
@@ -268,7 +270,7 @@ AMOUNT: Final = "a number, a blank and a unit, like '500 mb'"
 
 
 def read_regex(reader: Reader, *kinds: str) -> str:
-    """Parse a regular expression given by a token of one of these kinds."""
+    """Parse a regular expression, which is given by a token of one of ``kinds``."""
     token = reader.need("a regular expression", *kinds)
     try:
         posix_regex.compiled(token.value)
@@ -360,7 +362,7 @@ def _http(reader: Reader) -> values.Protocol:
 
 
 class Reading(NamedTuple):
-    """The reader of a test, which is called with the last word read, and the check types that have this test."""
+    """A function that reads a test and is called with the last word read, and the check types that have this test."""
 
     read: Callable[[Reader, str], values.Test | None]
     kinds: frozenset[str]
@@ -383,7 +385,7 @@ RESOURCES: Final[Mapping[str, frozenset[str]]] = {
 }
 
 PAIRS: Final = ("not", "changed", "failed")
-"""First words of tests whose keys have two words."""
+"""First words of tests whose keys consist of two words."""
 
 TESTS: Final[Mapping[str, Reading]] = {
     "not exist": Reading(lambda _, __: values.Missing(), ALL - SYSTEM),
@@ -411,7 +413,7 @@ TESTS: Final[Mapping[str, Reading]] = {
     "failed uid": Reading(_owned, PATHS | FILESYSTEM),
     "failed gid": Reading(_owned, PATHS | FILESYSTEM),
 }
-"""Readers by the words after ``if``: two words for ``not``, ``changed`` and ``failed``, otherwise one."""
+"""How to read a test, by the words after ``if``: two words if the first is in ``PAIRS``, otherwise one."""
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "alert ADDRESS, noalert ADDRESS": "alerts go to the Health Monitor",

@@ -1,3 +1,3 @@
-"""Processes of services: to which service each belongs (``keepers``), which one a service watches, and how all of them
-are ended.
+"""Determines which processes belong to which service (``keepers``) and which of them a service watches, and ends all
+processes of a service.
 """

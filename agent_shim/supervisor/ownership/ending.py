@@ -1,4 +1,4 @@
-"""The ways in which a service's process ends or becomes unknown, or the path of a check disappears."""
+"""The ways in which a service's process ends or gets lost, or in which the path of a check disappears."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 KINDS: Final = ("success", "error", "signal", "unknown")
-"""Kinds of endings: exit code 0, another code, a signal, not observed."""
+"""Kinds of endings: exit code 0, another exit code, a signal, and an unobserved end."""
 
 
 class Code(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class Signal(msgspec.Struct, frozen=True):
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """It was not observed how the process ended."""
+    """How the process ended was not observed."""
 
     kind = "unknown"
 
@@ -45,7 +45,7 @@ class Unknown(msgspec.Struct, frozen=True):
 
 
 class NoPid(msgspec.Struct, frozen=True):
-    """The pidfile names no process. The process itself may still be alive."""
+    """The pidfile does not name a process any more. The process itself may still be alive."""
 
     kind = "unknown"
 
@@ -54,7 +54,7 @@ class NoPid(msgspec.Struct, frozen=True):
 
 
 class PathMissing(msgspec.Struct, frozen=True):
-    """The path of a check without a process is missing."""
+    """The path of a check that has no process is missing."""
 
     path: Path | None
     kind = "error"

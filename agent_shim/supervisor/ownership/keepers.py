@@ -1,8 +1,8 @@
-"""The keepers of one supervisor. They tell to whom a process belongs, and end all processes of a service.
+"""The keepers of one supervisor. They determine which service a process belongs to, and end all processes of a service.
 
-Each program runs below a keeper of its own (``host.keeper``), whose label names the owner: a service, a process of
-bpm.yml (``bpm.calls.bpm_label``), or the scripts or the rules of a job. All descendants of a keeper belong to its
-label. They cannot leave the keeper, so nothing else has to be known about a process.
+Each program runs below a separate keeper (``host.keeper``). The keeper's label names the owner: a service, a bpm.yml
+process (``bpm.calls.bpm_label``), or the scripts or the rules of a job. All descendants of a keeper belong to its
+label. They cannot escape from the keeper, so no other information about a process is needed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from agent_shim.supervisor.ownership.process_record import Identity
 logger = logging.getLogger(__name__)
 
 EXIT_WAIT_S: Final = 0.25
-"""Seconds after the exit of a process before its remaining processes are signalled."""
+"""How long after the exit of a service's process its remaining processes may run before they are signalled."""
 KILL_ROUNDS: Final = 3
-"""Rounds of KILL for a process that is not below a keeper of its own. Processes that it forks during one round are
-found in the next.
+"""How many times KILL is sent to a process tree that is not below the service's keepers. Processes that it forks during
+one round are found in the next.
 """
 
 _SCRIPTS: Final = "scripts of job "
@@ -65,14 +65,14 @@ class Left(NamedTuple):
 
 
 class _Lost(NamedTuple):
-    """A keeper that was killed."""
+    """A keeper that was killed while it had descendants."""
 
     start: int
-    """Tick before which none of its processes started."""
+    """Tick before which none of the keeper's processes started."""
     parent: int
-    """The pid of the process that inherited its processes. 0 means process 1 or this one."""
+    """The pid of the process that inherited the keeper's processes. 0 means PID 1 or this process."""
     pid: int = 0
-    """0 if the keeper was killed before this agent started."""
+    """Pid of the keeper, or 0 if it was killed before this agent started."""
 
     @property
     def identity(self) -> Identity:
@@ -80,7 +80,7 @@ class _Lost(NamedTuple):
 
 
 def left(identities: Iterable[Identity]) -> list[Left]:
-    """Return a ``Left`` for each, with the process name from the kernel. Blocks for some 10 microseconds per
+    """Return a ``Left`` for each process, with the process name from the kernel. Blocks for some 10 microseconds per
     process.
     """
     return [Left(pid, start, proc.name(pid)) for pid, start in identities]
@@ -91,30 +91,31 @@ class Keepers:
 
     def __init__(self, paths: Paths) -> None:
         self.killed: set[str] = set()
-        """Labels of processes that had to be killed, since the caller last cleared this set."""
+        """Labels of processes that had to be killed. The caller clears this set."""
         self.on_loss: Callable[[str, list[Left]], None] | None = None
-        """Called with the label of a keeper that was killed, and the processes that may have been below it."""
+        """Called when a keeper was killed, with its label and the processes that may have been below it."""
         self._lost: dict[str, _Lost] = {}
         """Killed keepers by socket name.
 
-        A socket stays until the keeper's processes are accounted for, so that the next agent learns of it too.
+        The socket of such a keeper is removed only when it is clear what became of its processes, so that the next
+        agent notices the loss too.
         """
         self._directory = paths.keepers
         self.base: Final = paths.base
         self._kept: tuple[Keeper, ...] = ()
-        """Replaced as a whole at each change, because threads read it."""
+        """The connected keepers. The tuple is replaced at each change, because threads read it."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     async def find(self) -> None:
-        """Connect to the keepers of an earlier agent. Those that do not answer have been killed meanwhile."""
+        """Connect to the keepers of an earlier agent. Keepers that do not answer were killed meanwhile."""
         found, ended = await keeper.find(self._directory)
         self._lost = {name: _Lost(since, 0) for name, since in ended.items()}
         self._kept = (*self._kept, *found)
 
     def forget_lost(self) -> None:
-        """Forget the killed keepers, because their processes ended with another container."""
+        """Forget the killed keepers, because their processes ended with the previous container."""
         self._forget(set(self._lost))
 
     def _forget(self, names: Collection[str]) -> None:
@@ -124,8 +125,8 @@ class Keepers:
                 (self._directory / name).unlink()
 
     def settle(self) -> None:
-        """Release those keepers of an earlier agent that have no descendants, now that it is known how their processes
-        ended.
+        """Release those keepers of an earlier agent that have no descendants. Call this when all results have been
+        read.
         """
         for each in self._kept:
             if each.on_change is None:
@@ -142,7 +143,7 @@ class Keepers:
     async def run(self, label: str, program: keeper.Program, out: int | Path | None, err: int | Path | None) -> Process:
         """Run a program below a new keeper. Its streams are descriptors, files to append to, or None for ``/dev/null``.
 
-        The ``Process`` may have ended already. Raises ``HostError`` "cannot run PROGRAM: why".
+        The returned ``Process`` may already have ended. Raises ``HostError`` "cannot run PROGRAM: why".
         """
         with contextlib.ExitStack() as opened:
             streams = [
@@ -152,7 +153,7 @@ class Keepers:
             program = msgspec.structs.replace(program, stdout=streams[0], stderr=streams[1])
             made: list[Keeper] = []
 
-            def keep(each: Keeper) -> None:  # called before the program can write a pidfile
+            def keep(each: Keeper) -> None:  # called before the program runs, because it may write a pidfile at once
                 made.append(each)
                 self._kept = (*self._kept, each)
 
@@ -160,7 +161,8 @@ class Keepers:
                 started = await keeper.start(self._directory, label, program, keep)
             except BaseException:
                 for each in made:
-                    # The keeper was killed, or its program hangs. In both cases processes may still be running.
+                    # Follow a keeper that was killed or whose program hangs, because in both cases processes may still
+                    # be running.
                     if not each.is_released:
                         self._follow(each)
                 self._kept = tuple(each for each in self._kept if each not in made or not each.is_released)
@@ -174,12 +176,12 @@ class Keepers:
             self._follow(started)
 
     def of(self, labels: Collection[str]) -> list[Keeper]:
-        """Return the keepers of these labels."""
+        """Return the keepers that have one of these labels."""
         keys = {keeper.prefix(label) for label in labels}
         return [each for each in self._kept if each.key in keys]
 
     def of_scripts(self) -> list[str]:
-        """Return the labels of scripts that have left processes running."""
+        """Return the script labels whose keepers still have processes."""
         labels = {each.label for each in self._kept} | {keeper.label_of(name) for name in self._lost}
         return sorted(label for label in labels if label.startswith(_SCRIPTS))
 
@@ -191,7 +193,7 @@ class Keepers:
         self._changed(each)
 
     def _changed(self, each: Keeper) -> None:
-        """Forget a keeper that has no descendants, or that was killed."""
+        """Handle a report of a keeper: forget it if it has no descendants or was killed."""
         if not (each.state.is_childless or each.is_lost):
             return
         each.on_change = None
@@ -227,27 +229,27 @@ class Keepers:
         return found.label if found is not None else ""
 
     def adopt(self, identity: Identity) -> Process | None:
-        """Watch a process, whether or not it is below a keeper. A keeper reports how it ends. Return None if the
-        process is gone.
+        """Watch a process. If it is below a keeper, the keeper reports how it ends. Return None if the process is
+        gone.
         """
         above = self.above(identity)
         return process.adopt(*identity) if above is None else above.adopt(*identity)
 
     def ending_of(self, identity: Identity) -> keeper.Exit | None:
-        """Return how a process ended, if a keeper of an earlier agent knows that."""
+        """Return how a process ended, if a keeper of an earlier agent recorded it."""
         return next(filter(None, (each.exit_of(identity) for each in self._kept)), None)
 
     def of_former_agent(self, label: str) -> list[Identity]:
-        """List the processes in the cgroup that an agent without keepers (0.2.0) made for a service. Blocks."""
+        """Return the processes in the cgroup that an agent without keepers (0.2.0) created for a service. Blocks."""
         return job_cgroups.members_of(f"{label}@{self.base}")
 
     async def orphans(self, labels: Collection[str]) -> list[Left]:
-        """List the processes that may have been below the killed keepers of these labels.
+        """Return the processes that may have been below the killed keepers of these labels.
 
-        This includes the keeper itself if it is still alive because another program has connected to it.
+        This includes a keeper that is still alive and only lost because another program has connected to it.
         """
         lost = [self._lost[name] for name in self._lost_of(labels)]
-        if lost:  # Wait a moment, because a keeper's connection closes just before its processes get another parent.
+        if lost:  # wait a moment, because a keeper's connection closes just before its processes get another parent
             await process.send_all({each.identity for each in lost}, 0, EXIT_WAIT_S)
         return await asyncio.to_thread(self._orphans, lost) if lost else []
 
@@ -256,12 +258,12 @@ class Keepers:
         return [name for name in self._lost if keeper.label_of(name) in lost]
 
     def _orphans(self, lost: Collection[_Lost]) -> list[Left]:
-        """List the living processes that killed keepers' parents may have inherited, except those that this process
-        started.
+        """Return the living processes that the parents of killed keepers may have inherited, except those that this
+        process started.
         """
         keepers = {each.identity for each in lost}
-        # Read these before the list of processes, which may exit meanwhile. The agent itself may be a child of process
-        # 1.
+        # Read these pids before the list of processes, because our processes may exit meanwhile. The agent itself is
+        # included, because it may be a child of PID 1.
         ours = {os.getpid()} | {each.pid for each in self._kept} | process.spawned()
         return left(
             each.identity
@@ -273,7 +275,7 @@ class Keepers:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     async def clear(self, labels: Collection[str], others: Collection[Identity], grace: float) -> None:
-        """End the remaining processes of the last run, because they may hold a port or lock that the next run needs.
+        """End the remaining processes of the last run, because they may occupy a port or lock that the next run needs.
 
         Raises ``HostError`` if some survive.
         """
@@ -288,9 +290,9 @@ class Keepers:
         """Send TERM, and KILL after ``grace`` seconds, to all processes below the keepers of these labels and to
         ``others``.
 
-        ``others`` are ended together with their descendants. Returns the survivors, and the orphans of killed keepers,
-        which get no signal because it is unknown to whom they belong. With ``is_usual``, a kill is not recorded in
-        ``killed``.
+        ``others`` are ended together with their descendants. Return the survivors, and the orphans of killed keepers.
+        Orphans are not signalled, because it is unknown which service they belong to. With ``is_usual``, a kill is not
+        recorded in ``killed``.
         """
         kept = self.of(labels)
         of_others = asyncio.ensure_future(_end_trees(await self.trees(labels, others), grace))
@@ -305,7 +307,7 @@ class Keepers:
         return alive
 
     async def trees(self, labels: Collection[str], roots: Collection[Identity]) -> list[Identity]:
-        """List the living processes among ``roots`` that are not below a keeper of these labels, and their
+        """Return the living processes among ``roots`` that are not below a keeper of these labels, and their
         descendants.
         """
         kept = self.of(labels)
@@ -332,7 +334,7 @@ def _may_be_of(each: proc.Stat, lost: _Lost) -> bool:
 
 
 async def _end_trees(ahead: Collection[Identity], grace: float) -> tuple[list[Left], bool]:
-    """Send TERM, then KILL, to processes and their descendants. Returns the survivors, and whether KILL was sent."""
+    """Send TERM, then KILL, to processes and their descendants. Return the survivors, and whether KILL was sent."""
     rounds = [(signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILL_ROUNDS)] * KILL_ROUNDS]
     was_killed = False
     for sig, timeout in rounds:

@@ -1,4 +1,4 @@
-"""Finds a service's process, or the path of a check without a process."""
+"""Finds and tracks the process of a service or, for a check that has no process, its path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agent_shim.supervisor.plan import ProcessSpec
 
 MIN_POLL_S: Final = 0.001
 MAX_POLL_S: Final = 0.05
-"""Maximum poll interval during a start. The interval grows from the minimum to this."""
+"""Maximum poll interval during a start. The interval grows from ``MIN_POLL_S`` to this."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -34,16 +34,16 @@ class Timing(msgspec.Struct, frozen=True):
     settle: float = 8.0
     """Uptime after which a process restarted after an unexpected exit counts as running."""
     backoff_first: float = 0.5
-    """Delay before the second restart in a row. The first is immediate."""
+    """Delay before the second restart in a row. The first restart is immediate."""
     backoff_limit: float = 10.0
-    """Longest delay. A longer uptime resets the back-off. It must not exceed a monit cycle."""
+    """Longest delay, which must not exceed a monit cycle. An uptime longer than this resets the back-off."""
     eager: float = 60.0
-    """Period after a requested start in which a Director may be waiting for a process that fails until another one is
-    up.
+    """Period after a requested start in which delays are shorter, because the Director may be waiting for a process
+    that fails until another one is up.
     """
     eager_limit: float = 1.0
-    """Longest delay during that period. Together with ``settle`` it is less than a cycle, after which monit would call
-    the process running.
+    """Longest delay during that period. Together with ``settle``, it is less than a cycle, because after a cycle, monit
+    would report the process as running.
     """
     stop: float = 30.0
     """How long a process without a stop program may take to exit after TERM."""
@@ -51,36 +51,36 @@ class Timing(msgspec.Struct, frozen=True):
     """Time between TERM and KILL for processes left by a stop program."""
     linger: float = 2.0
     """How long the start program may take to exit once the process is up, and how long to wait for a process that
-    replaces a doubtful one or one that has become a daemon.
+    replaces one that is doubted or has become a daemon.
     """
     look: float = 1.0
-    """Poll interval for changes that no descriptor reports: a late process or a path."""
+    """Poll interval for changes that no descriptor reports: the appearance of a late process or a path."""
     cycle: float = 10.0
     """Length of a monit cycle, which is the unit of its rates."""
 
 
 class LateError(HostError):
-    """No process appeared in time, but one may still appear."""
+    """No process appeared in time, but it may still appear."""
 
 
 class ProcessFinder:
     """Finds and tracks the process of a service. ``program`` is the start program during a start.
 
-    ``record`` is the record of the processes of the service. ``changed`` is called after each change to it.
+    The methods get the service's process record as ``record``, and ``changed`` is called after each change to it.
     """
 
     def __init__(self, keepers: Keepers, timing: Timing, changed: Callable[[], None]) -> None:
         self.process: Process | None = None
         self.program: Process | None = None
         self.doubted: Process | None = None
-        """The last process, which is alive although its pidfile names no process."""
+        """The last process if it is alive although the pidfile no longer names a process."""
         self.up_at = 0.0
         """Monotonic start time of the process."""
         self._is_there = True
-        """For a check without a process: whether the path existed at the last look."""
+        """For a check that has no process: whether the path existed when it was last examined."""
         self._keepers = keepers
         self.refused = ""
-        """Why the process named by the pidfile is not accepted as the service's."""
+        """Why the process named by the pidfile is not accepted as the service's process, or ""."""
         self._refused: tuple[Pidfile, Identity] | None = None
         """The pidfile and process that were refused."""
         self._timing = timing
@@ -88,14 +88,14 @@ class ProcessFinder:
 
     @property
     def pid(self) -> int:
-        """The pid, or 0 without a process."""
+        """The pid of the process, or 0 if there is none."""
         return self.process.pid if self.process is not None else 0
 
     async def look(self, spec: ProcessSpec, record: ProcessRecord) -> bool:
-        """Return True if the process or path exists. Adopts a process of another agent, one named by a late pidfile, or
-        a successor.
+        """Return True if the process or path exists. If no process is watched yet, adopt a process started by another
+        agent, named by a late pidfile, or replacing the previous one.
 
-        Records living and exited processes, and releases the handle of an exited one.
+        Living and exited processes are recorded, and the handle of an exited process is released.
         """
         if not spec.is_process:
             return self._is_there
@@ -110,7 +110,8 @@ class ProcessFinder:
             if self.process is not None:
                 record.ended(self.process.identity)
                 if (last := process_record.read(spec.pidfile)) is not None and last.pid == self.process.pid:
-                    # Even if it was rewritten, because it never means a later process with this pid.
+                    # Remember the pidfile, even if it was rewritten, so that a later process with the same pid is not
+                    # mistaken for this one.
                     record.named_by = last
                 self.process = None
             self.refused, self._refused = "", None
@@ -122,7 +123,7 @@ class ProcessFinder:
 
     @property
     def lives_refused(self) -> bool:
-        """Return True while the process to which ``refused`` refers is alive."""
+        """Return True while the process that was refused is alive."""
         return self._refused is not None and proc.is_there(self._refused[1])
 
     def is_renamed(self, spec: ProcessSpec) -> bool:
@@ -138,9 +139,9 @@ class ProcessFinder:
     async def follow(self, spec: ProcessSpec, record: ProcessRecord) -> bool:
         """Watch the process that the pidfile names now if it belongs to the service. Return True if it does.
 
-        monit follows the pidfile in each cycle. After a reload the old process may run until its connections end, and
-        it still belongs to the service. A process that only the pidfile connects with the service is adopted once the
-        old one has ended.
+        monit follows the pidfile in each cycle. After a reload, the old process may run until its connections end, and
+        it still belongs to the service. A process whose only relation to the service is the pidfile is adopted only
+        after the old process has ended.
         """
         before, pidfile = self.process, process_record.read(spec.pidfile)
         found = await self._find(spec, record, pidfile)
@@ -180,7 +181,7 @@ class ProcessFinder:
         return True
 
     def is_void(self, spec: ProcessSpec) -> bool:
-        """Return True if the process is alive although its pidfile names no process."""
+        """Return True if the process is alive although the pidfile does not name a process."""
         if spec.pidfile is None or self.process is None or not self.process.is_alive:
             return False
         with watchdog.reading(spec.name, "its pidfile"):
@@ -192,7 +193,7 @@ class ProcessFinder:
         record.named_by = None
 
     async def gone(self, spec: ProcessSpec) -> Ending:
-        """Wait for the exit of the process or the loss of the path, and return how it ended."""
+        """Wait for the exit of the process or the disappearance of the path, and return how it ended."""
         if self.doubted is not None and self.process is None:
             return ending.NoPid()
         if spec.is_process:
@@ -202,7 +203,7 @@ class ProcessFinder:
         return ending.PathMissing(spec.path)
 
     async def look_at_path(self, spec: ProcessSpec) -> bool:
-        """For a check without a process, return True if its path exists. An unreadable path counts as missing.
+        """For a check that has no process, return True if its path exists. An unreadable path counts as missing.
 
         If no thread is available for this, the last result is returned.
         """
@@ -213,14 +214,14 @@ class ProcessFinder:
 
     @property
     def is_starting(self) -> bool:
-        """True while a start program is running that has not brought up the process yet."""
+        """True while a start program is running and the process has not appeared yet."""
         return self.program is not None and self.program is not self.process and self.program.is_alive
 
     async def arrival(self, spec: ProcessSpec, record: ProcessRecord) -> None:
         """Wait for the process, and for the exit of the start program unless the program itself is the process.
 
-        Raises ``HostError`` if no process can follow. Raises ``LateError`` after the timeout of the start program,
-        which keeps running, as under monit (monit 5.2.5 control.c, ``wait_start``).
+        Raises ``HostError`` if no process can appear any more. Raises ``LateError`` after the timeout of the start
+        program, which keeps running, as under monit (monit 5.2.5 control.c, ``wait_start``).
         """
         program = self.program
         assert program is not None
@@ -255,7 +256,7 @@ class ProcessFinder:
             self.program = self._keepers.adopt(record.program)
         if record.known is None or self._take_up(record.known):
             return
-        if seen := self._keepers.ending_of(record.known):  # the keeper may have seen an exit while no agent was running
+        if seen := self._keepers.ending_of(record.known):  # the process may have exited while no agent was running
             self.process = process.ended(record.known, seen.status)
 
     def release_program(self) -> None:
@@ -280,14 +281,14 @@ class ProcessFinder:
     async def _find(
         self, spec: ProcessSpec, record: ProcessRecord, pidfile: Pidfile | None
     ) -> tuple[proc.Stat, Tie] | None:
-        """Find the living process that the pidfile names or the pattern matches, and its relation to the service."""
+        """Return the living process that the pidfile names or the pattern matches, and its relation to the service."""
         if spec.pattern is not None:
             return await asyncio.to_thread(match, self._keepers, spec, record)
         found = proc.stat(pidfile.pid) if pidfile else None
         if pidfile is None or found is None or not found.is_alive or (found.pid != 1 and found.pid == os.getpid()):
             return None
         if spec.start is None:
-            return found, Tie.NAMED  # trusted, as by monit
+            return found, Tie.NAMED  # monit's pidfile is trusted
         relation, why = await asyncio.to_thread(tie, self._keepers, found, spec, record, pidfile)
         if relation is Tie.NONE:
             self._refuse(pidfile, found, why)
@@ -298,7 +299,7 @@ class ProcessFinder:
     def _require_possible_start(
         program: Process, status: int | None, spec: ProcessSpec, record: ProcessRecord, *, is_late: bool
     ) -> None:
-        """Raise ``HostError`` if no process can follow the exited start program."""
+        """Raise ``HostError`` if the start program has exited and no process can appear any more."""
         with watchdog.reading(spec.name, "its pidfile"):
             found = process_record.read(spec.pidfile)
         named = found.pid if found and record.is_fresh(found) else 0

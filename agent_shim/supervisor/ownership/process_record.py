@@ -1,6 +1,5 @@
-"""Pidfiles, and the persistent record of a service's processes, which are identified by pid and start time.
-
-Pids are reused, in a container very soon.
+"""Pidfiles, and the persistent record of a service's processes. Processes are identified by pid and start time, because
+pids are reused, in a container very soon.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ Identity: TypeAlias = tuple[int, int]
 
 
 class Pidfile(NamedTuple):
-    """The content of a pidfile, and the attributes that change when it is rewritten."""
+    """The content of a pidfile, and those attributes of the file that change when it is rewritten."""
 
     pid: int
     modified: float
-    """Seconds since 1970."""
+    """Modification time in seconds since 1970."""
     inode: int
     owner: int = 0
     """Uid of the owner."""
@@ -43,7 +42,7 @@ def read(path: Path | str | None) -> Pidfile | None:
 
 
 def is_void(path: Path | str) -> bool:
-    """Return True if a pidfile is missing or names no existing process, which monit 5.2.5 treats alike.
+    """Return True if a pidfile is missing or does not name an existing process. monit 5.2.5 treats both cases alike.
 
     Return False if it cannot be read, for example because no descriptor is free.
     """
@@ -68,7 +67,7 @@ def _read(path: Path | str) -> Pidfile | None:
 def read_own(path: Path) -> Pidfile | None:
     """Read a pidfile that the agent wrote in a directory to which only it can write. Return None for any other file.
 
-    Jobs can create directories in ``sys/run``.
+    The check is necessary because jobs can create directories in ``sys/run``.
     """
     trusted = trusted_path.trusted_users()
     try:
@@ -82,35 +81,37 @@ def read_own(path: Path) -> Pidfile | None:
 
 
 _SAVED_NAMES: Final = {"is_only_named": "is_guest", "was_in_cgroup": "is_caged", "others": "kin", "named_by": "heeded"}
-"""Names of these fields in the state file, as earlier agents chose them."""
+"""Names of these fields in the state file. They are those that earlier agents used."""
 
 
 class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
-    """What the agent has to remember about a service's processes in addition to their keepers. Part of its saved
+    """What the agent has to remember about a service's processes in addition to their keepers. It is part of the saved
     state.
     """
 
     known: Identity | None = None
     """The service's process, for as long as it may be alive."""
     is_only_named: bool = False
-    """``known`` is connected with the service only by a pidfile or a pattern, so it is watched but never signalled."""
+    """True if the only relation of ``known`` to the service is a pidfile or a pattern. Then it is watched but never
+    signalled.
+    """
     was_in_cgroup: bool = False
-    """An agent without keepers (0.2.0) tracked the processes with a cgroup."""
+    """True if an agent without keepers (0.2.0) tracked the processes with a cgroup."""
     program: Identity | None = None
     """The start program, for as long as it may be alive."""
     others: list[Identity] = []
-    """Processes of the service that are not below one of its keepers, but were taken over from scripts or rules, or
-    from an agent without keepers. Their descendants belong to the service too.
+    """Processes of the service that are not below one of its keepers, because they were taken over from scripts or
+    rules, or from an agent without keepers. Their descendants belong to the service too.
     """
     begun: int = 0
     """Start tick of the last start program."""
     before: Pidfile | None = None
-    """The pidfile as it was before that start."""
+    """The pidfile as it was before the last start."""
     named_by: Pidfile | None = None
     """The pidfile that named ``known``."""
 
     def begin(self, program: Identity, pidfile: Pidfile | None) -> None:
-        """Record that a start program was started. ``pidfile`` is the pidfile from before that."""
+        """Record that a start program was started. ``pidfile`` is the pidfile as it was before."""
         self.program, self.begun = program, program[1]
         self.before = pidfile
 

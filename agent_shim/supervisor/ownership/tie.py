@@ -1,7 +1,7 @@
-"""How a process relates to a service whose pidfile or pattern refers to it.
+"""The relation between a process and a service whose pidfile or pattern refers to it.
 
-monit trusts a pidfile if it has the pid of any living process. Here the keeper above the process tells to whom it
-belongs, and a pidfile counts only if it was written after the process had started.
+monit trusts a pidfile if it contains the pid of any living process. Here, the keeper above the process determines which
+service it belongs to, and a pidfile counts only if it was written after the process had started.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecor
 from agent_shim.supervisor.plan import ProcessSpec
 
 PROGRAMS: Final = ("packages/", "jobs/", "data/packages/", "data/jobs/")
-"""Directories, below the base, that contain the programs of jobs. Only root can write to them."""
+"""Directories below the base that contain the programs of jobs. Only root can write to them."""
 TOLERANCE_S: Final = 0.1
 """Tolerance when a file's modification time, which is from the wall clock, is compared with the start of a process."""
 
@@ -28,12 +28,12 @@ class Tie(enum.Enum):
     OWNED = "owned"
     """The process is below a keeper of the service, or was taken over from an agent without keepers."""
     SHARED = "shared"
-    """The process was started by the scripts of its job or the rules of any job, which may have started processes of
-    several services. A stop ends it and its descendants.
+    """The process was started by a script of its job or a rule of any job, which may also have started processes of
+    other services. A stop ends only this process and its descendants.
     """
     NAMED = "named"
-    """The process is not below a keeper, but it is a program of a job that was started by hand or by another program.
-    It is watched but never signalled.
+    """The process is not below a keeper, but it runs a job's program that was started by hand or by another program. It
+    is watched but never signalled.
     """
     NONE = "none"
 
@@ -41,8 +41,8 @@ class Tie(enum.Enum):
 def tie(
     keepers: Keepers, found: proc.Stat, spec: ProcessSpec, record: ProcessRecord, pidfile: Pidfile
 ) -> tuple[Tie, str]:
-    """Return the relation of a process to the service whose pidfile names it, with an explanation for ``Tie.NONE``.
-    Blocks for a moment.
+    """Return the relation of a process to the service whose pidfile names it and, for ``Tie.NONE``, the reason. Blocks
+    for a moment.
     """
     if found.identity == record.known:
         return (Tie.NAMED if record.is_only_named else Tie.OWNED), ""
@@ -52,7 +52,7 @@ def tie(
     is_allowed = pidfile.owner in (0, os.geteuid(), proc.user(found.pid))
     if pidfile == record.named_by or (found.identity == record.program and not is_fresh):
         return Tie.NONE, "its pidfile is older than the process"
-    if found.pid == 1:  # a job without a process may write 1 to its pidfile
+    if found.pid == 1:  # a job that has no process may write 1 to its pidfile
         return (Tie.NAMED, "") if is_fresh else (Tie.NONE, "it is process 1")
     owner = keepers.owner(found.identity)
     if owner in map(shortened, spec.labels) or found.identity in record.others:
@@ -73,12 +73,13 @@ def tie(
 
 
 def was_written_after(pidfile: Pidfile, found: proc.Stat) -> bool:
-    """Return True if a pidfile was written after the process had started, so that it may refer to it."""
+    """Return True if a pidfile was written after the process had started, so that it may refer to the process."""
     return pidfile.modified + TOLERANCE_S > clock.wall_time_of(found.start_ticks)
 
 
 def match(keepers: Keepers, spec: ProcessSpec, record: ProcessRecord) -> tuple[proc.Stat, Tie] | None:
-    """Find the process whose command line matches the pattern: the known one if possible, otherwise the oldest. Blocks.
+    """Find the process whose command line matches the pattern. If several match, prefer the known one, then the oldest.
+    Blocks.
 
     Any process qualifies unless it belongs to another service, because monit files use patterns for processes that
     monit did not start. A start program that is still running as a script is chosen last.
