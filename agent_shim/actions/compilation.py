@@ -58,7 +58,7 @@ class Compilation(msgspec.Struct, frozen=True):
                 logger.warning("cannot clean up after compiling: %s", exc)
 
     async def _activate(self, dependencies: Sequence[Bundle] = ()) -> None:
-        """Activate the packages. If jobs use packages, ``bpm`` stays active too, because scripts of jobs expect it."""
+        """Activate the packages. If jobs use packages, ``bpm`` stays active too, because job scripts expect it."""
         spared = (BPM,) if self.in_use else ()
         await self.bundles.activate_packages([*self.in_use, *dependencies], spared)
 

@@ -131,8 +131,8 @@ def missing_files(agent: Agent) -> str:
 async def start(agent: Agent) -> str:
     """Write the monit files and start all jobs without waiting (agent/action/start.go).
 
-    Fails if files of the jobs are missing, or the persistent disk, without which jobs would write below the mount
-    point.
+    Fails if job files are missing. It also fails if the persistent disk is missing, because jobs would then write below
+    the mount point.
     """
     problem = missing_files(agent)
     if not problem:

@@ -56,7 +56,7 @@ _BROKEN: Final[tuple[type[Exception], ...]] = (  # type: ignore[assignment]  # i
 def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
     """Unpack all of ``source``, a tar in any compression, into the new directory ``into``.
 
-    With ``subtree`` the archive holds rendered templates: it must be gzip, and only the content of that directory
+    With ``subtree``, the archive contains rendered templates: it must be gzip, and only the content of that directory
     (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links may point to any path, in packages to
     ``/var/vcap/packages/…``, but nothing is ever written through one. Raises ``ArchiveError`` after removing ``into``.
     """

@@ -183,7 +183,7 @@ class _Report:
     file: Path
     kind: str
     is_missing: bool = False
-    """The file cannot be read."""
+    """True if the file cannot be read."""
     mistakes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     next_step: str = ""

@@ -16,16 +16,16 @@ class Stats(msgspec.Struct):
     sent: int = 0
     sent_bytes: int = 0
     rejected: int = 0
-    """Invalid requests."""
+    """Number of invalid requests."""
     duplicates: int = 0
     flooded: int = 0
-    """Requests dropped because too many were in progress."""
+    """Number of requests dropped because too many were in progress."""
     failed: int = 0
-    """Requests whose handling failed."""
+    """Number of requests whose handling failed."""
     unanswered: int = 0
-    """Replies that could not be sent."""
+    """Number of replies that could not be sent."""
     denied: int = 0
-    """Messages refused by the server for lack of permission, and callers refused by the agent."""
+    """Number of messages that the server refused for lack of permission, and of callers that the agent refused."""
     last_error: str = ""
     """Why the bus is not connected, or the last problem of the connection, or "" if there was none."""
 

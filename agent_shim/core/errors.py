@@ -91,7 +91,9 @@ class LastingError(BlobError):
 
 
 class HostError(OSError):
-    """A system call failed. Keeps ``errno`` and says what was attempted (``cannot mount /a on /b``)."""
+    """A system call failed. The exception has the ``errno``, and its text says what was attempted (``cannot mount /a on
+    /b``).
+    """
 
 
 @contextmanager

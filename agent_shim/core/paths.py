@@ -101,7 +101,7 @@ class Paths:
         self.monit = base / "monit"
         self.monit_job = self.monit / "job"
         self.empty = base / "empty"
-        """Working directory of scripts and programs of jobs. It is directly below the base, because scripts read
+        """Working directory of job scripts and programs. It is directly below the base, because scripts read
         ``../jobs``.
         """
         self.stopped_marker = self.monit / "stopped"

@@ -100,7 +100,7 @@ def _read_config(path: Path | None, unknown: list[str]) -> settings.AgentConfig:
 
 
 class Daemon:
-    """State with the lifetime of the process."""
+    """The state of the daemon process."""
 
     def __init__(self, options: Options, config: settings.AgentConfig) -> None:
         self._options = options

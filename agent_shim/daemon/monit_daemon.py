@@ -72,7 +72,7 @@ def main(options: Options) -> int:
 
 
 class MonitDaemon:
-    """State with the lifetime of the process."""
+    """The state of the daemon process."""
 
     def __init__(self, options: Options, control: control_file.Control) -> None:
         self._options, self._paths = options, options.paths

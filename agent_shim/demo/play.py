@@ -384,7 +384,7 @@ class Story:
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Fail the demonstration unless ``holds``."""
+    """Fail the demonstration, with the reason ``otherwise``, unless ``holds`` is true."""
     if not holds:
         raise DemoError(f"cannot continue: {otherwise}")
 

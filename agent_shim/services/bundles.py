@@ -140,7 +140,7 @@ class Bundles:
         return path
 
     async def make_job_dirs(self, names: Iterable[str]) -> None:
-        """Create directories for logs, run files and data of jobs. Existing ones are not changed (models/job.go)."""
+        """Create the log, run and data directories of jobs. Existing directories are not changed (models/job.go)."""
         await self._in_thread(self._make_job_dirs, [checked_name("job", name) for name in names])
 
     # --- blobs that came to this machine -----------------------------------------------------------------------------

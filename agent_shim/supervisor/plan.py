@@ -74,8 +74,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     unsupported: tuple[str, ...] = ()
     """Parsed statements that have no effect. Only their first words are kept, because the rest may contain a password.
 
-    This includes a restart that is impossible because there is no stop program, because the author may not be aware of
-    that.
+    This includes a restart that is impossible without a stop program, because the author may not be aware of that.
     """
     error: str = ""
 

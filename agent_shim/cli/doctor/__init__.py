@@ -71,7 +71,7 @@ OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(?:etc-hosts|container
 """Path on a node from which a kubelet mounts the hosts file and the termination log into containers."""
 DISKS_OF_WARDEN: Final = Path("/warden-cpi-dev")
 """The directory of the host that the warden CPI mounts into containers and below which it mounts disks. With other
-CPIs, each disk is a mount of its own.
+CPIs, each disk is a separate mount.
 """
 MOUNTS_OF_LXD: Final = frozenset(map(Path, ("/dev/lxd", "/dev/.lxd-mounts", "/dev/incus", "/dev/.incus-mounts")))
 """Mount points that LXD or Incus creates in each container (LXD's driver_lxc.go)."""
@@ -134,7 +134,7 @@ def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -
 
 
 def _tier(view: ContainerView, *, mounts_work: bool) -> str:
-    """Return the container's tier. Root in a user namespace is a tier of its own, because it has no power over the
+    """Return the container's tier. Root in a user namespace is a separate tier, because it has no power over the
     host.
     """
     if not view.is_root:

@@ -66,7 +66,7 @@ class Bounds(msgspec.Struct, frozen=True):
     retry: float = 2.0
     """Interval between attempts to bind the port."""
     goodbye: float = 1.0
-    """Time for the last answers to be sent."""
+    """How long sending the last answers may take."""
 
 
 class _Caller(NamedTuple):

@@ -244,7 +244,7 @@ class Disks:
             await asyncio.sleep(self.timeouts.look)
 
     async def _wait_until_unused(self, place: Path, volume: Path | None) -> None:
-        """Wait until no process uses a disk. Only processes of jobs are terminated."""
+        """Wait until no process uses a disk. Only job processes are terminated."""
         used = [path for path in {place, volume} if path is not None]
         deadline = time.monotonic() + self.timeouts.use
         while holders := await asyncio.to_thread(volumes.holders, used):
@@ -253,7 +253,7 @@ class Disks:
             await asyncio.sleep(self.timeouts.look)
 
     async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> bool:
-        """Terminate the processes of jobs among ``holders``. Return True if any ended, so that unmounting can be tried
+        """Terminate job processes among ``holders``. Return True if any ended, so that unmounting can be tried
         again.
         """
         of_jobs = await asyncio.to_thread(self._of_jobs)
