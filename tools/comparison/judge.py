@@ -152,7 +152,7 @@ STARTS: Final = ("start", "post-start", "post-deploy", "rest", "start after stop
 
 ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     (
-        "the first check follows the start",
+        "all services share one cycle",
         lambda one: one.act in STARTS and "Does not exist" in one.go and not one.shim,
     ),
     (
@@ -207,9 +207,9 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
             )
         ),
     ),
-    ("alerts go by mail to `localhost`", lambda one: one.has_no_localhost),
+    ("alerts are mailed to `localhost`", lambda one: one.has_no_localhost),
     (
-        "process 1 in any pidfile",
+        "pid 1 in any pidfile",
         lambda one: one.is_process_1 and one.what.startswith(("monit status Process", "state processes")),
     ),
     (
@@ -225,7 +225,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         ),
     ),
     (
-        "a stop is over once the pidfile is gone",
+        "a stop is complete once the pidfile is gone",
         lambda one: (
             (one.is_survivor and one.act in AFTER_STOPS)
             # bpm has not removed the container yet.
@@ -233,11 +233,11 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         ),
     ),
     (
-        "a stop runs no stop program for a dead process",
+        "a stop does not run the stop program for a dead process",
         lambda one: one.act == "stop" and "/sys/run/bpm/" in one.what and one.go == "left",
     ),
     (
-        "a restart starts the next process beside a stop program",
+        "a restart, or a start after a stop, runs the start program while the stop program",
         lambda one: (
             (one.act == "monit restart" and "Does not exist" in one.go and not one.shim)
             or (
@@ -248,12 +248,12 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         ),
     ),
     (
-        "the working directory is theirs",
+        "programs inherit monit's or the Go agent's working directory",
         lambda one: one.what.endswith(": directory") and one.shim == "/var/vcap/empty",
     ),
-    ("the soft limit of core files", lambda one: one.what.endswith(": limit core") and one.shim.startswith("[1, ")),
+    ("the soft limit for core files", lambda one: one.what.endswith(": limit core") and one.shim.startswith("[1, ")),
     (
-        "a start program slower than its timeout",
+        "a start program that exceeds its timeout",
         lambda one: (
             one.is_started_twice
             and one.phase in ("slow start", *LAST)
@@ -269,7 +269,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         ),
     ),
     (
-        "`monit monitor` of a service",
+        "`monit monitor` for a service",
         lambda one: one.phase == "monitor again" and "Does not exist" in one.go and not one.shim,
     ),
     ("a stop while a start is pending", lambda one: one.act == "stop" and "errored" in one.go_answer),
