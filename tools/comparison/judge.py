@@ -272,7 +272,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         "`monit monitor` for a service",
         lambda one: one.phase == "monitor again" and "Does not exist" in one.go and not one.shim,
     ),
-    ("a stop while a start is pending", lambda one: one.act == "stop" and "errored" in one.go_answer),
+    ("a stop is refused while a start is pending", lambda one: one.act == "stop" and "errored" in one.go_answer),
 ]
 """The beginning of each row of docs/monit-deviations.md, and a test for the differences that it covers."""
 
