@@ -1,4 +1,4 @@
-"""Upgrades, with running jobs, from the last revision in which agents had no keepers."""
+"""Upgrades from the last revision whose agents had no keepers, while jobs are running."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMER: Final = "d2b51961"
 
 @pytest.fixture(scope="module")
 def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the sources of that revision."""
+    """Return a directory with the sources of that revision."""
     tree = tmp_path_factory.mktemp("former")
     archive = subprocess.run(["git", "-C", ROOT, "archive", FORMER], stdout=subprocess.PIPE, check=False)
     if archive.returncode:
@@ -34,7 +34,9 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def left(world: World, former: Path) -> tuple[int, int]:
-    """Return the processes of a job and its child, left by a killed agent of that revision."""
+    """Return the pids of a job's process and its child, which an agent of that revision started before it was
+    killed.
+    """
     child = world.base / "child"
     jobs = [world.job("web", f"sleep 600 & echo $! >{child}; echo $$ >$pidfile; {LASTING}", "exit 0", timeout=1)]
     (world.base / "files.json").write_bytes(msgspec.json.encode(jobs))
@@ -53,8 +55,10 @@ async def left(world: World, former: Path) -> tuple[int, int]:
     return pids[0] or 0, pids[1] or 0
 
 
-async def test_jobs_of_an_agent_without_keepers_run_on_and_are_stopped(world: World, left: tuple[int, int]) -> None:
-    """That agent recognized its processes through its saved state and, if it had cgroups, through those."""
+async def test_jobs_of_an_agent_without_keepers_keep_running_and_can_be_stopped(
+    world: World, left: tuple[int, int]
+) -> None:
+    """The new agent finds the processes through the former agent's saved state, although they have no keeper."""
     async with world.supervisor() as supervisor:
         assert await supervisor.recover()
         assert (await in_state(supervisor, "web", "running")).pid == left[0]
@@ -63,7 +67,7 @@ async def test_jobs_of_an_agent_without_keepers_run_on_and_are_stopped(world: Wo
     assert not any(map(is_alive, left))
 
 
-async def test_jobs_of_an_agent_without_keepers_get_one_at_their_next_start(
+async def test_job_of_an_agent_without_keepers_gets_a_keeper_at_its_next_start(
     world: World, left: tuple[int, int]
 ) -> None:
     async with world.supervisor() as supervisor:
@@ -81,8 +85,10 @@ async def test_jobs_of_an_agent_without_keepers_get_one_at_their_next_start(
 
 
 @pytest.mark.root
-async def test_daemon_that_hid_from_an_agent_without_keepers_is_stopped(world: World, former: Path) -> None:
-    """The former agent had put the daemon into a cgroup."""
+async def test_hidden_daemon_of_an_agent_without_keepers_is_stopped(world: World, former: Path) -> None:
+    """A daemon without session, environment and parent is found through the cgroup into which the former agent put the
+    job.
+    """
     if not job_cgroups.hierarchies():
         pytest.skip("no cgroups here")
     child = world.base / "child"

@@ -1,4 +1,4 @@
-"""``./dev bench`` with imitations of an agent."""
+"""``./dev bench`` with programs that stand in for an agent."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.support.http import Server, http_proxy
 
 FAST = Timing(stall=1.0, least=1024, pause=0.01)
 SURE = Timing(pause=0.01)
-"""Time limits long enough that a busy machine is not mistaken for a stalled server."""
+"""Timeouts that are long enough that a server on a busy machine does not count as stalled."""
 ID = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
 SHARD = "d7"
 BLOB = os.urandom(200_000)
@@ -33,7 +33,7 @@ MISMATCH = f"Expected stream to have digest '{'0' * 40}' but was '{SHA1}'"
 
 @pytest.fixture
 def server(server: Server) -> Server:
-    """Provide a server with the blob at ``/signed`` and, as a DAV store, under its id."""
+    """Provide a server with the blob at ``/signed`` and at the path that the DAV provider requests for its id."""
     server.blobs = {"/signed": BLOB, f"/{SHARD}/{ID}": BLOB}
     return server
 
@@ -74,7 +74,7 @@ def left_open() -> list[str]:
 
 
 async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server: Server, blobs: Blobs) -> None:
-    """The blob id beside it is not used."""
+    """If a request has both, neither a local blob nor the blobstore is asked for the id."""
     (paths.blobs / ID).write_bytes(b"another")
     url = f"{server.url}/signed?sig=x"
 
@@ -83,7 +83,7 @@ async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server
 
 
 async def test_local_blobs_take_precedence_over_the_blobstore(paths: Paths, server: Server, blobs: Blobs) -> None:
-    """Blobs received over the bus come first, then those received by HTTPS, then the blobstore."""
+    """The order is: blobs received over the bus, blobs uploaded by HTTPS, the blobstore."""
     places = [paths.sensitive_blobs / ID, paths.blobs / ID]
     for place in places:
         place.write_bytes(str(place).encode())
@@ -99,7 +99,7 @@ async def test_local_blobs_take_precedence_over_the_blobstore(paths: Paths, serv
 
 @pytest.mark.parametrize("blob_id", ["a/b", "..", "../x", "a..b", ".hidden", "-option", "a\0b", "a\nb", "x" * 300])
 async def test_invalid_blob_id_is_rejected(server: Server, blobs: Blobs, blob_id: str) -> None:
-    """The id is rejected before a blob is looked for anywhere."""
+    """The id is rejected before anything is requested or opened."""
     assert "it is not a plain name" in await failure(blobs, blob_id=blob_id, digest=SHA1)
     assert server.requests == []
 
@@ -107,7 +107,7 @@ async def test_invalid_blob_id_is_rejected(server: Server, blobs: Blobs, blob_id
 async def test_configured_proxies_override_proxy_variables(
     paths: Paths, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds for every spelling of the variables."""
+    """A proxy from the settings overrides the variables ``http_proxy`` and ``HTTP_PROXY``."""
     monkeypatch.setattr("agent_shim.bulk.routes.is_excepted", lambda *_: False)
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
@@ -124,7 +124,7 @@ async def test_configured_proxies_override_proxy_variables(
 async def test_local_blob_with_a_wrong_digest_fails_without_a_download(
     paths: Paths, server: Server, blobs: Blobs
 ) -> None:
-    """The blob was sent to this agent, so the blobstore is not asked for another copy."""
+    """A damaged blob that the Director sent to this agent is an error, even if the blobstore has an intact copy."""
     (paths.blobs / ID).write_bytes(BLOB)
 
     assert await failure(blobs, blob_id=ID, digest="0" * 40) == f"Checking blob '{ID}': {MISMATCH}"
@@ -133,7 +133,6 @@ async def test_local_blob_with_a_wrong_digest_fails_without_a_download(
 
 @pytest.mark.parametrize("digest", ["", "md5:00", "sha1:a:b"])
 async def test_blob_without_a_valid_digest_is_rejected(paths: Paths, blobs: Blobs, digest: str) -> None:
-    """A blob without a digest is never unpacked."""
     (paths.blobs / ID).write_bytes(BLOB)
     with pytest.raises((BlobError, DigestError), match="digest"):
         await content(blobs, blob_id=ID, digest=digest)
@@ -148,7 +147,9 @@ async def test_blob_without_a_valid_digest_is_rejected(paths: Paths, blobs: Blob
     [("500", SURE), ("404", SURE), (http.HALF, SURE), (http.STALL, FAST), (http.WRONG, SURE)],
 )
 async def test_failed_download_is_retried(server: Server, blobs: Blobs, first: str) -> None:
-    """Three attempts are made, with a signed URL or the blobstore, whatever went wrong."""
+    """The third attempt succeeds, whether the first two end with an error status, partial content, a stall or wrong
+    bytes.
+    """
     for ref in ({"blob_id": ID}, {"signed_url": f"{server.url}/signed"}):
         server.plan = [first, first]
         server.requests.clear()
@@ -157,8 +158,8 @@ async def test_failed_download_is_retried(server: Server, blobs: Blobs, first: s
         assert len(server.requests) == 3
 
 
-async def test_download_error_is_that_of_the_last_attempt(server: Server, blobs: Blobs) -> None:
-    """The Go agent's text surrounds the host and the status."""
+async def test_download_error_reports_the_last_attempt(server: Server, blobs: Blobs) -> None:
+    """The error has the Go agent's words and names the host and status, but not the signed URL."""
     server.plan = ["500", "500", "403"] * 2
     url = f"{server.url}/signed?sig=s3cr3t"
 
@@ -173,7 +174,7 @@ async def test_download_error_is_that_of_the_last_attempt(server: Server, blobs:
 
 @pytest.mark.parametrize("timing", [FAST])
 async def test_download_attempts_leave_no_files_or_descriptors(paths: Paths, server: Server, blobs: Blobs) -> None:
-    """This holds for failed and for successful attempts."""
+    """Neither failed nor successful attempts leave temporary files or open descriptors."""
     server.plan = ["500", http.HALF, http.WRONG, http.STALL]
     await failure(blobs, blob_id=ID, digest=SHA1)
     await content(blobs, blob_id=ID, digest=SHA1)
@@ -186,7 +187,10 @@ async def test_download_attempts_leave_no_files_or_descriptors(paths: Paths, ser
 async def test_full_disk_fails_a_download_without_a_retry(
     paths: Paths, server: Server, blobs: Blobs, size: int
 ) -> None:
-    """The host is not at fault, so nothing is fetched again. The test limits the file size of this process."""
+    """The server is not at fault, so the blob is not requested again.
+
+    A limit on the file size of this process simulates the full disk.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -204,7 +208,9 @@ async def test_full_disk_fails_a_download_without_a_retry(
 
 
 async def test_upload_to_a_signed_url_is_not_retried(server: Server, blobs: Blobs, tmp_path: Path) -> None:
-    """The Go agent does not retry it either, because only the sender knows the id."""
+    """As with the Go agent, a failed upload is reported at once, because only the sender of the request knows the blob
+    id.
+    """
     (tmp_path / "file").write_bytes(b"result")
     assert await blobs.put(tmp_path / "file", f"{server.url}/new?sig=x", {"x-ms-blob-type": "blockblob"}) == ""
     server.plan = ["500"]

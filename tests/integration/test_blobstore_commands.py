@@ -1,4 +1,4 @@
-"""Blobstores behind a stemcell's commands, as actions use them: compilation uploads, and install downloads."""
+"""Blobstores that are accessed through commands of the stemcell, tested through actions that upload and download."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "environment": "AzureCloud",
     },
 }
-"""The options as the Director sends them."""
+"""Blobstore options by provider, as the Director sends them."""
 
 
 def install(world: World, provider: str, *argv: str) -> None:
-    """Install ``argv`` as the command of a provider."""
+    """Install a wrapper that runs ``argv`` as the command of a provider."""
     path = world.paths.bosh_bin / f"bosh-blobstore-{provider}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'#!/bin/sh\nexec {shlex.join(argv)} "$@"\n')
@@ -55,9 +55,9 @@ def install(world: World, provider: str, *argv: str) -> None:
 
 
 async def through(world: World, source: str, digest: str) -> str:
-    """Compile a package whose source is in the store, and one that depends on the result.
+    """Compile a package with its source from the blobstore, and a second one that depends on the first.
 
-    Return the id of the first result.
+    Return the blob id of the first compiled package.
     """
     first = await world.value("compile_package", source, digest, "first", "1", {})
     compiled = {"name": "first", "version": "1", **first["result"]}
@@ -72,7 +72,7 @@ DIGEST = hashlib.sha1(SOURCE).hexdigest()
 
 
 def left(world: World) -> list[str]:
-    """Return surplus files in the directory for temporary files."""
+    """Return files and hidden entries that remain in the directory for temporary files."""
     return [path.name for path in world.paths.tmp.iterdir() if path.is_file() or path.name.startswith(".")]
 
 
@@ -81,7 +81,10 @@ def left(world: World) -> list[str]:
 
 @pytest.mark.parametrize("provider", OPTIONS)
 async def test_command_blobstore_stores_and_fetches_packages_and_logs(tmp_path: Path, provider: str) -> None:
-    """A compiled package is stored, and fetched as a dependency. The options are in a file that only root can read."""
+    """Compiled packages and logs are uploaded, and a compiled package is downloaded again as a dependency.
+
+    The options are in a file that only root can read.
+    """
     store, options = tmp_path / "store", OPTIONS[provider]
     store.mkdir()
     (store / "source").write_bytes(SOURCE)
@@ -103,9 +106,9 @@ async def test_command_blobstore_stores_and_fetches_packages_and_logs(tmp_path: 
 
 
 async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> None:
-    """They come with ``update_settings`` or from the CPI, and may name another provider.
+    """The next request uses new options, whether the CPI or the Director's ``update_settings`` changed them.
 
-    No new bus connection is needed.
+    They may name another provider, and the bus connection is kept.
     """
     store, options = tmp_path / "store", OPTIONS["gcs"]
     store.mkdir()
@@ -119,7 +122,7 @@ async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> 
         said = await world.error(*compiling)
         assert "Shelling out to bosh-blobstore-azure-storage cli: it ended with code 1: 403" in said
 
-        # The settings from the CPI.
+        # First the CPI changes its settings.
         path = tmp_path / "settings-source.json"
         document = json.loads(path.read_text())
         document["env"]["bosh"]["blobstores"][0]["options"] = OPTIONS["azure-storage"]
@@ -127,7 +130,7 @@ async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> 
         await world.agent.settings.refreshed()
         await world.value(*compiling)
 
-        # The Director's settings take precedence.
+        # Then the Director changes them, and its settings take precedence.
         news = [{"provider": "gcs", "options": options | {"json_key": "wrong"}}]
         await world.value("update_settings", {"blobstores": news, "trusted_certs": "", "disk_associations": []})
         assert "bosh-blobstore-gcs" in await world.error(*compiling)
@@ -142,7 +145,7 @@ async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> 
 
 @asynccontextmanager
 async def moto(where: Path) -> AsyncIterator[int]:
-    """Run moto, an imitation of S3, on a loopback port."""
+    """Run moto, a server that imitates S3, on a loopback port. Yield the port."""
     program = ROOT / ".tools/bin/moto_server"
     assert program.exists(), "moto_server is missing: ./dev test-slow installs it"
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -166,7 +169,7 @@ def _listens(port: int) -> bool:
 
 
 def s3(method: str, url: str, data: bytes = b"") -> bytes:
-    """Send one request directly to the store."""
+    """Send a request to the S3 server without the agent. Return the response body."""
     signed = "AWS4-HMAC-SHA256 Credential=key-id/20260101/us-east-1/s3/aws4_request"  # moto does not verify it
     headers = {"Content-Type": "application/octet-stream", "Authorization": signed}
     with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=30) as response:
@@ -176,7 +179,7 @@ def s3(method: str, url: str, data: bytes = b"") -> bytes:
 
 @pytest.mark.slow
 async def test_command_blobstore_works_with_an_s3_store(tmp_path: Path) -> None:
-    """The store speaks S3 behind a command that follows the contract of ``bosh-blobstore-s3``."""
+    """The agent calls the command as it would call ``bosh-blobstore-s3``, and the command talks S3 to a server."""
     async with moto(tmp_path) as port:
         bucket = f"http://127.0.0.1:{port}/blobs"
         s3("PUT", bucket)

@@ -1,4 +1,4 @@
-"""The Director's own kind of blobstore, a real nginx with DAV and signed links, as actions use it."""
+"""Actions with the Director's default blobstore: a real nginx with DAV, passwords and signed URLs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECORDS = b'{"version": 3, "records": [["10.0.0.9", "other.bosh"]]}'
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Nginx]:
-    """Provide a server with a source, templates and DNS records, and a user with a password."""
+    """Provide a server with a user, a password, and blobs with a package source, templates and DNS records."""
     async with nginx(tmp_path / "nginx") as one:
         one.users(agent=PASSWORD)
         for name, content in (("source", SOURCE), ("templates", TEMPLATES), ("records", RECORDS)):
@@ -52,7 +52,7 @@ def sha1(content: bytes) -> str:
 
 
 def spec(package: dict[str, Any], templates: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec of an instance with one job and one package, wherever their blobs come from."""
+    """Return the spec of an instance with one job and one package, with the given references to their blobs."""
     return {
         "deployment": "dep",
         "job": {"name": "g", "template": "web", "version": "1", "templates": [{"name": "web", "version": "1"}]},
@@ -75,7 +75,10 @@ def left(world: World) -> list[Path]:
 
 
 async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(world: World, server: Nginx) -> None:
-    """A package is compiled into the store and installed from it, and logs are stored there too."""
+    """A package is compiled, uploaded, and installed from the blobstore.
+
+    Logs are uploaded, and DNS records downloaded.
+    """
     value = await world.value("compile_package", "source", sha1(SOURCE), "p", "1", {})
     stored = server.path(value["result"]["blobstore_id"]).read_bytes()
     assert sha1(stored) == value["result"]["sha1"]
@@ -94,9 +97,9 @@ async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(
 
 
 async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path: Path, server: Nginx) -> None:
-    """Compilation, installation and logs use signed URLs only.
+    """Compilation, installation, logs and DNS records need only signed URLs and the CA in the settings.
 
-    Templates arrive over the bus, as the Director sends them. The CA is in the settings.
+    As from a Director, the templates arrive over the bus.
     """
     options = {name: value for name, value in server.options("").items() if name not in ("user", "password")}
     async with made(tmp_path, **settings(options)) as world:
@@ -135,10 +138,10 @@ async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path:
     [({"seconds": -60}, 410), ({"method": "GET"}, 403)],
     ids=["too late", "for another method"],
 )
-async def test_rejected_signed_url_is_reported_by_host_and_status(
+async def test_error_of_a_rejected_signed_url_contains_only_host_and_status(
     world: World, server: Nginx, change: dict[str, Any], status: int
 ) -> None:
-    """The URL itself is not shown, because the same signature may be valid elsewhere."""
+    """The error contains no part of the URL, because its signature may still be valid for another request."""
     url = server.signed(**{"method": "PUT", "blob_id": "logs", **change})
     said = await world.error("fetch_logs_with_signed_url", {"signed_url": url, "log_type": "job", "filters": []})
 
@@ -148,8 +151,13 @@ async def test_rejected_signed_url_is_reported_by_host_and_status(
     assert left(world) == []
 
 
-async def test_wrong_dav_password_or_ca_is_reported_and_replaced_without_a_restart(world: World, server: Nginx) -> None:
-    """The error does not show the password. The Director rotates both with ``update_settings``."""
+async def test_wrong_dav_password_or_ca_is_reported_and_can_be_replaced_without_a_restart(
+    world: World, server: Nginx
+) -> None:
+    """The error does not show the password.
+
+    New values from the Director's ``update_settings`` apply to the next request.
+    """
     compiling: tuple[Any, ...] = ("compile_package", "source", sha1(SOURCE), "p", "1", {})
     server.users(agent="n3w")
     said = await world.error(*compiling)

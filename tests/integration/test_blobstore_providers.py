@@ -26,7 +26,7 @@ from tests.support.waiting import until
 
 ID = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
 SHARD = "d7"
-"""The first byte of the sha1 of ID."""
+"""The first byte of the SHA-1 of ``ID``, which is the directory of this blob in a DAV blobstore."""
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ async def content(store: Provider, blob_id: str = ID) -> bytes:
 async def test_local_blobstore_stores_and_returns_blobs(
     paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first blob creates the directory. A blob is synced before it gets its name.
+    """The first upload creates the directory.
 
-    Otherwise a crash could leave an empty file with the name.
+    A blob is synced before it gets its name, so that a crash cannot leave an empty file with that name.
     """
     (tmp_path / "file").write_bytes(b"data")
     synced: list[tuple[int, bool]] = []
@@ -86,8 +86,8 @@ async def test_local_blobstore_stores_and_returns_blobs(
     assert synced[-2:] == [(target.stat().st_ino, False), ((tmp_path / "store").stat().st_ino, True)]
 
 
-async def test_local_blobstore_on_a_full_disk_names_the_file(paths: Paths, tmp_path: Path) -> None:
-    """The partial file is removed. The test limits the file size of this process."""
+async def test_local_blobstore_on_a_full_disk_names_the_file_and_removes_it(paths: Paths, tmp_path: Path) -> None:
+    """A limit on the file size of this process simulates the full disk."""
     (tmp_path / "file").write_bytes(bytes(200_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -101,7 +101,9 @@ async def test_local_blobstore_on_a_full_disk_names_the_file(paths: Paths, tmp_p
 
 
 async def test_create_env_cache_is_the_directory_of_uploaded_blobs(paths: Paths) -> None:
-    """The agent installs from files that the CLI has uploaded over HTTPS."""
+    """The cache path that ``bosh create-env`` configures stands for the directory in which the agent stores uploaded
+    blobs.
+    """
     (paths.blobs / ID).write_bytes(b"data")
 
     assert await content(made(paths, "local", blobstore_path="/var/vcap/micro_bosh/data/cache")) == b"data"
@@ -119,16 +121,16 @@ async def test_create_env_cache_is_the_directory_of_uploaded_blobs(paths: Paths)
     ],
 )
 def test_invalid_blobstore_is_rejected(paths: Paths, kind: str, options: dict[str, Any], text: str) -> None:
-    """The error names the wrong option and, for a directory, has Go's text.
+    """A missing or mistyped option is named, for ``local`` with the Go agent's words.
 
-    The name is checked because it becomes part of a path and of a command.
+    A provider name must be a plain name, because it becomes part of a path and of a command.
     """
     with pytest.raises(BlobError, match=text):
         made(paths, kind, **options)
 
 
 @pytest.mark.parametrize("what", ["nothing", "directory", "link"])
-async def test_irregular_files_are_not_read_as_blobs(paths: Paths, tmp_path: Path, what: str) -> None:
+async def test_blob_that_is_missing_a_directory_or_a_link_is_not_read(paths: Paths, tmp_path: Path, what: str) -> None:
     """The error names the path."""
     if what == "directory":
         (tmp_path / ID).mkdir()
@@ -144,7 +146,7 @@ async def test_irregular_files_are_not_read_as_blobs(paths: Paths, tmp_path: Pat
 async def test_dav_path_begins_with_the_first_byte_of_the_ids_sha1(
     paths: Paths, tmp_path: Path, transfer: Transfer
 ) -> None:
-    """The request carries the password."""
+    """Both requests carry user and password, which may contain colons and non-ASCII letters."""
     (tmp_path / "file").write_bytes(b"data")
     async with http_server() as server:
         server.user = "agent:päss:word"
@@ -162,7 +164,10 @@ async def test_dav_path_begins_with_the_first_byte_of_the_ids_sha1(
 
 
 async def test_dav_without_a_user_sends_no_credentials(paths: Paths, transfer: Transfer) -> None:
-    """Null values count as absent. An id is a single path component."""
+    """Options that are null count as missing.
+
+    The blob id is escaped, so that it stays a single path component.
+    """
     async with http_server() as server:
         store = made(paths, "dav", transfer, endpoint=server.url, user=None, password=None)
         with pytest.raises(BlobError):
@@ -172,8 +177,7 @@ async def test_dav_without_a_user_sends_no_credentials(paths: Paths, transfer: T
         assert "authorization" not in server.requests[0].headers
 
 
-async def test_wrong_dav_password_is_reported_by_status_and_host(paths: Paths, transfer: Transfer) -> None:
-    """The error does not show the password."""
+async def test_error_of_a_wrong_dav_password_contains_only_host_and_status(paths: Paths, transfer: Transfer) -> None:
     async with http_server() as server:
         server.user = "agent:other"
         with pytest.raises(BlobError) as caught:
@@ -186,7 +190,7 @@ async def test_wrong_dav_password_is_reported_by_status_and_host(paths: Paths, t
 
 
 def program(paths: Paths, body: str) -> None:
-    """Install ``bosh-blobstore-x``, which is called as ``-c CONFIG get|put FROM TO``."""
+    """Install the shell code ``body`` as ``bosh-blobstore-x``, which is called as ``-c CONFIG get|put FROM TO``."""
     path = paths.bosh_bin / "bosh-blobstore-x"
     path.write_text(f"#!/bin/sh\nset -e\nconfig=$2 what=$3 from=$4 to=$5\n{body}\n")
     path.chmod(0o755)
@@ -195,9 +199,9 @@ def program(paths: Paths, body: str) -> None:
 async def test_command_blobstore_gets_and_puts_blobs(
     paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command finds its options in a file that only root can read, and leaves no temporary files.
+    """The command finds its options in a file that only root can read. No temporary files remain.
 
-    Its proxy variables, in lower and upper case, come from the settings. It inherits all other variables.
+    Proxies from the settings override its variables in lower and upper case. It inherits all other variables.
     """
     monkeypatch.setenv("HTTPS_PROXY", "http://environment:1")
     monkeypatch.setenv("NO_PROXY", "here")
@@ -216,7 +220,7 @@ async def test_command_blobstore_gets_and_puts_blobs(
 
 
 async def test_blobstore_command_may_replace_the_target_file(paths: Paths) -> None:
-    """Some commands write a temporary file and rename it, and one that fails may leave a partial file."""
+    """A command may write a temporary file and rename it, and a partial file of a failed command is removed."""
     program(paths, 'echo new >"$to.part"; mv "$to.part" "$to"')
     assert await content(made(paths, "x")) == b"new\n"
     program(paths, 'echo half >"$to.part"; exit 1')
@@ -228,7 +232,9 @@ async def test_blobstore_command_may_replace_the_target_file(paths: Paths) -> No
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_failed_blobstore_command_is_reported_without_secrets(paths: Paths) -> None:
-    """Options, signed queries and users in URLs are removed from errors. Hosts are kept."""
+    """Option values, URL queries and passwords in URLs are removed from the command's message, and host names are
+    kept.
+    """
     program(
         paths,
         'echo "Error: GET https://me:word@blobs.example/b?sig=s3cr3t said 403" >&2; cat "$config"; '
@@ -248,7 +254,10 @@ async def test_failed_blobstore_command_is_reported_without_secrets(paths: Paths
 
 
 async def test_missing_or_slow_blobstore_command_is_reported(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the Go agent's text. Unlike the Go agent, the agent itself continues."""
+    """A missing command is reported in the Go agent's words.
+
+    A command that exceeds its time limit fails the request.
+    """
     with pytest.raises(BlobError, match="^executable bosh-blobstore-x not found in PATH$"):
         await content(made(paths, "x"))
 
@@ -258,8 +267,8 @@ async def test_missing_or_slow_blobstore_command_is_reported(paths: Paths, monke
         await content(made(paths, "x"))
 
 
-async def test_cancelled_blobstore_command_is_killed(paths: Paths, tmp_path: Path) -> None:
-    """Every process that it started ends too, and its file is removed."""
+async def test_cancelled_blobstore_command_is_killed_with_its_children(paths: Paths, tmp_path: Path) -> None:
+    """The temporary file is removed."""
     program(paths, f"echo $$ >{tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 1000")
     getting = asyncio.create_task(content(made(paths, "x")))
     await until((tmp_path / "pid").exists)
@@ -290,7 +299,7 @@ async def test_endless_blobstore_command_output_is_not_kept_in_memory(paths: Pat
 
 
 async def test_dummy_blobstore_accepts_uploads_and_returns_no_blob(paths: Paths, tmp_path: Path) -> None:
-    """This provider is for agents that never handle a blob."""
+    """The provider ``dummy`` is configured for agents that never handle a blob."""
     store = made(paths, "dummy")
     await store.put(ID, tmp_path / "file")
     with pytest.raises(BlobError, match=f"cannot get {ID}: the blobstore is a dummy"):
@@ -309,12 +318,12 @@ async def test_dummy_blobstore_accepts_uploads_and_returns_no_blob(paths: Paths,
     ],
 )
 def test_blobstore_ca_is_read_from_the_directors_options(options: dict[str, Any], ca: str) -> None:
-    """Options of any other form belong to other providers."""
+    """Only ``tls.cert.ca`` is read, and values of other shapes, which other providers may have, count as no CA."""
     assert trusted_ca(Blobstore("x", options)) == ca
 
 
 def test_blobstore_command_error_is_one_line_without_secrets() -> None:
-    """Commands may quote a multi-line key line by line."""
+    """Each line of a multi-line key is removed separately, because commands may quote a single line of it."""
     options = {"json_key": "-----BEGIN KEY-----\nAAAABBBB\n-----END KEY-----\n", "short": "no"}
 
     assert harmless("x" * 5000 + "\n\nthe\tend\n", {}) == "x" * 992 + " the end"

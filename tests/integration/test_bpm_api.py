@@ -1,4 +1,4 @@
-"""Requests of the ``bpm`` command to the agent, with a real process of bpm.yml."""
+"""The requests that the ``bpm`` command sends to the agent, with a real process of bpm.yml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from tests.support.waiting import until
 
 @pytest.fixture
 async def bpm(world: World) -> AsyncIterator[Bpm]:
-    """Provide a runner with a job ``web`` of two processes. ``errand`` prints its variable and exits with 7."""
+    """Provide a runner whose job ``web`` has a process ``web`` and an ``errand``, which prints its variable and exits
+    with 7.
+    """
     world.paths.log.mkdir(parents=True)
     world.paths.sys.symlink_to(world.paths.data_sys)
     script(world.paths.jobs / "web/bin/web", "sleep 600 & exec sleep 600")
@@ -46,7 +48,10 @@ async def ask(bpm: Bpm, verb: str, process: str = "web", **members: Any) -> dict
 
 
 async def test_bpm_process_is_started_listed_and_stopped(bpm: Bpm) -> None:
-    """While it is not running, its figures are 0 and its rows say "stopped"."""
+    """Each request returns what the command prints.
+
+    Without a running process, the pid is 0 and ``list`` shows "stopped".
+    """
     stopped = [["web", 0, "stopped"], ["web.errand", 0, "stopped"]]
     assert await bpm_api.answer(bpm, {"verb": "list"}) == {"value": stopped, "complaints": []}
     assert [await ask(bpm, verb) for verb in ("pid", "tree")] == [{"value": 0}, {"value": []}]
@@ -116,7 +121,9 @@ async def test_bpm_run_ends_with_its_caller(world: World, bpm: Bpm) -> None:
         ("frobnicate", {}, "unknown command 'frobnicate'"),
     ],
 )
-async def test_bpm_errors_equal_those_of_bpm(bpm: Bpm, verb: str, members: dict[str, Any], error: str) -> None:
+async def test_bpm_error_messages_equal_those_of_the_original_bpm(
+    bpm: Bpm, verb: str, members: dict[str, Any], error: str
+) -> None:
     found = await bpm_api.answer(bpm, {"verb": verb, "job": "web", "process": "web", **members})
 
     assert found.keys() == {"error"}

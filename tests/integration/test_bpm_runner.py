@@ -1,4 +1,4 @@
-"""Real processes of bpm.yml, run by the supervisor in a scratch tree at two levels of isolation."""
+"""Real processes of bpm.yml that the supervisor runs in a scratch tree with different isolation levels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def world(world: World) -> World:
 
 
 def job(world: World, script: str, more: str = "", name: str = "web") -> JobFile:
-    """Add a job with one process, a shell script. ``more`` are further keys of the process."""
+    """Add a job with one process, which runs this shell script. ``more`` is YAML with further keys of the process."""
     directory = world.paths.jobs / "web"
     (directory / "bin").mkdir(parents=True, exist_ok=True)
     (directory / "config").mkdir(exist_ok=True)
@@ -93,9 +93,9 @@ async def said(world: World, text: str) -> None:
 async def test_bpm_process_runs_with_the_context_that_bpm_documents(
     world: World, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arguments, environment, directory, session, pid file and logs are as documented.
+    """Arguments, environment, working directory, session, pidfile and logs are as bpm documents them.
 
-    It inherits nothing of the agent's environment.
+    The process inherits none of the agent's variables.
     """
     script = 'echo "args $*"; env | sort; pwd; umask; echo ready; exec sleep 600'
     more = "  env: {NAME: value, LANG: C}\n  ephemeral_disk: true\n  limits: {open_files: 123}\n"
@@ -129,7 +129,7 @@ async def test_bpm_process_runs_with_the_context_that_bpm_documents(
 async def test_bpm_stop_signals_the_process_and_kills_its_children(
     world: World, monkeypatch: pytest.MonkeyPatch, number: str, more: str
 ) -> None:
-    """Only the process gets the signal."""
+    """The shutdown signal goes only to the process itself. Its children are killed after it has ended."""
     await weaken(monkeypatch, 3)
     child_of = "env -i setsid sleep 601"
     trap = f"trap 'sleep 0.1; echo bye; exit 0' {number}"
@@ -152,7 +152,10 @@ async def test_bpm_stop_signals_the_process_and_kills_its_children(
 async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
     world: World, monkeypatch: pytest.MonkeyPatch, has_time: bool
 ) -> None:
-    """The wait for a signal ends once the process has printed its name. If no time is left, it is not waited for."""
+    """If the time for the stop is already used up, the process is killed at once.
+
+    The wait after each signal is simulated: it ends when the process has printed the signal's name.
+    """
     monkeypatch.setattr(bpm_runner, "SIGNAL_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(bpm_runner, "QUIT_TIMEOUT_S", 3600.0)
     file = job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
@@ -175,7 +178,7 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
         assert not is_alive(pid)
         assert supervisor.killed == ["web"]
         if has_time:
-            # without isolation, the remaining processes get SIGTERM again
+            # More output may follow, because without isolation the remaining processes get SIGTERM again.
             assert output(world).split()[:3] == ["ready", "TERM", "QUIT"]
 
 
@@ -183,7 +186,7 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
 async def test_bpm_process_started_by_a_script_is_adopted(
     world: World, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``bpm start`` in a pre-start script, and the later start of the job, result in a single process."""
+    """If a pre-start script calls ``bpm start``, the job's own start finds that process and starts no second one."""
     await weaken(monkeypatch, level)
     file = job(world, "echo started; exec sleep 600")
     async with world.supervising() as supervisor:
@@ -211,7 +214,10 @@ def cgroups_of(world: World) -> list[str]:
 async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The errand does not begin while the job's process runs."""
+    """Children of the errand are killed, even if its init died first.
+
+    While the job's process runs, the errand is not started.
+    """
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 602 & echo $!; exit 3")
     async with world.supervising() as supervisor:
@@ -237,7 +243,7 @@ async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
 async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a child may hold a port. An init that is killed does not end its children."""
+    """If the init was killed, children of the process survive it and could still listen on its port."""
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; kill -9 $PPID; exec sleep 605")
     async with world.supervising() as supervisor:
@@ -252,12 +258,11 @@ async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
         assert not is_alive(left)
 
 
-async def test_next_agent_adopts_a_bpm_process_and_removes_stale_cgroups(
+async def test_next_agent_adopts_a_bpm_process_without_saved_state(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Statistics of a cgroup that is kept would be added to those of the next process.
-
-    The new agent needs no saved state to find the process.
+    """Its cgroup is removed when the process is stopped, because otherwise the next process would inherit its
+    statistics.
     """
     removed = []
     monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: removed.append("removed"))
@@ -282,10 +287,8 @@ def started_at(pid: int) -> float:
 
 
 @pytest.mark.parametrize("later_s", [-60, -0.5, 900])
-async def test_bpm_pidfile_without_a_matching_process_is_not_believed(world: World, later_s: float) -> None:
-    """The agent writes the pidfile right after a start, so a process with another start time is not the one in the
-    file.
-    """
+async def test_bpm_pidfile_without_a_matching_process_is_ignored(world: World, later_s: float) -> None:
+    """A process that did not start at the time at which the pidfile was written is not the one that the file names."""
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
     async with world.supervising() as supervisor:
@@ -317,7 +320,7 @@ def test_unknown_bpm_key_is_logged_once_per_file_content(world: World, caplog: p
 
 
 async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: World) -> None:
-    """The hook has the same environment, but is not restricted. If it fails, the process is not started."""
+    """The hook gets the environment of the process but is not restricted. If it fails, the process is not started."""
     empty = Paths(world.base).empty
     empty.mkdir(exist_ok=True)
     hook = world.base / "hook"
@@ -337,7 +340,10 @@ async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: 
 
 @pytest.mark.parametrize("end", ["running", "stopped"])
 async def test_slow_bpm_hook_runs_once_beyond_the_start_timeout(world: World, end: str) -> None:
-    """As under monit, the process starts after the hook. A stop ends the hook."""
+    """As under monit, a slow hook is neither ended nor repeated, and the process starts after it.
+
+    A stop ends the hook.
+    """
     hook = world.base / "hook"
     hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nuntil [ -e {world.base}/go ]; do sleep 0.05; done\n")
     hook.chmod(0o755)
@@ -378,10 +384,12 @@ async def test_bpm_errand_with_processes_that_cannot_be_ended_fails(
         assert not is_alive(left)
 
 
-async def test_bpm_starts_no_second_process_beside_those_of_a_killed_keeper(
+async def test_bpm_start_and_stop_fail_while_processes_of_a_killed_keeper_remain(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing shows whether they belong to the process. Its stop fails as well."""
+    """Orphaned processes might belong to the bpm process, so neither a second one is started nor a stop reported as
+    done.
+    """
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; exec sleep 605")
     async with world.supervising() as supervisor:
@@ -406,9 +414,9 @@ async def test_bpm_starts_no_second_process_beside_those_of_a_killed_keeper(
 
 @pytest.mark.usefixtures("no_cgroups")
 async def test_bpm_hook_ends_when_its_start_is_cancelled(world: World) -> None:
-    """The hook would otherwise run beside the next one.
+    """Otherwise it would still run when the next start runs the hook again.
 
-    An OOM kill of an earlier process does not explain the next exit.
+    An OOM kill of an earlier process is not given as the reason of the next exit.
     """
     hook = world.base / "hook"
     hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 604\n")
@@ -443,8 +451,7 @@ async def test_bpm_hook_ends_when_its_start_is_cancelled(world: World) -> None:
         ),
     ],
 )
-async def test_failed_bpm_start_has_the_text_of_bpm(world: World, config: str | None, why: str) -> None:
-    """The reason is worded as in bpm."""
+async def test_failed_bpm_start_is_reported_in_the_words_of_bpm(world: World, config: str | None, why: str) -> None:
     file = job(world, "exec sleep 600")
     if config is None:
         (world.paths.jobs / "web/bin/web").unlink()
@@ -456,10 +463,8 @@ async def test_failed_bpm_start_has_the_text_of_bpm(world: World, config: str | 
         assert why.format(jobs=world.paths.jobs) in found.reason
 
 
-async def test_unrestricted_bpm_volumes_do_not_open_the_jobs_own_directory(world: World) -> None:
-    """They cannot make the job's own directory or packages writable, but can do so with directories beside and above
-    them.
-    """
+async def test_unrestricted_bpm_volumes_keep_the_jobs_own_directory_read_only(world: World) -> None:
+    """Unrestricted volumes may open parent and sibling directories, but not the job's own directory and packages."""
     file = job(world, "")
     own = world.paths.jobs / "web"
     (own / "config").mkdir(exist_ok=True)
@@ -480,7 +485,8 @@ async def test_unrestricted_bpm_volumes_do_not_open_the_jobs_own_directory(world
 async def test_unavailable_bpm_limits_and_capabilities_are_reported(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
 ) -> None:
-    """A warning names them. If the process cannot run without them, the error does.
+    """A limit or capability that the container does not allow is named in a warning, or in the error if the process
+    needs it.
 
     A limit on the number of processes needs a cgroup.
     """
@@ -511,7 +517,7 @@ async def test_unavailable_bpm_limits_and_capabilities_are_reported(
         (1000, "vcap", False, (None, None), []),
     ],
 )
-def test_bpm_process_of_root_keeps_only_the_configured_capabilities(
+def test_bpm_process_gets_only_the_configured_capabilities(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
     uid: int,
@@ -520,9 +526,9 @@ def test_bpm_process_of_root_keeps_only_the_configured_capabilities(
     ids: tuple[int | None, int | None],
     names: list[str],
 ) -> None:
-    """A privileged process remains root. An agent without root has no capabilities to grant.
+    """A privileged process runs as root. An agent that is not root cannot grant capabilities.
 
-    Limits can be set without privileges if the container has none of its own.
+    The limit may exceed the agent's hard limit, because the agent has CAP_SYS_RESOURCE.
     """
     more = f"  capabilities: [net_raw, SYS_ADMIN]\n  unsafe: {{privileged: {str(is_privileged).lower()}}}\n"
     job(world, "true", f"{more}  limits: {{open_files: 500}}\n")
@@ -560,7 +566,11 @@ def test_bpm_isolation_matches_the_isolation_level(
     has_view: bool,
     namespaces: list[str],
 ) -> None:
-    """Only namespaces can hide a privileged process from others, because Landlock would restrict it permanently."""
+    """At each level, the process gets the mounts and namespaces of that level.
+
+    Other processes are hidden from a privileged process only by namespaces, because Landlock rules could not be lifted
+    again.
+    """
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true", f"  unsafe: {{{unsafe}}}\n")
     bpm = world.supervisor().bpm
@@ -574,10 +584,10 @@ def test_bpm_isolation_matches_the_isolation_level(
 
 @pytest.mark.parametrize("kept", [None, (5, 77)])
 @pytest.mark.parametrize("is_next_killed", [False, True])
-async def test_memory_kill_outlives_its_cgroup_and_counts_for_one_exit(
+async def test_oom_kill_explains_one_exit_although_its_cgroup_is_removed(
     world: World, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, int] | None, is_next_killed: bool
 ) -> None:
-    """If a cgroup cannot be removed, its counter continues to grow."""
+    """If the cgroup cannot be removed, its old kills are not counted again for the next process."""
     counted: list[tuple[int, int] | None] = [(5, 77)]
     monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: counted[-1])
     monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: counted.append(kept))
@@ -593,15 +603,16 @@ async def test_memory_kill_outlives_its_cgroup_and_counts_for_one_exit(
         assert bpm.kill_hogs() == []
 
 
-def test_changed_bpm_memory_limit_takes_effect(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the file cannot be read, there is no limit."""
+def test_changed_bpm_memory_limit_is_read_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be read counts as no limit."""
     counted = [0]
     monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: (counted[0], 77))
     bpm = world.supervisor().bpm
     limits = []
     for more in ("{memory: 64M}", "{memory: 1M}", "{}", "1"):
         job(world, "true", f"  limits: {more}\n")
-        os.utime(world.paths.jobs / "web/config/bpm.yml", (counted[0],) * 2)  # 0 in archives without times
+        # The first version has the time 0, as files from an archive without times do.
+        os.utime(world.paths.jobs / "web/config/bpm.yml", (counted[0],) * 2)
         counted[0] += 1
         assert bpm.was_killed_for_memory(START)
         limits += [hog.limit for hog in bpm.kill_hogs()]
@@ -610,10 +621,10 @@ def test_changed_bpm_memory_limit_takes_effect(world: World, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_dns_files_of_all_jobs_are_visible_without_namespaces(
+def test_dns_files_of_all_jobs_are_visible_to_bpm_processes(
     world: World, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
-    """bosh-dns reads each of them, and exits if it cannot."""
+    """bosh-dns reads the files of every job and exits if it cannot open one."""
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true")
     (world.paths.jobs / "other/.bosh").mkdir(parents=True)
@@ -625,15 +636,15 @@ def test_dns_files_of_all_jobs_are_visible_without_namespaces(
 
 
 PYTHON = os.path.realpath(sys.executable)
-# The interpreter of the tests may be anywhere, even where bpm shows nothing.
+# The interpreter of the tests may be installed in a directory that bpm hides.
 WITH_PYTHON = f"  unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, allow_executions: true}}]}}\n"
-"""Makes the interpreter available under rules that restrict paths."""
+"""A part of bpm.yml that makes the interpreter available to isolated processes."""
 
 HUNGRY = f"{PYTHON} -c 'import time; x = bytearray(80 << 20); time.sleep(600)' & wait"
 
 
 async def test_bpm_process_above_its_memory_limit_is_killed_and_reported(world: World) -> None:
-    """Only the process and its children are killed and restarted. The alert says how much memory they used."""
+    """Only the process and its children are killed and restarted, and the alert names the memory that they used."""
     file = job(world, HUNGRY, WITH_PYTHON + "  limits: {memory: 48M}\n")
     async with world.supervising(file, world.job("other")) as supervisor:
         other = (await in_state(supervisor, "other", "running")).pid
@@ -651,7 +662,7 @@ async def test_bpm_process_above_its_memory_limit_is_killed_and_reported(world: 
         await until(lambda: not is_alive(pid), "the process was killed")
         assert info(supervisor, "other").pid == other
         found = info(supervisor, "web")
-        # With a cgroup, the kernel kills the largest process, and the shell above it ends without it.
+        # With a cgroup the kernel kills only the largest process, so the shell that started it exits with 0.
         assert found.last_exit in ("SIGKILL, out of memory", "exit 0, out of memory")
         assert found.oom_kills == sum(found.exits.values())
         ends = {event.description for event in world.events if event.event == "Does not exist"}
@@ -664,7 +675,7 @@ HALVES = f"for half in 1 2; do {PYTHON} -c 'import time; x = bytearray(40 << 20)
 
 @pytest.mark.usefixtures("no_cgroups")
 async def test_bpm_memory_limit_without_a_cgroup_counts_the_process_tree(world: World) -> None:
-    """No single process exceeds the limit, and the main process uses hardly any memory."""
+    """The sum over all processes exceeds the limit, although no single process does and the main process is small."""
     file = job(world, HALVES, WITH_PYTHON + "  limits: {memory: 64M}\n")
     async with world.supervising(file) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
@@ -705,8 +716,8 @@ os.execv("/bin/sleep", ["sleep", "600"])
 
 @needs_landlock
 async def test_isolated_bpm_process_sees_only_the_paths_of_bpm(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At level 2 it can open only its own files, and cannot signal or read processes outside."""
-    monkeypatch.setattr(bpm_runner, "SCRATCH", ("/dev", "/proc"))  # the scratch tree of the test is itself in /tmp
+    """At isolation level 2, a process can open only its own files, and can neither signal nor read other processes."""
+    monkeypatch.setattr(bpm_runner, "SCRATCH", ("/dev", "/proc"))  # not /tmp, where the scratch tree is
     script = world.paths.jobs / "web/look.py"
     extra = world.base / "extra"
     volumes = f"  ephemeral_disk: true\n  additional_volumes: [{{path: {extra}, writable: true}}]\n"
@@ -727,7 +738,7 @@ async def test_isolated_bpm_process_sees_only_the_paths_of_bpm(world: World, mon
 
 
 async def test_bpm_log_has_each_step_and_error(world: World) -> None:
-    """``sys/log/JOB/bpm.log`` has a line of JSON for each step. Nothing is created for a job that does not exist."""
+    """``sys/log/JOB/bpm.log`` has one JSON line for each step. For an unknown job, no log directory is created."""
     file = job(world, "exec sleep 600")
     async with world.supervising(file) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -759,7 +770,7 @@ async def test_bpm_log_has_each_step_and_error(world: World) -> None:
 
 
 async def test_bpm_creates_directories_with_private_modes(world: World) -> None:
-    """Existing directories keep their mode, except volumes."""
+    """Existing directories keep their mode, but the modes of volumes are set again."""
     volumes = [world.base / name for name in ("old", "new")]
     volumes[0].mkdir(mode=0o755)
     kept = world.paths.sys / "run/web"
@@ -781,7 +792,7 @@ async def test_bpm_creates_directories_with_private_modes(world: World) -> None:
 
 
 async def test_bpm_start_waits_for_a_volume_of_another_job(world: World) -> None:
-    """In capi-release, cloud_controller_ng would otherwise never see the directory of valkey's socket."""
+    """Otherwise cloud_controller_ng in capi-release would never see the directory with valkey's socket."""
     volume = world.base / "valkey"
     file = job(world, "exec sleep 600", f"  additional_volumes: [{{path: {volume}, mount_only: true}}]\n")
     async with world.supervising(file) as supervisor:
@@ -794,7 +805,7 @@ async def test_bpm_start_waits_for_a_volume_of_another_job(world: World) -> None
 
 @pytest.mark.parametrize("how", ["cancelled", "ended"])
 async def test_abandoned_bpm_errand_is_killed(world: World, how: str) -> None:
-    """Its caller may be gone, or another call may have ended it."""
+    """An errand ends if its caller disconnects, or if another call asks to end it."""
     job(world, "echo ready; exec sleep 603")
     async with world.supervising() as supervisor:
         waiting = asyncio.create_task(supervisor.bpm.run(START, [], {}))

@@ -1,4 +1,4 @@
-"""The fault in docs/broken-example is found and fixed with the commands on its page."""
+"""The commands in docs/broken-example reveal and repair the fault of that example."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "docs/broken-example"
 
 
 async def output_with(place: Place, wanted: str, *words: str) -> str:
-    """Return the output of a command, once it contains ``wanted``."""
+    """Run a command until its output contains ``wanted``. Return the output."""
     said = ""
     async with asyncio.timeout(60):
         while wanted not in said:
@@ -56,7 +56,7 @@ async def test_broken_example_is_diagnosed_and_fixed_as_documented(tmp_path: Pat
 
 
 def fetched(port: int) -> bytes:
-    """Return the job's page, or "" while the job does not listen."""
+    """Return the job's page, or an empty value while nothing listens."""
     try:
         with socket.create_connection(("127.0.0.1", port), 10) as client:
             client.sendall(b"GET / HTTP/1.0\r\n\r\n")

@@ -1,4 +1,4 @@
-"""The test bus has the permissions and the port of a real one. It can be killed and paused, and users can be added."""
+"""The test bus gives agents the permissions of a real bus, and admits and removes users while it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 @pytest.mark.attack("another agent hears requests, replies or inboxes that are not its own, or speaks for others")
 async def test_agent_may_publish_only_its_own_messages(tmp_path: Path) -> None:
-    """An agent may notify the Health Monitor about itself, and about no other."""
+    """An agent may publish alerts and heartbeats under its own id only."""
     async with (
         knowing(tmp_path) as server,
         HealthMonitor().on(server.peer(HEALTH_MONITOR)) as monitor,
@@ -37,8 +37,7 @@ async def test_agent_may_publish_only_its_own_messages(tmp_path: Path) -> None:
 
 @pytest.mark.attack("another agent hears requests, replies or inboxes that are not its own, or speaks for others")
 @pytest.mark.parametrize("subject", ["agent.other", "agent.>", "_INBOX.x", "director.>"])
-async def test_agent_may_subscribe_only_to_its_own_subject(tmp_path: Path, subject: str) -> None:
-    """Another subscription is refused."""
+async def test_subscription_to_the_subject_of_another_agent_is_refused(tmp_path: Path, subject: str) -> None:
     async with knowing(tmp_path) as server:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3), joined(server.mbus("agent"), (subject,), lambda *_: None):
@@ -46,7 +45,7 @@ async def test_agent_may_subscribe_only_to_its_own_subject(tmp_path: Path, subje
 
 
 async def test_broker_admits_agents_by_their_certificates(tmp_path: Path) -> None:
-    """The Director and the Health Monitor are admitted from the start."""
+    """An agent is admitted with the certificates that were added for it. Director and Health Monitor always are."""
     async with NatsServer(tmp_path) as server:
         assert await lets_in(server, server.peer(DIRECTOR), "director.x.>")
         assert await lets_in(server, server.peer(HEALTH_MONITOR), "hm.agent.alert.*")
@@ -67,7 +66,7 @@ async def test_broker_admits_agents_by_their_certificates(tmp_path: Path) -> Non
 
 
 async def lets_in(server: NatsServer, mbus: Mbus, subject: str) -> bool:
-    """Return True if a client can connect to the bus, or False once the server has refused it."""
+    """Return whether a client with these credentials can connect. Waits until it has connected or was refused."""
     peer = Peer(mbus, (subject,), lambda *_: None)
 
     def refusals() -> int:
@@ -85,7 +84,6 @@ async def lets_in(server: NatsServer, mbus: Mbus, subject: str) -> bool:
 
 
 def test_missing_nats_server_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a nats-server the error names the missing program."""
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="nats-server"):

@@ -1,4 +1,4 @@
-"""Bundles on a real disk, unpacked by real workers: installing, activating and removing them."""
+"""Installing, activating and removing bundles on a real disk, with real workers that unpack them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def bundles(paths: Paths) -> Bundles:
 
 
 def package(paths: Paths, name: str, version: str = "1", **members: bytes) -> Bundle:
-    """Return a package whose archive is on this machine."""
+    """Return a package whose archive is stored on this machine."""
     data = archive(members or {"file": name.encode()})
     (paths.blobs / f"blob-{name}-{version}").write_bytes(data)
     return Bundle("package", name, version, BlobRef(f"blob-{name}-{version}", digest=sha1(data)))
 
 
 def jobs(paths: Paths, *names: str, version: str = "1", blob_id: str = "templates") -> list[Bundle]:
-    """Return jobs that all come from one archive of rendered templates, as sent over the bus."""
+    """Return jobs that come from one archive of rendered templates, which was received over the bus."""
     data = archive({f"{name}/monit": f"{name} {version}" for name in names})
     (paths.sensitive_blobs / blob_id).write_bytes(data)
     return [Bundle("job", name, version, BlobRef(blob_id, digest=sha1(data))) for name in names]
@@ -72,7 +72,9 @@ def mode_of(path: Path) -> int:
     ],
 )
 def test_bundle_path_equals_that_of_the_go_agent(paths: Paths, bundles: Bundles, bundle: Bundle, hashed: str) -> None:
-    """The directory name is the sha1 of version and digest, in the format of the digest."""
+    """The directory name is the SHA-1 of ``VERSION-DIGEST``, or of the version alone for a package that was compiled
+    here.
+    """
     kind = paths.data_jobs if bundle.kind == "job" else paths.data_packages
 
     assert bundles.path(bundle) == kind / bundle.name / sha1(hashed)
@@ -80,7 +82,10 @@ def test_bundle_path_equals_that_of_the_go_agent(paths: Paths, bundles: Bundles,
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../x", "a\0b", ".hidden", "x" * 300])
 async def test_bundle_with_an_unsafe_name_or_no_version_is_rejected(paths: Paths, bundles: Bundles, name: str) -> None:
-    """Names come from requests. The Go agent crashes without a version."""
+    """Name and version come from requests and become parts of paths.
+
+    The Go agent crashes if the version is missing.
+    """
     with pytest.raises(ActionError, match="cannot use .* as the name of a package"):
         bundles.path(Bundle("package", name, "1"))
     with pytest.raises(ActionError, match="cannot use .* as the name of a job"):
@@ -93,7 +98,10 @@ async def test_bundle_with_an_unsafe_name_or_no_version_is_rejected(paths: Paths
 
 
 async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installing does not activate a bundle, and does not fetch an existing one again."""
+    """All bundles are requested from one worker, and not again if they are installed.
+
+    Nothing is activated by the installation.
+    """
     asked: list[protocol.Request] = []
 
     async def work(request: protocol.Request, **_: object) -> Done:
@@ -113,7 +121,7 @@ async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, m
 
 
 async def test_bundle_installed_by_the_go_agent_is_reused(paths: Paths, bundles: Bundles) -> None:
-    """It has the same name, which is the only mark that the Go agent leaves."""
+    """The Go agent marks an installed bundle only by its directory, so an existing directory is enough."""
     bundle = Bundle("package", "p", "1", BlobRef("gone", digest="00"))
     bundles.path(bundle).mkdir(parents=True)
     await installed(bundles, bundle)
@@ -122,7 +130,7 @@ async def test_bundle_installed_by_the_go_agent_is_reused(paths: Paths, bundles:
 
 
 async def test_first_install_failure_is_reported_and_other_bundles_stay(paths: Paths, bundles: Bundles) -> None:
-    """The next attempt then has fewer bundles to install."""
+    """Bundles that were installed in spite of the failure need not be installed again by the next attempt."""
     good = package(paths, "good")
     bad = Bundle("package", "bad", "1", BlobRef("missing", digest="00"))
     [job] = jobs(paths, "web")
@@ -135,7 +143,9 @@ async def test_first_install_failure_is_reported_and_other_bundles_stay(paths: P
 
 @pytest.mark.parametrize("how", ["killed", "cancelled"])
 async def test_partial_bundles_of_a_killed_worker_are_removed(paths: Paths, how: str) -> None:
-    """They are removed at once instead of at the next boot."""
+    """The agent removes them as soon as the worker is killed or its request is cancelled, and not only at the next
+    boot.
+    """
     bundle = package(paths, "p")
     begun = asyncio.Event()
 
@@ -159,7 +169,7 @@ async def test_partial_bundles_of_a_killed_worker_are_removed(paths: Paths, how:
 
 
 async def test_boot_removes_leftover_bundle_files(paths: Paths, bundles: Bundles) -> None:
-    """Everything else stays."""
+    """Only partial files of interrupted writes are removed. Installed bundles and their links stay."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     await bundles.activate([], [bundle])
@@ -176,7 +186,10 @@ async def test_boot_removes_leftover_bundle_files(paths: Paths, bundles: Bundles
 
 
 async def test_links_point_to_the_bundles_in_use(paths: Paths, bundles: Bundles) -> None:
-    """Every job has links to all its packages. Activating again does not change the links."""
+    """Activated jobs and packages get links, and each job gets links to all packages.
+
+    Activating the same bundles again keeps the links.
+    """
     web, db = jobs(paths, "web", "db")
     ruby, nginx = package(paths, "ruby"), package(paths, "nginx")
     await installed(bundles, web, db, ruby, nginx)
@@ -195,7 +208,7 @@ async def test_links_point_to_the_bundles_in_use(paths: Paths, bundles: Bundles)
 
 
 async def test_job_loses_links_to_removed_packages(paths: Paths, bundles: Bundles) -> None:
-    """Only links that the agent made are removed."""
+    """Links and files that the job itself created in its ``packages`` directory stay."""
     [web] = jobs(paths, "web")
     ruby, nginx = package(paths, "ruby"), package(paths, "nginx")
     await installed(bundles, web, ruby, nginx)
@@ -209,8 +222,8 @@ async def test_job_loses_links_to_removed_packages(paths: Paths, bundles: Bundle
     assert (links / "file").is_file()
 
 
-async def test_links_made_by_a_release_are_kept(paths: Paths, bundles: Bundles) -> None:
-    """Some releases choose a version with a link of their own."""
+async def test_package_links_created_by_a_release_are_kept(paths: Paths, bundles: Bundles) -> None:
+    """Some releases select one of several versions of a package with a link that the agent did not create."""
     paths.packages.mkdir()
     (paths.packages / "erlang").symlink_to("erlang-26")
     erlang = package(paths, "erlang-26")
@@ -224,7 +237,10 @@ async def test_links_made_by_a_release_are_kept(paths: Paths, bundles: Bundles) 
 async def test_directory_at_a_link_path_is_replaced_unless_the_bundle_is_missing(
     paths: Paths, bundles: Bundles
 ) -> None:
-    """An image may contain such a directory. If the bundle is missing, the current ones stay."""
+    """An image may contain a directory where the agent needs a link.
+
+    If a bundle to activate is missing, the activation fails and the current links stay.
+    """
     (paths.packages / "p" / "old").mkdir(parents=True)
     bundle = package(paths, "p")
     await installed(bundles, bundle)
@@ -254,7 +270,7 @@ async def test_bundle_removal_follows_no_link_at_the_versions_directory(
 async def test_bundle_is_renamed_before_its_content_is_removed(
     paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the agent crashes in between, nothing is left that looks like an installed bundle."""
+    """If the agent crashes during the removal, the rest does not look like an installed bundle."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     looked_installed = []
@@ -273,10 +289,12 @@ async def test_bundle_is_renamed_before_its_content_is_removed(
 # --- directories of jobs --------------------------------------------------------------------------------------------
 
 
-async def test_job_directories_are_created_once(paths: Paths, bundles: Bundles, tmp_path: Path) -> None:
-    """Existing files keep their modes, because scripts of jobs may have changed them.
+async def test_job_directories_are_created_but_existing_ones_keep_their_modes(
+    paths: Paths, bundles: Bundles, tmp_path: Path
+) -> None:
+    """Scripts of jobs may have changed the modes.
 
-    A process with write access there cannot use a link to choose which file root changes.
+    A link in the place of such a directory is not followed, so that no job can choose a file whose mode root changes.
     """
     (paths.log / "web").mkdir(parents=True, mode=0o700)
     (tmp_path / "victim").mkdir(mode=0o700)
@@ -298,7 +316,7 @@ async def test_job_directories_are_created_once(paths: Paths, bundles: Bundles, 
 @pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize("blob_id", ["../x", "a/b", "", "tmp/.."])
 async def test_blob_with_an_unsafe_name_is_rejected(paths: Paths, bundles: Bundles, blob_id: str) -> None:
-    """It is not stored, and no file is deleted."""
+    """Such a blob is neither stored nor deleted."""
     (paths.data / "x").touch()
     with pytest.raises(BlobError, match="it is not a plain name"):
         await bundles.keep_blob(blob_id, sha1(b"data"), b"data")
@@ -309,7 +327,9 @@ async def test_blob_with_an_unsafe_name_is_rejected(paths: Paths, bundles: Bundl
 
 
 async def test_only_the_first_copy_of_a_blob_is_deleted(paths: Paths, bundles: Bundles) -> None:
-    """The Go agent does the same. The other copy may be in the blobstore of create-env."""
+    """As in the Go agent, deleting the blob received over the bus leaves the copy in create-env's blobstore until the
+    next call.
+    """
     for directory in (paths.sensitive_blobs, paths.blobs):
         (directory / "id").touch()
     await bundles.delete_source("id")
@@ -322,7 +342,7 @@ async def test_only_the_first_copy_of_a_blob_is_deleted(paths: Paths, bundles: B
 
 
 async def test_small_blob_is_read_and_oversized_one_is_rejected(paths: Paths, bundles: Bundles) -> None:
-    """No file remains in either case."""
+    """Blobs that are read into memory are limited in size. No temporary file remains in either case."""
     (paths.blobs / "id").write_bytes(b"data")
     assert await bundles.fetch_small(BlobRef("id", digest=sha1(b"data")), DUMMY) == b"data"
     assert list(paths.tmp.iterdir()) == []
@@ -350,10 +370,10 @@ async def test_small_blob_is_read_and_oversized_one_is_rejected(paths: Paths, bu
         lambda bundles, _: bundles.keep_blob("id", sha1(b""), b""),
     ],
 )
-async def test_disk_error_fails_the_action_and_the_agent_continues(
+async def test_disk_error_is_reported_as_an_action_error(
     paths: Paths, bundles: Bundles, do: Callable[[Bundles, Bundle], asyncio.Future[None]]
 ) -> None:
-    """The Director receives the error."""
+    """The Director thus receives the error, and the agent does not exit."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     for path in (paths.packages, paths.data / "web"):
@@ -367,8 +387,6 @@ async def test_disk_error_fails_the_action_and_the_agent_continues(
 
 @pytest.mark.attack("a worker answers another request, or dies at any moment")
 async def test_worker_answer_with_the_wrong_number_of_outcomes_is_rejected(paths: Paths) -> None:
-    """There must be one outcome for each bundle."""
-
     async def work(request: protocol.Request, **_: object) -> Done:
         return Done(outcomes=[Outcome()] * 2)
 

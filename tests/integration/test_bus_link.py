@@ -1,4 +1,6 @@
-"""Messages from a bus server: none makes the agent deaf, and those received without TLS are not trusted."""
+"""Messages from a bus server that is faulty or hostile: the agent always receives requests again, and trusts nothing
+without TLS.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,18 @@ REQUEST = b'{"method":"ping","reply_to":"director.d.agent.r"}'
 
 
 def message(data: bytes, *, sid: bytes = b"1") -> bytes:
-    """Return a message as a server delivers it."""
+    """Return a message in the form in which a server delivers it to a subscriber."""
     return b"MSG agent.agent %b %d\r\n%b\r\n" % (sid, len(data), data)
 
 
 async def living(wire: Wire) -> None:
-    """Act as a normal server."""
+    """Act as a working server."""
     await wire.greet()
     await wire.answer_pings()
 
 
 async def asking(wire: Wire) -> None:
-    """Act as a server that sends a request and expects the reply."""
+    """Act as a server that delivers a request and expects the agent's reply."""
     await wire.greet()
     wire.send(message(REQUEST))
     while (await wire.expect(""))[:4] == "PING":
@@ -44,7 +46,7 @@ async def asking(wire: Wire) -> None:
 
 
 def saying(words: bytes) -> Script:
-    """Act as a server that sends something after the connection is made, and then falls silent."""
+    """Return a script that completes the handshake, sends ``words``, and then only answers pings."""
 
     async def script(wire: Wire) -> None:
         await wire.greet()
@@ -85,7 +87,7 @@ PINGS = b"PING\r\n" * 3
     ],
 )
 async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) -> None:
-    """An error or invalid bytes only cost this connection. The next one receives and answers requests.
+    """An error or invalid bytes from the server end the connection, and the next one receives and answers requests.
 
     nats-py stops reading when it cannot decode something, but still reports that it is connected. Pings would only
     notice this after 10 to 15 s.
@@ -125,7 +127,7 @@ async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) ->
     ],
 )
 async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
-    """Every valid message of a server is accepted, however odd."""
+    """Messages that are valid but unusual do not end the connection."""
 
     async def script(wire: Wire) -> None:
         await wire.greet()
@@ -146,7 +148,7 @@ async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
 
 @pytest.mark.attack("a neighbour sends the agent nonsense from a server that it accepts as the bus")
 async def test_advertised_cluster_servers_are_not_remembered() -> None:
-    """The addresses come from the settings.
+    """The agent connects only to the addresses in its settings.
 
     nats-py would keep every address that a server advertises, and compare new ones with all of them.
     """
@@ -167,13 +169,13 @@ async def test_advertised_cluster_servers_are_not_remembered() -> None:
         assert not [one for one in kept if one.startswith("10.10.")]
 
 
-async def test_tls_handshake_failing_at_exit_logs_no_loop_error(
+async def test_tls_handshake_that_fails_at_exit_logs_no_asyncio_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
 
     async def fail(*_: object) -> None:
-        # Wait until the end of the connection is known.
+        # Cancel only after asyncio has noticed that the connection ended.
         loop.call_soon(lambda: loop.call_soon(tasks.pop().cancel))
         raise ValueError("cut off")
 
@@ -188,7 +190,9 @@ async def test_tls_handshake_failing_at_exit_logs_no_loop_error(
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 async def test_connection_to_a_server_that_pings_without_reading_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers to its pings would accumulate in memory. Its unsolicited pongs would keep the connection alive."""
+    """The agent's answers would accumulate in memory, and pongs that the server sends unasked would keep the connection
+    alive.
+    """
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
     sent = 0
 
@@ -210,7 +214,9 @@ async def test_connection_to_a_server_that_pings_without_reading_is_closed(monke
 async def test_endless_server_line_or_message_closes_the_connection(
     words: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit on the number of bytes closes the connection before its pings fail."""
+    """The connection is closed when the size limit is reached, long before the agent would miss answers to its
+    pings.
+    """
     monkeypatch.setattr(link, "MAX_UNREAD_BYTES", 1 << 20)
     sent = 0
 
@@ -233,14 +239,14 @@ async def test_endless_server_line_or_message_closes_the_connection(
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
 @pytest.mark.parametrize("limit", ["5", '"x"', "null", "-1", "[]"])
 async def test_message_limit_announced_before_tls_is_ignored(limit: str) -> None:
-    """With a forged limit, every later reply and heartbeat would be dropped."""
+    """An attacker could announce a tiny limit, and the agent would then drop all its replies and heartbeats."""
     info = INFO.replace(b"1048576", limit.encode())
     async with facing(asking, info=info) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
 
 async def test_bus_is_connected_only_after_the_subscription_is_confirmed() -> None:
-    """Until then the agent cannot receive requests."""
+    """The agent must not report that it is connected while it cannot receive requests."""
     confirm = asyncio.Event()
 
     async def script(wire: Wire) -> None:
@@ -262,8 +268,8 @@ async def test_bus_is_connected_only_after_the_subscription_is_confirmed() -> No
         await connected(bus)
 
 
-async def test_denied_subscription_is_retried() -> None:
-    """A connection without the subscription is useless."""
+async def test_denied_subscription_leads_to_a_new_connection() -> None:
+    """A connection without the subscription delivers no requests."""
 
     async def denying(wire: Wire) -> None:
         await wire.expect("CONNECT ")
@@ -284,7 +290,7 @@ async def test_denied_subscription_is_retried() -> None:
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 @pytest.mark.parametrize("lines", [0, 1, 2, 3])
 async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: int) -> None:
-    """The attempt ends and another begins, at whichever point the server stops answering."""
+    """The attempt times out wherever the server stops answering, and another attempt follows."""
 
     async def silent(wire: Wire) -> None:
         for number in range(lines):
@@ -315,7 +321,7 @@ async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: in
 async def test_server_of_another_protocol_is_logged_once_and_retried(
     info: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The error persists, but the agent does not exit."""
+    """The agent does not exit, and does not log the same error for each attempt."""
     seen = []
 
     async def script(wire: Wire) -> None:
@@ -349,8 +355,8 @@ async def test_exit_during_a_failed_connection_attempt_leaves_no_connection() ->
 
 
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
-async def test_server_without_tls_gets_no_bytes() -> None:
-    """An attacker who removes TLS from the server's greeting receives nothing from the agent."""
+async def test_bus_sends_nothing_to_a_server_without_tls() -> None:
+    """If an attacker removes the TLS requirement from the server's greeting, the agent sends nothing."""
     plain = json.loads(INFO[5:])
     del plain["tls_required"]
     seen = []
@@ -368,7 +374,7 @@ async def test_server_without_tls_gets_no_bytes() -> None:
 
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
 async def test_bus_rejects_old_tls_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attacker who offers only TLS 1.1 receives nothing from the agent, although OpenSSL would accept it."""
+    """If an attacker offers only TLS 1.1, which OpenSSL can be configured to accept, the agent sends nothing."""
     real, seen = tls.client_context, list[str]()
 
     async def script(wire: Wire) -> None:
@@ -392,8 +398,8 @@ async def test_bus_rejects_old_tls_versions(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
-async def test_server_bytes_before_tls_are_ignored() -> None:
-    """Bytes between the greeting and TLS are not treated as the server's."""
+async def test_bus_ignores_bytes_received_before_tls() -> None:
+    """Bytes that an attacker adds after the greeting are discarded when TLS starts."""
     heard = []
 
     async def handle(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The deploy of one canary by a Director that polls like the real one, with the watch times of a manifest."""
+"""The update of one canary instance by a Director that polls like the real one, with the watch time of a manifest."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from tests.support import jobs
 from tests.support.instance import AGENT, World
 
 WATCH = (5.0, 15.0)
-"""``canary_watch_time: 5000-15000``."""
+"""Shortest and longest wait in seconds, from ``canary_watch_time: 5000-15000``."""
 INTERVALS = 10
-"""Polls in the watch time of an instance (``instance_updater/starter.rb``), each 1 to 15 seconds after the last."""
+"""Number of polls into which the Director divides the watch time (``instance_updater/starter.rb``).
+
+They are 1 to 15 seconds apart.
+"""
 
 
 class NotRunningError(Exception):
-    """The processes of an instance that are not running at the end of its watch time."""
+    """The instance does not run at the end of its watch time. The message names its failed processes."""
 
 
 async def wait_until_running(instance: World) -> int:
-    """Poll the instance in its watch time until it runs, as the Director does. Return the number of polls."""
+    """Poll the instance during its watch time until it runs, as the Director does. Return the number of polls.
+
+    Raises ``NotRunningError``.
+    """
     least, most = WATCH
     step = min(15.0, max(1.0, (most - least) / INTERVALS))
     begun_at = time.monotonic()
@@ -40,14 +46,14 @@ async def wait_until_running(instance: World) -> int:
 
 
 def canary(instance: World, lasts: str) -> dict[str, Any]:
-    """Return the spec of a job whose process exits after some time."""
+    """Return the spec of a job whose process exits after ``lasts`` seconds."""
     process = jobs.process(Paths(instance.base), "job0", f"echo $$ >$pidfile; exec sleep {lasts}")
     return jobs.spec(instance.store, {"job0": process})
 
 
 @pytest.mark.slow
 async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(instance: World) -> None:
-    """Whenever the Director asks, it is not running, although a process exists most of the time."""
+    """The job must never be reported as running, although a process exists at nearly every poll."""
     await instance.start_agent()
     await instance.director.run(AGENT, "apply", canary(instance, "2"))
     await instance.director.run(AGENT, "start")
@@ -58,7 +64,7 @@ async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(instance: 
 
 @pytest.mark.slow
 async def test_healthy_canary_passes_at_the_first_check(instance: World) -> None:
-    """The Director waits no longer than the minimum watch time."""
+    """The first poll comes after the minimum watch time."""
     await instance.start_agent()
     await instance.director.run(AGENT, "apply", canary(instance, "1000"))
     await instance.director.run(AGENT, "start")

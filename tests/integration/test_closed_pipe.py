@@ -1,4 +1,4 @@
-"""The commands when the reader of their output closes the pipe, as ``head`` and ``grep -q`` do."""
+"""Commands whose output pipe is closed by its reader, as ``head`` and ``grep -q`` do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(words: list[str], where: Path, *, is_buffered: bool = True) -> subproces
     [
         (["agent_shim", "check", "web.monit"], 0),
         (["agent_shim.cli.monit", "-V"], 0),
-        # The signal ends the command, as it does with a program in Go.
+        # SIGPIPE ends the command, as it would end the original bpm, which is written in Go.
         (["agent_shim.cli.bpm", "version"], -signal.SIGPIPE),
         (["agent_shim.cli.bpm", "--help"], -signal.SIGPIPE),
     ],
@@ -38,14 +38,14 @@ def run(words: list[str], where: Path, *, is_buffered: bool = True) -> subproces
 def test_command_with_a_closed_output_pipe_exits_silently(
     tmp_path: Path, words: list[str], code: int, *, is_buffered: bool
 ) -> None:
-    """This also holds if the output is only written at the end."""
+    """No traceback is printed, whether the output is written at once or when the interpreter exits."""
     (tmp_path / "web.monit").write_text("check process web with pidfile /web.pid group vcap\n")
     done = run(words, tmp_path, is_buffered=is_buffered)
 
     assert (done.returncode, done.stderr) == (code, "")
 
 
-def test_finished_check_keeps_its_exit_code_when_the_pipe_closes(tmp_path: Path) -> None:
+def test_failed_check_keeps_its_exit_code_when_the_output_pipe_is_closed(tmp_path: Path) -> None:
     (tmp_path / "wrong.monit").write_text("check\n")
 
     assert run(["agent_shim", "check", "--json", "wrong.monit"], tmp_path).returncode == 78

@@ -1,4 +1,4 @@
-"""The jobs of a release, rendered by ruby with the rules of bosh-template."""
+"""Release jobs that the comparison of agents renders, with ruby and the rules of bosh-template."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ properties: {db.user: {default: root}}
 
 
 def rendered(where: Path, template: str, values: dict[str, Any] | None = None) -> Job:
-    """Return the job ``web`` with this template."""
+    """Return the job ``web``, rendered from this template with these property values."""
     files = {"web/spec": SPEC, "web/monit": "", "web/templates/web.erb": template, "db/spec": DATABASE, "db/monit": ""}
     for name, text in files.items():
         place = where / "jobs" / name

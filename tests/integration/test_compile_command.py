@@ -1,4 +1,4 @@
-"""``bosh-agent compile`` on a small release, in a base directory of its own."""
+"""``bosh-agent compile`` with a small release, in a separate base directory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ls $(dirname $BOSH_INSTALL_TARGET) >> $BOSH_INSTALL_TARGET/out
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
-    """Provide the paths of a stemcell container."""
+    """Provide the base directory of a stemcell container."""
     paths = Paths(tmp_path / "vcap")
     paths.bosh_etc.mkdir(parents=True)
     paths.etc.mkdir()
@@ -51,7 +51,10 @@ def paths(tmp_path: Path) -> Paths:
 
 
 def release(path: Path, version: str = "1.10", **packages: tuple[str, list[str]]) -> Path:
-    """Return a release of ``NAME=(packaging, dependencies)``. Each source contains a file ``z.txt``."""
+    """Create a release tarball with packages given as ``NAME=(packaging, dependencies)``.
+
+    Each source contains ``z.txt``.
+    """
     blobs = {name: archive({"packaging": script, "z.txt": "zz\n"}) for name, (script, _) in packages.items()}
     refs = [
         SourcePackage(name, f"v-{name}", f"f-{name}", hashlib.sha1(blobs[name]).hexdigest(), needed)
@@ -84,9 +87,9 @@ def left(paths: Paths) -> list[Path]:
 
 
 def test_compile_command_compiles_a_release(paths: Paths, tmp_path: Path) -> None:
-    """Packages are compiled in dependency order.
+    """Packages are compiled in the order of their dependencies.
 
-    Output lines, file name and manifest equal the Go agent's, and nothing is left behind.
+    Output lines, file name and manifest equal the Go agent's, and nothing remains in the base directory.
     """
     source = release(tmp_path / "in.tgz", program=(PROGRAM, ["library"]), library=(LIBRARY, []))
     out = tmp_path / "made/out"
@@ -140,8 +143,8 @@ Finished archiving compiled tarball {path}
     assert left(paths) == []
 
 
-def test_compiling_the_same_sources_gives_the_same_bytes(paths: Paths, tmp_path: Path) -> None:
-    """One call compiles two releases. The flag is given with two dashes."""
+def test_compile_command_output_is_reproducible(paths: Paths, tmp_path: Path) -> None:
+    """One call compiles two releases, and the flag may be written with one or two dashes."""
     first = release(tmp_path / "1.tgz", "1", library=(LIBRARY, []))
     done = compile_with(paths, "--output-directory", tmp_path / "a", first)
     again = compile_with(paths, "--output-directory", tmp_path / "b", release(tmp_path / "2.tgz", "2"), first)
@@ -153,7 +156,7 @@ def test_compiling_the_same_sources_gives_the_same_bytes(paths: Paths, tmp_path:
 
 
 def test_compile_command_reports_a_failed_package(paths: Paths, tmp_path: Path) -> None:
-    """The error contains the output of the packaging script. No release is written, and nothing is left behind."""
+    """The error contains the output of the packaging script, and neither a tarball nor temporary files are left."""
     source = release(tmp_path / "in.tgz", good=(LIBRARY, []), worse=("echo so it is >&2; exit 3", ["good"]))
     done = compile_with(paths, "-output-directory", tmp_path / "out", source)
 
@@ -166,7 +169,7 @@ def test_compile_command_reports_a_failed_package(paths: Paths, tmp_path: Path) 
 
 
 def test_compile_command_refuses_to_run_beside_an_agent(paths: Paths, tmp_path: Path) -> None:
-    """The agent is using the packages."""
+    """A running agent uses the packages in the base directory."""
     with exclusive_agent(paths, "test"):
         done = compile_with(paths, "-output-directory", tmp_path, release(tmp_path / "in.tgz"))
 
@@ -174,8 +177,7 @@ def test_compile_command_refuses_to_run_beside_an_agent(paths: Paths, tmp_path: 
     assert "cannot compile: another agent, process " in done.stderr
 
 
-def test_compile_command_keeps_packages_of_jobs(paths: Paths, tmp_path: Path) -> None:
-    """It refuses to replace one of them."""
+def test_compile_command_refuses_to_replace_a_package_of_a_job(paths: Paths, tmp_path: Path) -> None:
     version = hashlib.sha1(b"1-0123").hexdigest()
     installed = paths.data_packages / "library" / version
     installed.mkdir(parents=True)
@@ -198,7 +200,7 @@ def test_compile_command_keeps_packages_of_jobs(paths: Paths, tmp_path: Path) ->
 def test_interrupted_compile_command_kills_its_compilation(
     paths: Paths, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Every process started by the packaging script ends too, whatever its session."""
+    """Every process that the packaging script started is killed, including those in another session."""
     pids = tmp_path / "pids"
     script = f"setsid sleep 600 & echo $! >> {pids}; trap '' TERM; sleep 600 & echo $! >> {pids}; wait"
     source = release(tmp_path / "in.tgz", library=(script, []))
@@ -220,7 +222,7 @@ def test_interrupted_compile_command_kills_its_compilation(
     assert list(tmp_path.glob("small-*")) == []
 
 
-def test_compile_command_explains_and_checks_its_flags_and_tarball(paths: Paths, tmp_path: Path) -> None:
+def test_compile_command_reports_wrong_flags_and_a_missing_tarball(paths: Paths, tmp_path: Path) -> None:
     helped, wrong = compile_with(paths, "-help"), compile_with(paths, "-output", "/x")
     missing = compile_with(paths, "-output-directory", tmp_path, tmp_path / "nowhere.tgz")
 
@@ -248,7 +250,7 @@ def test_compile_command_explains_and_checks_its_flags_and_tarball(paths: Paths,
         ("etc/os-release", 'ID="ubuntu\n', "No closing quotation"),
     ],
 )
-def test_compile_command_reports_an_image_without_the_agent(
+def test_compile_command_reports_a_missing_stemcell_name_or_version(
     paths: Paths, name: str, text: str | None, why: str
 ) -> None:
     file = paths.base / name
@@ -262,5 +264,5 @@ def test_compile_command_reports_an_image_without_the_agent(
     ("seconds", "text"),
     [(0.26, "260ms"), (1.25, "1.25s"), (60, "1m0s"), (123.5, "2m3.5s"), (3603.5, "1h0m3.5s")],
 )
-def test_compile_command_reads_durations_as_go_does(seconds: float, text: str) -> None:
+def test_compile_command_prints_durations_as_go_does(seconds: float, text: str) -> None:
     assert duration(seconds) == text

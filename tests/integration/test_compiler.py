@@ -1,4 +1,6 @@
-"""Compilations whose agent exits or is killed, and what the contract tests do not cover."""
+"""Compilations that are interrupted by the agent's exit or crash, and other cases that the contract tests do not
+cover.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,14 @@ setsid sleep 600 & echo $! >> {pids}
 setsid -f sh -c 'echo $$ >> {pids}; trap "" TERM; sleep 600; sleep 600'
 sleep 600
 """
-"""A packaging script with one process in its group, one in another session, and one that has cut all ties to it."""
+"""A packaging script with three long-running processes: one in its process group, one in another session, and one that
+is also detached from its parent.
+"""
 
 
 @pytest.fixture
 async def machine() -> AsyncIterator[Machine]:
-    """Run an agent as a process of its own, connected to a bus."""
+    """Run an agent as a separate process that is connected to a bus."""
     async with made(COMMAND) as one:
         await one.start_agent()
         yield one
@@ -48,7 +52,7 @@ async def machine() -> AsyncIterator[Machine]:
 
 
 async def compiling(machine: Machine) -> list[int]:
-    """Return the processes of a compilation that does not end by itself."""
+    """Start a compilation that never ends. Return the pids of the three processes."""
     pids = machine.scratch / "pids"
     blob = machine.blob("source", archive({"packaging": FAMILY.format(pids=pids)}))
     await machine.director.call(AGENT, "compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
@@ -65,7 +69,7 @@ def left(base: Path) -> list[Path]:
     return [path for pattern in places for path in base.glob(pattern)]
 
 
-async def test_status_names_the_package_in_compilation(machine: Machine) -> None:
+async def test_status_names_the_package_that_is_being_compiled(machine: Machine) -> None:
     await compiling(machine)
     socket = Paths(machine.base).control_socket
     status = await asyncio.to_thread(control_client.ask, socket, {"command": "status"})
@@ -74,7 +78,7 @@ async def test_status_names_the_package_in_compilation(machine: Machine) -> None
 
 
 async def test_agent_exit_ends_the_running_compilation(machine: Machine) -> None:
-    """Every process ends and every file is removed, whatever stage the compilation has reached."""
+    """All its processes end, and all its files are removed."""
     pids = await compiling(machine)
     begun_at = time.monotonic()
     await machine.stop_agent()
@@ -85,7 +89,7 @@ async def test_agent_exit_ends_the_running_compilation(machine: Machine) -> None
 
 
 async def test_next_agent_ends_the_compilation_of_a_killed_agent(machine: Machine) -> None:
-    """Afterwards it can compile again."""
+    """The next agent also removes its files, and can then compile packages."""
     pids = await compiling(machine)
     await machine.kill_agent()
     assert [is_alive(pid) for pid in pids] == [True] * 3
@@ -122,7 +126,10 @@ def package(store: Blobstore, packaging: str) -> Package:
 
 
 async def test_package_source_is_removed_before_packing(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """The archive may need the space. Each step is reported before it begins. One worker packs and uploads."""
+    """Otherwise the archive might not fit on the disk.
+
+    Each step is reported before it begins, and one worker both packs and uploads.
+    """
     seen: list[tuple[str, bool]] = []
     told: list[str] = []
 
@@ -141,7 +148,7 @@ async def test_package_source_is_removed_before_packing(paths: Paths, store: Blo
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 async def test_compilation_follows_no_link_at_the_log_directory(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """vcap may have put the link there."""
+    """Otherwise the user vcap, who may write to the parent directory, could choose a directory that root empties."""
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "file").touch()
@@ -168,7 +175,7 @@ async def test_packaging_script_that_cannot_be_started_is_reported(
 
 
 async def test_compilations_of_another_agent_are_left_alone(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """Two agents have separate directories on one machine."""
+    """Two agents on one machine have separate base directories, and each cleans up only its own."""
     started = tmp_path / "started"
     script = package(store, f"echo $$ >{started}; exec sleep 600")
     running = asyncio.create_task(

@@ -22,7 +22,7 @@ async def echo(request: dict[str, Any], line: bytes, _: control_server.Peer) -> 
 
 @pytest.mark.attack("a job connects to the control socket")
 async def test_control_socket_answers_requests_and_is_private(tmp_path: Path) -> None:
-    """Each kind of value is passed in both directions. A socket left by a dead agent is replaced."""
+    """Requests and replies may contain any JSON value. The socket of a dead agent is replaced."""
     sent = {"text": 'a"\\\n\x1b\u00e9', "list": ["x", ()], "numbers": [1, -2, 0.5], "rest": [None, True, False, {}]}
     path = tmp_path / "control.sock"
     with socket.socket(socket.AF_UNIX) as left:
@@ -37,7 +37,7 @@ async def test_control_socket_answers_requests_and_is_private(tmp_path: Path) ->
 
 @pytest.mark.parametrize("reply", [b"", b"nonsense", b'{"value": "no end'])
 def test_truncated_control_reply_is_reported(tmp_path: Path, reply: bytes) -> None:
-    """An agent that is killed while it replies sends only a part of its reply."""
+    """An agent that is killed while it replies may send an empty or partial reply."""
     path = tmp_path / "control.sock"
 
     def answer() -> None:
@@ -57,7 +57,7 @@ def test_truncated_control_reply_is_reported(tmp_path: Path, reply: bytes) -> No
 
 
 async def test_overlong_control_socket_path_is_reported(tmp_path: Path) -> None:
-    """The kernel accepts at most 107 bytes."""
+    """The kernel limits the path of a socket to 107 bytes. The error suggests a shorter base directory."""
     with pytest.raises(ConfigError, match=r"cannot listen on .*: AF_UNIX path too long; with -b choose"):
         async with control_server.listening(tmp_path / ("x" * 120), echo):
             pass

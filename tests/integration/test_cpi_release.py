@@ -1,4 +1,4 @@
-"""The BOSH release of the CPI: unpacked, compiled, rendered and called as a Director and ``bosh create-env`` do it."""
+"""The BOSH release of the CPI, unpacked, compiled, rendered and called as by a Director and ``bosh create-env``."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ end
 template, properties = ARGV
 puts ERB.new(File.read(template), trim_mode: "-").result(Context.new(JSON.parse(properties)).bind)
 """
-"""``p`` and ``if_p`` of bosh-template, as far as these templates use them."""
+"""A ruby program with ``p`` and ``if_p`` of bosh-template, as far as the templates use them."""
 BARE: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
 @dataclass(frozen=True)
 class Installed:
-    """An installed release: its manifest, and the directories of job and package."""
+    """An installed release: its manifest, and the directories of the job and its packages."""
 
     manifest: dict[str, Any]
     job: dict[str, Any]
@@ -73,7 +73,7 @@ class Installed:
             path.chmod(0o755 if "bin/" in place else 0o640)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Return the response of bin/cpi. Its directories come from the two variables that create-env sets."""
+        """Return the response of ``bin/cpi``, with the directories that create-env passes in two variables."""
         request = {"method": method, "arguments": arguments, "context": {"director_uuid": "d", "request_id": "cpi-1"}}
         environment = {**BARE, "BOSH_PACKAGES_DIR": str(self.packages), "BOSH_JOBS_DIR": str(self.jobs)}
         done = subprocess.run(
@@ -95,7 +95,7 @@ def tarball(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def installed(tarball: Path, tmp_path: Path) -> Installed:
-    """Provide the release, unpacked and compiled without network and without variables of this environment."""
+    """Provide the release, unpacked and compiled without a network and without variables of this environment."""
     unpacked, job, source, packages = (tmp_path / name for name in ("release", "job", "source", "packages"))
     _unpack(tarball.read_bytes(), unpacked)
     _unpack((unpacked / "jobs/kubernetes_cpi.tgz").read_bytes(), job)
@@ -123,10 +123,7 @@ def _unpack(content: bytes, target: Path) -> None:
 
 
 def test_released_cpi_answers_info_in_an_empty_environment(installed: Installed) -> None:
-    """Every key of the configuration is a property.
-
-    With all defaults the rendered file is equivalent to an empty one.
-    """
+    """Each configuration key has a property, and the default values do not change the CPI's behaviour."""
     installed.render({})
     response = installed.call("info")
 
@@ -138,10 +135,10 @@ def test_released_cpi_answers_info_in_an_empty_environment(installed: Installed)
 
 
 def test_cpi_job_properties_reach_the_cpi(installed: Installed) -> None:
-    """The CPI reads the properties of the manifest. Without a bus of its own, it uses the deployment's.
+    """Properties of the manifest appear in the CPI's configuration.
 
-    bosh-deployment sets a local blobstore for every CPI, without which the agent could not fetch what the CLI has
-    uploaded.
+    If no bus is configured for the CPI, it uses that of the deployment. The local blobstore that bosh-deployment sets
+    for every CPI is kept, because an agent of create-env installs what the CLI has uploaded.
     """
     file = installed.jobs / "kubernetes_cpi/config/cpi.json"
     installed.render(
@@ -170,7 +167,7 @@ def test_cpi_job_properties_reach_the_cpi(installed: Installed) -> None:
 
 
 def test_cpi_release_needs_no_file_of_the_build_machine(installed: Installed) -> None:
-    """Shared libraries come from the package or from the system."""
+    """Its programs load shared libraries only from the package or the system."""
     python = installed.packages / "kubernetes_cpi/python"
     programs = [path for path in python.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
     said = subprocess.run(["ldd", *programs], env=BARE, capture_output=True, text=True).stdout

@@ -1,6 +1,6 @@
-"""``bosh create-env`` and ``delete-env`` against a real agent, by a client that only knows the protocol.
+"""``bosh create-env`` and ``delete-env`` with a real agent, simulated by a client that sends the same requests.
 
-The order of calls is that of the bosh CLI (``deployment/vm/vm.go``, ``deployment/instance/instance.go``).
+The order of the requests is that of the bosh CLI (``deployment/vm/vm.go``, ``deployment/instance/instance.go``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NETWORKS = {"private": {"type": "manual", "ip": "10.0.0.6", "netmask": "255.255.
 
 @dataclass
 class Machine:
-    """A VM of the CPI: a process, a tree, an address."""
+    """A simulated VM: the agent's process, base directory and HTTPS address."""
 
     scratch: Path
     cli: Cli
@@ -49,7 +49,7 @@ class Machine:
         return (self.scratch / "agent.log").read_text()
 
     async def start(self) -> None:
-        """Start the agent and ping it, as the CLI does, until it answers."""
+        """Start the agent and ping it until it answers, as the CLI does."""
         argv = [
             word.format(config=self.scratch / "agent.json", base=self.paths.base)
             for word in shlex.split(COMMAND, posix=True)
@@ -111,7 +111,7 @@ def sha1(content: bytes) -> str:
 
 
 def spec(packages: Mapping[str, Any], jobs: Mapping[str, str], rendered: Mapping[str, str]) -> dict[str, Any]:
-    """Return the spec that ``agentclient/applyspec`` would make."""
+    """Return the spec that the CLI's ``agentclient/applyspec`` would create."""
     return {
         "deployment": "bosh",
         "name": "bosh",
@@ -135,7 +135,7 @@ EMPTY = spec({}, {}, {"blobstore_id": "", "sha1": ""})
 
 
 async def deploy(machine: Machine) -> None:
-    """Deploy, from the first ping to the end of post-start."""
+    """Send all requests of a deployment, from the first ping to post-start."""
     cli = machine.cli
     await cli.run("apply", EMPTY)
     assert (await cli.value("get_state"))["networks"] == NETWORKS
@@ -169,10 +169,10 @@ async def deploy(machine: Machine) -> None:
 
 
 async def test_create_env_and_delete_env_work_end_to_end(machine: Machine) -> None:
-    """Every call is answered and has its effect.
+    """Every request is answered and has its effect.
 
-    The initial apply, which names no archive and no blob, removes all jobs. A restart of the agent keeps jobs and
-    blobs, as with the other bus.
+    The initial ``apply``, which names no archive and no blob, removes all jobs. Jobs and blobs survive a restart of the
+    agent.
     """
     cli, pidfile = machine.cli, machine.paths.run / "sleeper/sleeper.pid"
     await machine.start()
@@ -214,9 +214,9 @@ async def test_create_env_and_delete_env_work_end_to_end(machine: Machine) -> No
 
 @pytest.mark.attack("a reader finds secrets in the log")
 async def test_create_env_passwords_are_not_logged(machine: Machine) -> None:
-    """Neither the password in the address nor those that callers sent are logged.
+    """The log has neither the password in the bus address nor those that callers send.
 
-    The agent rejects bus addresses of another kind.
+    The agent refuses to switch from its HTTPS endpoint to a NATS bus.
     """
     await machine.start()
     reply = await machine.cli.call("update_settings", {"mbus": {"urls": ["nats://127.0.0.1:4222"]}})

@@ -1,4 +1,4 @@
-"""Bus credentials from two sources, a Secret and the Director, during the lifetime of an agent process."""
+"""Bus credentials that change while the agent runs, through a mounted Secret and through the Director."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MINUTE = 60.0
 
 @pytest.fixture(autouse=True)
 async def _written(instance: World) -> None:
-    """Write settings without starting an agent. Both users of the agent are admitted."""
+    """Write the agent's settings without starting it, and admit both of the agent's users."""
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     instance.write_settings()
 
 
 class Secret:
-    """The settings of an agent as the kubelet mounts a Secret: each version is in a new directory behind a link."""
+    """The agent's settings as the kubelet mounts a Secret: each version is in a new directory behind a link."""
 
     def __init__(self, instance: World) -> None:
         self._source = instance.scratch / "settings.json"
@@ -36,7 +36,7 @@ class Secret:
         self._source.symlink_to(self._mounted / "..data/settings.json")
 
     def put(self, cert: dict[str, str] | None = None) -> None:
-        """Mount it again, with other credentials or the same ones."""
+        """Mount a new version, with other credentials if given."""
         if cert is not None:
             self.document["env"]["bosh"]["mbus"]["cert"] = cert
         former = self._mounted / f"..{self._number}"
@@ -51,7 +51,7 @@ class Secret:
 
 
 def cert(instance: World, *, age: float, bootstrap: bool = False, name: str = "") -> dict[str, str]:
-    """Return credentials that became valid ``age`` seconds ago, for one of the agent's two users or an unknown one."""
+    """Return credentials that became valid ``age`` seconds ago, for one of the agent's two users or for ``name``."""
     authority = instance.server.authority
     pair = authority.client(name or agent_name(AGENT, bootstrap=bootstrap), valid=(-age, 365 * 24 * HOUR))
     return {"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key}
@@ -68,7 +68,7 @@ def changes(instance: World) -> int:
 
 
 async def only(instance: World, *, bootstrap: bool) -> None:
-    """Admit only one user, and wait until the agent is connected."""
+    """Admit only one of the agent's users, and check that the agent still answers."""
     await instance.server.add_agent(AGENT, bootstrap=bootstrap, permanent=not bootstrap)
     assert await instance.director.value(AGENT, "ping") == "pong"
 
@@ -78,7 +78,7 @@ async def rotated(instance: World, news: dict[str, str]) -> None:
     await instance.director.run(AGENT, "update_settings", {"mbus": {"cert": news}, "trusted_certs": ""})
 
 
-async def test_bus_takes_a_rotated_secret_but_not_an_unchanged_one(instance: World) -> None:
+async def test_bus_reconnects_after_a_secret_rotation_but_not_after_other_changes(instance: World) -> None:
     secret = Secret(instance)
     await instance.start_agent()
 
@@ -92,7 +92,8 @@ async def test_bus_takes_a_rotated_secret_but_not_an_unchanged_one(instance: Wor
     assert links(instance) == 2
 
 
-async def test_newer_certificate_is_used_and_kept_over_a_restart(instance: World) -> None:
+async def test_secret_replaces_the_directors_credentials_only_if_it_is_newer(instance: World) -> None:
+    """The credentials in use are kept over a restart."""
     secret = Secret(instance)
     await instance.start_agent()
     await rotated(instance, cert(instance, age=30 * MINUTE))
@@ -116,9 +117,8 @@ async def test_newer_certificate_is_used_and_kept_over_a_restart(instance: World
 async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
     instance: World,
 ) -> None:
-    """This happens if a bus is restored from a backup that is older than the rotation.
-
-    By then, the CPI's credentials have expired.
+    """This is needed if the bus is restored from a backup that is older than the rotation, and the CPI's credentials
+    have expired meanwhile.
     """
     secret = Secret(instance)
     await instance.start_agent()
@@ -139,7 +139,7 @@ async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
 
 
 async def test_expiring_bus_certificate_is_reported(instance: World) -> None:
-    """The warning ends when the certificate is rotated."""
+    """The log and ``status`` name the certificate and its end. A CA with enough time left is not mentioned."""
     authority = instance.server.authority
     pair = authority.agent(AGENT, valid=(-99 * HOUR, HOUR))
     Secret(instance).put({"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key})
@@ -152,8 +152,11 @@ async def test_expiring_bus_certificate_is_reported(instance: World) -> None:
 
 
 @pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
-async def test_invalid_new_certificate_is_rejected_although_the_old_one_works(instance: World) -> None:
-    """The Director must learn of it, or it would assume that the agent uses its new credentials."""
+async def test_invalid_certificate_from_the_director_is_rejected(instance: World) -> None:
+    """The agent keeps its old credentials.
+
+    The Director must get an error, or it would assume that the new ones are in use.
+    """
     await instance.start_agent()
 
     with pytest.raises(RpcRemoteError, match="cannot use the new bus credentials"):

@@ -1,4 +1,4 @@
-"""Running the programs of services, and the part of their output that is stored."""
+"""The start and stop programs of services, and the part of their output that is stored."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ pytestmark = pytest.mark.usefixtures("keepers_are_closed")
 
 @pytest.fixture(autouse=True)
 def _end(tmp_path: Path) -> Iterator[None]:
-    """End what programs have left behind."""
+    """Kill processes that the programs left behind."""
     yield
     end_kept(Paths(tmp_path))
 
 
 def output_of_web(base: Path) -> tuple[Path, Programs]:
-    """Return a service's output file, and a function that reads it."""
+    """Return the output file of the service ``web``, and the object that runs programs."""
     output = Paths(base).shim_run / "output"
     output.mkdir(parents=True)
     return output / "web.log", Programs(Paths(base))
 
 
 async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None:
-    """Each service has one file, which only root may read. The agent keeps none of them open."""
+    """Each service has one output file, which only root can read and which the agent does not keep open."""
     paths = Paths(tmp_path)
     output, programs = paths.shim_run / "output", Programs(paths)
     for script in ("echo one", "echo two >&2; echo"):
@@ -52,8 +52,11 @@ async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path:
     assert last_word(await programs.printed("other")) == ""
 
 
-async def test_unwritable_output_directory_does_not_stop_a_job(tmp_path: Path) -> None:
-    """The programs then write to /dev/null. The error for a program that cannot run names its interpreter."""
+async def test_program_runs_without_an_output_directory(tmp_path: Path) -> None:
+    """Its output goes to /dev/null instead.
+
+    If a program cannot run, the error says whether the program or its interpreter is missing.
+    """
     paths = Paths(tmp_path)
     paths.shim_run.mkdir(parents=True)
     (paths.shim_run / "output").write_text("no directory")
@@ -71,7 +74,9 @@ async def test_unwritable_output_directory_does_not_stop_a_job(tmp_path: Path) -
 
 
 async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
-    """stackdriver-nozzle in gcp-tools-release changes the owner of ``.`` and everything below it to vcap."""
+    """A script of stackdriver-nozzle in gcp-tools-release recursively gives its working directory to vcap, which must
+    not be ``/``.
+    """
     nowhere = tmp_path / "empty"
     nowhere.mkdir()
     programs = Programs(Paths(tmp_path))
@@ -85,7 +90,7 @@ async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) 
 
 
 async def test_script_can_read_its_job_relative_to_the_working_directory(tmp_path: Path) -> None:
-    """The errand smoke-tests in shared-redis-release reads ``../jobs/smoke-tests/config.json``."""
+    """The errand smoke-tests in shared-redis-release relies on this to read ``../jobs/smoke-tests/config.json``."""
     (tmp_path / "jobs/smoke-tests").mkdir(parents=True)
     (tmp_path / "jobs/smoke-tests/config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
@@ -97,7 +102,7 @@ async def test_script_can_read_its_job_relative_to_the_working_directory(tmp_pat
 
 
 async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
-    """The newest part is kept. A process that appends to the file can go on."""
+    """The newest part is kept, and a process that appends to the file continues after it."""
     path, programs = output_of_web(tmp_path)
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * MAX_OUTPUT_BYTES + b"\nlast\n")
@@ -111,7 +116,7 @@ async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["first\nlast\n", ""])
 def test_space_allocated_beyond_the_end_of_output_is_freed(tmp_path: Path, text: str) -> None:
-    """A process may allocate it in a directory of root into which no operator looks."""
+    """Otherwise a job could use up disk space in a directory of root, without the file appearing large."""
     path, programs = output_of_web(tmp_path)
     path.write_text(text)
     subprocess.run(["fallocate", "--keep-size", "--length", "8M", path], check=True)
@@ -134,9 +139,9 @@ def test_space_allocated_beyond_the_end_of_output_is_freed(tmp_path: Path, text:
     ids=["traced", "traced alone", "not traced", "nothing", "without an end"],
 )
 async def test_failure_reason_skips_shell_trace_lines(tmp_path: Path, printed: str, told: str) -> None:
-    """With ``set -x`` the last line is the script's exit command, and the actual error comes before it.
+    """With ``set -x``, the last line is the trace of the exit command, and the actual error is in an earlier line.
 
-    An endless line is truncated.
+    Very long lines are truncated.
     """
     path, programs = output_of_web(tmp_path)
     path.write_text(printed)
@@ -146,7 +151,7 @@ async def test_failure_reason_skips_shell_trace_lines(tmp_path: Path, printed: s
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
 async def test_ulimit_that_a_script_could_not_set_is_reported(tmp_path: Path, shell: str) -> None:
-    """The script continues with the lower limit."""
+    """The script itself continues with the lower limit, so nothing else would show it."""
     programs = Programs(Paths(tmp_path))
     script = "ulimit -n 64; ulimit -n 100000; echo on"
     user = "nobody" if os.geteuid() == 0 else None
@@ -159,7 +164,7 @@ async def test_ulimit_that_a_script_could_not_set_is_reported(tmp_path: Path, sh
 
 @pytest.mark.root
 def test_failure_to_switch_user_is_reported(tmp_path: Path) -> None:
-    """This happens in a container without CAP_SETUID and CAP_SETGID."""
+    """In a container without CAP_SETUID and CAP_SETGID, no program can run as another user."""
     program = f"""import asyncio
 from pathlib import Path
 from agent_shim.core.errors import HostError

@@ -1,4 +1,4 @@
-"""The agent as a process: signals, a second agent, settings that arrive late, shutdown, and what it leaves behind."""
+"""The agent as a process: start, signals, exit codes, a second agent, late settings, and shutdown."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.support.world import world as contract_world
 
 
 def readiness(address: str, level: str) -> tuple[int, str]:
-    """Return the answer to a readiness probe."""
+    """Return status and body of a readiness probe at this level."""
     return page(f"http://{address}/readyz?level={level}", timeout=20)
 
 
-async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(instance: World) -> None:
+async def test_agent_exits_with_0_at_sigterm_and_leaves_the_jobs_running(instance: World) -> None:
     before = await instance.deploy(2)
 
     assert await instance.stop_agent() == 0
@@ -47,10 +47,10 @@ async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(instance: World
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
 async def test_agent_raises_only_its_own_file_limit_and_dumps_no_core(instance: World) -> None:
-    """Jobs get the container's soft limit, as under the Go agent and monit.
+    """The agent needs a descriptor for each process, but jobs keep the container's soft limit, as under the Go agent
+    and monit.
 
-    A job may have thousands of processes, each of which costs the agent a descriptor. A core file would contain the key
-    for the bus. A job may still request core files for itself.
+    A core file of the agent would contain its private key. Jobs may still raise the core limit for themselves.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     core = resource.getrlimit(resource.RLIMIT_CORE)
@@ -86,7 +86,9 @@ async def test_agent_waits_for_settings_that_are_missing_or_incomplete(instance:
 
 
 async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_one(instance: World) -> None:
-    """If a probe waited for an answer, it would end all jobs of a container whose agent gets no CPU time."""
+    """A probe that waited for an answer would make Kubernetes kill a container whose agent temporarily gets no CPU
+    time.
+    """
     await instance.start_agent()
     os.kill(instance.pid, signal.SIGSTOP)
     try:
@@ -100,12 +102,10 @@ async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_on
     assert (status, "agent_shim.lock: no process has locked it" in output) == (69, True)
 
 
-async def test_exit_codes_tell_why_a_command_or_agent_cannot_run(
+async def test_exit_codes_distinguish_reasons_why_a_command_or_agent_cannot_run(
     instance: World,
 ) -> None:
-    """They are 69 if there is no agent, 78 for an invalid agent.json, and 3 if another agent is running, which
-    continues.
-    """
+    """69: there is no agent. 78: agent.json is invalid. 3: another agent is running, which continues."""
     status, output = await instance.execute("status")
     assert status == 69
     assert "cannot ask the agent at" in output
@@ -135,7 +135,7 @@ async def test_shutdown_stops_the_jobs_and_they_stay_stopped_after_a_restart(ins
             status, output = await instance.execute("probe", "ready")
     assert "shut down by the Director" in output
     assert await instance.stop_agent() == 0
-    # the next container has another root file system
+    # The next agent must find the shutdown in the backup too, because a new container has another root file system.
     assert (Paths(instance.base).mirror / "shut_down").read_text() == AGENT
     argv = [word.format(config=instance.scratch / "agent.json", base=instance.base) for word in shlex.split(COMMAND)]
     log = instance.scratch / "agent.log"
@@ -165,7 +165,7 @@ async def test_s7_heartbeat_is_sent_at_start_and_after_a_reconnect(instance: Wor
             return health.stat().st_ino
 
         before = health.stat().st_ino
-        assert await beat() == before  # an unchanged file is not rewritten
+        assert await beat() == before  # the same inode shows that an unchanged file is not rewritten
         health.write_text("{}")
         assert await beat() != before
         health.unlink()
@@ -188,7 +188,10 @@ async def test_s9_only_a_drain_for_shutdown_notifies_the_health_monitor(instance
 
 
 async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance: World) -> None:
-    """Before the first apply the state is unknown. Afterwards it is that of the jobs."""
+    """Before the first apply, instance fields are empty.
+
+    Afterwards, also after a restart, they come from the spec and the jobs.
+    """
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.start_agent()
@@ -213,7 +216,7 @@ async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance:
 
 
 def told_of(node_id: str, job_state: str) -> Callable[[Any], bool]:
-    """Return True if a heartbeat is from this instance and has this state."""
+    """Return a function that recognizes a heartbeat with this node id and job state."""
     return lambda body: (body["node_id"], body["job_state"]) == (node_id, job_state)
 
 
@@ -230,8 +233,11 @@ async def test_agent_exits_with_1_after_an_unclean_stop(instance: World) -> None
     assert await instance.stop_agent() == 1
 
 
-async def test_agent_connects_once_the_server_knows_it(instance: World) -> None:
-    """The Director admits an agent after create_vm has returned, and CPIs return only when the agent has booted."""
+async def test_agent_connects_once_the_bus_admits_it(instance: World) -> None:
+    """Until then the readiness probe passes at level ``boot`` only.
+
+    CPIs wait until the agent has booted, and the Director admits it to the bus only after create_vm has returned.
+    """
     port = instance.http = free_address()
     await instance.server.remove_agent(AGENT)
     starting = asyncio.create_task(instance.start_agent())
@@ -247,7 +253,10 @@ async def test_agent_connects_once_the_server_knows_it(instance: World) -> None:
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
 async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_files(instance: World) -> None:
-    """SIGKILL in the middle of a write leaves partial files, which are removed at the next start."""
+    """The private key is only in files that nobody but their owner can read.
+
+    Partial files of writes that SIGKILL interrupted are removed at the next start.
+    """
     await instance.start_agent()
     mbus: dict[str, Any] = json.loads((instance.scratch / "settings.json").read_text())["env"]["bosh"]["mbus"]
     key_line = mbus["cert"]["private_key"].splitlines()[3]
@@ -278,7 +287,7 @@ async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_file
 
 
 async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: World) -> None:
-    """The command ``call`` sends the agent a request in the way a Director would."""
+    """The started agent then answers ``agent-shim call``, which sends a request like a Director's."""
     instance.command = COMMAND.replace(
         "-m agent_shim.cli run -C {config}",
         "-c 'import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))'"
@@ -295,7 +304,7 @@ async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: World) -> N
 
 
 async def test_new_cpi_settings_apply_without_a_restart(instance: World) -> None:
-    """Unusable credentials do not end the agent."""
+    """New credentials are used for a new connection. Invalid ones are logged, and the agent keeps those that work."""
     await instance.start_agent()
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     source = instance.scratch / "settings.json"
@@ -317,8 +326,11 @@ async def test_new_cpi_settings_apply_without_a_restart(instance: World) -> None
 
 
 @pytest.mark.slow
-async def test_t7_connection_lasts_under_heavy_work(tmp_path: Path) -> None:
-    """The server pings five times, and drops clients that miss two, during an errand, a compilation and log packing."""
+async def test_t7_bus_connection_survives_heavy_work(tmp_path: Path) -> None:
+    """The agent answers the server's pings during an errand, a compilation and log packing.
+
+    The server here pings every two seconds and drops clients that miss two pings.
+    """
     burn = "#!/bin/sh\nend=$(($(date +%s) + 11))\nwhile [ $(date +%s) -lt $end ]; do :; done\n"
     async with NatsServer(tmp_path, ping_interval=2.0) as server, contract_world(tmp_path / "agent") as inside:
         await server.add_agent("agent-1")

@@ -1,4 +1,4 @@
-"""The demonstration as a user runs it: what it leaves running, how it ends, and what a failure reports."""
+"""The demo as a user runs it: what it starts, how it ends, and what it reports if it fails."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.loop_may_be_held
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """Return a directory with a short name, so that a socket below it has a path of at most 107 bytes."""
+    """Provide a directory with a short path, because the path of a socket in it may have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="d-") as made:
         yield Path(made)
 
 
 @contextmanager
 def demo(where: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """Return a demo whose directories are below ``where``."""
+    """Run a demo whose directories are created in ``where``."""
     argv = [sys.executable, "-m", "agent_shim", "demo", *words]
     environment = {name: text for name, text in os.environ.items() if name != "AGENT_SHIM_LOOP_REPORTS"} | {
         "TMPDIR": str(where),
@@ -48,7 +48,7 @@ def demo(where: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def until(started: subprocess.Popen[str], pattern: str) -> str:
-    """Read lines until one matches. Return all of them."""
+    """Read output lines until one matches the pattern. Return all lines so far."""
     assert started.stdout is not None
     said = ""
     for line in started.stdout:
@@ -59,7 +59,7 @@ def until(started: subprocess.Popen[str], pattern: str) -> str:
 
 
 def processes_of(where: Path) -> list[str]:
-    """Return the command lines that mention a directory."""
+    """Return the command lines of processes that mention this directory."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -74,7 +74,7 @@ def processes_of(where: Path) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_demo_with_keep_is_usable_and_ends_with_all_its_processes(short: Path, number: signal.Signals) -> None:
-    """The path may contain a space and non-ASCII letters."""
+    """The printed commands work although the path contains a space and non-ASCII letters."""
     where = short / "ein Ort für Proben"
     where.mkdir()
     with demo(where, "--keep") as started:
@@ -131,7 +131,7 @@ def test_closing_the_terminal_ends_all_processes_of_the_demo(short: Path, words:
 def test_failed_demo_names_its_step_and_the_log(
     short: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The processes end, and the directory remains."""
+    """All processes end, but the directory is kept for inspection."""
 
     run = Director.run
 

@@ -1,4 +1,4 @@
-"""The Director's disk requests, served by links in a container without mounts, and by mounts."""
+"""Disk requests of the Director, tested in a container that may mount volumes and in one that can only link to them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ each_way = by("links", "mounts")
 
 
 def mounted(instance: Instance) -> list[mounts.Mount]:
-    """Return the mounts of the instance only, because other tests may mount on this machine meanwhile."""
+    """Return the mounts of this instance. Other tests may add mounts on this machine at the same time."""
     return [mount for mount in mounts.mounts() if mount.point.is_relative_to(instance.paths.base)]
 
 
 @each_way
-async def test_a_restored_mount_clears_its_former_error(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the mounts are restored, the error no longer explains why a disk is missing."""
+async def test_restored_mount_clears_its_former_error(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk disappears again, the reported problem is not the error of the earlier attempt."""
     await instance.mount("a")
 
     def refused(*_: object, **__: object) -> None:
@@ -77,7 +77,10 @@ async def test_locked_mount_options_do_not_fail_a_mount(instance: Instance, monk
 async def test_foreign_volume_on_the_store_counts_as_a_disk(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A volume with the marker of an unmounted disk does not count, nor does the volume of a known disk."""
+    """A volume that the platform mounted there is the instance's disk.
+
+    It does not count if its marker names an unmounted disk, or if it is the volume of a known disk.
+    """
     store = instance.paths.store
     instance.attach("z")
     monkeypatch.setattr(mounts, "is_mount_point", lambda path, *_: path == store)
@@ -97,7 +100,7 @@ async def test_foreign_volume_on_the_store_counts_as_a_disk(
 async def test_disk_stays_mounted_after_a_restart_unless_of_another_instance(
     instance: Instance, marker: Marker | None, stays: bool
 ) -> None:
-    """A missing marker does not exclude a disk, because older agents wrote none."""
+    """A disk without a marker stays too, because older agents wrote none."""
     instance.id = "this"
     await instance.mount("a", "b")
     markers.remove(instance.volume("b"))
@@ -115,8 +118,8 @@ async def test_disk_stays_mounted_after_a_restart_unless_of_another_instance(
 
 
 @each_way
-async def test_first_disk_mounts_at_the_store_and_others_at_the_migration_target(instance: Instance) -> None:
-    """If a resize failed and is tried again without an unmount in between, a third disk replaces the second."""
+async def test_first_disk_is_mounted_at_the_store_and_later_ones_at_the_migration_target(instance: Instance) -> None:
+    """A third disk replaces the second one, as when a failed resize is repeated without an unmount in between."""
     instance.attach("a")
     assert (await instance.disks.list(), instance.disks.is_mounted) == ([], False)
 
@@ -146,7 +149,7 @@ async def test_first_disk_mounts_at_the_store_and_others_at_the_migration_target
 
 @each_way
 async def test_disk_requests_of_an_instance_without_disks_are_answered(instance: Instance) -> None:
-    """The answers have the Go agent's text."""
+    """The answers and errors are worded as by the Go agent."""
     assert await instance.disks.problem() == ""
     assert await instance.disks.list() == []
     with pytest.raises(ActionError, match=r"^Persistent disk with volume id 'x' could not be found$"):
@@ -192,7 +195,9 @@ async def test_mount_fails_if_the_volume_does_not_appear(instance: Instance, pla
 
 @each_way
 async def test_mount_waits_for_the_lease_of_a_dead_vm_to_expire(instance: Instance) -> None:
-    """A VM was recreated on another node, and its predecessor still holds the lease of the disk."""
+    """If a VM is recreated on another node, the lease that its predecessor had on the disk is still valid for a
+    while.
+    """
     instance.attach("a")
     answers = ["agent a on a machine that is gone", "agent a on a machine that is gone", ""]
     instance.holder = lambda _: answers.pop(0) if answers else ""
@@ -225,7 +230,7 @@ async def test_disk_leased_by_another_agent_is_never_mounted(instance: Instance)
 
 @each_way
 async def test_unmarked_disk_leased_by_another_agent_is_rejected(instance: Instance) -> None:
-    """No marker identifies it as the former disk, although it contains the files."""
+    """A disk with files but without a marker would otherwise be taken for the instance's former disk."""
     former = instance.attach("a")
     (former / "data").write_text("precious")
     instance.attach("b")
@@ -253,7 +258,7 @@ async def test_disk_with_another_cid_is_rejected(instance: Instance) -> None:
 
 @each_way
 async def test_mounted_disk_is_not_replaced_because_of_a_marker_alone(instance: Instance) -> None:
-    """It contains the files that jobs use, and no record says that it was replaced."""
+    """Jobs use the files on the mounted disk, and no record says that the other disk has replaced it."""
     for cid in "ab":
         instance.attach(cid)
     await instance.disks.mount("b")
@@ -319,7 +324,7 @@ async def test_full_disk_is_mounted_without_a_marker_and_unmounted(
 
 @each_way
 async def test_read_only_disk_can_be_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its marker still assigns it to the store.
+    """The marker on the disk cannot be removed and still assigns it to the store.
 
     A record on the root file system overrides the marker, for the next agent too.
     """
@@ -348,7 +353,11 @@ async def test_read_only_disk_can_be_unmounted(instance: Instance, monkeypatch: 
 async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_both(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a full root file system the marker is enough. Without both, the next agent would not mount the disk."""
+    """If neither the disk nor the root file system can be written, the next agent would not know that the disk is
+    mounted.
+
+    With a full root file system alone, the marker is enough.
+    """
     instance.attach("a")
     real, before = files.write_atomic, mounted(instance)
 
@@ -375,7 +384,7 @@ async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_both(
 
 
 @by("links")
-async def test_mount_without_effect_is_reported(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mount_that_silently_fails_is_reported(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     instance.attach("a")
     monkeypatch.setattr(volumes, "show", lambda *_, **__: None)
 
@@ -384,8 +393,12 @@ async def test_mount_without_effect_is_reported(instance: Instance, monkeypatch:
 
 
 @each_way
-async def test_unmount_without_effect_is_reported(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mount may not be removed, and neither the volume nor the root file system takes a record."""
+async def test_unmount_that_fails_and_cannot_be_recorded_is_reported(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mount cannot be removed, and the disk cannot be recorded as unmounted on its volume or on the root file
+    system.
+    """
     instance.attach("a")
     real = files.write_atomic
 
@@ -409,8 +422,10 @@ async def test_unmount_without_effect_is_reported(instance: Instance, monkeypatc
 
 
 @each_way
-async def test_mount_that_must_stay_counts_as_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The volume has no marker that could say so, but the root file system has a record, also for the next agent."""
+async def test_mount_that_cannot_be_removed_counts_as_unmounted(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The volume's marker cannot be written, but a record on the root file system says so, for the next agent too."""
     instance.attach("a")
 
     def refused(*_: object, **__: object) -> None:
@@ -434,7 +449,7 @@ async def test_mount_that_must_stay_counts_as_unmounted(instance: Instance, monk
 
 
 def at_the_store(instance: Instance) -> None:
-    """Imitate a pod whose manifest mounts the volume at the store, as its hint says."""
+    """Simulate a pod whose manifest mounts the volume at the store, which the disk hint then names."""
     if instance.bind:
         mounts.bind(instance.attach("a"), instance.paths.store)
     instance.persistent["a"] = str(instance.paths.store)
@@ -464,8 +479,8 @@ async def test_volume_already_at_the_store_stays_there(instance: Instance) -> No
 
 
 @by("links")
-async def test_volume_mounted_at_the_store_cannot_be_migrated_by_links(instance: Instance) -> None:
-    """The error is reported before anything is copied."""
+async def test_volume_mounted_at_the_store_cannot_be_migrated_without_mounts(instance: Instance) -> None:
+    """The request fails before anything is copied, because a link cannot replace the mount."""
     instance.persistent["a"] = str(instance.paths.store)
     await instance.disks.mount("a")
     await instance.mount("b")
@@ -513,7 +528,9 @@ async def test_dangling_link_at_the_store_is_replaced(instance: Instance) -> Non
 
 @each_way
 async def test_replaced_disk_is_removed_from_the_store(instance: Instance) -> None:
-    """A swap was interrupted between its marker and the mount."""
+    """This completes a migration that was interrupted after the new disk was marked and before it was mounted at the
+    store.
+    """
     for cid in "ab":
         instance.attach(cid)
     await instance.disks.mount("a")
@@ -542,7 +559,7 @@ async def test_disk_is_synced_before_it_is_unmounted(instance: Instance, monkeyp
 
 @each_way
 async def test_disk_at_the_migration_target_is_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is unmounted once no process uses it. The disk at the store stays."""
+    """Only processes that use this disk are waited for. The disk at the store stays mounted."""
     await instance.mount("a", "b")
     looked_at: list[set[Path]] = []
 
@@ -611,7 +628,9 @@ async def test_unmount_waits_for_processes_to_release_the_disk(instance: Instanc
 
 @each_way
 async def test_unmount_ends_processes_of_jobs(instance: Instance) -> None:
-    """Then the disk is checked again, however long ending them took."""
+    """Processes of a job that still use the disk are killed, and the disk is checked again even if the time limit has
+    passed.
+    """
     await instance.mount("a")
     instance.write("file", "x")
     instance.timeouts = msgspec.structs.replace(instance.timeouts, use=0.0)
@@ -624,7 +643,10 @@ async def test_unmount_ends_processes_of_jobs(instance: Instance) -> None:
 
 @each_way
 async def test_unmount_ends_processes_of_a_job_in_parallel(instance: Instance) -> None:
-    """Each process has its own grace period. One after the other, they would delay the request by minutes."""
+    """All get their signal before the first grace period ends.
+
+    One after the other would delay the request by minutes.
+    """
     instance.timeouts = msgspec.structs.replace(instance.timeouts, grace=60.0)
     instance.start_agent()
     await instance.mount("a")
@@ -655,7 +677,7 @@ async def test_unmount_ends_processes_of_a_job_in_parallel(instance: Instance) -
 
 @each_way
 async def test_disks_are_mounted_again_in_a_recreated_container(instance: Instance) -> None:
-    """``list_disk`` mounts missing disks too."""
+    """They are mounted when the agent starts, and again by ``list_disk`` if they are missing."""
     await instance.mount("a", "b")
     instance.write("data", "precious")
     instance.remake_container()
@@ -672,7 +694,7 @@ async def test_disks_are_mounted_again_in_a_recreated_container(instance: Instan
 
 
 @by("links")
-async def test_jobs_do_not_start_without_their_disk(instance: Instance) -> None:
+async def test_disk_that_cannot_be_mounted_again_is_reported_as_a_problem(instance: Instance) -> None:
     await instance.mount("a")
     instance.remake_container()
     instance.write("in the way", "x")
@@ -706,8 +728,10 @@ async def test_missing_disk_is_reported_as_a_problem(instance: Instance) -> None
 
 @each_way
 async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance: Instance) -> None:
-    """A restart leaves it unmounted. A ``mount_disk`` of the Director is obeyed, because a new machine gets it
-    before it has the instance id with which disks are marked.
+    """A restarted agent leaves such a disk unmounted.
+
+    ``mount_disk`` mounts it, because a new VM gets this request before it knows the instance id with which disks are
+    marked.
     """
     await instance.mount("a")
     instance.id = "i-2"
@@ -741,7 +765,10 @@ async def test_director_decides_between_two_disks_that_claim_the_store(instance:
 
 @each_way
 async def test_disk_of_an_older_agent_is_adopted(instance: Instance) -> None:
-    """That agent wrote managed_disk_settings.json and no marker. Its link or mount may or may not exist."""
+    """An agent without markers recorded its disk only in managed_disk_settings.json.
+
+    Its mount or link may be missing.
+    """
     instance.attach("a")
     instance.paths.managed_disk.write_text("a")
 
@@ -751,7 +778,9 @@ async def test_disk_of_an_older_agent_is_adopted(instance: Instance) -> None:
 
 @each_way
 async def test_resize_begun_by_an_older_agent_is_adopted(instance: Instance) -> None:
-    """That agent records the new disk as the managed one before anything is copied (platform/linux_platform.go)."""
+    """An agent without markers records the new disk as the managed one before anything is copied
+    (platform/linux_platform.go).
+    """
     instance.attach("a")
     instance.attach("b")
     instance.paths.store.rmdir()
@@ -765,8 +794,10 @@ async def test_resize_begun_by_an_older_agent_is_adopted(instance: Instance) -> 
 
 
 @each_way
-async def test_unmarked_disk_with_files_is_taken_for_the_former_one(instance: Instance) -> None:
-    """An agent without markers was in use when a CPI recreated the container to attach the second disk."""
+async def test_unmarked_disk_with_files_is_mounted_at_the_store(instance: Instance) -> None:
+    """It is the former disk of an agent without markers, whose container was recreated to attach the second, empty
+    disk.
+    """
     (instance.attach("a") / "data").write_text("precious")
     (instance.attach("b") / "lost+found").mkdir()
 
@@ -779,7 +810,7 @@ async def test_unmarked_disk_with_files_is_taken_for_the_former_one(instance: In
 
 @each_way
 @pytest.mark.parametrize("why", ["both have files", "it has a name"])
-async def test_ambiguous_former_disk_is_not_guessed(instance: Instance, why: str) -> None:
+async def test_unmarked_disk_is_not_mounted_if_it_may_not_be_the_former_one(instance: Instance, why: str) -> None:
     for cid in "ab" if why == "both have files" else "a":
         (instance.attach(cid) / "data").write_text(cid)
     instance.attach("b")
@@ -797,9 +828,9 @@ async def test_ambiguous_former_disk_is_not_guessed(instance: Instance, why: str
 
 
 async def resizing(instance: Instance) -> dict[str, object]:
-    """Mount two disks for a migration, the first with files.
+    """Mount two disks for a migration, of which only the first has files.
 
-    Return the content that the second must have at the end.
+    Return the content that the second disk must have after the migration.
     """
     (instance.attach("a") / "db").mkdir()
     (instance.volume("a") / "db/data").write_bytes(os.urandom(5000))
@@ -812,10 +843,10 @@ async def resizing(instance: Instance) -> dict[str, object]:
 
 @pytest.mark.parametrize("cids", [("a", "b"), ()])
 @each_way
-async def test_migration_moves_all_files_once(instance: Instance, cids: tuple[str, ...]) -> None:
-    """A CLI may name no disk.
+async def test_migration_copies_all_files_once(instance: Instance, cids: tuple[str, ...]) -> None:
+    """The request may or may not name the disks.
 
-    A finished migration is neither repeated nor mistaken for another, and another may follow.
+    A repeated request changes nothing, other disks are rejected, and another migration may follow.
     """
     wanted = await resizing(instance)
 
@@ -949,7 +980,9 @@ async def test_migration_copies_in_a_worker_and_reports_progress(instance: Insta
 
 @each_way
 async def test_unfinished_disk_copy_is_not_used_and_is_resumed(instance: Instance) -> None:
-    """The resize failed. The Director may also have detached the new disk and attached it elsewhere."""
+    """After a failed resize, the incomplete disk is unmounted, rejected by another instance, and completed when it is
+    mounted again.
+    """
     wanted = await resizing(instance)
     markers.write(instance.volume("b"), Marker("b", "target", source="a", generation=1))
     (instance.volume("b") / "tw").write_text("half")
@@ -967,7 +1000,7 @@ async def test_unfinished_disk_copy_is_not_used_and_is_resumed(instance: Instanc
 
 
 @each_way
-async def test_migration_refuses_while_a_process_uses_the_disk(instance: Instance) -> None:
+async def test_migration_is_refused_while_a_process_uses_the_disk(instance: Instance) -> None:
     await resizing(instance)
     instance.write("file", "x")
     with holding(instance.paths.store), pytest.raises(ActionError, match="is in use: pid"):
@@ -1036,7 +1069,10 @@ async def test_migration_logs_what_it_could_not_copy(instance: Instance, caplog:
 async def test_migration_killed_at_any_step_is_completed(
     instance: Instance, step: int, restart: Callable[[Instance], None]
 ) -> None:
-    """Afterwards one of the two complete disks is at the store. After another migration it is the new one."""
+    """After the restart, one of the two disks is at the store with all files.
+
+    A repeated migration completes the move to the new disk.
+    """
     wanted = await resizing(instance)
     assert await migrate_until(step, instance) or step < MORE_THAN_ALL - 1
     restart(instance)
@@ -1059,7 +1095,7 @@ async def test_migration_killed_at_any_step_is_completed(
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))
 @each_way
 async def test_reverse_migration_killed_at_any_step_is_completed(instance: Instance, step: int) -> None:
-    """Each disk is then marked as a copy of the other."""
+    """The files move back to the old disk, so that each disk is at times marked as a copy of the other."""
     await resizing(instance)
     await instance.disks.migrate("a", "b")
     instance.write("newer", "than the copy was")
@@ -1084,7 +1120,9 @@ async def test_reverse_migration_killed_at_any_step_is_completed(instance: Insta
 async def test_mount_and_unmount_killed_at_any_step_can_be_repeated(
     instance: Instance, restart: Callable[[Instance], None]
 ) -> None:
-    """Mounts on the store and on the migration target, a third disk in place of the second, and both unmounts."""
+    """The requests mount disks at the store and at the migration target, replace the second disk by a third, and
+    unmount both.
+    """
     for cid in "abc":
         instance.attach(cid)
     stories: list[tuple[Callable[[], Awaitable[object]], list[str]]] = [
@@ -1178,7 +1216,7 @@ async def test_invalid_disk_association_is_named(instance: Instance, wanted: Dis
 
 @each_way
 async def test_dynamic_disks_are_waited_for_linked_and_unlinked(instance: Instance) -> None:
-    """The CPI may attach the disk after the request."""
+    """The CPI may attach the disk only after the request has arrived."""
     instance.paths.dynamic_disks.mkdir()
     link = instance.paths.dynamic_disks / "a"
     instance.disks.timeouts = PATIENT

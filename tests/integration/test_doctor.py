@@ -1,4 +1,4 @@
-"""``agent-shim doctor`` on the machine that runs the tests."""
+"""``agent-shim doctor``, run on the machine of the tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.broker import NatsServer
 
 
 def examined(base: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    """Return the exit code and the JSON output."""
+    """Run the doctor. Return its exit code and its JSON report."""
     argv = [sys.executable, "-m", "agent_shim.cli", "doctor", "--json", "-b", str(base), *words]
     done = subprocess.run(argv, capture_output=True, timeout=60, check=False)
     assert done.stderr == b""
@@ -31,7 +31,7 @@ def finding(report: dict[str, Any], topic: str) -> dict[str, Any]:
 
 
 def settled(base: Path, url: str, certificate: str, ca: str = "x", private_key: str = "") -> None:
-    """Return a tree in which an agent has read its settings."""
+    """Create a tree in which an agent has stored these settings."""
     settings = {
         "agent_id": "a1",
         "mbus": url,
@@ -43,7 +43,7 @@ def settled(base: Path, url: str, certificate: str, ca: str = "x", private_key: 
 
 
 def test_doctor_checks_everything_and_leaves_no_files(tmp_path: Path) -> None:
-    """The exit code says whether something is wrong. If a check itself fails, it reports that it could not look."""
+    """The exit code says whether something is wrong. A check that cannot be made is reported as such."""
     (tmp_path / "data").mkdir()
     before = sorted(tmp_path.rglob("*"))
 
@@ -72,8 +72,8 @@ def test_doctor_reports_an_expired_certificate_and_a_lost_address(tmp_path: Path
     assert finding(report, "addresses")["found"] == "no interface has 198.51.100.77 (network default of the settings)"
 
 
-async def test_doctor_probes_the_bus_without_a_log_line_on_its_server(tmp_path: Path) -> None:
-    """The TLS handshake is completed, but no bus connection follows."""
+async def test_doctor_probes_the_bus_without_a_connection_in_the_servers_log(tmp_path: Path) -> None:
+    """It completes the TLS handshake, but does not log in."""
     async with NatsServer(tmp_path / "bus") as server:
         cert = server.mbus("a1")
         settled(tmp_path, server.url, cert.certificate, ca=cert.ca, private_key=cert.private_key)
@@ -124,7 +124,7 @@ def test_doctor_reports_a_missing_configuration_file(tmp_path: Path) -> None:
         "\ud800nats://user:CANARY@127.0.0.1:1",
     ],
 )
-def test_doctor_shows_no_secrets_or_control_characters_of_bad_addresses(
+def test_doctor_removes_secrets_and_control_characters_from_invalid_addresses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
 ) -> None:
     settled(tmp_path, url, "none")

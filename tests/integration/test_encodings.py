@@ -1,4 +1,4 @@
-"""Commands whose output has characters that the locale's encoding lacks."""
+"""Commands that print characters which the encoding of the locale does not have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAIN = "import sys; sys.argv[0] = {!r}; from agent_shim.cli.main import main; sy
 
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[Place]:
-    """Run an agent with a job that writes to its log, and one that fails with this text."""
+    """Run an agent with two jobs. One writes such text to its log, and the other prints it and fails."""
     made = Place(tmp_path)
     made.lay("jobs/web", jobs.sleeper(made.paths, "web"))
     said = os.fsencode(TEXT).decode("latin-1")
@@ -53,7 +53,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
 
 
 def commands(place: Place) -> list[tuple[int, tuple[str, ...]]]:
-    """Return command lines with their exit codes."""
+    """Return the command lines to test, each with its exit code."""
     base = ("-b", str(place.paths.base))
     return [
         (0, ("agent-shim", "status", *base)),
@@ -77,7 +77,7 @@ def commands(place: Place) -> list[tuple[int, tuple[str, ...]]]:
 
 
 def run(words: tuple[str, ...], locale: Mapping[str, str], *, on_pty: bool = False) -> tuple[int | None, bytes]:
-    """Run a command. Return its exit code (None on a terminal) and everything that it wrote."""
+    """Run a command. Return its exit code (None on a terminal) and its output on both streams."""
     argv = [sys.executable, "-c", MAIN.format(words[0]), *words[1:]]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), **locale}
     if on_pty:
@@ -89,10 +89,10 @@ def run(words: tuple[str, ...], locale: Mapping[str, str], *, on_pty: bool = Fal
 @pytest.mark.parametrize(
     ("locale", "on_pty"), [(LATIN, False), (LATIN, True), (ASCII, False)], ids=["pipe", "terminal", "ascii"]
 )
-async def test_commands_escape_characters_that_the_encoding_lacks(
+async def test_commands_escape_characters_that_the_locale_cannot_encode(
     place: Place, locale: Mapping[str, str], *, on_pty: bool
 ) -> None:
-    """The exit code is that of the command, not of an encoding error."""
+    """The command succeeds or fails as with UTF-8, and prints no encoding error."""
     status = ("agent-shim", "status", "-b", str(place.paths.base))
     await until(lambda: b"start program exited" in run(status, locale)[1])
     pages = {}

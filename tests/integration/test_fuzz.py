@@ -1,4 +1,6 @@
-"""A short run of ``./dev fuzz``: untrusted input is parsed or rejected, without other effects."""
+"""A short run of ``./dev fuzz``, which checks that untrusted input is either parsed or rejected and has no other
+effect.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tools.chaos import fuzz
 @pytest.mark.attack("a request is malformed, or has a value of another type")
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_fuzzed_input_is_parsed_or_rejected(name: str) -> None:
-    """Inputs that once caused a failure are tried first."""
+    """The inputs that once caused a failure are tried first."""
     found = list(fuzz.findings(fuzz.TARGETS[name], random.Random(7), lambda number: number >= 150))
 
     assert found == []
@@ -21,15 +23,14 @@ def test_fuzzed_input_is_parsed_or_rejected(name: str) -> None:
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_first_fuzzing_seed_is_parsed(name: str) -> None:
-    """A target that rejects valid input tests nothing.
+    """A fuzzing target that rejects even its valid seed tests nothing.
 
-    Archives in memory were once rejected before their first byte.
+    This once happened with archives in memory, which were rejected before their first byte.
     """
     fuzz.TARGETS[name].read(fuzz.TARGETS[name].seeds[0])
 
 
 def test_fuzzer_reports_an_unexpected_exception() -> None:
-    """This shows that the program can find something."""
     broken = fuzz.Target(lambda data: data.index(b"x"), (ShimError,), (b"x" * 20,))
 
     assert any("ValueError" in what for _, what in fuzz.findings(broken, random.Random(1), lambda number: number > 500))

@@ -1,4 +1,6 @@
-"""Handing back to the Go agent and monit: which files remain for them, and that processes are not disturbed."""
+"""Handing an instance back to the Go agent and monit without disturbing its processes: files that stay, change or
+go.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from tests.support.instance import AGENT, World
 
 
 async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance: World) -> None:
-    """State that the Go agent keeps itself is not changed. Only state of this agent is removed.
+    """Only this agent's own state is removed, and the Go agent's state stays as it is.
 
-    After a handback, our next agent takes over as from the Go agent, and no job is started a second time.
+    If this agent starts again, it adopts the jobs as after the Go agent, and starts none twice.
     """
     before = await instance.deploy(2, 1)
     for _ in range(2):
@@ -51,7 +53,7 @@ async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance
 
 @pytest.mark.slow
 async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: World) -> None:
-    """monit would otherwise start them. The Director still sees that they are stopped."""
+    """Otherwise monit would start them. A file for the Go agent says that they are stopped."""
     await instance.deploy(2, 1)
     await instance.director.run(AGENT, "stop")
     await instance.stop_agent()
@@ -68,9 +70,9 @@ async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: World) 
 
 @pytest.mark.slow
 async def test_handback_reports_processes_that_monit_would_start(instance: World) -> None:
-    """These are processes that died meanwhile, and processes that monit would consider dead.
+    """The report names processes that have died, and those that monit would consider dead.
 
-    While the agent runs, a handback is refused, because the agent would continue as if nothing had happened.
+    While the agent runs, a handback is refused.
     """
     before = await instance.deploy(3)
     status, output = await instance.execute("handback")
@@ -93,8 +95,8 @@ async def test_handback_reports_processes_that_monit_would_start(instance: World
 
 
 @pytest.mark.slow
-async def test_handback_is_repeatable_and_changes_no_machine_without_an_agent(instance: World) -> None:
-    """If there is nothing to do, that is not a failure."""
+async def test_handback_is_repeatable_and_changes_nothing_without_an_agent(instance: World) -> None:
+    """If there is nothing to hand back, the command still succeeds."""
     instance.base.mkdir(exist_ok=True)
     before = sorted(instance.base.iterdir())
 
@@ -108,7 +110,7 @@ async def test_handback_is_repeatable_and_changes_no_machine_without_an_agent(in
 
 
 def test_handback_removes_disk_markers(tmp_path: Path) -> None:
-    """The Go agent would copy them from disk to disk. It records in a file which disk is at the store."""
+    """The Go agent would copy the markers to other disks. It learns from a file which disk is at the store."""
     paths = Paths(tmp_path / "vcap")
     paths.bosh.mkdir(parents=True)
     store, other = tmp_path / "disk-1", tmp_path / "disk-2"
@@ -132,8 +134,10 @@ def test_handback_removes_disk_markers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "what"), [("supervisor_state", "jobs are"), ("settings_cache", "disks are")])
-def test_handback_removes_nothing_if_jobs_or_disks_are_unknown(tmp_path: Path, name: str, what: str) -> None:
-    """When a damaged file was treated as empty, the backup was removed and markers stayed on the disks."""
+def test_handback_is_refused_if_a_state_file_is_damaged(tmp_path: Path, name: str, what: str) -> None:
+    """Otherwise the backup would be removed and markers would stay on the disks, as happened when a damaged file was
+    treated as empty.
+    """
     paths = Paths(tmp_path / "vcap")
     paths.bosh.mkdir(parents=True)
     paths.mirror.mkdir(parents=True)
@@ -150,7 +154,7 @@ def test_handback_removes_nothing_if_jobs_or_disks_are_unknown(tmp_path: Path, n
 
 
 def test_handback_removes_state_of_former_agents(tmp_path: Path) -> None:
-    """It may contain secrets, and no agent owns it any more."""
+    """State of agents with other ids may contain secrets, and no agent would ever remove it."""
     paths = Paths(tmp_path / "vcap")
     (paths.mirror / state_backup.SET_ASIDE / "a-0").mkdir(parents=True)
     (paths.mirror / state_backup.SET_ASIDE / "a-0/update_settings.json").write_text("secret")

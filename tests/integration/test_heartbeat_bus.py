@@ -1,4 +1,4 @@
-"""Heartbeats and alerts as the Health Monitor receives them, from the first moment of each connection."""
+"""Heartbeats and alerts as the Health Monitor receives them at the beginning of each connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 
 async def test_heartbeat_and_pending_alerts_are_sent_on_each_connection(tmp_path: Path) -> None:
-    """The Health Monitor thus learns of the agent as soon as it is admitted, and of events during an outage."""
+    """The Health Monitor thus learns at once that the agent is connected, and of events during an outage."""
     async with NatsServer(tmp_path) as server:
 
         async def send(message: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP server of metrics, probes and monit with hostile clients: limits of a connection, ambiguous requests."""
+"""The HTTP server of metrics, probes and monit with hostile clients: connection limits and ambiguous requests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ async def heard() -> list[Request]:
 
 @pytest.fixture
 async def where(heard: list[Request]) -> AsyncIterator[Where]:
-    """Provide a server that accepts what monit's server accepts, and records requests."""
+    """Provide a server that accepts the same requests as monit's HTTP endpoint, and records them."""
 
     def answer(request: Request) -> Response:
-        # Clients of another test may connect to this port if that test's server had it before, so it has a password.
+        # Require a password, because clients of another test may still connect to a port that its server had before.
         if "authorization" not in request.headers:
             heard.append(request)
         return Response(200, b"here")
@@ -37,7 +37,7 @@ async def where(heard: list[Request]) -> AsyncIterator[Where]:
 
 
 async def ask(where: Where, *pieces: bytes) -> bytes:
-    """Send the pieces one after the other, and return everything that comes back."""
+    """Send the pieces one after the other, and return everything that the server sends."""
     reader, writer = await asyncio.open_connection(*where)
     try:
         async with asyncio.timeout(10):
@@ -63,7 +63,7 @@ LENGTHS = {
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 async def test_http_body_too_large_is_rejected_by_its_headers(where: Where, length: bytes) -> None:
-    """This holds for every way to state the length, however much of the body arrives."""
+    """A Content-Length above the limit is enough, however it is written. The server does not wait for the body."""
     answer = await ask(where, b"POST / HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n")
 
     assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
@@ -83,9 +83,9 @@ BEGINNINGS = {
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
 async def test_endless_http_request_is_cut_off_without_using_memory(where: Where, beginning: bytes) -> None:
-    """After various beginnings, fifty megabytes follow.
+    """After the given beginning, the client sends fifty megabytes.
 
-    The connection is closed, and memory grows by less than that.
+    The connection is closed before memory grows by as much.
     """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, writer = await asyncio.open_connection(*where)
@@ -189,8 +189,8 @@ async def test_http_request_parses_the_same_in_one_piece_or_byte_by_byte(
 
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
-async def test_http_request_is_answered_before_later_excess_connections(where: Where) -> None:
-    """All of them are waiting in the kernel when the event loop runs."""
+async def test_http_request_is_answered_although_excess_connections_follow(where: Where) -> None:
+    """Request and connections are already waiting in the kernel when the event loop runs."""
     with socket.create_connection(where) as probe, ExitStack() as crowd:
         probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
         for _ in range(http_server.MAX_CONNECTIONS + 20):
@@ -210,7 +210,9 @@ async def test_idle_http_connections_do_not_evict_those_of_another_address(where
     writer.close()
 
 
-async def test_closed_http_connections_free_their_places(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closed_http_connections_do_not_count_towards_the_limit(
+    where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 60.0)
     reader, writer = await asyncio.open_connection(*where)
     for _ in range(http_server.MAX_CONNECTIONS):
@@ -222,7 +224,7 @@ async def test_closed_http_connections_free_their_places(where: Where, monkeypat
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
 async def test_http_trailer_is_not_read_as_a_header(where: Where, heard: list[Request]) -> None:
-    """A proxy may have checked the password only in the headers."""
+    """A proxy in front of the server may have checked the password only in the headers."""
     head = b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
     assert (await ask(where, head + b"0\r\nAuthorization: Basic eDp4\r\nHost: b\r\n\r\n")).startswith(b"HTTP/1.1 200 ")

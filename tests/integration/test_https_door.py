@@ -1,4 +1,4 @@
-"""The HTTPS endpoint with callers that are slow, many, gone or hostile, and with certificates that change."""
+"""The HTTPS endpoint with clients that are slow, many, disconnected or hostile, and with certificates that change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from tests.support.waiting import until
 
 
 class Agent:
-    """Answers ``ping`` at once and other requests when ``released``. Records requests and results."""
+    """Answers ``ping`` at once and other requests once ``released`` is set.
+
+    Records which requests began and how they ended.
+    """
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -62,7 +65,7 @@ async def bus(agent: Agent, tmp_path: Path) -> AsyncIterator[HttpsBus]:
 
 @pytest.fixture
 async def hasty(agent: Agent, tmp_path: Path) -> AsyncIterator[HttpsBus]:
-    """Run an HTTPS endpoint with short time limits."""
+    """Run an HTTPS endpoint with short timeouts and small size limits."""
     async with on_https(agent.handle, tmp_path, idle=0.3, stall=0.3, request=1000, blob=2_000_000) as one:
         yield one
 
@@ -73,7 +76,7 @@ def request(method: str) -> bytes:
 
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
-    """Return the remaining bytes until the other side closes."""
+    """Read until the other side closes the connection. Return the bytes."""
     async with asyncio.timeout(10):
         try:
             return await reader.read()
@@ -110,7 +113,7 @@ async def test_interrupted_https_upload_leaves_no_file(bus: HttpsBus, tmp_path: 
 
 
 async def test_https_drain_waits_until_answers_are_sent(agent: Agent, tmp_path: Path) -> None:
-    """Without requests in progress it returns at once."""
+    """Without requests in progress, ``drain`` returns at once."""
     async with AsyncExitStack() as stack:
         async with on_https(agent.handle, tmp_path) as bus:
             await bus.drain(60)
@@ -183,7 +186,7 @@ async def test_https_client_that_reads_nothing_is_disconnected(hasty: HttpsBus, 
     assert await Cli(hasty.port).value("ping") == "ping"
 
 
-async def test_finished_https_connections_and_requests_are_forgotten(bus: HttpsBus) -> None:
+async def test_finished_https_connections_leave_no_objects_in_memory(bus: HttpsBus) -> None:
     """The CLI polls every second, each time on a new connection."""
     for _ in range(30):
         assert await Cli(bus.port).value("ping") == "ping"
@@ -196,7 +199,7 @@ async def test_finished_https_connections_and_requests_are_forgotten(bus: HttpsB
 
 
 async def test_https_bodies_of_maximum_size_are_accepted(hasty: HttpsBus, tmp_path: Path) -> None:
-    """They are sent with a length, or in chunks without one."""
+    """The limit is the same for bodies with a declared length and for chunked bodies."""
     cli, body = Cli(hasty.port), request("ping").partition(b"\r\n\r\n")[2].ljust(1000)
 
     assert (await cli.send("POST", "/agent", body)).status == 200
@@ -209,7 +212,7 @@ async def test_https_bodies_of_maximum_size_are_accepted(hasty: HttpsBus, tmp_pa
 
 
 async def test_https_bytes_and_messages_are_counted(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
-    """The metrics count requests and answers. None is an error."""
+    """The statistics for the metrics contain one request and one answer, and no error is logged."""
     body = b'{"method": "ping"}'
     await Cli(bus.port).send("POST", "/agent", body)
 
@@ -221,7 +224,7 @@ async def test_https_bytes_and_messages_are_counted(bus: HttpsBus, caplog: pytes
 
 
 async def test_https_shutdown_cancels_running_actions(agent: Agent, tmp_path: Path) -> None:
-    """The caller has disconnected or is being disconnected, so the action ends with the agent."""
+    """An action must not outlive the agent, and its caller is about to be disconnected anyway."""
     async with on_https(agent.handle, tmp_path, goodbye=0.1) as bus, Cli(bus.port).connected() as (_, writer):
         writer.write(request("start"))
         await agent.begun.wait()
@@ -247,9 +250,9 @@ async def test_https_bodies_above_the_limit_are_rejected(hasty: HttpsBus, tmp_pa
 
 
 async def test_https_requests_beyond_64_mib_in_total_get_503(agent: Agent, tmp_path: Path) -> None:
-    """Later requests are answered.
+    """Otherwise one client with the password could occupy two gigabytes, with a body of 16 MiB on each connection.
 
-    Each connection could hold a body of 16 MiB, so one caller with the password could use two gigabytes.
+    Once the others have ended, requests are answered again.
     """
     async with on_https(agent.handle, tmp_path, requests=3000) as bus, AsyncExitStack() as stack:
         cli = Cli(bus.port)
@@ -288,10 +291,7 @@ async def test_unauthenticated_https_connections_do_not_evict_authenticated_ones
 async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
     agent: Agent, tmp_path: Path, begins_tls: bool
 ) -> None:
-    """A connection that has not begun TLS counts as well.
-
-    A silent connection holds a descriptor of the agent for ten seconds, so their number is limited.
-    """
+    """Silent connections, with or without TLS, each hold a descriptor for ten seconds, so their number is limited."""
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         silent = []
         for _ in range(20):
@@ -310,7 +310,7 @@ async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 async def test_https_connections_do_not_evict_the_handshake_of_another_address(agent: Agent, tmp_path: Path) -> None:
-    """Twenty connections arrive during one handshake over a slow network."""
+    """A slow client completes its TLS handshake although twenty connections from another address arrive meanwhile."""
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
         for _ in range(20):
@@ -324,7 +324,7 @@ async def test_https_connections_do_not_evict_the_handshake_of_another_address(a
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 async def test_flood_of_https_handshakes_does_not_lock_out_other_callers(agent: Agent, tmp_path: Path) -> None:
-    """There are twice as many clients as places, and each completes a handshake and then connects again."""
+    """Sixteen clients compete for eight connections. Each completes a TLS handshake, disconnects and starts again."""
     done = 0
 
     async def stranger(port: int, context: ssl.SSLContext) -> None:
@@ -346,7 +346,9 @@ async def test_flood_of_https_handshakes_does_not_lock_out_other_callers(agent: 
             each.cancel()
 
 
-async def test_https_server_full_of_authenticated_callers_accepts_no_others(agent: Agent, tmp_path: Path) -> None:
+async def test_https_server_full_of_authenticated_callers_accepts_no_more_connections(
+    agent: Agent, tmp_path: Path
+) -> None:
     async with on_https(agent.handle, tmp_path, connections=3) as bus, AsyncExitStack() as stack:
         callers = []
         for _ in range(3):
@@ -373,7 +375,7 @@ async def test_https_server_full_of_authenticated_callers_accepts_no_others(agen
 async def test_https_blob_transfers_are_counted(
     hasty: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``/metrics`` counts blobs that were transferred completely, and those that were not."""
+    """``/metrics`` distinguishes complete transfers from those that failed or were interrupted."""
     transfers = workers.Transfers()
     monkeypatch.setattr(https, "transfers", transfers)
     cli = Cli(hasty.port)
@@ -433,7 +435,7 @@ async def test_invalid_http_or_tls_ends_only_its_connection(hasty: HttpsBus, sai
 async def test_https_server_rejects_old_tls_versions(
     agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that offers only TLS 1.1 is rejected. Without the rule, OpenSSL would accept it."""
+    """OpenSSL is configured to accept TLS 1.1 here, so only the agent's own minimum version rejects the client."""
 
     async def spoken() -> str:
         context = trusting(authority().ca)
@@ -461,7 +463,9 @@ async def test_https_server_rejects_old_tls_versions(
 async def test_https_client_waiting_for_100_continue_gets_it_and_the_answer(
     bus: HttpsBus, caplog: pytest.LogCaptureFixture, to: tuple[str, str], body: bytes, status: int
 ) -> None:
-    """The interim response is not the answer, and a client without the password does not get it."""
+    """An authenticated client gets ``100 Continue`` and then the answer, and one without the password gets 401 at
+    once.
+    """
     cli = Cli(bus.port)
     async with cli.connected() as (reader, writer), asyncio.timeout(10):
         writer.write(head(*to, len(body), basic(), Expect="100-continue"))
@@ -489,7 +493,7 @@ async def test_compressed_https_request_body_is_not_decoded(bus: HttpsBus, tmp_p
 
 
 async def test_https_port_in_use_is_retried(agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The error is logged once, and not again once the port is free."""
+    """The agent logs the error only once, and listens as soon as the port is free."""
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
     bus = HttpsBus(mbus(port), agent.handle, tmp_path, bounds=https.Bounds(retry=0.05))
@@ -533,7 +537,7 @@ async def test_new_https_certificate_applies_to_new_connections_only(bus: HttpsB
         await Cli(port, trusting(authority().ca)).value("ping")
 
 
-async def test_unusable_https_certificate_or_address_keeps_the_old_one(bus: HttpsBus) -> None:
+async def test_invalid_new_https_certificate_or_address_is_rejected_and_the_old_one_kept(bus: HttpsBus) -> None:
     before = bus.mbus
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
 
@@ -557,7 +561,7 @@ async def test_unusable_https_certificate_or_address_keeps_the_old_one(bus: Http
     ],
     ids=["the port of https", "its own port", "broken"],
 )
-async def test_unusable_https_address_is_reported_without_its_password(
+async def test_https_listen_error_names_the_address_without_its_password(
     agent: Agent, tmp_path: Path, address: str, said: str
 ) -> None:
     bus = HttpsBus(mbus(urls=(f"https://{address}",)), agent.handle, tmp_path)
@@ -588,8 +592,10 @@ async def test_unusable_https_address_is_reported_without_its_password(
     ],
     ids=["headers", "header", "line", "chunk", "trailers", "body", "requests"],
 )
-async def test_endless_unauthenticated_https_request_is_not_kept(bus: HttpsBus, begin: bytes, again: bytes) -> None:
-    """The client does not read the answers. Either the connection ends, or nothing more is read from it."""
+async def test_endless_unauthenticated_https_request_is_not_kept_in_memory(
+    bus: HttpsBus, begin: bytes, again: bytes
+) -> None:
+    """The client sends without reading answers. The server closes the connection or stops reading from it."""
     taken, most = 0, 32_000_000
     async with Cli(bus.port).connected() as (_, writer):
         writer.write(begin)
@@ -597,7 +603,7 @@ async def test_endless_unauthenticated_https_request_is_not_kept(bus: HttpsBus, 
             while taken < most:
                 writer.write(again)
                 taken += len(again)
-                # drain() alone may never give the loop a chance to report that the connection is lost
+                # Without this, drain() may never let the loop report that the connection is lost.
                 await asyncio.sleep(0)
                 async with asyncio.timeout(5):
                     await writer.drain()
@@ -611,7 +617,7 @@ async def test_endless_unauthenticated_https_request_is_not_kept(bus: HttpsBus, 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize(("begin", "again"), [(b"GET /agent HTTP/1.1\r\nX: ", b"a"), (b"", b"\r\n")])
 async def test_slow_unauthenticated_https_client_is_disconnected(hasty: HttpsBus, begin: bytes, again: bytes) -> None:
-    """The client keeps sending bytes, but the time for completing the headers runs out."""
+    """The client keeps sending single bytes, but the headers must be complete within the time limit."""
     async with Cli(hasty.port).connected() as (reader, writer):
         ended = asyncio.create_task(until_closed(reader))
         writer.write(begin)

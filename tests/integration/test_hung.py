@@ -1,4 +1,4 @@
-"""A hanging test fails alone and reports where it waits. Programs of a failed or killed test are ended."""
+"""A test that hangs fails without affecting others, and its report shows where it waits. Its programs are killed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_passes():
 """
 
 
-async def test_hanging_test_fails_alone_and_its_programs_end(tmp_path: Path) -> None:
+async def test_hanging_test_fails_alone_and_its_programs_are_killed(tmp_path: Path) -> None:
     file = tmp_path / "test_them.py"
     file.write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "tests.conftest"]

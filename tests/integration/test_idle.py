@@ -1,5 +1,5 @@
-"""A real agent at rest with five jobs: its modules, its memory compared with a bare interpreter, its loop's
-wake-ups.
+"""A real, idle agent with five jobs: its imported modules, its memory relative to a bare interpreter, and the wake-ups
+of its event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.bench.idle import scrape
 
 JOBS: Final = 5
 LIBRARIES: Final = {"httptools", "msgspec", "nats", "prometheus_client", "psutil"}
-"""Modules that do not belong to the standard library."""
+"""Third-party modules that the agent may import."""
 ABSENT: Final = {
     *(
         "agent_shim.demo",
@@ -44,18 +44,25 @@ ABSENT: Final = {
     "_strptime",
     *("tarfile", "unittest", "urllib.request", "xml", "zipfile"),
 }
-"""Modules of this package and of the standard library that only other processes or single requests need."""
+"""Modules of this package and of the standard library that an idle agent must not import, because only other processes
+or rare requests need them.
+"""
 MEMORY: Final = 2.5
-"""Limit as a multiple of a bare interpreter; it was 2.2 when written.
+"""Highest allowed memory, as a multiple of a bare interpreter. It was 2.2 when this was written.
 
-A library that an idle agent does not need adds more.
+A library that an idle agent does not need increases it.
 """
 WAKES: Final = 10
-"""Limit for one window; it was 6 when written, 9 with a clock for bus pings, and 20 with beats of two seconds."""
+"""Highest allowed number of wake-ups in one window.
+
+It was 6 when this was written, 9 with a timer for bus pings, and 20 with heartbeats every two seconds.
+"""
 WINDOW_S: Final = 10.0
 WINDOWS: Final = 4
-"""The best window counts, because some contain a heartbeat, a renewal or a delay of the machine, whereas polling is
-in all.
+"""Number of measured windows.
+
+The one with the fewest wake-ups counts, because heartbeats and delays of the machine affect only some windows, whereas
+polling would affect all.
 """
 
 _WATCHED = """
@@ -81,11 +88,11 @@ threading.Thread(target=tell, daemon=True).start()
 from agent_shim.cli.main import main
 sys.exit(main(argv))
 """
-"""The daemon, with a thread that sleeps in ``open`` until the test reads."""
+"""Runs the daemon, with a thread that reports wake-ups and modules whenever the test reads the pipe."""
 
 
 async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AGENT_SHIM_LOOP_REPORTS", raising=False)  # the guard would import modules of the tests
+    monkeypatch.delenv("AGENT_SHIM_LOOP_REPORTS", raising=False)  # the loop guard would import test modules
     pipe, program = tmp_path / "told", tmp_path / "watched.py"
     program.write_text(_WATCHED)
     os.mkfifo(pipe)
@@ -122,7 +129,8 @@ async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, m
         bare.send(signal.SIGKILL)
         await bare.wait()
 
-    # Debian's interpreters import a sitecustomize, and msgspec imports typing_extensions if mypy has installed it.
+    # Allow two modules that depend on the environment: Debian's sitecustomize, and typing_extensions, which msgspec
+    # imports if it is installed.
     known = {*sys.stdlib_module_names, "agent_shim", "cython_runtime", "sitecustomize", "typing_extensions"}
     libraries = {name.partition(".")[0] for name in modules if not name.startswith("_")} - known
     assert libraries == LIBRARIES
@@ -133,6 +141,6 @@ async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, m
 
 
 def _own(pid: int) -> int:
-    """Return the kilobytes of a process without file pages, whose share depends on other interpreters."""
+    """Return the memory of a process in kB, without file pages, because these are shared with other interpreters."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))

@@ -1,4 +1,4 @@
-"""A new container runs the jobs of its predecessor again without a request, or reports why it cannot."""
+"""An agent in a new container starts the jobs of the previous container without a request, or reports why it cannot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LASTS = "echo $$ >$pidfile; exec sleep 100000"
 def job(instance: World, name: str, pre_start: str = "") -> dict[str, str | bytes]:
     """Return a job with one process.
 
-    The process and its pre-start write their names to a log on the volume that stays.
+    The process and its pre-start script write their names to a log on the data volume, which outlives the container.
     """
     log = instance.base / "data/events"
     made: dict[str, str | bytes] = {**jobs.process(Paths(instance.base), name, f"echo {name} >>{log}; {LASTS}")}
@@ -45,7 +45,7 @@ def events(instance: World) -> list[str]:
 
 
 async def deploy(instance: World, files_of: Mapping[str, Mapping[str, str | bytes]], *, start: bool = True) -> None:
-    """Deploy as the Director does, without pre-start."""
+    """Deploy these jobs as the Director does, but without pre-start."""
     spec = jobs.spec(instance.store, files_of, {"tool": {"content": "1"}}, networks=NETWORKS)
     await instance.director.run(AGENT, "apply", spec)
     if start:
@@ -54,7 +54,7 @@ async def deploy(instance: World, files_of: Mapping[str, Mapping[str, str | byte
 
 
 async def end_container(instance: World) -> None:
-    """Kill everything that runs."""
+    """Kill the agent and all jobs, as the end of a container does."""
     await instance.kill_agent()
     for pid in instance.pids().values():
         if found := process.adopt(pid):
@@ -63,14 +63,14 @@ async def end_container(instance: World) -> None:
 
 
 def reset_root(instance: World) -> None:
-    """Replace the root file system. The volume ``data`` stays."""
+    """Replace the root file system. The data volume stays."""
     for path in instance.base.iterdir():
         if path.name != "data":
             files.remove_tree(path)
 
 
 async def restart_container(instance: World) -> None:
-    """Restart the container in place: it gets a new root file system, and everything that ran is dead."""
+    """Restart the container in place: kill all processes, replace the root file system, and start the agent."""
     await end_container(instance)
     (instance.base / "data/events").unlink(missing_ok=True)
     reset_root(instance)
@@ -83,19 +83,19 @@ async def state(instance: World) -> dict[str, Any]:
 
 
 async def in_state(instance: World, *job_states: str) -> None:
-    """Wait until the instance has one of these states."""
+    """Wait until the instance has this state."""
     async with asyncio.timeout(TIMEOUT_S):
         while (await state(instance))["job_state"] not in job_states:
             await asyncio.sleep(0.02)
 
 
 async def until_said(instance: World, text: str) -> None:
-    """Wait for a line in the log."""
+    """Wait until the agent's log contains this text."""
     await until(lambda: text in instance.log_text())
 
 
 async def snapshot(tree: Path) -> dict[str, int]:
-    """Return when everything below a directory was last changed, once nothing changes any more."""
+    """Wait until nothing below a directory changes any more. Return the modification time of each file."""
     found: dict[str, int] = {}
     async with asyncio.timeout(TIMEOUT_S):
         while (now := {str(path): path.lstat().st_mtime_ns for path in tree.rglob("*")}) != found:
@@ -105,13 +105,13 @@ async def snapshot(tree: Path) -> dict[str, int]:
 
 
 async def status(instance: World) -> dict[str, Any]:
-    """Return the status from ``agent-shim status``."""
+    """Return the JSON output of ``agent-shim status``."""
     found: dict[str, Any] = json.loads((await instance.execute("status", "--json"))[1])
     return found
 
 
 async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instance: World) -> None:
-    """Links, files and run directories are restored as well, and nothing that the Director compares has changed."""
+    """The agent also restores links, files and run directories, and reports the same state to the Director."""
     await instance.start_agent()
     files_of = {"job-web": job(instance, "job-web", "sleep 0.2"), "job-worker": job(instance, "job-worker", "true")}
     await deploy(instance, files_of)
@@ -153,9 +153,9 @@ async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instanc
 
 @pytest.mark.parametrize("was_started", [True, False])
 async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(instance: World, was_started: bool) -> None:
-    """Pre-start does not run, because the Director runs it itself.
+    """Pre-start does not run, because a Director runs it before it starts jobs.
 
-    A start is not lost, however soon the container ends.
+    A start is stored before it is answered, so it takes effect even if the container ends right afterwards.
     """
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web", "true")}, start=was_started)
@@ -164,7 +164,7 @@ async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(instan
 
     await restart_container(instance)
 
-    await instance.director.run(AGENT, "list_disk")  # a task that runs after the recovery of jobs, if that had begun
+    await instance.director.run(AGENT, "list_disk")  # would wait for the recovery of jobs if that had begun
     assert (await state(instance))["job_state"] == "stopped" or not was_started
     assert events(instance) == []
     await instance.director.run(AGENT, "start")
@@ -178,7 +178,7 @@ async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(instan
 
 
 async def test_agent_that_was_shut_down_starts_no_jobs(instance: World) -> None:
-    """This holds on a new root file system too."""
+    """The shutdown is also recorded on the data volume, so that a new container starts no jobs either."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await instance.director.value(AGENT, "shutdown")
@@ -195,9 +195,9 @@ async def test_agent_that_was_shut_down_starts_no_jobs(instance: World) -> None:
 
 
 async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(instance: World) -> None:
-    """Meanwhile the instance is failing, an alert contains the reason, and no job runs.
+    """Meanwhile the instance is failing, a warning contains the reason, and no job runs.
 
-    A Director that starts the jobs has run pre-start itself.
+    When the Director starts the jobs, pre-start is not required, because the Director runs it first.
     """
     allowed = instance.base / "data/allowed"
     await instance.start_agent()
@@ -230,9 +230,9 @@ async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(in
 
 
 async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_stop(instance: World) -> None:
-    """The first run may not have finished, although the root file system is the same.
+    """After a restart of the agent, the script runs again, because its first run may have been incomplete.
 
-    A Director's request takes precedence.
+    A stop request does not wait for the script but kills it.
     """
     hanging, seen = instance.base / "data/hanging", instance.base / "data/seen"
     await instance.start_agent()
@@ -250,7 +250,7 @@ async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_st
 
     seen.unlink()
     hanging.unlink()
-    # A running process of a job shows that the container is still the same.
+    # Kill what remains of the script, because a running process would tell the agent that the container is the same.
     with contextlib.suppress(ProcessLookupError):
         os.kill(first, signal.SIGKILL)
     await restart_container(instance)
@@ -266,7 +266,7 @@ async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_st
 
 @pytest.mark.parametrize("what", ["jobs/job-web", "packages/tool"])
 async def test_missing_job_files_are_reported_and_a_start_is_refused(instance: World, what: str) -> None:
-    """Their directory may have been in memory. The Director's next deployment repairs that."""
+    """The files may have been on a file system in memory. The Director's next deployment installs them again."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await end_container(instance)
@@ -286,7 +286,9 @@ async def test_missing_job_files_are_reported_and_a_start_is_refused(instance: W
 
 
 async def test_new_container_of_another_agent_starts_empty(instance: World) -> None:
-    """On a used volume, no job of the former agent is started, reported or lost."""
+    """The jobs on the volume belong to another agent, so they are neither started nor reported, but their files are
+    kept.
+    """
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await end_container(instance)
@@ -304,7 +306,7 @@ async def test_new_container_of_another_agent_starts_empty(instance: World) -> N
 
 
 async def test_jobs_without_processes_are_running_after_recovery(instance: World) -> None:
-    """Their monit files are empty, so there is nothing to run before or afterwards."""
+    """An empty monit file means that nothing has to be started."""
     await instance.start_agent()
     await deploy(instance, {"job-web": {"monit": "", "bin/x": "x"}})
 
@@ -315,7 +317,7 @@ async def test_jobs_without_processes_are_running_after_recovery(instance: World
 
 
 async def test_lost_supervisor_state_is_rebuilt_from_the_spec(instance: World) -> None:
-    """The instance is never "running" while none of its started processes exist."""
+    """Otherwise the agent would not know the job, and would report "running" although none of its processes exists."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await end_container(instance)
@@ -330,7 +332,7 @@ async def test_lost_supervisor_state_is_rebuilt_from_the_spec(instance: World) -
 
 
 async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: World) -> None:
-    """A pod was recreated before its predecessor ended."""
+    """Two agents share a volume when a pod is recreated before its predecessor has ended."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     before = await snapshot(instance.base / "data")
@@ -359,7 +361,10 @@ async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: W
 
 @pytest.mark.slow
 async def test_agent_that_lost_its_volume_ends_its_jobs_and_disconnects(instance: World) -> None:
-    """Another agent considered it dead, for example after a minute of suspension, and now owns the files."""
+    """Another agent takes over the volume if this one seems dead, for example after a minute of suspension.
+
+    From then on, this agent must not write to the volume.
+    """
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await snapshot(instance.base / "data")
@@ -388,14 +393,16 @@ async def test_agent_that_lost_its_volume_ends_its_jobs_and_disconnects(instance
 
 
 def with_more(document: Any) -> Any:
-    """Return a document with one more member in every object, as a later version of the same schema may write it."""
+    """Return the document with an additional member in every object, as a later version may write it with the same
+    schema.
+    """
     if isinstance(document, dict):
         return {name: with_more(member) for name, member in document.items()} | {"of_a_later_version": [1, {"a": None}]}
     return [with_more(member) for member in document] if isinstance(document, list) else document
 
 
 async def test_other_agent_version_adopts_all_processes(instance: World) -> None:
-    """The files have the same schema, but members that this version does not know."""
+    """Members of the state files that this version does not know are ignored."""
     await instance.start_agent()
     await deploy(instance, {"web": job(instance, "web"), "db": job(instance, "db")})
     before = instance.pids()

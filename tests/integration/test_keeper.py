@@ -1,4 +1,4 @@
-"""Keepers with real processes: what runs below them, how it ends, and agents that exit and return."""
+"""Keepers with real processes: starting programs, ending all of their descendants, and reconnecting to a new agent."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from agent_shim.host.keeper import Keeper, Program
 from tests.support.source import ROOT
 
 HIDDEN = "(setsid sh -c 'exec env -i sleep 1000' &)"
-"""Leave a process that forked twice in a new session without an environment."""
+"""A shell command that leaves a daemon in a new session, without an environment or a living parent."""
 
 
 OPTIONS = """
 const char *__asan_default_options(void) { return "detect_leaks=0:log_path=%s"; }
 const char *__ubsan_default_options(void) { return "log_path=%s"; }
 """
-"""A keeper has no environment that could contain these, and its stderr is the program's.
+"""Source of the sanitizers' options.
 
-Leak detection needs ptrace.
+They are compiled in because a keeper has no environment, and its stderr is that of the program. Leak detection would
+need ptrace.
 """
 
 
 @pytest.fixture(scope="session")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a keeper that reports undefined behaviour and invalid memory accesses in files beside it."""
+    """Build a keeper that reports undefined behaviour and invalid memory accesses to files in its directory."""
     directory = tmp_path_factory.mktemp("sanitized")
     (directory / "options.c").write_text(OPTIONS.replace("%s", str(directory / "finding")))
     sources = [ROOT / f"{hatch_build.KEEPER}.c", directory / "options.c"]
@@ -55,7 +56,10 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["plain", "sanitized"], autouse=True)
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run each test with the delivered keeper, and with one that checks itself."""
+    """Run each test with the normal keeper and with one that was built with sanitizers.
+
+    Fail if the latter reports anything.
+    """
     if request.param == "plain":
         yield
         return
@@ -81,7 +85,7 @@ def shell(script: str) -> Program:
 
 
 async def until_below(kept: Keeper, count: int) -> list[proc.Stat]:
-    """Wait until this many processes run below the keeper."""
+    """Wait until this many processes run below the keeper. Return them."""
     while len(found := kept.processes()) != count:
         await asyncio.sleep(0.01)
     return found
@@ -92,8 +96,8 @@ async def end(kept: Keeper) -> None:
     kept.release()
 
 
-async def test_daemon_without_traces_is_ended_with_its_keeper(sockets: Path) -> None:
-    """The daemon has forked twice, has a session of its own and no environment, and its parents have exited."""
+async def test_hidden_daemon_is_ended_with_its_keeper(sockets: Path) -> None:
+    """The daemon has a session of its own, no environment, and no living parent but the keeper."""
     kept = await keeper.start(sockets, "hidden", shell(HIDDEN))
     assert (await kept.wait()).status == 0
     (daemon,) = await until_below(kept, 1)
@@ -114,7 +118,7 @@ async def test_daemon_without_traces_is_ended_with_its_keeper(sockets: Path) -> 
 async def test_program_runs_as_its_user_and_groups(
     sockets: Path, tmp_path: Path, user: str, group: str | None, ids: str
 ) -> None:
-    """The user is given by name or number. The program has that user's groups and none of the agent's."""
+    """User and group may be names or numbers. The program gets the groups of its user, and none of the agent's."""
     program = msgspec.structs.replace(shell("echo $(id -u) $(id -g) $(id -G)"), user=keeper.user(user, group))
     before = os.getgroups()
     os.setgroups([4, 27])
@@ -130,7 +134,7 @@ async def test_program_runs_as_its_user_and_groups(
 
 
 def test_unknown_user_is_named_unless_the_agent_is_an_ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file may name a user that this image lacks. An agent without root runs every program as itself."""
+    """An agent without root runs all programs as its own user, so it does not look up the configured one."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(HostError, match="there is no user nosuch"):
         keeper.user("nosuch", None)
@@ -174,7 +178,7 @@ async def test_next_agent_finds_keepers_and_exits_that_it_missed(sockets: Path) 
     assert await keeper.find(sockets) == ([], {})
 
 
-async def test_start_without_a_place_for_the_socket_names_the_place(tmp_path: Path) -> None:
+async def test_keeper_start_names_the_path_where_it_cannot_create_its_socket(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     place = tmp_path / "file/keepers"
     why = f"^cannot run /bin/sh: cannot make a socket in {place}: Not a directory$"
@@ -239,9 +243,8 @@ async def test_keeper_does_not_run_a_program_without_an_interpreter(sockets: Pat
 
 
 async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path, tmp_path: Path) -> None:
-    """Descriptors, signals, limits, session and a large environment are as requested.
-
-    It inherits nothing else of the keeper's.
+    """Arguments, environment, directory, descriptors, signals, limits and session are as requested, and nothing else is
+    inherited from the keeper.
     """
     shown = tmp_path / "shown"
     script = (
@@ -263,8 +266,10 @@ async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path,
     await end(kept)
 
 
-async def test_keeper_is_ended_while_no_thread_can_start(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs may have used up all processes of the container."""
+async def test_keeper_can_be_ended_when_no_thread_can_be_started(
+    sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs may have used up the container's process limit, and a stop must still work."""
     asyncio.get_running_loop().set_default_executor(daemon_thread.pool(2))
     kept = await keeper.start(sockets, "storm", shell("exec sleep 1000"))
 
@@ -280,7 +285,7 @@ async def test_keeper_is_ended_while_no_thread_can_start(sockets: Path, monkeypa
 
 
 async def test_keeper_label_may_contain_any_bytes(sockets: Path) -> None:
-    """A monit file in Latin-1 can contain such names."""
+    """Service names in a monit file may be encoded in Latin-1."""
     kept = await keeper.start(sockets, os.fsdecode(b"caf\xe9"), shell("exec sleep 1000"))
 
     assert os.fsencode(kept.label) == b"caf\xe9"
@@ -288,7 +293,7 @@ async def test_keeper_label_may_contain_any_bytes(sockets: Path) -> None:
 
 
 async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next agent would otherwise think that this keeper had been killed."""
+    """The next agent would take a remaining socket for that of a killed keeper."""
     failing = tmp_path / "keeper"
     failing.write_text("#!/bin/sh\nexit 24\n")
     failing.chmod(0o755)
@@ -300,8 +305,8 @@ async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, mon
     assert list(sockets.iterdir()) == []
 
 
-async def test_start_without_free_descriptors_leaves_no_socket(sockets: Path) -> None:
-    """This holds wherever the start fails."""
+async def test_keeper_start_without_free_descriptors_leaves_no_socket(sockets: Path) -> None:
+    """The start is tried with zero, one, two and more free descriptors, so that it fails at each step."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
@@ -323,7 +328,7 @@ async def test_start_without_free_descriptors_leaves_no_socket(sockets: Path) ->
     await end(kept)
 
 
-async def test_cancelled_abandonment_releases_the_keeper(sockets: Path) -> None:
+async def test_keeper_is_released_even_if_abandoning_it_is_cancelled(sockets: Path) -> None:
     kept = await keeper.start(sockets, "abandoned", shell("exec sleep 1000"))
     os.kill(kept.pid, signal.SIGSTOP)
     abandoning = asyncio.ensure_future(kept.abandon())
@@ -359,7 +364,7 @@ async def test_keeper_rejects_unknown_requests_and_keeps_the_connection(sockets:
     await end(kept)
 
 
-def test_unknown_words_in_a_keeper_state_are_skipped() -> None:
+def test_unknown_fields_in_a_keeper_state_are_skipped() -> None:
     kind, state = keeper.parse("state version=9 keeper=1 program=2 new=3 exit=0:2:256:5000:more childless=1")
 
     assert kind == "state"
@@ -367,7 +372,7 @@ def test_unknown_words_in_a_keeper_state_are_skipped() -> None:
 
 
 @pytest.mark.parametrize("sig", [signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGUSR1, signal.SIGTERM])
-async def test_keeper_survives_signals(sockets: Path, sig: signal.Signals) -> None:
+async def test_keeper_with_children_ignores_signals(sockets: Path, sig: signal.Signals) -> None:
     kept = await keeper.start(sockets, "deaf", shell("exec sleep 1000"))
     os.kill(kept.pid, sig)
 
@@ -376,7 +381,7 @@ async def test_keeper_survives_signals(sockets: Path, sig: signal.Signals) -> No
 
 
 async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
-    """The machine is shutting down, and no agent will return."""
+    """SIGTERM then means that the machine is shutting down, so no agent will connect again."""
     kept = await keeper.start(sockets, "shutdown", shell("exit 0"))
     assert await kept.is_childless_within(60)
     os.kill(kept.pid, signal.SIGTERM)
@@ -386,8 +391,8 @@ async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
     assert not kept.is_lost
 
 
-async def test_keeper_is_released_by_an_agent_that_reads_no_answers(sockets: Path) -> None:
-    """Otherwise the keeper would never exit."""
+async def test_keeper_can_be_released_without_reading_its_answers(sockets: Path) -> None:
+    """Unread answers must not keep it from processing the release, or it would never exit."""
     kept = await keeper.start(sockets, "unread", shell("exit 0"))
     pid = kept.pid
     kept.close()
@@ -408,7 +413,7 @@ async def test_agent_that_never_reads_does_not_block_the_keeper(sockets: Path) -
     (path,) = sockets.iterdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(str(path))
-        with contextlib.suppress(ConnectionError):  # a pipe without a reader, or a reset
+        with contextlib.suppress(ConnectionError):  # the keeper closes the connection
             while True:
                 connection.send(b"state")
 
@@ -417,7 +422,7 @@ async def test_agent_that_never_reads_does_not_block_the_keeper(sockets: Path) -
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:
-    """Change, remove, repeat or insert some bytes."""
+    """Return a copy in which some bytes are changed, removed, repeated or inserted."""
     made = bytearray(content)
     for _ in range(chance.randint(1, 4)):
         start = chance.randrange(len(made) + 1)
@@ -432,9 +437,9 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 async def test_damaged_specs_and_requests_do_not_break_the_keeper(
     sockets: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It still answers, and exits on request.
+    """The keeper still answers, and exits on request.
 
-    The agent writes both, so this only guards against the agent's own mistakes.
+    Only the agent writes specs and requests, so this protects against bugs of the agent, not against attacks.
     """
     chance = random.Random(seed)
     program = Program(["/bin/true", "a"], {"A": "b"}, umask=0o22, nice=1, limits={resource.RLIMIT_CORE: (0, 0)})

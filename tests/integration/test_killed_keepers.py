@@ -1,4 +1,6 @@
-"""Keepers killed by root or the agent's user: no service counts as stopped while its processes may still run."""
+"""Keepers that root or the agent's user has killed: a service does not count as stopped while its processes may still
+run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def keeper_of(supervisor: Supervisor) -> int:
 
 
 async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: World) -> None:
-    """Its possible processes are named. Once they have ended, the stop succeeds."""
+    """The reason names the processes that may belong to the service. Once they have ended, the stop succeeds."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
@@ -55,7 +57,7 @@ async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: Worl
 async def test_next_agent_detects_a_killed_keeper(
     world: World, monkeypatch: pytest.MonkeyPatch, set_back_s: int
 ) -> None:
-    """This also holds after the machine's clock was set back."""
+    """The detection must not depend on the machine's clock, which may have been set back."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     with reaper.reaping():
@@ -76,8 +78,10 @@ async def test_next_agent_detects_a_killed_keeper(
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-async def test_next_agent_knows_a_keeper_whose_socket_has_no_time_in_its_name(world: World, is_killed: bool) -> None:
-    """Earlier revisions named sockets in this way."""
+async def test_next_agent_recognizes_a_keeper_without_a_start_time_in_its_socket_name(
+    world: World, is_killed: bool
+) -> None:
+    """Earlier revisions named the sockets in this way."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     with reaper.reaping():
@@ -116,7 +120,7 @@ async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_
 
 
 async def test_agent_reconnects_to_a_keeper_after_another_client_has_replaced_it(world: World) -> None:
-    """Root can connect to the socket of a keeper, which serves only its latest client."""
+    """A keeper serves only its latest client, and root can connect to its socket."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
@@ -130,10 +134,10 @@ async def test_agent_reconnects_to_a_keeper_after_another_client_has_replaced_it
         assert not world.told("Execution failed")
 
 
-async def test_stop_fails_while_another_client_keeps_taking_a_keeper(
+async def test_stop_fails_while_another_client_repeatedly_replaces_the_agent_at_a_keeper(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The agent must not report "stopped" for processes that a living keeper holds, and must not reconnect forever."""
+    """The stop must not succeed while the keeper has living processes, and the agent must not reconnect forever."""
     monkeypatch.setattr(keeper, "RECONNECT_PAUSE_S", 3600)
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
@@ -150,7 +154,7 @@ async def test_stop_fails_while_another_client_keeps_taking_a_keeper(
         assert is_alive(hidden)
 
 
-async def test_next_agent_reads_how_a_process_ended_meanwhile(world: World) -> None:
+async def test_next_agent_learns_the_exit_status_of_a_process_that_exited_meanwhile(world: World) -> None:
     with reaper.reaping():
         async with world.supervisor() as supervisor:
             await supervisor.configure([world.job("web", None, None)])
@@ -166,8 +170,8 @@ async def test_next_agent_reads_how_a_process_ended_meanwhile(world: World) -> N
             await supervisor.stop(wait=True)
 
 
-async def test_next_agent_does_not_take_itself_for_an_orphan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """systemd starts the agent below process 1, which also adopts orphans."""
+async def test_next_agent_does_not_count_itself_as_an_orphan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's own parent may be process 1, as under systemd, to which orphans are reparented too."""
     job = world.job("web")
     with reaper.reaping():
         async with world.supervisor() as supervisor:
@@ -187,7 +191,7 @@ async def test_next_agent_does_not_take_itself_for_an_orphan(world: World, monke
             await supervisor.stop(wait=True)
 
 
-async def test_process_of_a_keeper_killed_during_a_start_fails_the_stop(
+async def test_stop_fails_while_a_process_of_a_keeper_killed_during_the_start_remains(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = world.base / "keeper"
@@ -205,10 +209,10 @@ async def test_process_of_a_keeper_killed_during_a_start_fails_the_stop(
         kill(child)
 
 
-async def test_program_whose_execution_hangs_fails_the_stop_and_is_not_started_again(
+async def test_hanging_program_start_fails_the_stop_and_is_not_repeated(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file may be on a file server that does not respond, and it may run once the server is back."""
+    """If the program's file server does not respond, the program may still start once the server is back."""
     hanging = world.base / "keeper"
     hanging.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 600\n")
     hanging.chmod(0o755)
@@ -228,7 +232,7 @@ async def test_program_whose_execution_hangs_fails_the_stop_and_is_not_started_a
 
 
 async def test_stop_fails_while_a_keeper_of_an_earlier_agent_cannot_be_reached(world: World) -> None:
-    """The keeper may have processes below it, and is named."""
+    """The error names the keeper, because processes of the service may still run below it."""
     (world.base / "files.json").write_bytes(msgspec.json.encode([world.job("web")]))
     command = [sys.executable, "-m", "tests.support.programs.agent", str(world.base)]
     env = {"TEST_OF": str(world.base), "PATH": os.environ["PATH"]}
@@ -241,7 +245,7 @@ async def test_stop_fails_while_a_keeper_of_an_earlier_agent_cannot_be_reached(w
         (kept,) = keeper.living(world.paths.keepers)
         (path,) = world.paths.keepers.iterdir()
         hidden = path.rename(world.base / "hidden")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:  # the connection fails, but is not refused
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:  # a wrong type, so connecting fails
             wrong.bind(str(path))
             async with world.supervisor() as supervisor:
                 await supervisor.recover()

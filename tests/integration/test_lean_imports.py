@@ -1,4 +1,4 @@
-"""Libraries are imported without the parts that are not used."""
+"""Imports that would cost memory or time are avoided until they are needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ print(len(reads), ssl.create_default_context().verify_mode.name, len(reads))
 
 @pytest.mark.parametrize("module", ["agent_shim.bulk.transfer", "agent_shim.edges.bus.https"])
 def test_ca_certificates_are_loaded_at_first_use(module: str) -> None:
-    """After that, the context behaves like an ordinary one."""
+    """Importing aiohttp must not load the system's CA certificates.
+
+    The default TLS context is otherwise an ordinary one.
+    """
     program = _WATCHED.format(module=module)
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
@@ -31,7 +34,7 @@ def test_ca_certificates_are_loaded_at_first_use(module: str) -> None:
 
 
 def test_monit_command_needs_only_the_standard_library() -> None:
-    """It is fast because it takes no lock, starts no event loop and imports no daemon."""
+    """Scripts call the command often, so it must start quickly."""
     known = "json.dumps(sorted({name.partition('.')[0] for name in sys.modules}))"
     code = f"import sys, json; import agent_shim.cli.monit; print({known})"
 
@@ -41,7 +44,7 @@ def test_monit_command_needs_only_the_standard_library() -> None:
 
 
 def test_probe_imports_few_modules(tmp_path: Path) -> None:
-    """The option parser, dataclasses, pathlib and the event loop would take longer than the probe itself."""
+    """Importing argparse, dataclasses, pathlib or asyncio would take longer than the probe itself."""
     script = (
         "import sys; before = set(sys.modules); from agent_shim.cli.main import main; code = main(sys.argv[1:]); "
         "print(code, *sorted(set(sys.modules) - before))"
@@ -79,8 +82,8 @@ print(before, library.white(), "colorsys" in sys.modules)
     ],
     ids=["after the import", "by the import"],
 )
-def test_module_with_a_lazy_replacement_is_imported_when_used(tmp_path: Path, text: str) -> None:
-    """If a newer version of a library does more on import, it is imported completely and works."""
+def test_lazily_imported_module_is_imported_when_it_is_used(tmp_path: Path, text: str) -> None:
+    """This also works if a newer version of the importing library uses the module during its own import."""
     script = _STAND_IN.format(base=tmp_path, text=text)
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 

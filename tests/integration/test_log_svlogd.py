@@ -1,4 +1,4 @@
-"""The agent's log file when svlogd reads standard error."""
+"""The agent's log when svlogd reads its standard error, as on stemcells with runit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 
 @pytest.mark.parametrize("holder", ["svlogd", "nobody"])
 def test_log_line_is_written_once_under_svlogd(tmp_path: Path, holder: str) -> None:
-    """svlogd locks its directory and writes the lines of its stdin there (runit, svlogd.c)."""
+    """svlogd locks its directory and writes its standard input there (runit, svlogd.c), so the agent must not write the
+    file too.
+    """
     code = (
         "import logging, sys; from pathlib import Path; from agent_shim.core import log\n"
         "log.setup(file=Path(sys.argv[1], 'current')); logging.warning('one line')"
@@ -31,7 +33,7 @@ def test_log_line_is_written_once_under_svlogd(tmp_path: Path, holder: str) -> N
 
 @pytest.mark.parametrize("end", ["return", "raise ValueError", "sys.exit(3)"])
 def test_last_request_is_logged_however_the_process_ends(tmp_path: Path, end: str) -> None:
-    """Lines wait for the next turn of the event loop, which never comes in this case."""
+    """Log lines are normally written in the next iteration of the event loop, which does not come in these cases."""
     code = (
         "import asyncio, logging, sys; from pathlib import Path; from agent_shim.core import log\n"
         "log.setup(file=Path(sys.argv[1], 'current'))\n"

@@ -1,4 +1,4 @@
-"""The guard of the event loop: what it counts as blocking, and an agent that is deployed to under it."""
+"""The guard that reports a blocked event loop: what it counts as blocking and what it ignores."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ async def test_loop_guard_reports_a_blocked_loop_with_its_stack(guard: Path, tmp
 
 
 async def test_loop_guard_ignores_a_busy_machine(guard: Path) -> None:
-    """Other processes on the CPUs, or other threads that hold the GIL, do not count as blocking the loop."""
+    """Waiting for the CPU, or for another thread that holds the GIL, does not count as blocking."""
     spin_for_ever = [sys.executable, "-c", "while True: pass"]
-    # Not on the loop, because Popen waits for the child's exec, which blocks on a busy machine.
+    # Start the children in threads, because Popen waits for exec, which would block the loop on a busy machine.
     children = [await asyncio.to_thread(subprocess.Popen, spin_for_ever) for _ in range(4)]
     over = threading.Event()
 
@@ -90,9 +90,7 @@ async def test_loop_guard_ignores_a_busy_machine(guard: Path) -> None:
 
 
 async def test_loop_guard_ignores_a_program_start_before_a_wait_for_the_gil(guard: Path) -> None:
-    """The loop is not responsible for the sleep during the start, so it is not counted towards the wait that
-    follows.
-    """
+    """The time in which a program starts is exempt, and must not be added to a following wait for the GIL."""
 
     def start_and_wait() -> None:
         with loop_guard.spawning():

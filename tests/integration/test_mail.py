@@ -1,4 +1,4 @@
-"""Mails to servers that misbehave. test_monit_daemon.py tests normal delivery."""
+"""Sending mail to servers that misbehave. Normal delivery is tested in test_monit_daemon.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_shim.supervisor.monit.control_file import Control
 
 
 async def test_mail_to_a_server_with_an_endless_greeting_is_abandoned() -> None:
-    """Each byte arrives in time, but the greeting never ends."""
+    """Each byte arrives before the timeout of a single read, so the whole dialogue needs a limit too."""
 
     enough, ended = asyncio.Event(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""A hundred processes under one agent: all of them are killed at once, and so is the agent."""
+"""A hundred processes of one agent, all of which are killed at once, as is the agent later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def are_up(w: World, starts: int) -> bool:
-    """Return True if each job was started this often and its last process runs."""
+    """Return whether each job was started this often and its latest process runs."""
     known = w.starts()
     if len(known) != JOBS or any(len(pids) != starts for pids in known.values()):
         return False
@@ -27,7 +27,7 @@ def are_up(w: World, starts: int) -> bool:
 
 
 async def test_many_killed_services_restart_and_are_adopted_by_the_next_agent() -> None:
-    """Each gets one successor. The next agent finds them all and starts none."""
+    """Each service is restarted exactly once, and not again when the agent is killed and restarted."""
     async with world(COMMAND) as w:
         await w.start_agent()
         await w.director.run(AGENT, "apply", w.spec(JOBS, 0))

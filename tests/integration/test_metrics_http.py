@@ -1,4 +1,4 @@
-"""The HTTP server of metrics and probes over real sockets, with ordinary, slow, rude and many clients."""
+"""The HTTP server for metrics and probes over real sockets, with clients that are normal, slow, faulty or numerous."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Where = tuple[str, int]
 
 
 class Readiness:
-    """Readings of the agent, set by the tests."""
+    """The answers to readiness probes, set by the tests."""
 
     def __init__(self) -> None:
         self.answers = {"jobs": (True, "ready"), "agent": (True, "connected")}
@@ -41,14 +41,14 @@ def readiness() -> Readiness:
 
 @pytest.fixture
 async def where(readiness: Readiness) -> AsyncIterator[Where]:
-    """Run a server on a free port."""
+    """Run a server with a free port. Provide its address."""
     async with listening("127.0.0.1:0", routes(readiness)) as found:
         assert found is not None
         yield found
 
 
 async def ask(where: Where, request: bytes) -> bytes:
-    """Send ``request`` as it is and read until the other side closes."""
+    """Send these bytes, and return everything that the server sends until it closes."""
     reader, writer = await asyncio.open_connection(*where)
     try:
         writer.write(request)
@@ -59,7 +59,7 @@ async def ask(where: Where, request: bytes) -> bytes:
 
 
 async def get(where: Where, target: str, *headers: str, method: str = "GET") -> tuple[int, str, bytes]:
-    """Return status, headers and body of a request."""
+    """Send a request. Return the status, headers and body."""
     lines = [f"{method} {target} HTTP/1.1", "Host: agent", *headers]
     answer = await ask(where, ("\r\n".join(lines) + "\r\n\r\n").encode())
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -84,7 +84,7 @@ async def test_metrics_are_compressed_for_a_scraper_that_accepts_gzip(
 
 
 async def test_landing_page_has_links_and_a_list_of_processes(readiness: Readiness) -> None:
-    """It has no script, and names of jobs cannot inject one."""
+    """Job names are escaped, the page has no script, and nothing that a job printed is shown."""
     process = ProcessInfo("<b>web</b>", "running", 3, 20480)
     service = ServiceInfo(process, "web", "process", (), "running", 7, 2, "", "secret words of the job")
     instance = {"deployment": "shop", "group": "front", "index": "0", "id": "i-1", "az": "z1"}
@@ -107,7 +107,7 @@ async def test_landing_page_has_links_and_a_list_of_processes(readiness: Readine
 
 
 async def test_metrics_are_served_as_openmetrics_on_request(where: Where) -> None:
-    """A scraper that prefers OpenMetrics, as Prometheus does, gets it."""
+    """Prometheus asks for OpenMetrics first and for the text format second."""
     accept = "accept: application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
     _, head, body = await get(where, "/metrics", accept)
 
@@ -116,7 +116,10 @@ async def test_metrics_are_served_as_openmetrics_on_request(where: Where) -> Non
 
 
 async def test_health_and_readiness_endpoints_give_the_reason(where: Where, readiness: Readiness) -> None:
-    """An agent that is not ready answers 503 with the reason, and is still alive. HEAD returns the headers of GET."""
+    """An agent that is not ready answers 503 with the reason at the levels concerned, while the liveness probe passes.
+
+    HEAD requests get the headers of GET.
+    """
     readiness.answers["jobs"] = (False, "web is failing")
 
     _, head, body = await get(where, "/healthz", method="HEAD")
@@ -145,7 +148,7 @@ async def test_health_and_readiness_endpoints_give_the_reason(where: Where, read
     ],
 )
 async def test_unknown_metrics_path_or_method_is_rejected(where: Where, request_line: str, status: int) -> None:
-    """The refusal is readable, and the next request is answered."""
+    """The client gets a complete response, and the server answers the next request."""
     answer = await ask(where, f"{request_line}\r\n\r\n".encode())
 
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
@@ -153,7 +156,7 @@ async def test_unknown_metrics_path_or_method_is_rejected(where: Where, request_
 
 
 async def test_client_that_sends_a_body_to_metrics_receives_the_whole_error(where: Where) -> None:
-    """A client that still sends the forbidden body can read the answer."""
+    """If the server closed while body bytes arrive, the kernel would reset the connection and discard the error."""
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"POST /metrics HTTP/1.1\r\nContent-Length: 20000\r\n\r\n")
     assert await reader.readline() == b"HTTP/1.1 405 Method Not Allowed\r\n"
@@ -170,14 +173,13 @@ async def test_client_that_sends_a_body_to_metrics_receives_the_whole_error(wher
 
 @pytest.mark.parametrize("filler", [b"X: " + b"y" * 9000, b"X: y\r\n" * 2000])
 async def test_oversized_metrics_request_headers_are_rejected(where: Where, filler: bytes) -> None:
-    """More than 8 KiB of headers, in one line or in many, is refused without waiting for the end."""
+    """After 8 KiB of headers, the server answers without waiting for their end."""
     answer = await ask(where, b"GET /metrics HTTP/1.1\r\n" + filler)
 
     assert answer.startswith(b"HTTP/1.1 431 ")
 
 
-async def test_half_closed_metrics_client_gets_its_answer(where: Where) -> None:
-    """The client closes its sending half after the request."""
+async def test_metrics_client_that_closes_its_sending_half_gets_its_answer(where: Where) -> None:
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
     writer.write_eof()
@@ -189,7 +191,10 @@ async def test_half_closed_metrics_client_gets_its_answer(where: Where) -> None:
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_slow_metrics_client_is_disconnected(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that does not end in time, even if bytes trickle in, loses only its own connection."""
+    """The time limit is for the whole request, so sending single bytes does not extend it.
+
+    Other clients are served meanwhile.
+    """
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     dropped = asyncio.create_task(reader.read())
@@ -207,7 +212,7 @@ async def test_slow_metrics_client_is_disconnected(where: Where, monkeypatch: py
 
 
 async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float) -> None:
-    """Send until the other side accepts no more."""
+    """Send this piece repeatedly until the other side has closed the connection."""
     async with asyncio.timeout(60):
         while True:
             writer.write(piece)
@@ -217,7 +222,7 @@ async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float)
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_metrics_client_that_never_closes_is_disconnected(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that keeps the connection after the response loses it."""
+    """The server gives up on a client that keeps its connection open after the response."""
     monkeypatch.setattr(http_server, "ANSWER_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
@@ -230,7 +235,7 @@ async def test_metrics_client_that_never_closes_is_disconnected(where: Where, mo
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_idle_metrics_connections_do_not_starve_a_probe(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all places are taken by silent connections, the oldest one is closed and the probe is answered at once."""
+    """If silent clients use all connections, the oldest one is closed so that a probe is answered at once."""
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 600.0)
     idle = [await asyncio.open_connection(*where) for _ in range(http_server.MAX_CONNECTIONS + 10)]
     try:
@@ -245,7 +250,7 @@ async def test_idle_metrics_connections_do_not_starve_a_probe(where: Where, monk
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
 async def test_agent_runs_without_its_metrics_port_if_it_is_in_use_or_off(caplog: pytest.LogCaptureFixture) -> None:
-    """A port in use is an error that names the address. The agent continues without it."""
+    """A port in use is logged as an error with the address, and the agent continues."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         for wanted in (address, "off"):
@@ -262,7 +267,6 @@ async def test_agent_runs_without_its_metrics_port_if_it_is_in_use_or_off(caplog
 
 
 async def test_metrics_server_frees_its_port_and_connections_at_exit() -> None:
-    """After the block the port is free and open connections are closed."""
     answers = routes(Readiness())
     async with listening("127.0.0.1:0", answers) as where:
         assert where is not None
@@ -277,7 +281,7 @@ async def test_metrics_server_frees_its_port_and_connections_at_exit() -> None:
 
 
 async def test_event_loop_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A blocked loop shows in the histogram."""
+    """Blocking the loop once adds one value above 0.25 s to the histogram."""
     monkeypatch.setattr(metrics, "LAG_PERIOD_S", 0.01)
     made = Metrics(Readings)
     watch = asyncio.create_task(made.watch_lag())
@@ -298,7 +302,7 @@ async def test_event_loop_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert counts["+Inf"] - counts["0.25"] == 1
 
 
-async def test_metrics_answer_that_never_comes_ends_only_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_handler_that_never_answers_ends_only_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "ANSWER_TIMEOUT_S", 0.2)
 
     async def late(_request: http_server.Request) -> http_server.Response:

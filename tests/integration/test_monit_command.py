@@ -1,4 +1,4 @@
-"""``monit`` and ``agent-shim start|stop|…`` against a running agent."""
+"""``monit`` and ``agent-shim start|stop|…`` with a running agent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def _running(instance: World) -> None:
 
 
 async def monit(instance: World, line: str) -> tuple[int | None, str]:
-    """Run ``monit`` against this agent. Return exit code and output."""
+    """Run ``monit`` with these arguments for this agent. Return its exit code and output."""
     return await instance.execute(*line.split(), module="cli.monit")
 
 
@@ -58,9 +58,12 @@ async def test_monit_command_stops_starts_and_restarts_named_services(instance: 
     assert text.endswith(": action failed -- There is no service by that name\n")
 
 
-async def test_monit_command_unmonitors_and_monitors_groups_and_quits_without_effect(
+async def test_monit_command_unmonitors_and_monitors_groups_and_all_services(
     instance: World,
 ) -> None:
+    """``monit quit`` is answered like monit's, but only unmonitors the services: neither processes nor the agent
+    end.
+    """
     assert (await monit(instance, "unmonitor -g nobody")) == (0, "")
     await until_summary(instance, "'job0'.* running$", "'job1'.* running$")
 

@@ -1,4 +1,6 @@
-"""The daemon that replaces monit, as a process: real HTTP, a real mail server, real jobs, and how it ends."""
+"""The daemon that replaces monit, as a process: HTTP, mail, reloads, restarts and exits, with real jobs and a real mail
+server.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ USER = "vcap:random-password"
 
 
 class Vm:
-    """A tree with monit's files, and the daemon that uses it."""
+    """A tree with the files of monit, and the daemon that uses it."""
 
     def __init__(self, base: Path, port: int, mail: int) -> None:
         self.world = World(base)
@@ -47,7 +49,7 @@ class Vm:
         self.out = base / "out"
 
     def add(self, *names: str, start: str | None = None) -> None:
-        """Write job files numbered as by the Go agent, which gives the last job 0000."""
+        """Write job files as the Go agent does. It numbers them so that the last job gets 0000."""
         for number, name in enumerate(reversed(names)):
             file = self.world.job(name, start or "echo $$ >$pidfile; echo $$ >>$log; exec sleep 600")
             (self.base / f"monit/job/{number:04}_{name}.monitrc").write_text(file.text)
@@ -62,7 +64,10 @@ class Vm:
         return await self.daemon.wait() or 0
 
     async def call(self, target: str, body: str = "", user: str = USER) -> tuple[int, str]:
-        """Return status and body. With a body, a POST is sent. The status is 0 without a daemon."""
+        """Return status and body of a GET request, or of a POST request if there is a body.
+
+        The status is 0 if no daemon answers.
+        """
         with contextlib.suppress(OSError, IndexError):
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
             try:
@@ -77,7 +82,10 @@ class Vm:
         return 0, ""
 
     async def act(self, name: str, action: str, user: str = USER) -> int:
-        """Return the status of the answer, repeating requests whose connection breaks on a busy machine."""
+        """Request an action and return the status.
+
+        Repeat the request if its connection breaks, which happens on a busy machine.
+        """
 
         async def answered() -> int | None:
             return (await self.call(f"/{name}", f"action={action}", user))[0] or None
@@ -89,7 +97,9 @@ class Vm:
         return ET.fromstring(text.encode("latin-1")) if code == 200 else None  # noqa: S314 - our own
 
     async def states(self) -> dict[str, str]:
-        """Return the state that the Go agent sees for each service of the group (jobsupervisor/monit/status.go)."""
+        """Return the states that the Go agent would read for the services of the group ``vcap``
+        (jobsupervisor/monit/status.go).
+        """
         found = await self.document()
         if found is None:
             return {}
@@ -124,13 +134,13 @@ class Vm:
         return len(self.world.lines())
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run the ``monit`` command."""
+        """Run ``monit`` with these arguments."""
         argv = [sys.executable, "-m", "agent_shim.cli.monit", "-b", str(self.base), *words]
         return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
 def free_ports() -> tuple[int, int]:
-    """Return two ports on which nothing listens."""
+    """Return two TCP ports that are not in use."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
@@ -148,7 +158,7 @@ async def vm(tmp_path: Path) -> AsyncIterator[Vm]:
 
 @contextlib.asynccontextmanager
 async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
-    """Run an RFC 5321 server, and return the lines of each mail."""
+    """Run an RFC 5321 server. Yield a list to which it adds the lines of each mail."""
     mails: list[list[str]] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -178,7 +188,7 @@ async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
 
 
 def alert(mail: list[str]) -> dict[str, str]:
-    """Return the lines that the Go agent reads (jobsupervisor/alert_envelope.go)."""
+    """Return those lines of a mail that the Go agent reads (jobsupervisor/alert_envelope.go), by name."""
     lines = [line.strip().partition(": ") for line in mail]
     wanted = ("Service", "Event", "Action", "Date", "Description", "Message-id")
     return {name: value for name, _, value in lines if name in wanted}
@@ -189,7 +199,7 @@ def alert(mail: list[str]) -> dict[str, str]:
 
 
 async def test_monit_daemon_starts_and_reports_the_jobs_of_its_files(vm: Vm) -> None:
-    """Services are in the order of the manifest and members of a group in the opposite order, as with monit."""
+    """As with monit, services appear in the order of the manifest, and members of a group in reverse order."""
     vm.add("web", "worker", "db")
     vm.start()
     await vm.until(web="running", worker="running", db="running")
@@ -246,7 +256,7 @@ async def test_monit_daemon_restarts_a_dead_process_and_sends_mail(vm: Vm) -> No
 
 
 async def test_monit_daemon_queues_mail_over_a_restart(vm: Vm) -> None:
-    """The queue directory is that of ``set eventqueue``."""
+    """Undelivered mail is kept in the directory of ``set eventqueue``, even if the daemon is killed."""
     vm.add("web")
     vm.start()
     await vm.until(web="running")
@@ -288,9 +298,9 @@ async def test_monit_daemon_stops_and_starts_for_authorized_http_callers(vm: Vm)
 
 @pytest.mark.parametrize("how", ["SIGHUP", "monit reload", "killed"])
 async def test_monit_daemon_reload_adds_new_jobs_and_forgets_removed_ones(vm: Vm, how: str) -> None:
-    """The process of the removed job keeps running, as under monit.
+    """As under monit, the processes of a removed job keep running.
 
-    The incarnation changes, even within the same second.
+    The incarnation increases with each reload, even within the same second, because the Go agent waits for that.
     """
     vm.add("web", "db")
     vm.start()
@@ -332,7 +342,10 @@ async def test_monit_daemon_exits_on_an_invalid_control_file_and_names_the_line(
 
 
 async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: Vm) -> None:
-    """monit would exit, and nothing would supervise the machine. The previous control file stays in effect."""
+    """monit would exit, and then nothing would supervise the jobs.
+
+    After a reload of an invalid control file, the previous one stays in effect.
+    """
     vm.add("web", "db")
     (vm.base / "monit/job/0000_db.monitrc").write_text("check process db\n  with pidfile nowhere\n")
     vm.start()
@@ -355,9 +368,9 @@ async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: Vm) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_next_monit_daemon_adopts_running_jobs(vm: Vm, number: signal.Signals) -> None:
-    """A stopped service stays stopped, even if the daemon is killed right after it has answered.
+    """Services that were stopped stay stopped, even if the daemon is killed right after its answer.
 
-    A dead service is started.
+    Processes that died meanwhile are started again.
     """
     vm.add("web", "worker", "db")
     vm.start()
@@ -376,8 +389,10 @@ async def test_next_monit_daemon_adopts_running_jobs(vm: Vm, number: signal.Sign
     assert vm.starts() == 4
 
 
-async def test_monit_daemon_reads_the_state_file_of_monit_and_back(vm: Vm) -> None:
-    """With the state of monit 5.2.5 (state.c), a service that monit had unmonitored is not started."""
+async def test_monit_daemon_reads_and_writes_the_state_file_of_monit(vm: Vm) -> None:
+    """A service that monit 5.2.5 had unmonitored is not started (format: state.c), and monit would read changes of this
+    daemon.
+    """
     vm.add("web", "db")
     state, left = vm.base / "monit/monit.state", [(b"web", 0, 0, 0, 1, 0), (b"db", 0, 0, 0, 0, 0)]
     state.write_bytes(struct.pack("i", 2) + b"".join(monitrc.STATE.pack(*each) for each in left))
@@ -391,8 +406,8 @@ async def test_monit_daemon_reads_the_state_file_of_monit_and_back(vm: Vm) -> No
 
 
 async def test_monit_daemon_keeps_no_file_open_below_the_disks(vm: Vm) -> None:
-    """The Go agent's integration suite unmounts the disks before each case, which works because monit keeps nothing
-    open there.
+    """The Go agent's integration suite unmounts the disks before each case, and an open file of the daemon would
+    prevent that.
     """
     vm.add("web")
     vm.start()
@@ -428,7 +443,10 @@ async def test_monit_daemon_runs_only_once_and_ends_on_quit(vm: Vm) -> None:
 
 
 async def test_monit_daemon_runs_bpm_processes_with_the_bpm_option(vm: Vm) -> None:
-    """There is no bpm program. The command that drain scripts call sends its request to the daemon."""
+    """The daemon itself runs processes of bpm.yml.
+
+    The ``bpm`` command, which drain scripts call, sends requests to it.
+    """
     config = "processes:\n- name: web\n  executable: /bin/sleep\n  args: ['600']\n"
     made = jobs.of_bpm(Paths(vm.base), "web", config)
     (vm.base / "sys").symlink_to("data/sys")
@@ -479,7 +497,7 @@ async def test_monit_daemon_serves_status_summary_and_metrics(vm: Vm) -> None:
 
 
 def test_monit_daemon_does_not_import_the_bus() -> None:
-    """Bus, actions, blobs and disks take memory that only an agent needs."""
+    """Only an agent needs the modules for bus, actions, blobs and disks, which take much memory."""
     script = "import sys; import agent_shim.daemon.monit_daemon; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     ours = {name for name in loaded if name.startswith("agent_shim.services.")}

@@ -1,4 +1,4 @@
-"""monit's HTTP API: what the Go agent reads, what pxc's galera-agent does, and who has access."""
+"""monit's HTTP API: responses that the Go agent reads, requests of pxc's galera-agent, and access control."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ USER = "vcap:of-this-machine"
 
 @pytest.fixture
 def world(world: World) -> World:
-    """Provide a scratch tree with the password of the API."""
+    """Provide a scratch tree with a password file for the API."""
     world.paths.monit_user.write_text(f"{USER}\n")
     return world
 
 
 @contextlib.asynccontextmanager
 async def listening(world: World, *files: JobFile) -> AsyncIterator[tuple[Supervisor, Where]]:
-    """Run a supervisor of these jobs. Return the address of its API."""
+    """Run a supervisor of these jobs. Yield it and the address of its API."""
     async with world.checking(*files) as supervisor:
 
         async def ask(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ async def listening(world: World, *files: JobFile) -> AsyncIterator[tuple[Superv
 async def call(
     where: Where, target: str, body: str = "", *, user: str = USER, headers: tuple[str, ...] = ()
 ) -> tuple[int, str]:
-    """Return status and body. With a body, a POST is sent."""
+    """Return status and body of a GET request, or of a POST request if there is a body."""
     reader, writer = await asyncio.open_connection(*where)
     lines = [f"{'POST' if body else 'GET'} {target} HTTP/1.1", "Host: localhost:2822", *headers]
     if user:
@@ -81,7 +81,7 @@ def number(element: ET.Element, path: str) -> int:
 
 
 async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world: World) -> None:
-    """Members, attributes and types are those of jobsupervisor/monit/status.go."""
+    """Elements, attributes and types are those that jobsupervisor/monit/status.go expects."""
     async with listening(world, world.job("web"), world.job("db")) as (supervisor, where):
         pid = (await in_state(supervisor, "web", "running")).pid
         await in_state(supervisor, "db", "running")
@@ -108,7 +108,10 @@ async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world:
 
 
 async def test_monit_xml_reports_other_checks_with_their_results(world: World) -> None:
-    """A change appears as a hint as well, and a system check of a job replaces monit's own."""
+    """A change is reported in ``status_hint`` too.
+
+    A system check of a job takes the place of monit's own system service.
+    """
     path, pipe = world.base / "file", world.base / "pipe"
     path.touch()
     os.mkfifo(pipe)
@@ -139,7 +142,7 @@ async def test_monit_xml_reports_other_checks_with_their_results(world: World) -
                 *(("hostname", "127.0.0.1"), ("portnumber", str(port)), ("request", "/a%20b"), ("protocol", "HTTP")),
                 *(("type", "TCP"), ("responsetime", "-1.000")),
             ]
-            # The next check clears the failure, which may happen before the answer.
+            # Change the file repeatedly, because the next check may clear the failure before it can be read.
             async with asyncio.timeout(30):
                 while (number(changing, "status"), number(changing, "status_hint")) != (16, 16):
                     with path.open("a") as file:
@@ -148,7 +151,7 @@ async def test_monit_xml_reports_other_checks_with_their_results(world: World) -
 
 
 async def test_monit_xml_of_dead_and_failing_services_has_status_and_message(world: World) -> None:
-    """The status consists of monit's bits. The message may contain any character."""
+    """Each kind of failure sets the bit that monit uses for it, and messages may contain any character."""
     files = [
         world.job("dead", "echo 'no ]]> <way>' >&2; exit 1"),
         JobFile("broken", "", "check process broken with <nonsense>"),
@@ -172,7 +175,7 @@ async def test_monit_xml_of_dead_and_failing_services_has_status_and_message(wor
 
 
 def of_galera(root: ET.Element, name: str) -> str:
-    """Read version 1 as galera-agent does (galera-healthcheck/monit_client)."""
+    """Return the state that galera-agent would derive from version 1 of the XML (galera-healthcheck/monit_client)."""
     service = next(each for each in root.findall("service") if each.findtext("name") == name)
     if number(service, "pendingaction"):
         return "pending"
@@ -182,7 +185,9 @@ def of_galera(root: ET.Element, name: str) -> str:
 
 
 async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: World) -> None:
-    """It posts to the name, expects certain words in the page, then reads the status until the action is done."""
+    """As galera-agent does, post the action, look for certain words in the response, and poll the status until it is
+    done.
+    """
     async with listening(world, world.job("galera-init"), world.job("other")) as (supervisor, where):
         await in_state(supervisor, "galera-init", "running")
         assert of_galera(await status(where, 1), "galera-init") == "running"
@@ -204,9 +209,9 @@ async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: 
 
 
 async def test_monit_http_actions_are_executed_or_rejected(world: World) -> None:
-    """Status codes are monit's: 404 for an unknown service, 400 for an impossible action.
+    """The status is 404 for an unknown service and 400 for an unknown action, as with monit.
 
-    Users of curl get text and HTML pages.
+    Summary, status and HTML pages, which people request with curl, are served too.
     """
     async with listening(world, world.job("web")) as (supervisor, where):
         first = (await in_state(supervisor, "web", "running")).pid
@@ -232,14 +237,14 @@ async def test_monit_http_actions_are_executed_or_rejected(world: World) -> None
         assert (await call(where, "/unknown", "action=start"))[0] == 404
         assert (await call(where, "/web", "action=explode"))[0] == 400
         assert (await call(where, "/web", "x=1"))[0] == 400
-        # as the command requests it
+        # The monit command prints these words from the HTML page.
         assert "</h2>Invalid action<p>" in (await call(where, "/web", "action=explode"))[1]
         assert "</h2>You are not auth" in (await call(where, "/web", "action=stop", user=""))[1]
 
 
 async def test_monit_http_accepts_each_action_for_the_system_service(world: World) -> None:
-    """``monit stop all`` of 5.2.5 sends the action to every service in its control file, which always includes this
-    one.
+    """``monit stop all`` of 5.2.5 sends the action to each service in its control file, which always includes the
+    system.
     """
     machine = f"/system_{os.uname().nodename}"
     async with listening(world, world.job("web")) as (supervisor, where):
@@ -257,7 +262,10 @@ async def test_monit_http_accepts_each_action_for_the_system_service(world: Worl
 
 @pytest.mark.attack("a job calls monit's port without the password")
 async def test_monit_http_without_the_password_is_rejected(world: World) -> None:
-    """It gets 401, and the service keeps running. If the password file is missing or empty, nobody has access."""
+    """Without a valid password the answer is 401, and no service is stopped.
+
+    If the password file is missing or invalid, all requests are rejected.
+    """
     async with listening(world, world.job("web")) as (supervisor, where):
         await in_state(supervisor, "web", "running")
         for user in ("", "vcap:random-password", "vcap:", "vcap", ":", "root:of-this-machine"):
@@ -278,10 +286,9 @@ async def test_monit_http_without_the_password_is_rejected(world: World) -> None
 
 
 @pytest.mark.attack("a job calls monit's port without the password")
-async def test_monit_mail_port_answers_and_accepts_no_mail() -> None:
-    """A CPI that connects to it sees that the agent is alive.
-
-    Nothing is read of a mail like those of monit, and the connection is closed.
+async def test_monit_mail_port_greets_with_an_error_and_accepts_no_mail() -> None:
+    """A CPI may connect to this port to see whether the agent is alive, but jobs must not be able to send alerts
+    through it.
     """
     mail = b"From: monit@localhost\r\nService: web\r\nEvent: does not exist\r\nAction: alert\r\nDate: now\r\n\r\n.\r\n"
     async with monit_http.refusing_mail("127.0.0.1:0") as where:
@@ -302,7 +309,7 @@ async def test_monit_mail_port_answers_and_accepts_no_mail() -> None:
 
 
 async def test_agent_listens_on_the_configured_monit_and_mail_ports(instance: Instance) -> None:
-    """The agent generates a password, which only its user may read and which survives a restart."""
+    """The password for the API is generated once, and only the agent's user can read it."""
     instance.write_settings()
     ports = free_port(), free_port()
     config = json.loads(instance.config.read_text())

@@ -1,5 +1,5 @@
-"""The daemon in monit's place under real service managers: runit and s6 if installed, systemd in the virtual
-machine.
+"""The daemon that replaces monit, under real service managers: runit and s6 if they are installed, and systemd in the
+virtual machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IS_IN_GUEST: Final = pytest.mark.skipif(not guest.is_here(), reason="a part of .
 
 
 class Manager(NamedTuple):
-    """A service manager, as shell commands.
+    """The shell commands that control a service with a service manager.
 
     ``{service}`` is the directory of the service ``monit``, ``{services}`` its parent.
     """
@@ -79,14 +79,14 @@ ExecStart=/bin/bash -c 'PATH=/var/vcap/bosh/bin:$PATH exec nice -n -10 {service}
 Restart=always
 KillMode=process
 """
-"""As stemcells have it (bosh_monit/assets/monit.service)."""
+"""The systemd unit as on stemcells (bosh_monit/assets/monit.service)."""
 RUN: Final = """#!/bin/sh
 cd {here} && exec {python} -m agent_shim.cli monit -I -c {control} -b {base} >>{out} 2>&1
 """
 
 
 class Place:
-    """A machine's service ``monit``, which is not started at boot, as on stemcells."""
+    """The service ``monit`` on a machine. As on stemcells, it is not started at boot."""
 
     def __init__(self, vm: Vm, name: str, services: Path) -> None:
         self.vm, self.manager, self.service = vm, MANAGERS[name], services / "monit"
@@ -102,12 +102,12 @@ class Place:
         self.process = process.spawn(argv, env=dict(os.environ), stdout=vm.out, stderr=vm.out)
 
     async def ask(self, command: str) -> int:
-        """Run a command of the service manager. Return its exit code."""
+        """Run one of the service manager's commands. Return its exit code."""
         asked = await asyncio.create_subprocess_shell(command.format(**self.words))
         return await asked.wait()
 
     async def daemon(self) -> int:
-        """Return the pid of the process that answers."""
+        """Wait until a daemon answers. Return its pid."""
 
         async def answering() -> int:
             number = self.number()
@@ -116,7 +116,7 @@ class Place:
         return await until(answering)
 
     def number(self) -> int:
-        """Return the process named in the pidfile, or 0."""
+        """Return the pid in the pidfile, or 0 if it has none."""
         with suppress(OSError, ValueError):
             return int((self.vm.base / "monit.pid").read_text())
         return 0
@@ -130,7 +130,7 @@ class Place:
 
 
 def params() -> list[object]:
-    """Return each service manager, with the reason if it cannot be tested here."""
+    """Return each service manager as a parameter that is skipped if it cannot be tested here."""
     programs = {"runit": "runsvdir", "s6": "s6-svscan"}
     here = [
         pytest.param(name, marks=pytest.mark.skipif(not shutil.which(program), reason=f"needs the package {name}"))
@@ -151,9 +151,8 @@ async def place(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 async def test_monit_daemon_keeps_processes_running_under_a_service_manager(place: Place) -> None:
-    """This covers start, the agent's reload, restart, quit, a crash and a stop.
-
-    Each process is started once and survives all of them.
+    """Processes survive a restart, a reload, ``monit quit``, a crash and a stop of the daemon, and none is started
+    twice.
     """
     vm, manager = place.vm, place.manager
 
@@ -162,14 +161,14 @@ async def test_monit_daemon_keeps_processes_running_under_a_service_manager(plac
 
     has_manager: bool = await until(is_known)
     assert has_manager
-    assert place.number() == 0  # nothing runs until the agent requests it
+    assert place.number() == 0  # the daemon must not run before the agent starts the service
     assert await place.ask(manager.up) == 0
     daemon = await place.daemon()
     assert await vm.states() == {}
     assert await place.ask(manager.is_up) == 0
 
     vm.add("web", "db")
-    await place.ask(manager.kill)  # how the agent reloads
+    await place.ask(manager.kill)  # the Go agent reloads monit in this way
     await vm.until(web="running", db="running")
     daemon = await place.another_than(daemon)
     pids = vm.pid("web"), vm.pid("db")
@@ -201,9 +200,9 @@ async def test_monit_daemon_keeps_processes_running_under_a_service_manager(plac
 @pytest.mark.vm
 @IS_IN_GUEST
 async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> None:
-    """The daemon replaces monit, which here is this checkout without ``--http``, in the stemcell's unit.
+    """The release's pre-start replaces monit in the stemcell's unit, and without the release monit runs again.
 
-    Killing the agent ends the jobs, too.
+    monit is simulated by this checkout's daemon without ``--http``. Killing the whole unit also ends the jobs.
     """
     vm = Vm(Path("/var/vcap"), *free_ports())
 
@@ -212,7 +211,7 @@ async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> N
         assert await asked.wait() == 0, command
 
     async def runs(*, is_ours: bool) -> None:
-        """Check that both jobs run below the expected daemon."""
+        """Wait until both jobs run under the daemon of the release, or under the simulated monit."""
 
         async def found() -> bool:
             with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Uses of ``monit`` in release scripts, each form as a separate script, with this project's command.
+"""How release scripts use ``monit``, each use as a separate script that calls this project's command.
 
 The scripts are modelled on those of gorouter and silk (restart and wait, from a program that a rule runs), capi,
 mariadb, logsearch, os-conf, kubo and fissile.
@@ -26,7 +26,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def world(world: World) -> World:
-    """Provide a scratch tree with a ``monit`` command."""
+    """Provide a scratch tree with a script that runs the ``monit`` command for it."""
     monit = world.base / "monit.sh"
     monit.write_text(f'#!/bin/sh\nexec {sys.executable} -m agent_shim.cli.monit -b {world.base} "$@"\n')
     monit.chmod(0o755)
@@ -35,7 +35,7 @@ def world(world: World) -> World:
 
 @contextlib.asynccontextmanager
 async def answering(world: World, *files: JobFile) -> AsyncIterator[Supervisor]:
-    """Run a supervisor that checks rules and answers the command."""
+    """Run a supervisor that checks rules, and answer the ``monit`` command."""
     async with world.checking(*files) as supervisor:
 
         async def answer(request: dict[str, Any], *_: object) -> bytes:
@@ -47,7 +47,10 @@ async def answering(world: World, *files: JobFile) -> AsyncIterator[Supervisor]:
 
 
 async def script(world: World, body: str) -> None:
-    """Run a script beside the supervisor, as an operator or a cron job would. It must exit with 0."""
+    """Run a shell script with a function ``monit``, as an operator or a cron job would.
+
+    Fail if it does not exit with 0.
+    """
     monit = f'monit() {{ {world.base}/monit.sh "$@"; }}'
     path = world.script("operator", "run", f"set -e\n{monit}\n{body}\necho done >>$log")
     out = world.base / "script.out"
@@ -56,8 +59,10 @@ async def script(world: World, body: str) -> None:
     assert world.lines()[-1] == "done"
 
 
-async def test_monit_summary_serves_scripts_that_stop_wait_and_start(world: World) -> None:
-    """Cron jobs that archive wait for ``not monitored`` without ``pending``, later for ``running``."""
+async def test_scripts_can_wait_for_a_stop_and_a_start_with_monit_summary(world: World) -> None:
+    """A cron job stops a service, waits for ``not monitored`` without ``pending``, starts it, and waits for
+    ``running``.
+    """
     slow = "sleep 0.3; kill $(cat $pidfile)"
     async with answering(world, world.job("archiver", None, slow), world.job("other")) as supervisor:
         before = (await in_state(supervisor, "archiver", "running")).pid
@@ -75,7 +80,7 @@ until monit summary | grep "'archiver'" | grep running; do sleep 0.05; done
 
 
 async def test_monit_summary_line_ends_with_not_monitored(world: World) -> None:
-    """Scripts match ``not monitored *$``, then call ``monitor`` and retry a start."""
+    """Scripts search for ``not monitored *$`` before they call ``monitor`` and repeat ``start`` until it succeeds."""
     async with answering(world, world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "worker", "running")).pid
         await script(
@@ -93,8 +98,11 @@ until monit summary | grep -Eq "^Process 'worker' +running$"; do sleep 0.05; don
         assert info(supervisor, "worker").pid == before
 
 
-async def test_start_program_may_call_monit_summary(world: World) -> None:
-    """The program is itself running at that moment, and checks whether another job is on this instance."""
+async def test_start_program_can_call_monit_summary(world: World) -> None:
+    """The command must not wait for the start program that calls it.
+
+    The program wants to know which other jobs are on the instance.
+    """
     start = f"""
 {world.base}/monit.sh summary | grep -q "^Process[[:space:]]*'ipsec'" && echo with >>$log
 {world.base}/monit.sh summary | grep "'mariadb'" >>$log
@@ -107,8 +115,8 @@ exec sleep 600"""
         assert world.lines() == ["with", f"{title:<35} initializing - start pending"]
 
 
-async def test_rule_program_may_restart_another_service_with_monit(world: World) -> None:
-    """In the healthchecker, a rule's restart runs a program that restarts the router and waits until it runs."""
+async def test_rule_program_can_restart_another_service_with_monit(world: World) -> None:
+    """A rule of gorouter's healthchecker runs a program that restarts the router and waits until it runs."""
     restart = world.script(
         "healthchecker",
         "restart-router",
@@ -120,7 +128,7 @@ echo restarted >>$log""",
     rule = f'if 1 restart within 1 cycles then exec "{restart}"'
     start = "echo $$ >$pidfile; exec sleep 600"
     files = [world.job("router"), world.job("router-healthchecker", start, "exit 0", rule)]
-    world.timing = replace(world.timing, cycle=2)  # on a busy machine a restart may take longer than a shorter cycle
+    world.timing = replace(world.timing, cycle=2)  # so that a restart is shorter than a cycle even on a busy machine
     async with answering(world, *files) as supervisor:
         before = (await in_state(supervisor, "router", "running")).pid
         await in_state(supervisor, "router-healthchecker", "running")
@@ -131,8 +139,8 @@ echo restarted >>$log""",
         assert info(supervisor, "router").pid not in (0, before)
 
 
-async def test_rule_program_may_restart_its_own_service_with_monit(world: World) -> None:
-    """The program survives the stop that it requests."""
+async def test_rule_program_can_restart_its_own_service_with_monit(world: World) -> None:
+    """Stopping the service must not kill the program that requested it."""
     rule = f'if memory > 1 kb for 3 cycles then exec "{world.base}/monit.sh restart dns"'
     async with answering(world, world.job("dns", None, "kill $(cat $pidfile)", rule)) as supervisor:
         before = (await in_state(supervisor, "dns", "running")).pid
@@ -142,7 +150,7 @@ async def test_rule_program_may_restart_its_own_service_with_monit(world: World)
 
 
 async def test_repeated_monit_reload_changes_nothing(world: World) -> None:
-    """Some scripts call it every minute, with a name as an extra argument."""
+    """Some scripts call ``monit reload`` every minute, some with a name as a meaningless argument."""
     async with answering(world, world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         await script(world, "for i in 1 2 3; do monit reload; monit reload web; done")
@@ -151,8 +159,10 @@ async def test_repeated_monit_reload_changes_nothing(world: World) -> None:
         assert world.events == []
 
 
-async def test_monit_summary_serves_containers_that_stop_all_and_count(world: World) -> None:
-    """Readiness is read from the first column; then all services are stopped and counted, and monit is told to quit."""
+async def test_container_scripts_can_count_services_with_monit_summary(world: World) -> None:
+    """A readiness script counts running services, and a stop script waits until all are ``not monitored`` before
+    ``monit quit``.
+    """
     async with answering(world, world.job("one"), world.job("two")) as supervisor:
         for name in ("one", "two"):
             await in_state(supervisor, name, "running")

@@ -1,4 +1,6 @@
-"""A fixed sample of the mutants of edges, services, actions and the daemon, tried against these folders' unit tests."""
+"""A fixed sample of mutants of the folders edges, services, actions and daemon, tested by the unit tests of these
+folders.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ TESTS = tuple(f"tests/unit/{folder}" for folder in FOLDERS)
 
 @pytest.mark.slow
 @pytest.mark.root
-def test_unit_tests_notice_most_of_the_mutants_that_they_reach(tmp_path: Path) -> None:
-    """The table also counts lines that they do not reach, which the later stages of ``./dev mutate`` try."""
-    faulthandler.cancel_dump_traceback_later()  # half a minute of work may take long on a busy machine
+def test_unit_tests_detect_most_of_the_mutants_that_they_reach(tmp_path: Path) -> None:
+    """Mutants on lines that the unit tests do not run are only counted. Later stages of ``./dev mutate`` test them."""
+    faulthandler.cancel_dump_traceback_later()  # it takes half a minute, and much longer on a busy machine
     argv = [sys.executable, "-m", "tools.chaos.mutate", *FOLDERS, "--share", "60", "--stages", "1", "--tests", *TESTS]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
     environment = {**outside, "SHIM_MUTATE_STORE": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Requests and replies over a real bus, with the permissions of an agent."""
+"""Requests and replies over a real bus whose server restricts the agent as in production."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from tests.support.waiting import until
 
 
 async def test_bus_request_is_answered_and_counted(tmp_path: Path) -> None:
-    """The reply goes to the subject named in the request.
-
-    Messages, bytes in both directions and connections are counted.
-    """
+    """The reply goes to the subject in the request. The statistics count messages, bytes and connections."""
     async with talking(tmp_path) as talk:
         assert await talk.director.value("agent", "ping") == "ping"
         stats = talk.bus.stats
@@ -30,7 +27,7 @@ async def test_bus_request_is_answered_and_counted(tmp_path: Path) -> None:
 
 
 async def test_bus_requests_begin_in_order(tmp_path: Path) -> None:
-    """Five hundred at once are all answered, each begun after the one that was sent before it."""
+    """The agent begins 500 requests in the order in which they were sent, and answers all."""
     begun = []
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -45,7 +42,10 @@ async def test_bus_requests_begin_in_order(tmp_path: Path) -> None:
 
 
 async def test_t3_bus_subscribes_only_to_its_own_subject() -> None:
-    """It uses no inbox and no second subscription, and sends only two pings, because anything else would be denied."""
+    """A real bus denies the agent any other subscription, such as an inbox.
+
+    Two pings confirm the connection and the subscription.
+    """
     seen: list[str] = []
 
     async def script(wire: Wire) -> None:
@@ -61,7 +61,7 @@ async def test_t3_bus_subscribes_only_to_its_own_subject() -> None:
 
 
 async def test_failing_request_handler_does_not_affect_the_bus(tmp_path: Path) -> None:
-    """Whatever exception or cancellation happens in a handler, the bus still receives requests."""
+    """After an exception or a cancellation in a handler, the bus still receives requests on the same connection."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         match json.loads(data)["method"]:
@@ -85,7 +85,7 @@ async def test_failing_request_handler_does_not_affect_the_bus(tmp_path: Path) -
 
 @pytest.mark.attack("another agent forges a reply_to")
 async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
-    """The server denies a reply to another client's subject. The connection stays."""
+    """The server refuses a reply to the subject of another client, but does not close the connection."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return ("director.x.other.y", b"{}") if b"elsewhere" in data else await echo(data)
@@ -113,7 +113,10 @@ async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
     ids=["none", "blank", "injected", "too long", "a line too long", "a line too long in bytes"],
 )
 async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str, size: int) -> None:
-    """This can be a subject of several words, or more bytes than the server accepts. Nothing else is affected."""
+    """Its subject is invalid, or it is larger than the server accepts.
+
+    The connection and other replies are not affected.
+    """
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return (subject, b"x" * size) if b'"bad"' in data else await echo(data)
@@ -131,7 +134,7 @@ async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str
     "subject", ["agent.agent", "agent.other", "director.>", "hm.agent.alert.other", "$SYS.REQ.SERVER.PING", ">"]
 )
 async def test_forged_reply_subject_reaches_no_other_client(tmp_path: Path, subject: str) -> None:
-    """The forged reply does not reach this agent either. If it answered its own answers, that would never end."""
+    """The reply does not reach this agent either, because answering its own answers would never end."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return (subject, b"{}") if b'"bad"' in data else await echo(data)
@@ -167,7 +170,7 @@ async def test_other_agent_can_neither_send_us_requests_nor_publish_for_us(tmp_p
 async def test_flood_of_bus_requests_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    """Requests beyond the limit are dropped and counted. Later ones are served."""
+    """Requests beyond a limit on their number or total size are dropped and counted, and later ones are answered."""
     monkeypatch.setattr(nats, limit, value)
     async with talking(tmp_path) as talk:
         held = [asyncio.create_task(talk.director.value("agent", "sleep", 0.3)) for _ in range(10)]
@@ -185,7 +188,7 @@ async def test_flood_of_bus_requests_is_bounded(
 async def test_ping_is_answered_during_a_flood_of_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    """The server considers an agent that sends no pong as lost."""
+    """Otherwise the Director would consider a busy agent dead."""
     monkeypatch.setattr(nats, limit, value)
     async with talking(tmp_path) as talk:
         held = [asyncio.create_task(talk.director.value("agent", "sleep", 600)) for _ in range(10)]
@@ -200,7 +203,7 @@ async def test_ping_is_answered_during_a_flood_of_requests(
 
 
 async def test_messages_published_without_a_connection_are_not_sent_later(tmp_path: Path) -> None:
-    """Publishing without a connection raises an error."""
+    """Publishing raises an error instead, because for example an old heartbeat would be misleading."""
     async with talking(tmp_path) as talk:
         await talk.server.remove_agent("agent")
         await until(lambda: not talk.bus.is_connected)
@@ -215,7 +218,7 @@ async def test_messages_published_without_a_connection_are_not_sent_later(tmp_pa
 
 
 async def test_reply_waits_for_the_next_connection(tmp_path: Path) -> None:
-    """A request that was pending while the bus disconnected and returned is answered on the new connection."""
+    """A request that the agent is still executing when the connection breaks is answered on the next connection."""
     release = asyncio.Event()
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -236,7 +239,7 @@ async def test_reply_waits_for_the_next_connection(tmp_path: Path) -> None:
 
 
 async def test_reply_is_dropped_once_the_director_has_given_up(tmp_path: Path) -> None:
-    """Both sides give up after the same time."""
+    """The agent waits for a connection only as long as the Director waits for the reply."""
     async with talking(tmp_path, timing=replace(FAST, reply=0.1)) as talk:
         await talk.director.send("agent", "sleep", 0.3)
         await until(lambda: talk.bus.stats.received == 1)
@@ -244,8 +247,8 @@ async def test_reply_is_dropped_once_the_director_has_given_up(tmp_path: Path) -
         await until(lambda: talk.bus.stats.unanswered == 1)
 
 
-async def test_message_published_before_the_disconnection_is_sent(tmp_path: Path) -> None:
-    """It is published right before the disconnection."""
+async def test_message_published_right_before_a_disconnection_is_sent(tmp_path: Path) -> None:
+    """The last message may be published right before the disconnection, behind megabytes of others."""
     async with talking(tmp_path) as talk:
         async with on_bus(talk.server.mbus("agent")) as other:
             await connected(other)
@@ -257,7 +260,7 @@ async def test_message_published_before_the_disconnection_is_sent(tmp_path: Path
 
 
 async def test_bus_drain_waits_for_answers(tmp_path: Path) -> None:
-    """After a stop, requests in progress are answered. Those that take too long are abandoned."""
+    """Requests in progress are answered before the agent exits, unless they exceed the time limit."""
     async with talking(tmp_path) as talk:
         answer = asyncio.create_task(talk.director.value("agent", "sleep", 0.1))
         await until(lambda: talk.bus.stats.received == 1)

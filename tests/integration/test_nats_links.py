@@ -1,4 +1,4 @@
-"""Connections that are refused, cut, swallowed or replaced are always followed by another one."""
+"""Bus connections that are refused, cut, silently lost or replaced: another connection always follows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 
 def through(proxy: Proxy, server: NatsServer) -> Mbus:
-    """Return an address of the server that leads through the proxy."""
+    """Return the server's address and credentials with the proxy's port instead of the server's."""
     return replace_urls(server.mbus("agent"), f"nats://127.0.0.1:{proxy.port}")
 
 
@@ -39,7 +39,7 @@ def replace_urls(mbus: Mbus, *urls: str) -> Mbus:
 
 
 async def test_t2_bus_retries_until_the_server_knows_the_agent(tmp_path: Path) -> None:
-    """nats-sync learns of an agent after it has booted, so a refusal does not end the agent and is logged briefly."""
+    """nats-sync adds an agent only after it has booted, so the agent must not exit when it is refused, nor log much."""
     async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
         await until(lambda: bus.stats.attempts >= 5)
 
@@ -53,7 +53,7 @@ async def test_t2_bus_retries_until_the_server_knows_the_agent(tmp_path: Path) -
 
 
 async def test_t2_bus_reconnects_when_a_dead_server_returns(tmp_path: Path) -> None:
-    """Without a server the bus keeps trying, and then receives requests again."""
+    """The bus keeps trying while no server answers, and receives requests again afterwards."""
     async with talking(tmp_path) as talk:
         await talk.server.kill()
         before = talk.bus.stats.attempts
@@ -67,15 +67,16 @@ async def test_t2_bus_reconnects_when_a_dead_server_returns(tmp_path: Path) -> N
 
 @contextlib.asynccontextmanager
 async def behind(where: Path, **options: Any) -> AsyncIterator[tuple[NatsBus, Proxy]]:
-    """Run a bus that is connected through a proxy."""
+    """Run a bus that is connected to its server through a proxy. Yield both."""
     async with knowing(where) as server, Proxy(server.port) as proxy, on_bus(through(proxy, server), **options) as bus:
         await connected(bus)
         yield bus, proxy
 
 
 async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> None:
-    """The connection is dropped at once and replaced, without TLS's closing message, for which it would wait half a
-    minute.
+    """If pings are not answered, the socket is closed at once.
+
+    Waiting for TLS's closing message would take half a minute.
     """
     async with behind(tmp_path, timing=replace(FAST, connect=0.2, ping=0.2)) as (bus, proxy):
         sockets = sockets_to(proxy.port)
@@ -91,10 +92,11 @@ async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> No
         assert bus.stats.connects == 2
 
 
-async def test_bus_is_reachable_while_its_server_answers(tmp_path: Path) -> None:
-    """The packet filter needs to know this.
+async def test_bus_counts_as_reachable_while_its_server_answers(tmp_path: Path) -> None:
+    """The packet filter asks for this.
 
-    A connection that does not answer in time is closed, and the bus counts as reachable again with the next one.
+    A server that does not answer in time counts as unreachable, and its connection is closed, until the next connection
+    is made.
     """
     async with talking(tmp_path) as talk:
         assert await talk.bus.is_heard(20)
@@ -108,7 +110,7 @@ async def test_bus_is_reachable_while_its_server_answers(tmp_path: Path) -> None
 
 
 async def test_bus_rereads_settings_while_no_server_is_reachable(tmp_path: Path) -> None:
-    """The bus may have been moved. A single failure is not enough to assume so."""
+    """The bus may have another address by now. This is not assumed after a single failed attempt."""
     async with knowing(tmp_path) as server:
         good = server.mbus("agent")
         gone = replace_urls(good, "nats://127.0.0.1:1")
@@ -118,23 +120,23 @@ async def test_bus_rereads_settings_while_no_server_is_reachable(tmp_path: Path)
             assert bus.stats.attempts == REREAD_AFTER_FAILURES + 2
 
 
-async def test_bus_is_reachable_while_its_server_refuses_the_agent(tmp_path: Path) -> None:
+async def test_bus_counts_as_reachable_while_its_server_refuses_the_agent(tmp_path: Path) -> None:
     async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
         assert await bus.is_heard(20)
         assert not bus.is_connected
 
 
 async def test_slow_network_keeps_the_bus_connection(tmp_path: Path) -> None:
-    """Answers that arrive late, but do arrive, keep the connection."""
+    """A ping may be answered later than the next one is sent."""
     async with behind(tmp_path, timing=replace(FAST, ping=0.5, unanswered=3)) as (bus, proxy):
-        proxy.delay = 0.4  # in each direction, so that an answer takes longer than the interval of the pings
+        proxy.delay = 0.4  # in each direction, so an answer takes longer than the interval between pings
         await asyncio.sleep(3)
 
         assert (bus.is_connected, bus.stats.connects) == (True, 1)
 
 
 async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) -> None:
-    """The server does not consider a blocked agent dead."""
+    """Neither the server nor the agent closes the connection because the agent could not answer for a while."""
     async with talking(tmp_path) as talk:
         for _ in range(3):
             time.sleep(0.5)  # noqa: ASYNC251 - the test blocks the loop
@@ -145,9 +147,8 @@ async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) ->
 
 
 async def test_bus_reconnects_after_repeated_resets(tmp_path: Path) -> None:
-    """Every reset is followed by a new connection, and nothing is left behind.
-
-    Each connection has half a megabyte of TLS state. It is freed at once, without waiting for the garbage collector.
+    """Each lost connection is freed at once, without the garbage collector, because it has half a megabyte of TLS
+    state.
     """
     async with behind(tmp_path) as (bus, proxy):
         await asyncio.sleep(0.05)
@@ -177,7 +178,7 @@ def _descriptors() -> int:
 
 @pytest.mark.parametrize("is_greeted", [False, True])
 async def test_bus_pauses_between_connections_that_are_dropped_at_once(is_greeted: bool) -> None:
-    """A server that drops connections as soon as they are open is not flooded with attempts."""
+    """A server that closes each new connection is not flooded with attempts."""
 
     async def slam(wire: Wire) -> None:
         if is_greeted:
@@ -188,12 +189,13 @@ async def test_bus_pauses_between_connections_that_are_dropped_at_once(is_greete
         began_at = time.monotonic()
         await until(lambda: bus.stats.attempts >= 5)
 
-        assert time.monotonic() - began_at >= 0.3  # on a busy machine the pauses only get longer
+        assert time.monotonic() - began_at >= 0.3  # a busy machine can only lengthen the pauses
 
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
-async def test_publishing_to_a_server_that_reads_nothing_fails_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It never blocks."""
+async def test_publishing_to_a_server_that_reads_nothing_fails_without_blocking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 1 << 20)
 
     async def greet_and_freeze(wire: Wire) -> None:
@@ -216,7 +218,7 @@ async def _flood(bus: NatsBus) -> None:
 
 
 async def test_t4_bus_uses_any_reachable_address_of_several(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Dead addresses are skipped. When the server in use dies, the next one replaces it."""
+    """Unreachable addresses are skipped. If the server in use dies, the bus connects to another one."""
     caplog.set_level("INFO", "agent_shim.edges.bus")
     authority = Authority()
     async with NatsServer(tmp_path / "a", authority) as first, NatsServer(tmp_path / "b", authority) as second:
@@ -235,7 +237,10 @@ async def test_t4_bus_uses_any_reachable_address_of_several(tmp_path: Path, capl
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *answers: str | OSError) -> list[str | OSError]:
-    """Resolve names to these addresses in turn, repeating the last one. Return the remaining answers."""
+    """Make name lookups return these addresses in turn, repeating the last one.
+
+    Return the list of answers that remain.
+    """
     left = list(answers)
 
     def getaddrinfo(*_: object, **__: object) -> list[tuple[Any, ...]]:
@@ -253,7 +258,7 @@ def by_name(server: NatsServer, port: int) -> Mbus:
 
 
 async def test_bus_host_name_is_resolved_for_each_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recreated Director has another address under the same name."""
+    """A Director that was recreated has another address under the same name."""
     async with NatsServer(tmp_path) as server:
         left = answering(monkeypatch, "127.0.0.2", OSError("no answer"), "127.0.0.2", "127.0.0.1")
         await server.add_agent("agent")
@@ -266,7 +271,10 @@ async def test_bus_host_name_is_resolved_for_each_connection(tmp_path: Path, mon
 async def test_bus_reconnects_when_its_host_name_gets_another_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server at the old one still answers. A failed lookup, or a single different answer, changes nothing."""
+    """The bus does so although the server at the old address still answers.
+
+    A failed lookup or a single different answer is not enough.
+    """
     old, new = "127.0.0.1", "127.0.0.2"
     async with (
         NatsServer(tmp_path) as server,
@@ -288,7 +296,9 @@ async def test_bus_reconnects_when_its_host_name_gets_another_address(
 async def test_silent_name_server_does_not_delay_connections_or_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the next attempt nor the exit waits, because lookups have their own threads."""
+    """Lookups run in separate threads, so neither the next attempt nor the exit nor other threaded work waits for
+    them.
+    """
     silence = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: silence.wait())
     try:
@@ -323,7 +333,7 @@ async def test_silent_name_server_does_not_delay_connections_or_exit(
 async def test_bus_without_a_usable_address_reports_an_error_and_continues(
     tmp_path: Path, urls: tuple[str, ...]
 ) -> None:
-    """The error persists, but the agent does not exit."""
+    """Retrying cannot help, but the agent must not exit, because its jobs still need it."""
     async with NatsServer(tmp_path) as server, on_bus(replace_urls(server.mbus("agent"), *urls)) as bus:
         await until(lambda: bus.stats.last_error != "")
         await asyncio.sleep(0.1)
@@ -345,9 +355,7 @@ async def test_bus_without_a_usable_address_reports_an_error_and_continues(
     ],
 )
 async def test_bus_address_is_reported_without_its_password(address: str, told: str) -> None:
-    """This also holds for the connected address, and for passwords with a character that would end the host name
-    early.
-    """
+    """Passwords with ``/``, ``?`` or ``#``, which end the host name early, do not appear in the error either."""
     authority = Authority()
     pair = authority.agent("agent")
     async with on_bus(Mbus((f"nats://{address}",), authority.ca, pair.certificate, pair.private_key)) as bus:
@@ -359,7 +367,9 @@ async def test_bus_address_is_reported_without_its_password(address: str, told: 
 
 @pytest.mark.parametrize("part", ["_read_loop", "_flusher", "_wait_for_msgs"])
 async def test_bus_connection_with_a_dead_client_task_is_replaced(tmp_path: Path, part: str) -> None:
-    """nats-py calls itself connected although one of its tasks has died and it no longer reads, sends or delivers."""
+    """nats-py still reports that it is connected if one of its tasks has died, although it no longer reads, sends or
+    delivers.
+    """
     async with (
         knowing(tmp_path) as server,
         on_bus(server.mbus("agent"), timing=replace(FAST, ping=0.2)) as bus,
@@ -375,7 +385,7 @@ async def test_bus_connection_with_a_dead_client_task_is_replaced(tmp_path: Path
 
 
 async def test_bus_cancelled_at_any_step_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The cancellation comes at each step of connecting."""
+    """No task and no descriptor remains, whichever step of connecting is cancelled."""
     async with knowing(tmp_path) as server:
         mbus = server.mbus("agent")
         before, tasks = _descriptors(), len(asyncio.all_tasks())
@@ -391,9 +401,9 @@ async def test_bus_cancelled_at_any_step_leaves_nothing_behind(tmp_path: Path) -
 
 
 def test_t2_bus_pauses_grow_up_to_ten_seconds() -> None:
-    """They are 2, 4, 6, 8, 10 and 10 s, less a random part.
+    """The pauses are 2, 4, 6, 8, 10 and 10 s, less a random part.
 
-    After a working connection the bus retries soon, after a refusal in 1 s.
+    After a lost connection the next attempt comes soon, and after a refusal in about 1 s.
     """
     timing = Timing()
     for _ in range(100):
@@ -404,8 +414,8 @@ def test_t2_bus_pauses_grow_up_to_ten_seconds() -> None:
     assert min(timing.pause(0) for _ in range(100)) < 1
 
 
-def test_thousand_agents_reconnect_spread_over_time() -> None:
-    """From the twelfth second on, at most 200 agents that lost their server together retry within any one second."""
+def test_reconnects_of_a_thousand_agents_are_spread_over_time() -> None:
+    """If a thousand agents lose their server at the same time, at most 200 retry in any second from the twelfth on."""
     timing, chance, tries = Timing(), random.getstate(), [0] * 40
     random.seed(6)
     try:
@@ -422,7 +432,10 @@ def test_thousand_agents_reconnect_spread_over_time() -> None:
 
 
 async def test_early_bus_refusals_are_retried_quickly(tmp_path: Path) -> None:
-    """At first a refusal is retried after a second, later after the longer pauses."""
+    """A new agent that is refused retries every second, because nats-sync will soon add it.
+
+    Later the normal pauses apply.
+    """
     slow = replace(FAST, step=30.0, longest=30.0)
     async with NatsServer(tmp_path) as server:
         async with on_bus(server.mbus("agent"), timing=slow) as early:
@@ -436,10 +449,10 @@ async def test_early_bus_refusals_are_retried_quickly(tmp_path: Path) -> None:
 async def test_silent_address_of_a_host_name_leaves_time_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packets to it are lost, as while a network changes. The attempt continues with the next address."""
+    """If packets to the first address are lost, the same attempt continues with the next address."""
     async with knowing(tmp_path) as server:
         with socket.create_server(("127.0.0.2", server.port), backlog=0), contextlib.ExitStack() as filling:
-            for _ in range(5):  # more than enough, because further packets are dropped
+            for _ in range(5):  # fill the queue, after which the kernel drops connection requests
                 waiting = filling.enter_context(socket.socket())
                 waiting.setblocking(False)
                 waiting.connect_ex(("127.0.0.2", server.port))

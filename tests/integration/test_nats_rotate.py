@@ -1,4 +1,4 @@
-"""New credentials while the agent works: no request is lost, and none is executed twice."""
+"""Rotation of the bus credentials while requests arrive: none is lost, and none is executed twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from tools.bench import rotation
 
 
 async def test_t11_rotation_loses_and_repeats_no_request(tmp_path: Path) -> None:
-    """A Director that sends requests without a pause gets one answer to each, before, during and after the rotation."""
+    """Five clients send requests without a pause.
+
+    Each request is answered and executed once, although some arrive on both connections.
+    """
     handled: Counter[str] = Counter()
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -60,19 +63,22 @@ async def test_t11_rotation_loses_and_repeats_no_request(tmp_path: Path) -> None
 
 @pytest.mark.slow
 async def test_fifty_rotations_lose_no_reply_and_cause_no_pause() -> None:
-    """Users are added and removed as nats-sync writes them. Delays of the whole machine do not count."""
-    faulthandler.cancel_dump_traceback_later()  # two minutes are not enough
+    """The users of the bus change as nats-sync changes them.
+
+    A second client measures delays of the whole machine, which do not count.
+    """
+    faulthandler.cancel_dump_traceback_later()  # this takes longer than its two minutes
     async with asyncio.timeout(600):
         found = await rotation.measure(50)
 
     assert (found["links_lost"], found["replies_lost"]) == (0, 0)
-    assert 51 <= found["links"] <= 100  # a server that is slow to answer is dialled again
+    assert 51 <= found["links"] <= 100  # more than 51 if an attempt is repeated because the server was slow
     assert found["replies"] > 5000
     assert found["longest_gap_ms"] < 1000 + found["longest_gap_of_the_bystander_ms"]
 
 
 async def test_pending_reply_is_sent_on_the_rotated_connection(tmp_path: Path) -> None:
-    """A request that came over the old connection is answered on the new one."""
+    """A request that arrived on the old connection can be answered on the new one."""
     async with talking(tmp_path) as talk:
         held = asyncio.create_task(talk.director.value("agent", "sleep", 0.5))
         await until(lambda: talk.bus.stats.received == 1)
@@ -82,7 +88,7 @@ async def test_pending_reply_is_sent_on_the_rotated_connection(tmp_path: Path) -
 
 
 async def test_second_rotation_waits_until_the_first_has_closed_its_old_connection(tmp_path: Path) -> None:
-    """With three connections, a request could arrive twice without being noticed."""
+    """With three open connections, the agent could fail to notice that a request has arrived twice."""
     async with talking(tmp_path, timing=replace(FAST, overlap=0.5)) as talk:
         began_at = time.monotonic()
         await talk.bus.rotate(talk.server.mbus("agent"))
@@ -92,10 +98,10 @@ async def test_second_rotation_waits_until_the_first_has_closed_its_old_connecti
 
 
 @pytest.mark.attack("a request is delivered twice")
-async def test_request_delivered_twice_is_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Director's reply subject identifies one request.
+async def test_request_delivered_twice_is_handled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Director uses each reply subject only once, so the second copy is dropped.
 
-    Other callers may repeat theirs, and the memory used is limited.
+    Other clients may reuse a reply subject. The number of remembered subjects is limited.
     """
     monkeypatch.setattr(nats, "MAX_SEEN", 3)
     handled: list[str] = []
@@ -119,7 +125,7 @@ async def test_request_delivered_twice_is_one_task(tmp_path: Path, monkeypatch: 
 
 
 async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -> None:
-    """The bus is waiting before its next attempt. Each request is handled once, by the last connection."""
+    """Two rotations come while the bus waits for its next attempt. Afterwards each request is handled once."""
     handled = []
 
     async def handle(data: bytes) -> None:
@@ -143,7 +149,7 @@ async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -
 
 
 def bad_credentials(talk: Talk, kind: str) -> Mbus:
-    """Return credentials with one fault."""
+    """Return credentials with this fault."""
     good = talk.server.mbus("agent")
     match kind:
         case "unreadable":
@@ -165,8 +171,8 @@ def bad_credentials(talk: Talk, kind: str) -> Mbus:
 @pytest.mark.parametrize(
     "kind", ["unreadable", "another's key", "unknown agent", "another authority", "expired", "another CA"]
 )
-async def test_rotation_to_unusable_credentials_is_refused(tmp_path: Path, kind: str) -> None:
-    """The error contains the reason, and the old connection stays as it was."""
+async def test_rotation_to_invalid_credentials_is_refused(tmp_path: Path, kind: str) -> None:
+    """The error contains the reason, and the bus keeps its connection and its old credentials."""
     async with talking(tmp_path) as talk:
         with pytest.raises(ActionError, match="^cannot use the new bus credentials: "):
             await talk.bus.rotate(bad_credentials(talk, kind))
@@ -180,7 +186,7 @@ async def test_rotation_to_unusable_credentials_is_refused(tmp_path: Path, kind:
 
 
 async def test_rotation_without_a_reachable_server_accepts_the_credentials(tmp_path: Path) -> None:
-    """Nothing shows that the credentials are wrong. They are used when the server is back, however long that takes."""
+    """During an outage nothing shows whether the credentials are right. They are tried when the server is back."""
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
         await talk.server.kill()
         rotating = asyncio.create_task(talk.bus.rotate(talk.server.mbus("agent")))
@@ -193,7 +199,7 @@ async def test_rotation_without_a_reachable_server_accepts_the_credentials(tmp_p
 
 
 async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> None:
-    """If the old credentials work, the new ones must be wrong. If none work, the error says so."""
+    """The old address still answers, so the new one must be wrong."""
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.4, step=1.0, longest=1.0)) as talk:
         wrong, before = replace(talk.server.mbus("agent"), urls=("nats://127.0.0.1:1",)), talk.bus.stats.attempts
         with pytest.raises(
@@ -207,7 +213,7 @@ async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> N
 
 @pytest.mark.attack("a neighbour answers neither look-ups nor connections, in the place of the bus or a name server")
 async def test_rotation_to_many_silent_addresses_takes_no_longer_than_to_one(tmp_path: Path) -> None:
-    """Each address takes the timeout of an attempt, while other tasks of the agent wait."""
+    """Waiting for the timeout of each address would block all other tasks of the agent."""
     async with talking(tmp_path, timing=replace(FAST, connect=2.0, unreachable=0.5)) as talk:
         silent = socket.create_server(("127.0.0.1", 0), backlog=100)
         with silent:
@@ -220,7 +226,6 @@ async def test_rotation_to_many_silent_addresses_takes_no_longer_than_to_one(tmp
 
 
 async def test_next_connection_after_a_rotation_uses_the_new_credentials(tmp_path: Path) -> None:
-    """The server is restarted after the rotation."""
     async with talking(tmp_path) as talk:
         await talk.bus.rotate(talk.server.mbus("agent", bootstrap=True))
         await talk.server.add_agent("agent", bootstrap=True, permanent=False)
@@ -231,7 +236,7 @@ async def test_next_connection_after_a_rotation_uses_the_new_credentials(tmp_pat
 
 
 async def test_exit_during_a_rotation_closes_both_connections(tmp_path: Path) -> None:
-    """Two connections are open for a moment."""
+    """The old connection stays open for a moment after the new one has been made."""
     async with talking(tmp_path) as talk:
         await asyncio.sleep(0.05)
         before = len(list(Path("/proc/self/fd").iterdir()))

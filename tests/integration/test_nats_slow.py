@@ -1,4 +1,4 @@
-"""A server that greets but does not complete the handshake is tried less often, and given more time."""
+"""A bus server that greets but does not complete the handshake in time is tried less often, and given more time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 
 class Hasty(Timing, frozen=True):
-    """Records for each attempt how many slow ones preceded it."""
+    """Short timeouts that also record, for each attempt, how many slow attempts preceded it."""
 
     connect: float = 0.3
     step: float = 0.01
@@ -30,7 +30,7 @@ class Hasty(Timing, frozen=True):
 
 
 def test_bus_pauses_and_timeouts_grow_up_to_threefold() -> None:
-    """They stay well below the 45 s for which a Director waits."""
+    """They stay well below the 45 s for which a Director waits for an agent."""
     timing = Timing()
 
     assert [timing.handshake_timeout_s(slow) for slow in (0, 1, 2, 9)] == [10, 20, 30, 30]
@@ -41,8 +41,8 @@ def test_bus_pauses_and_timeouts_grow_up_to_threefold() -> None:
 
 
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
-async def test_silent_bus_server_is_retried_without_longer_timeouts(how: str) -> None:
-    """Retrying an absent or hanging server costs nothing, and it may return at any moment."""
+async def test_bus_timeouts_grow_only_if_the_server_greets(how: str) -> None:
+    """If a server is absent or does not even greet, attempts cost it nothing, and it may return at any moment."""
     taken: list[asyncio.StreamWriter] = []
 
     def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -75,7 +75,7 @@ async def test_silent_bus_server_is_retried_without_longer_timeouts(how: str) ->
 
 
 async def test_bus_connection_resets_the_longer_timeouts() -> None:
-    """The next outage begins with short pauses again."""
+    """The next outage starts with short timeouts and pauses again."""
     greeted, cut = 0, asyncio.Event()
 
     async def script(wire: Wire) -> None:

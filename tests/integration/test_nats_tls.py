@@ -1,4 +1,4 @@
-"""Mutual TLS authentication between the agent and the bus server."""
+"""Mutual TLS authentication between agent and bus server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def with_pair(mbus: Mbus, pair: Pair) -> Mbus:
     ids=["name", "address", "no address", "forged", "authority", "expired", "not yet valid", "client's"],
 )
 async def test_t1_server_with_a_wrong_certificate_is_rejected(tmp_path: Path, pair: Pair, why: str) -> None:
-    """A server that cannot prove its identity does not learn the agent's. A genuine one in its place is accepted."""
+    """The agent sends its certificate only to a server that has proved its identity.
+
+    It connects once a server with the right certificate listens at the address.
+    """
     async with NatsServer(tmp_path / "wrong", AUTHORITY, pair=pair) as wrong:
         await wrong.add_agent("agent")
         async with on_bus(wrong.mbus("agent")) as bus:
@@ -65,7 +68,7 @@ async def test_t1_server_with_a_wrong_certificate_is_rejected(tmp_path: Path, pa
 async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
     tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The error is logged, and the next attempt uses the credentials that are in the settings by then."""
+    """Before each attempt the agent reads its settings again, which may contain new credentials."""
     async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")
         asked = []
@@ -78,14 +81,16 @@ async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
         async with on_bus(bad, reread=reread) as bus:
             await connected(bus)
 
-    # The connection may be closed before the server's TLS alert could be read.
+    # If the server closes the connection before its TLS alert is read, the error is that of the socket.
     refused = ("the server refuses our certificate", "Broken pipe", "Connection reset")
     assert any(text in caplog.text for text in refused)
     assert asked == [bad] * 3
 
 
 async def test_unreadable_bus_credentials_are_read_again(tmp_path: Path) -> None:
-    """Settings with half a key do not end the agent. They are read again, which may fail as well."""
+    """The agent does not exit because of an invalid private key, and reads the settings again, even if that fails
+    once.
+    """
     async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")
         asked = []
@@ -104,13 +109,13 @@ async def test_unreadable_bus_credentials_are_read_again(tmp_path: Path) -> None
 
 
 async def test_t1_certificates_of_a_director_are_accepted(tmp_path: Path) -> None:
-    """All have RSA keys of 3072 bits, as on a real bus."""
+    """A real Director creates RSA keys of 3072 bits."""
     async with knowing(tmp_path, Authority(bits=3072)) as server, on_bus(server.mbus("agent", bootstrap=True)) as bus:
         await connected(bus)
 
 
 async def test_intermediate_ca_is_trusted_without_its_root(tmp_path: Path) -> None:
-    """As in Go, the CA of the settings need not be a root."""
+    """As in Go, the CA in the settings need not be a root CA."""
     async with NatsServer(tmp_path, Authority(issuer=Authority("root"))) as server:
         await server.add_agent("agent")
         async with on_bus(server.mbus("agent")) as bus:
@@ -119,7 +124,10 @@ async def test_intermediate_ca_is_trusted_without_its_root(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("bits", [0, 2048])
 async def test_server_certificate_is_verified_with_each_ca_of_the_same_name(tmp_path: Path, bits: int) -> None:
-    """In a rotation of the CA, OpenSSL tries only the first one with the issuer's name, but Go tries each."""
+    """During a CA rotation, the settings contain two CAs with the same name.
+
+    Go tries each, but OpenSSL only the first.
+    """
     async with knowing(tmp_path, AUTHORITY) as server:
         mbus = server.mbus("agent")
         both = replace(mbus, ca=Authority(bits=bits).ca + mbus.ca)

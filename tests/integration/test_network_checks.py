@@ -1,4 +1,4 @@
-"""Network checks with real listeners that answer, stay silent, answer wrongly, or never stop."""
+"""Network checks against real servers that answer, stay silent, answer wrongly, or never stop answering."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HTTP = Protocol("http", "/health")
 
 @contextlib.asynccontextmanager
 async def listener(talk: Talk) -> AsyncIterator[int]:
-    """Run a server on a loopback port."""
+    """Run this server on a loopback port. Yield the port."""
 
     async def talk_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
@@ -33,7 +33,7 @@ async def listener(talk: Talk) -> AsyncIterator[int]:
 
 
 def saying(*parts: bytes, after: bytes = b"") -> Talk:
-    """Return a server that sends its parts once it has received ``after``."""
+    """Return a server that sends the parts one after the other once it has received ``after``."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if after:
@@ -51,7 +51,7 @@ async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def asked(talk: Talk, protocol: Protocol = Protocol(), timeout: int = 5) -> str:  # noqa: B008 - frozen
-    """Return the fault found with a listener."""
+    """Return the fault that a check of this server finds, or "" if it finds none."""
     async with listener(talk) as port:
         return await network_checks.probe(Connection("127.0.0.1", port, protocol=protocol, timeout=timeout))
 
@@ -63,12 +63,11 @@ def page(status: str, body: bytes = b"", *headers: str) -> Talk:
 
 @pytest.mark.parametrize("protocol", ["default", "mysql", "ssh"])
 async def test_port_check_passes_for_an_open_port(protocol: str) -> None:
-    """Without a protocol, or with an unsupported one, nothing is sent."""
+    """Without a protocol, or with one that the agent does not support, a connection is enough."""
     assert await asked(silence, Protocol(protocol)) == ""
 
 
 async def test_port_check_names_a_closed_port() -> None:
-    """The error has the address and the reason."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -82,13 +81,13 @@ async def test_port_check_names_a_closed_port() -> None:
     [("no-such-host.invalid", 1), ("no..such", 1), ("n" * 64, 1), ("127.0.0.1", 0x10001), ("::1", 1 << 40)],
 )
 async def test_port_check_of_an_unknown_host_fails(host: str, port: int) -> None:
-    """Resolving the name is part of the check's time limit. An exception would end the rules of all jobs."""
+    """An invalid host or port is a failure of the check. An exception would end the rule checks of all jobs."""
     assert f"cannot connect to {host} port {port}: " in await network_checks.probe(Connection(host, port))
     assert host in (await network_checks.echo(host, Echo(1)) or host)
 
 
 async def test_http_check_sends_the_request_of_monit() -> None:
-    """Access rules of servers rely on its path, Host header and User-Agent."""
+    """Path, Host header and User-Agent equal monit's, because access rules of servers depend on them."""
     heard: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -118,7 +117,7 @@ async def test_http_check_sends_the_request_of_monit() -> None:
     ],
 )
 async def test_http_check_matches_content_and_checksum_of_the_page(protocol: Protocol, said: str) -> None:
-    """It compares with a regular expression or by checksum."""
+    """The expected content is a regular expression, which may be negated. The checksum is MD5 or SHA-1."""
     why = await asked(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel", b"lo"), protocol)
 
     assert why.endswith(said) if said else why == ""
@@ -128,7 +127,7 @@ async def test_http_check_matches_content_and_checksum_of_the_page(protocol: Pro
 
 
 async def test_udp_check_fails_only_if_the_port_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent server passes."""
+    """UDP servers need not answer, so silence counts as success."""
     monkeypatch.setattr(network_checks, "REFUSAL_S", 0.2)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
@@ -157,7 +156,7 @@ async def test_send_expect_check_works_over_udp() -> None:
 
 
 async def test_ping_check_passes_for_a_host_that_answers() -> None:
-    """If this user may not send echo requests, the check passes, as in monit."""
+    """As in monit, the check also passes if this user may not send echo requests."""
     assert await network_checks.echo("127.0.0.1", Echo()) in ("", None)
     assert "cannot send an echo request to no-such-host.invalid" in str(
         await network_checks.echo("no-such-host.invalid", Echo())
@@ -165,7 +164,7 @@ async def test_ping_check_passes_for_a_host_that_answers() -> None:
 
 
 async def test_http_check_does_not_wait_for_the_body() -> None:
-    """A page that never ends causes no work."""
+    """If the rule expects no content, the status is enough, even if the page never ends."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -176,7 +175,7 @@ async def test_http_check_does_not_wait_for_the_body() -> None:
 
 
 async def test_check_of_a_silent_port_ends_at_its_timeout() -> None:
-    """The server accepts and stays silent, so the check with the shorter timeout fails first."""
+    """Of two checks of a server that never answers, only the one with the short timeout has failed."""
     patient = asyncio.create_task(asked(silence, HTTP, timeout=600))
 
     assert "no answer from 127.0.0.1 port" in await asked(silence, HTTP, timeout=1)
@@ -186,7 +185,7 @@ async def test_check_of_a_silent_port_ends_at_its_timeout() -> None:
 
 
 async def test_send_expect_check_follows_its_dialogue() -> None:
-    """Texts are exchanged in turn, in pieces, with bytes of any value."""
+    """Texts may contain any bytes and arrive in pieces. Each ``expect`` consumes what it matches."""
     words = (("expect", "^ready [0-9]+"), ("send", "go\\0x00\r\n"), ("expect", "gone"))
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -204,8 +203,7 @@ async def test_send_expect_check_follows_its_dialogue() -> None:
     assert "does not answer 'ready'" in await asked(saying(b"ready\n"), twice)
 
 
-async def test_unix_socket_check_reports_listening_missing_and_full_sockets(tmp_path: Path) -> None:
-    """One socket listens, one is missing, and the queue of one is full."""
+async def test_unix_socket_check_fails_for_missing_and_full_sockets(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         path = tmp_path / "s"
         missing = await network_checks.probe(Connection(unixsocket=str(path)))
@@ -260,16 +258,16 @@ LONG = b"A: b\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
     ],
 )
 async def test_http_check_fails_from_status_400_as_in_monit(answer: bytes, fault: str) -> None:
-    """A working service is thus not restarted because of its headers."""
+    """Unusual but readable headers do not fail the check, because that would restart a working service."""
     why = await asked(saying(answer, after=b"\r\n\r\n"), HTTP)
 
     assert fault in why if fault else why == ""
 
 
 async def test_http_check_reads_a_page_without_a_length() -> None:
-    """The page ends with the connection, and its checksum is not compared, as in monit.
+    """The page then ends when the server closes. As in monit, its checksum is not compared.
 
-    A timeout of zero means the default.
+    A timeout of zero means the default timeout.
     """
     text = b"HTTP/1.1 200 OK\r\n\r\nhello"
     slow = saying(*[bytes([byte]) for byte in text], after=b"\r\n\r\n")
@@ -280,7 +278,7 @@ async def test_http_check_reads_a_page_without_a_length() -> None:
 
 
 async def test_http_checksum_check_reads_an_endless_page_with_pauses() -> None:
-    """Computing the checksum costs the server more than the agent."""
+    """The agent must not spend more on such a page than the server that sends it."""
     sent = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Requests of operators to a running agent, by command line and by signal."""
+"""Requests that operators make to a running agent, with commands and signals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def _running(instance: World) -> None:
 
 
 def started(instance: World, *words: str) -> tuple[process.Process, Path]:
-    """Start an ``agent-shim`` command for this agent. Return it and the file with its output."""
+    """Start an ``agent-shim`` command for this agent. Return its process and its output file."""
     out = instance.scratch / f"{words[0]}.out"
     out.unlink(missing_ok=True)
     argv = [*shlex.split(COMMAND)[:3], *words, "-b", str(instance.base)]
@@ -35,9 +35,9 @@ def started(instance: World, *words: str) -> tuple[process.Process, Path]:
 
 
 async def test_status_and_probes_report_running_and_stopped_processes(instance: World) -> None:
-    """In a pipe the table is plain text. JSON is available on request.
+    """In a pipe, the table is plain text, and ``--json`` prints JSON.
 
-    A stopped process is shown as stopped, whatever state the Director gets.
+    A process that an operator has stopped is shown as stopped, although the Director gets another state.
     """
     code, page = await instance.execute("status")
     assert code == 0
@@ -72,7 +72,7 @@ async def test_status_and_probes_report_running_and_stopped_processes(instance: 
 
 
 async def test_job_log_lines_appear_in_the_agent_output_with_job_logs(instance: World) -> None:
-    """Each line is a JSON object."""
+    """Each line of a job's log becomes a JSON object."""
     log = instance.base / "sys/log/job0/own.log"
     log.write_text("said by a job\n")
 
@@ -81,7 +81,7 @@ async def test_job_log_lines_appear_in_the_agent_output_with_job_logs(instance: 
     assert json.loads(line[0])["message"] == "said by a job"
 
 
-async def test_status_watch_runs_until_interrupted_and_survives_the_agent(instance: World) -> None:
+async def test_status_watch_runs_until_interrupted_even_without_an_agent(instance: World) -> None:
     for words, title in ((["job0"], "● job0"), ([], "PROCESS")):
         watching, out = started(instance, "status", *words, "--watch", "--every", "0.05")
         await until(lambda: out.exists() and out.read_text().count(title) > 1)  # noqa: B023
@@ -95,11 +95,11 @@ async def test_status_watch_runs_until_interrupted_and_survives_the_agent(instan
 
 
 async def test_status_watch_keeps_the_terminal_scrollback(instance: World) -> None:
-    """It uses the terminal's alternate screen, and does not exceed the terminal's size."""
+    """It uses the terminal's alternate screen, and prints no more lines than fit."""
     master, slave = os.openpty()
     try:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 8, 40, 0, 0))
-        # A readline in this process may have set both for child processes, bypassing os.environ.
+        # Unset both with env, because readline may have set them in this process without changing os.environ.
         argv = ["env", "-u", "LINES", "-u", "COLUMNS", *shlex.split(COMMAND)[:3]]
         argv += ["status", "--watch", "--every", "0.05", "-b", str(instance.base)]
         environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
@@ -127,7 +127,10 @@ async def test_status_watch_keeps_the_terminal_scrollback(instance: World) -> No
 
 
 async def test_logs_command_shows_the_logs_of_a_job_and_of_the_agent(instance: World) -> None:
-    """The agent's own log is where ``bosh logs`` looks. Signals change its level."""
+    """The agent's log is the file that ``bosh logs`` fetches.
+
+    SIGUSR1 and SIGUSR2 change the log level.
+    """
     log = instance.base / "data/sys/log/job-0/web.stdout.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("begun\n")
@@ -160,7 +163,7 @@ async def test_logs_command_shows_the_logs_of_a_job_and_of_the_agent(instance: W
 
 
 async def test_operator_actions_are_audited_with_the_calling_process(instance: World) -> None:
-    """Requests over the bus are audited the same way. Queries are not."""
+    """The audit lines are like those for requests over the bus. Queries such as ``status`` are not audited."""
     orders = [("restart", "all"), ("call", "info"), ("stop", "nonexistent"), ("status",)]
     commands = [started(instance, *words)[0] for words in orders]
     async with asyncio.timeout(30):

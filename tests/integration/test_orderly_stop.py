@@ -1,4 +1,4 @@
-"""The orderly stop of all jobs when their container ends."""
+"""The orderly stop, which drains and stops all jobs when their container ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 def traced(world: World, job: str, drain: str) -> dict[str, str]:
-    """Return lifecycle scripts that record when they ran and whether the process of their job was running then."""
+    """Return lifecycle scripts that record their call, and whether the job's process was running then."""
     trace = world.paths.base / "trace"
     alive = f"kill -0 $(cat {world.paths.run}/{job}/{job}.pid) 2>/dev/null && state=up || state=down"
     line = f"#!/bin/sh\n{alive}\necho {job} {{name}} $state >> {trace}\n"
@@ -69,7 +69,7 @@ async def test_orderly_stop_cuts_off_a_drain_beyond_the_grace_period(world: Worl
     pid = int((world.paths.run / "slow/slow.pid").read_text())
 
     stop = OrderlyStop(2)
-    async with asyncio.timeout(60):  # the script asks for 1000
+    async with asyncio.timeout(60):  # much less than the 1000 s for which the script asks
         await stop.run(world.agent)
         await until(lambda: not Path(f"/proc/{pid}").exists())
 
@@ -78,7 +78,10 @@ async def test_orderly_stop_cuts_off_a_drain_beyond_the_grace_period(world: Worl
 
 
 async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world: World) -> None:
-    """A second drain of a Director would wait for its database, which is stopped, until the end of the grace period."""
+    """Their processes no longer run, and a drain script may wait for one.
+
+    That of a Director would wait for its stopped database until the grace period ends.
+    """
     await started(world, web=traced(world, "web", "echo 0\n"))
     await world.value("stop")
 
@@ -90,7 +93,7 @@ async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world:
 
 
 async def test_process_ended_by_its_drain_script_is_not_restarted(world: World) -> None:
-    """Drain scripts of many releases end their process themselves, which does not count as a crash."""
+    """The drain scripts of many releases end the process themselves, which must not count as a crash."""
     gate = world.paths.base / "gate"
     drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
     await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})
@@ -108,7 +111,7 @@ async def test_process_ended_by_its_drain_script_is_not_restarted(world: World) 
 DEAF = "trap '' TERM; echo $$ >$pidfile; while :; do sleep 0.1; done"
 
 
-async def test_orderly_stop_that_kills_a_process_names_it_and_is_unclean(
+async def test_orderly_stop_names_killed_processes_and_counts_as_unclean(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_shim.supervisor.supervisor.KILL_SHARE", 0.05)
@@ -121,7 +124,9 @@ async def test_orderly_stop_that_kills_a_process_names_it_and_is_unclean(
 
 
 async def test_orderly_stop_ends_processes_outside_all_groups(world: World) -> None:
-    """They are unknown to the Director, but its start request started them, as a reload of monit does."""
+    """The Director does not see processes outside the group vcap, but its start request starts them, as monit's reload
+    would.
+    """
     pidfiles = {name: world.paths.run / f"{name}/{name}.pid" for name in ("drained", "stopped")}
     files = {name: jobs.sleeper(world.paths, name) for name in pidfiles}
     for each in files.values():
@@ -165,7 +170,7 @@ async def test_state_changing_actions_are_refused_while_the_container_ends(world
 
 
 def test_termination_log_is_overwritten_but_never_created(tmp_path: Path) -> None:
-    """Kubernetes mounts the file. Elsewhere there is none."""
+    """Kubernetes mounts this file into a pod. Other runtimes do not have it."""
     log = tmp_path / "termination-log"
     write_termination_log("agent-shim: all jobs stopped in order\n", log)
     assert not log.exists()

@@ -1,6 +1,6 @@
-"""Shell scripts of the overlay, run below a scratch directory with recorders in place of the programs that they call.
+"""Shell scripts of the overlay, run in a scratch directory. Programs that they call are replaced by recorders.
 
-The root ring runs them with the real init, cron and agent, the image ring as process 1.
+The root ring runs the scripts with the real init, cron and agent, and the image ring runs them as process 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
 @pytest.fixture
 def top(tmp_path: Path) -> Path:
-    """Create the overlay below a directory. Paths in its scripts are changed accordingly."""
+    """Create the overlay in a scratch directory, and change the absolute paths in its scripts to paths in that
+    directory.
+    """
     home = tmp_path / "opt/agent_shim"
     shutil.copytree(SOURCE, home)
     places = [*home.glob("init/*"), *home.glob("services/*/run"), *home.glob("stand-ins/*"), home / "launch"]
@@ -39,7 +41,9 @@ def top(tmp_path: Path) -> Path:
 
 
 def recorder(place: Path, body: str = "") -> None:
-    """Create a program that appends its name and arguments to ``told`` beside ``tools``, then runs ``body``."""
+    """Create a program that appends its name and arguments to the file ``told`` in the scratch directory and then runs
+    ``body``.
+    """
     place.parent.mkdir(parents=True, exist_ok=True)
     told = next(up for up in place.parents if (up / "tools").is_dir()) / "told"
     place.write_text(f'#!/bin/sh\necho "${{0##*/}} $*" >>{told}\n{body}\n')
@@ -74,7 +78,7 @@ def run(program: Path, *arguments: str, cwd: Path, stdin: str = "", **environ: s
         ("launch", (), "bosh-agent "),
     ],
 )
-def test_launch_script_starts_the_agent_or_the_init_by_its_name(
+def test_launch_script_starts_the_agent_or_the_init_depending_on_its_name(
     top: Path, name: str, arguments: tuple[str, ...], said: str
 ) -> None:
     home = top / "opt/agent_shim"
@@ -93,7 +97,7 @@ def test_launch_script_starts_the_agent_or_the_init_by_its_name(
 # --- the init -------------------------------------------------------------------------------------------------------
 
 
-def test_init_starts_with_its_services_signals_and_few_variables(top: Path) -> None:
+def test_init_sets_up_services_and_signal_handlers_and_passes_few_variables(top: Path) -> None:
     home, bosh = top / "opt/agent_shim", top / "var/vcap/bosh"
     recorder(home / "s6/bin/s6-svscan", "env")
     bosh.rmdir()
@@ -138,7 +142,7 @@ def test_stop_script_waits_for_a_restarting_agent_and_records_its_exit(
     assert (top / "exit_code").read_text() == f"{code}\n"
 
 
-def test_drain_grace_period_comes_from_agent_json_without_a_variable(top: Path) -> None:
+def test_stop_script_leaves_the_grace_period_to_agent_json_without_a_variable(top: Path) -> None:
     recorder(top / "opt/agent_shim/bin/agent-shim")
     recorder(top / "tools/s6-svscanctl")
 
@@ -148,7 +152,7 @@ def test_drain_grace_period_comes_from_agent_json_without_a_variable(top: Path) 
 
 
 @pytest.mark.parametrize(("noted", "code"), [("0\n", 0), ("1\n", 1), (None, 1)])
-def test_container_exits_with_the_exit_code_of_the_drain(top: Path, noted: str | None, code: int) -> None:
+def test_container_exits_with_the_recorded_exit_code_of_the_drain(top: Path, noted: str | None, code: int) -> None:
     if noted is not None:
         (top / "exit_code").write_text(noted)
 
@@ -161,7 +165,7 @@ def test_container_exits_with_the_exit_code_of_the_drain(top: Path, noted: str |
 @pytest.mark.parametrize(("service", "program"), [("cron", "cron"), ("rsyslog", "rsyslogd")])
 @pytest.mark.parametrize("uid", ["0", "1000"])
 @pytest.mark.parametrize("is_there", [True, False])
-def test_init_service_without_its_program_or_root_stays_down(
+def test_init_service_stays_down_if_its_program_is_missing_or_the_user_is_not_root(
     top: Path, service: str, program: str, uid: str, is_there: bool
 ) -> None:
     recorder(top / "tools/s6-svc")
@@ -191,7 +195,7 @@ def test_init_passes_its_arguments_to_the_agent(top: Path, is_off: bool) -> None
     assert done.stdout == ("[off]\n" if is_off else "[]\n")
 
 
-def test_logrotate_has_rsyslog_reopen_its_files(top: Path) -> None:
+def test_rsyslog_rotate_script_reloads_rsyslog(top: Path) -> None:
     recorder(top / "usr/bin/systemctl")
 
     run(top / "opt/agent_shim/stand-ins/rsyslog-rotate", cwd=top)
@@ -246,7 +250,10 @@ def test_resolvectl_puts_link_name_servers_first_until_reverted(top: Path, comma
 
 
 def test_resolvectl_lists_name_servers_and_replaces_a_resolv_conf_link(top: Path) -> None:
-    """A mount of the file keeps its inode. In a container, a link to systemd-resolved's file points nowhere."""
+    """A normal file is changed in place, because it may be a mount.
+
+    A link is replaced by a file, because in a container the file of systemd-resolved does not exist.
+    """
     resolvectl, file = top / "opt/agent_shim/stand-ins/resolvectl", top / "etc/resolv.conf"
     file.write_text(BEFORE)
     inode = file.stat().st_ino

@@ -1,4 +1,4 @@
-"""Jobs that try to end processes of others or to keep their own from being ended."""
+"""Jobs that try to make the agent kill processes of others, or to keep their own processes from being killed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ WAITS = "echo begun >>$log; until [ -s {victim} ]; do sleep 0.02; done; cp {vict
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_new_pidfile_naming_a_foreign_process_is_not_believed(world: World) -> None:
-    """The other process survives, the service does not count as running, and its status says why."""
+async def test_new_pidfile_naming_a_foreign_process_is_ignored(world: World) -> None:
+    """A process that the agent did not start survives the stop.
+
+    The service does not count as running, and its status says why.
+    """
     victim, go = world.base / "victim", world.base / "go"
     outside = f"until [ -e {go} ]; do sleep 0.02; done; sleep 600 & echo $! >{victim}; wait"
     parent = foreign("/bin/sh", "-c", outside, TEST_OF=str(world.base), PATH="/bin:/usr/bin")
@@ -46,8 +49,8 @@ async def test_new_pidfile_naming_a_foreign_process_is_not_believed(world: World
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_pidfile_naming_a_process_of_the_agent_is_not_believed(world: World) -> None:
-    """Such processes are the agent's sshd, scripts and workers."""
+async def test_pidfile_naming_a_process_of_the_agent_is_ignored(world: World) -> None:
+    """Jobs could otherwise make the agent kill its own sshd, scripts or workers."""
     victim = world.base / "victim"
     async with world.supervising(world.job("web", WAITS.format(victim=victim), "exit 0", timeout=1)) as supervisor:
         await until(world.lines)
@@ -61,8 +64,8 @@ async def test_pidfile_naming_a_process_of_the_agent_is_not_believed(world: Worl
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(world: World) -> None:
-    """Only its keeper shows to which job it belongs."""
+async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: World) -> None:
+    """That process has no environment, so only its keeper shows which job it belongs to."""
     victim = world.base / "victim"
     start = "echo $$ >$pidfile; exec env -i PATH=/bin:/usr/bin sleep 600"
     liar = world.job("liar", WAITS.format(victim=victim), "exit 0", timeout=3)
@@ -73,7 +76,7 @@ async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(wor
         await until(lambda: info(supervisor, "web").pid not in (0, pid))
         pid = (await in_state(supervisor, "web", "running")).pid
         victim.write_text(f"{pid}\n")
-        # A slow machine may need a second start.
+        # Wait for the reason instead of the first state, because a slow machine may need a second start.
         refused = f"the pidfile names process {pid} (sleep): it belongs to web"
         await until(lambda: refused in info(supervisor, "liar").reason)
         await supervisor.stop_one("liar")
@@ -85,12 +88,10 @@ async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(wor
 
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("name", ["", "\\rUid:\\t0"])
-async def test_stop_ends_daemons_without_traces(world: World, name: str) -> None:
-    """One has forked twice and left its session and environment.
+async def test_stop_ends_hidden_daemons_of_the_job_only(world: World, name: str) -> None:
+    """The daemon has left its session and environment, forked twice, and has no pidfile.
 
-    Another has a name that forges its user, and no pidfile.
-
-    Another job keeps running.
+    Its name may contain a line break that forges a user in /proc/PID/status.
     """
     child = world.base / "child"
     start = f"exec {program('escape.py', '$pidfile', child)} '' '{name}'"
@@ -127,7 +128,7 @@ async def test_stop_ends_a_process_that_forks_endlessly(world: World, how: str, 
                 await supervisor.stop(wait=True)
 
         at = count(counter)
-        await asyncio.sleep(0.3)  # enough for hundreds of forks
+        await asyncio.sleep(0.3)  # long enough for hundreds of forks, if the process still ran
         assert count(counter) == at
     finally:
         counter.unlink(missing_ok=True)
@@ -158,7 +159,7 @@ def count(path: Path) -> int:
 
 
 async def test_job_with_a_terabyte_environment_starts_and_stops(world: World) -> None:
-    """The environment is read up to a limit. Nothing hangs, and processes that the job left are ended."""
+    """The agent reads environments only up to a limit, so it neither hangs nor misses processes of the job."""
     other = world.base / "other"
     start = f"setsid {program('huge_environ.py', other)} & exec {program('huge_environ.py', '$pidfile')}"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -173,9 +174,9 @@ async def test_job_with_a_terabyte_environment_starts_and_stops(world: World) ->
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("how", ["", "daemon", "wipe"])
 async def test_stop_ends_a_process_whose_main_thread_has_exited(world: World, how: str) -> None:
-    """The kernel shows it as a zombie while its other threads run.
+    """The kernel shows such a process as a zombie although its other threads run.
 
-    This is tested for the service's main process and for another one.
+    It may be the service's main process or another one.
     """
     child = world.base / "child"
     start = f"exec {program('leaderless.py', '$pidfile', how)}"
@@ -196,7 +197,9 @@ async def test_stop_ends_a_process_whose_main_thread_has_exited(world: World, ho
 
 @pytest.mark.attack("a job hides a process from its stop")
 async def test_stop_ends_processes_below_a_subreaper_of_the_job(world: World) -> None:
-    """Orphans are reparented to the subreaper, and to the agent when it exits."""
+    """Orphans of the job are reparented to its subreaper first, and to the agent's keeper only when the subreaper
+    exits.
+    """
     child = world.base / "child"
     become = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)"
     script = world.base / "subreaper.py"
@@ -211,7 +214,10 @@ async def test_stop_ends_processes_below_a_subreaper_of_the_job(world: World) ->
 
 
 async def test_session_begun_after_the_pidfile_belongs_to_the_service(world: World) -> None:
-    """The killed daemon leaves a worker that only its session identifies. The next start ends it."""
+    """A daemon creates a session after it has written its pidfile.
+
+    If it is killed, its worker, which only this session identifies, is killed before the next start.
+    """
     go, child = world.base / "go", world.base / "child"
     job = world.job("web", f"echo start >>$log; rm -f {go}; exec {program('late_session.py', '$pidfile', go, child)}")
     async with world.supervising(job) as supervisor:
@@ -228,7 +234,7 @@ async def test_session_begun_after_the_pidfile_belongs_to_the_service(world: Wor
 
 
 async def test_stop_needs_no_descriptor_per_process(world: World) -> None:
-    """A job may have more processes than the agent may have descriptors."""
+    """A job may have more processes than the agent may open descriptors."""
     start = f"for n in $(seq 60); do sleep 600 & done; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, "exit 0")) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid

@@ -1,4 +1,4 @@
-"""Pidfiles that name no process although the process runs. Like monit, the agent then runs the start program."""
+"""Pidfiles without a valid pid although the process runs. Like monit, the agent then runs the start program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.waiting import until
 
 @contextlib.asynccontextmanager
 async def cycling(supervisor: Supervisor) -> AsyncIterator[None]:
-    """Check the pidfiles in each cycle."""
+    """Check the pidfiles periodically, as the agent does."""
     running = asyncio.create_task(supervisor.run())
     try:
         yield
@@ -35,7 +35,7 @@ COUNTED = f"echo start >>$log; echo $$ >$pidfile; {LASTING}"
 
 @pytest.mark.parametrize("text", ["", "0\n", "-1\n", "abc\n", "99999999999999\n", "4194304\n", None])
 async def test_invalid_pidfile_restarts_the_service(world: World, text: str | None) -> None:
-    """The process that the pidfile named ends once the next one runs."""
+    """The former process is killed once the new one runs."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         if text is None:
@@ -56,7 +56,7 @@ async def test_invalid_pidfile_restarts_the_service(world: World, text: str | No
 
 
 async def test_start_after_an_invalid_pidfile_may_keep_the_running_process(world: World) -> None:
-    """The start program of cf-rabbitmq-release writes the number again."""
+    """The start program of cf-rabbitmq-release starts nothing if the process runs, and only writes its pid again."""
     start = "echo start >>$log; if [ -e $log.pid ]; then cp $log.pid $pidfile; "
     start += f"else echo $$ | tee $log.pid >$pidfile; {LASTING}; fi"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -71,7 +71,9 @@ async def test_start_after_an_invalid_pidfile_may_keep_the_running_process(world
 
 
 async def test_second_start_after_an_invalid_pidfile_ends_the_old_process(world: World) -> None:
-    """Otherwise a port or lock of the old process would make every start program fail."""
+    """The first start fails if the old process still has a port or lock, so the old process is killed before the
+    second.
+    """
     start = f"echo start >>$log; exec 9>$log.lock; flock -n 9 || exit 1; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -83,7 +85,7 @@ async def test_second_start_after_an_invalid_pidfile_ends_the_old_process(world:
         await supervisor.stop(wait=True)
 
 
-async def test_foreign_pid_in_the_pidfile_of_a_running_process_is_ignored(world: World) -> None:
+async def test_foreign_pid_in_the_pidfile_of_a_running_service_is_ignored(world: World) -> None:
     stranger = foreign("/bin/sleep", 600, TEST_OF=str(world.base))
     async with world.supervising(world.job("web", COUNTED, "exit 0")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -95,8 +97,8 @@ async def test_foreign_pid_in_the_pidfile_of_a_running_process_is_ignored(world:
         assert is_alive(stranger)
 
 
-async def test_a_pidfile_written_in_two_steps_causes_no_restart(world: World) -> None:
-    """It contains the pid again by the next check."""
+async def test_pidfile_that_is_empty_for_a_moment_causes_no_restart(world: World) -> None:
+    """The agent looks a second time, and by then the file contains the pid again."""
     world.timing = replace(world.timing, cycle=600, look=0.5)
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -113,7 +115,7 @@ async def test_a_pidfile_written_in_two_steps_causes_no_restart(world: World) ->
 
 
 async def test_restarted_agent_ends_a_process_with_an_invalid_pidfile(world: World) -> None:
-    """The process still belongs to the service."""
+    """The process still belongs to the service, so it must not run beside its successor."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         supervisor.hold()

@@ -1,4 +1,4 @@
-"""Processes that make themselves hard to read neither block the agent nor exhaust its memory."""
+"""Reading /proc of processes that are hard to read, which must neither block the agent nor exhaust its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 
 async def test_process_arguments_are_read_up_to_a_limit(tmp_path: Path) -> None:
-    """An unprivileged process can claim an environment and arguments as long as its address space."""
+    """Without privileges, a process can make its arguments and environment appear as large as its address space."""
     huge = process.spawn(argv("huge_environ.py", tmp_path / "pid"), env={"MARK": "web"})
     await until(lambda: number_in(tmp_path / "pid"))
 
@@ -28,7 +28,9 @@ async def test_process_arguments_are_read_up_to_a_limit(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job hides a process from its stop")
 async def test_process_without_its_main_thread_is_read_through_another_thread(tmp_path: Path) -> None:
-    """Under its own pid, the kernel shows none of its memory, files and environment."""
+    """If the main thread has exited, the kernel shows memory, files and environment only under the ids of other
+    threads.
+    """
     headless = process.spawn(argv("leaderless.py", tmp_path / "pid"), env={"MARK": "web"}, cwd=tmp_path)
     await until(lambda: number_in(tmp_path / "pid"))
     found = proc.stat(headless.pid)
@@ -55,7 +57,7 @@ async def test_process_without_its_main_thread_is_read_through_another_thread(tm
 
 
 def test_process_that_blocks_proc_reads_is_skipped_until_the_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other processes are read. When the blocked read ends, the process can be read again."""
+    """The other processes are read, and no second read of the blocked one is started before the first has ended."""
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.2)
     let_go = threading.Event()
     looked_at = []
@@ -74,7 +76,9 @@ def test_process_that_blocks_proc_reads_is_skipped_until_the_read_ends(monkeypat
 
 
 def test_number_of_blocked_proc_readers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand such processes of a job cost a few threads, and their attributes are unknown."""
+    """If a thousand processes of a job block their readers, the agent uses only a few threads and does without the
+    others' data.
+    """
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.05)
     let_go = threading.Event()
     before = threading.active_count()
@@ -89,7 +93,7 @@ def test_number_of_blocked_proc_readers_is_bounded(monkeypatch: pytest.MonkeyPat
 
 
 def test_files_in_use_are_reported(tmp_path: Path) -> None:
-    """Only requested paths on their devices are returned."""
+    """Only the requested paths are returned, and only on the given devices."""
     opened = tmp_path / "opened"
     with opened.open("w"):
         found = proc.uses([os.getpid()], lambda path: path == str(opened), {tmp_path.stat().st_dev})
@@ -101,7 +105,7 @@ def test_files_in_use_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").stat().st_size, reason="a kernel that counts no descriptors")
 def test_files_in_use_are_found_among_many_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand processes may each have thousands of descriptors, which costs them nothing."""
+    """A job can have millions of descriptors at no cost, so the agent must not read the links of all."""
     looked_at: list[str] = []
 
     def wanted(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Real processes: spawning, signalling, adopting and reaping them."""
+"""Spawning, signalling, adopting and reaping real processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SH = "/bin/sh"
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Return an environment that identifies processes left behind by a test, so that they can be killed."""
+    """Provide an environment with a variable that identifies the test's processes. Kill those that remain."""
     yield {"PATH": "/bin:/usr/bin", "TEST_OF": str(tmp_path)}
     end_marked("TEST_OF", str(tmp_path))
 
@@ -38,7 +38,7 @@ def shell(script: str) -> list[str]:
 
 
 async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str]) -> None:
-    """This includes those who begin to wait after the exit. Without a waiter, no zombie is left."""
+    """A waiter may come before or after the exit. Without any waiter, the process is reaped too."""
     child = process.spawn(shell("exit 7"), env=env)
 
     assert await child.wait() == 7
@@ -48,7 +48,9 @@ async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str])
 
 
 async def test_exited_processes_free_their_descriptors(env: dict[str, str]) -> None:
-    """A process costs a descriptor only while it runs. The kernel gives the lowest free number to the next one."""
+    """Each process needs a descriptor only until it exits, and closing one must not close that of a later process with
+    the same number.
+    """
     before = _descriptors()
     children = [process.spawn(shell("exit 0"), env=env) for _ in range(10)]
     released = process.spawn(["/bin/sleep", "600"], env=env)
@@ -75,7 +77,7 @@ def _descriptors() -> int:
 async def test_failed_spawn_names_the_program_and_the_reason(
     arguments: list[str], options: dict[str, str], text: str, number: int | None
 ) -> None:
-    """The error keeps errno."""
+    """The exception also has the errno."""
     with pytest.raises(HostError) as caught:
         process.spawn(arguments, env={}, **options)  # type: ignore[arg-type]
 
@@ -87,7 +89,7 @@ async def test_failed_spawn_names_the_program_and_the_reason(
     ("text", "mode", "why", "number"),
     [
         (None, 0, "No such file or directory", errno.ENOENT),
-        (None, 0o755, "Permission denied", errno.EACCES),  # a directory
+        (None, 0o755, "Permission denied", errno.EACCES),  # this creates a directory
         ("#!/bin/sh\n", 0o644, "Permission denied", errno.EACCES),
         ("#!/no/such/interpreter -e\n", 0o755, "the interpreter that it names is missing", errno.ENOENT),
         ("#!\t/no/such/interpreter\n", 0o755, "the interpreter that it names is missing", errno.ENOENT),
@@ -97,7 +99,6 @@ async def test_failed_spawn_names_the_program_and_the_reason(
 async def test_spawn_of_a_file_that_is_not_executable_fails_at_once(
     env: dict[str, str], tmp_path: Path, text: str | None, mode: int, why: str, number: int
 ) -> None:
-    """Another program may still be able to execute the file."""
     program = tmp_path / "program"
     if text is not None:
         program.write_text(text)
@@ -113,7 +114,10 @@ async def test_spawn_of_a_file_that_is_not_executable_fails_at_once(
 async def test_process_output_is_appended_to_a_regular_file_without_hard_links(
     env: dict[str, str], tmp_path: Path
 ) -> None:
-    """Both streams are appended, and other users cannot read them. This also holds for a pipe with a reader."""
+    """Other users cannot read the file.
+
+    Links, hard links and pipes are refused, even if the pipe has a reader.
+    """
     log = tmp_path / "log"
     for _ in range(2):
         await process.spawn(shell("echo out; echo err >&2"), env=env, stdout=log, stderr=log).wait()
@@ -173,7 +177,7 @@ asyncio.run(main())
 
 
 def test_spawned_process_gets_the_original_limit_of_open_files(tmp_path: Path) -> None:
-    """Programs that use ``select`` fail above 1024. Under the Go agent and monit they have the container's limit."""
+    """The agent raises its own limit, but programs that use ``select`` fail with more than 1024 files."""
     done = subprocess.run(
         [sys.executable, "-c", RAISED, str(tmp_path / "keepers")], capture_output=True, text=True, check=True
     )
@@ -206,7 +210,7 @@ asyncio.run(main())
 
 @pytest.mark.attack("a job joins the process group of another script, a worker or sshd")
 async def test_process_cannot_join_the_group_of_a_spawned_program(env: dict[str, str], tmp_path: Path) -> None:
-    """Otherwise a process left behind by a script could receive a signal and forward it to a script of root."""
+    """Otherwise a process left behind by a script could join the group of root's script and receive its signals."""
     victim = process.spawn(["/bin/sleep", "600"], env=env)
     joining = f"import os; os.setpgid(0, {victim.pid})"
     attacker = process.spawn([sys.executable, "-S", "-c", joining], env=env, stderr=tmp_path / "errors")
@@ -228,12 +232,12 @@ asyncio.run(main())
 
 @pytest.mark.attack("a job reads the agent's terminal or types into it")
 def test_spawned_process_has_no_access_to_the_agents_terminal() -> None:
-    """It could read from the terminal, type into it, and get the agent stopped when it writes there."""
+    """Otherwise it could read from the terminal, type commands into it, or stop the agent by writing to it."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", SPAWNING])
     said = b""
-    with contextlib.suppress(OSError):  # EIO at its end
+    with contextlib.suppress(OSError):  # reading fails with EIO once the other side is closed
         while chunk := os.read(terminal, 4096):
             said += chunk
     os.close(terminal)
@@ -262,8 +266,8 @@ async def test_terminate_sends_sigterm_before_sigkill(
     assert log.read_text() == said
 
 
-async def test_terminate_kills_what_a_child_leaves_of_its_group(env: dict[str, str], tmp_path: Path) -> None:
-    """The member ignores SIGTERM and would have a minute of grace."""
+async def test_terminate_kills_the_rest_of_the_group_when_its_leader_exits(env: dict[str, str], tmp_path: Path) -> None:
+    """The other process ignores SIGTERM, and the grace period of a minute is not waited for."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
     member = await until(lambda: number_in(pidfile))
@@ -273,7 +277,6 @@ async def test_terminate_kills_what_a_child_leaves_of_its_group(env: dict[str, s
 
 
 async def test_cancelled_terminate_kills_the_process(env: dict[str, str], tmp_path: Path) -> None:
-    """No process is left when the waiting task is cancelled."""
     pidfile = tmp_path / "pid"
     child = process.spawn(argv("ignore_term.sh", pidfile), env=env)
     await until(lambda: number_in(pidfile))
@@ -284,10 +287,13 @@ async def test_cancelled_terminate_kills_the_process(env: dict[str, str], tmp_pa
     assert await child.wait() == 137
 
 
-async def test_process_group_is_signalled_as_one_until_its_leader_is_reaped(
+async def test_process_group_is_signalled_only_until_its_leader_is_reaped(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its members may fork meanwhile."""
+    """A single call reaches members that fork meanwhile.
+
+    After the leader has been reaped, another process could have its pid.
+    """
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "killpg", lambda *each: sent.append(each))
     child = process.spawn(shell("exit 0"), env=env)
@@ -302,7 +308,7 @@ async def test_process_group_is_signalled_as_one_until_its_leader_is_reaped(
 
 @pytest.mark.attack("a job has its process id reused between the check and the signal")
 async def test_signal_never_reaches_another_process_with_the_same_pid(env: dict[str, str]) -> None:
-    """Another start time means another process. After the exit, the number may be reused."""
+    """A process is identified by its start time too, because its pid may be reused after its exit."""
     child = process.spawn(["/bin/sleep", "600"], env=env)
 
     assert not process.reap(child.pid)
@@ -320,7 +326,7 @@ async def test_signal_never_reaches_another_process_with_the_same_pid(env: dict[
 
 @pytest.mark.parametrize("how", ["signal", "terminate"])
 async def test_terminate_of_an_adopted_process_spares_its_group(env: dict[str, str], tmp_path: Path, how: str) -> None:
-    """The group belongs to another process, and the adopted member ignores SIGTERM."""
+    """The process is a member of a group that another process leads."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
     member = process.adopt(await until(lambda: number_in(pidfile)))
@@ -337,14 +343,14 @@ async def test_terminate_of_an_adopted_process_spares_its_group(env: dict[str, s
 
 
 async def test_adoption_returns_none_unless_the_process_lives(env: dict[str, str]) -> None:
-    """The process may have exited, be another one, or be a zombie."""
+    """It returns None if the process has exited, is a zombie, or has another start time."""
     child = process.spawn(shell("exec sleep 600"), env=env)
     again = process.adopt(child.pid, child.start_ticks)
 
     assert again is not None
     assert process.adopt(child.pid, child.start_ticks - 1) is None
     child.send(signal.SIGKILL)
-    # The process is dead, but this loop has had no turn yet to reap it.
+    # Wait without await, so that the event loop cannot reap the dead process yet.
     while not (stat := proc.stat(child.pid)) or stat.is_alive:
         pass
     assert stat.state == "Z"
@@ -355,7 +361,7 @@ async def test_adoption_returns_none_unless_the_process_lives(env: dict[str, str
 
 
 async def test_exit_status_of_an_adopted_process_is_known_from_kernel_6_15(env: dict[str, str], tmp_path: Path) -> None:
-    """Older kernels do not keep the status, so it is None."""
+    """Older kernels do not report the status of processes that are not children, so it is None."""
     pidfile = tmp_path / "pid"
     script = f"sh -c 'echo $$ >{pidfile}; while [ ! -e {pidfile}.go ]; do sleep 0.01; done; exit 5' & wait"
     parent = process.spawn(shell(script), env=env)
@@ -374,8 +380,9 @@ def _kernel() -> tuple[int, int]:
 
 
 async def test_reaper_loses_no_exit_status_of_children(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many children exit at once and keep their exit codes, although the SIGCHLD handler reaps too."""
-    monkeypatch.setattr(fcntl, "ioctl", Mock(side_effect=OSError))  # the kernel does not report the status afterwards
+    """Forty children exit at once, and all exit codes are reported although the SIGCHLD handler reaps too."""
+    # Simulate a kernel that does not report the status of a process after it was reaped.
+    monkeypatch.setattr(fcntl, "ioctl", Mock(side_effect=OSError))
     with reaper.reaping():
         children = [process.spawn(shell(f"exit {number}"), env=env) for number in range(40)]
         codes = await asyncio.gather(*(child.wait() for child in children))
@@ -384,13 +391,13 @@ async def test_reaper_loses_no_exit_status_of_children(env: dict[str, str], monk
 
 
 async def test_orphan_is_reparented_to_the_agent_and_reaped(env: dict[str, str], tmp_path: Path) -> None:
-    """A daemon that forked twice becomes a child, so no zombie remains and its status is known."""
+    """A daemon that has forked twice becomes a child of the agent, which then learns its exit status."""
     pidfile = tmp_path / "pid"
     with reaper.reaping():
         assert await process.spawn(argv("fork_twice.py", pidfile), env=env).wait() == 0
         daemon = process.adopt(await until(lambda: number_in(pidfile)))
         assert daemon is not None
-        # The process between the two ends a moment after the file is written.
+        # Wait until the intermediate process has exited, which it does only after the pidfile has been written.
         await until(lambda: daemon.pid in proc.children(proc.table()).get(os.getpid(), ()))
         daemon.send(signal.SIGUSR1)
 
@@ -401,7 +408,7 @@ async def test_orphan_is_reparented_to_the_agent_and_reaped(env: dict[str, str],
 async def test_processes_are_managed_without_pidfd(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an old kernel or with a strict seccomp profile, start times and polling are used instead."""
+    """On an old kernel or with a strict seccomp profile, the agent relies on start times and polling."""
 
     def refuse(pid: int) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -423,9 +430,9 @@ async def test_processes_are_managed_without_pidfd(
 
 
 def test_spawned_process_does_not_inherit_ignored_signals(tmp_path: Path) -> None:
-    """nohup and ``&`` make a process ignore signals, and some parents block them.
+    """The agent's parent, such as nohup, may have made it ignore or block signals.
 
-    A job that inherits this cannot be interrupted.
+    A job that inherited this could not be interrupted.
     """
     program = """
 import os, signal, subprocess
@@ -448,6 +455,6 @@ os.execv(sys.argv[1], sys.argv[1:])
     )
 
     _, blocked, _, ignored = done.stdout.split()
-    # Since 3.13 subprocess uses posix_spawn, whose child ignores the two internal signals of the C library.
+    # Exclude the C library's two internal signals: since 3.13 subprocess uses posix_spawn, whose child ignores them.
     of_libc = 1 << 31 | 1 << 32 if sys.version_info >= (3, 13) else 0
     assert (int(blocked, 16), int(ignored, 16) & ~of_libc) == (0, 0)

@@ -1,4 +1,4 @@
-"""Jobs without a process, whose ctl script writes 1 into the pidfile. As under monit, they count as running."""
+"""Jobs without a process that write 1 into their pidfile. As under monit, they count as running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START = "echo start >>$log; echo 1 >>$pidfile"
 
 @pytest.fixture(autouse=True)
 def signalled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the processes and groups that would have been signalled. Process 1 must not be among them."""
+    """Record the processes and groups to which signals are sent, and do not send those for PID 1."""
     meant: list[int] = []
 
     def note(send: Callable[[int, int], None], pid_of: Callable[[int], int]) -> Callable[[int, int], None]:
@@ -46,7 +46,10 @@ def _pid_of(pidfd: int) -> int:
 async def test_job_whose_pidfile_names_pid_1_runs_and_stops(
     world: World, signalled: list[int], stop: str | None
 ) -> None:
-    """A pidfile that was left behind counts too. The job does not show the figures of PID 1."""
+    """It starts again even if the pidfile remained after the stop.
+
+    Memory and CPU usage of PID 1 are not reported as the job's.
+    """
     stops = ["stop"] if stop else []
     async with world.supervising(world.job("rules", START, stop)) as supervisor:
         found = await in_state(supervisor, "rules", "running")
@@ -97,8 +100,8 @@ async def test_restarted_agent_finds_a_job_with_pid_1_running(world: World) -> N
         await supervisor.stop(wait=True)
 
 
-async def test_pid_1_in_a_pidfile_older_than_the_start_is_not_believed(world: World) -> None:
-    """In an earlier container, a job had that pid."""
+async def test_pid_1_in_a_pidfile_older_than_the_start_is_ignored(world: World) -> None:
+    """The file was written in an earlier container, where pid 1 may have been a process of the job."""
     job = world.job("rules", "echo start >>$log; exit 1", None)
     world.pidfile("rules").parent.mkdir(parents=True, exist_ok=True)
     world.pidfile("rules").write_text("1\n")

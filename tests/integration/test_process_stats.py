@@ -1,4 +1,4 @@
-"""Statistics of processes."""
+"""Memory and CPU usage of services, as reported to the Director."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.waiting import until
 
 
 async def test_process_statistics_cover_its_tree(world: World) -> None:
-    """Memory is that of the tree, in numbers that the CLI can decode."""
+    """Memory is the sum for the process and its children, in numbers that the CLI can decode."""
     start = "sleep 600 & echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -20,14 +20,14 @@ async def test_process_statistics_cover_its_tree(world: World) -> None:
         assert (told.name, told.state) == ("web", "running")
         assert type(told.uptime_secs) is int
         assert told.uptime_secs >= 0
-        # Once both have been executed, the child is the same program as its parent.
+        # Wait until the child has executed its program, after which it uses as much memory as its parent.
         await until(lambda: supervisor.processes()[0].mem_kb > 1.5 * _stat(found.pid).resident_kb)
         assert 0 < told.mem_percent < 100
         assert 0 <= told.cpu_total <= 100
 
 
 async def test_memory_percentage_is_relative_to_the_container(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container the total is the limit of its cgroup."""
+    """If the container has a memory limit, 100 % means that limit."""
     monkeypatch.setattr(cgroups, "memory_total", lambda *_: 1 << 20)
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -39,7 +39,7 @@ async def test_memory_percentage_is_relative_to_the_container(world: World, monk
 async def test_cpu_percentage_covers_the_time_since_the_last_query(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The share is of all CPUs together. An idle process gets none."""
+    """100 % means all CPUs together. An idle process has a lower share than a busy one."""
     monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 0.05)
     busy = world.job("busy", "echo $$ >$pidfile; while :; do :; done", "kill -9 $(cat $pidfile)")
     async with world.supervising(busy, world.job("idle")) as supervisor:
@@ -61,7 +61,7 @@ def _stat(pid: int) -> proc.Stat:
 
 
 async def test_unmonitored_process_has_no_statistics(world: World) -> None:
-    """monit shows none for it either. Its pid is still known while it runs."""
+    """monit shows none either. The pid is still reported while the process runs."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()

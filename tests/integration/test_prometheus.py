@@ -1,4 +1,6 @@
-"""Agents under a real Prometheus (Debian package ``prometheus``): its tools find no fault, and its rules fire."""
+"""Agents with a real Prometheus (Debian package ``prometheus``): promtool accepts our files, and the alerting rules
+fire.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,13 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """Provide a directory with a short name, because the path of a socket may have at most 107 bytes."""
+    """Provide a directory with a short path, because the path of a socket in it may have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="scraped-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
 
 def tool(name: str) -> str:
-    """Run a program of the Debian package."""
+    """Return the path of a program of the Debian package."""
     found = shutil.which(name)
     assert found, f"{name} is missing: ./dev ci installs it (Debian package prometheus)"
     return found
@@ -66,8 +68,8 @@ def test_alerting_rules_pass_their_promtool_tests() -> None:
     assert "SUCCESS" in checked("check", "config", str(DEPLOY / "prometheus/prometheus.yaml"))
 
 
-def test_scrape_config_makes_one_target_per_agent_of_bosh_exporter(scratch: Path) -> None:
-    """An address has a group for each process, and other deployments have none."""
+def test_scrape_config_for_bosh_exporter_has_one_target_per_agent(scratch: Path) -> None:
+    """bosh_exporter lists an address once for each process, and also addresses of other deployments."""
     for name in ("rules.yaml", "prometheus-bosh.yaml"):
         shutil.copy(DEPLOY / "prometheus" / name, scratch)
     found = [("mine", "web"), ("mine", "db"), ("other", "web")]
@@ -86,14 +88,14 @@ def test_scrape_config_makes_one_target_per_agent_of_bosh_exporter(scratch: Path
     kept = {
         tuple(sorted(one["labels"].items())) for one in json.JSONDecoder().raw_decode(answer[answer.index("[") :])[0]
     }
-    # Prometheus scrapes targets with the same labels only once.
+    # Compare sets of labels, because Prometheus scrapes targets with the same labels only once.
     (target,) = (dict(labels) for labels in kept - {()})
     assert target.items() >= {"instance": "10.0.0.1:9190", "job": "agent-shim", "bosh_deployment": "mine"}.items()
 
 
 @dataclass
 class Agent:
-    """A running agent, scraped at ``port``."""
+    """A running agent, whose metrics are scraped at ``port``."""
 
     paths: Paths
     port: int
@@ -102,7 +104,7 @@ class Agent:
 
 @asynccontextmanager
 async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIterator[Agent]:
-    """An agent below ``scratch`` for the length of the block. Its jobs end with it."""
+    """Run an agent whose files are in ``scratch``. Its jobs end with it."""
     scratch.mkdir(exist_ok=True)
     port = free_port()
     written = scratch / "agent.json"
@@ -127,7 +129,7 @@ async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIte
 
 
 def laid(scratch: Path, files: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Return a directory with jobs, and the configuration of an agent that deploys it."""
+    """Write the files of these jobs. Return the configuration of an agent that deploys them."""
     for job, content in files.items():
         for name, text in content.items():
             path = scratch / "rendered/jobs" / job / name
@@ -138,7 +140,7 @@ def laid(scratch: Path, files: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
-    """Run Prometheus with our rules, shorter waiting times and one scrape a second. Yield its port."""
+    """Run Prometheus with our rules, but with shorter waiting times and one scrape per second. Yield its port."""
     rules = yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())
     for group in rules["groups"]:
         group["interval"] = "1s"
@@ -173,7 +175,7 @@ async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
 
 
 def asked(port: int, path: str) -> bytes:
-    """Return a server's response, or "" while it does not listen."""
+    """Return a server's response, or an empty value while it does not listen."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
             content: bytes = answer.read()
@@ -183,7 +185,7 @@ def asked(port: int, path: str) -> bytes:
 
 
 async def alerts(port: int) -> set[tuple[str, str]]:
-    """Return the names of firing alerts, with the process, disk or certificate that each concerns."""
+    """Return the firing alerts, each with its name and the process, disk or certificate that it concerns."""
     answer = json.loads(await asyncio.to_thread(asked, port, "/api/v1/alerts") or "{}")
     return {
         (one["labels"]["alertname"], next((one["labels"][name] for name in ABOUT if name in one["labels"]), ""))
@@ -196,7 +198,7 @@ ABOUT = ("process", "disk", "certificate")
 
 
 def in_own_mounts() -> list[str]:
-    """Return a command prefix that gives a program private mounts."""
+    """Return a command prefix with which a program gets a private mount namespace."""
     return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
 
 
@@ -211,7 +213,7 @@ async def until(port: int, wanted: tuple[str, str]) -> None:
 
 
 async def test_alerting_rules_fire_for_crash_loops_full_disks_and_old_certificates(scratch: Path) -> None:
-    """They fire for nothing else. More than six restarts in two hours count as a crash loop, too."""
+    """No other rules fire, except those that describe the same crash loop or disk in another way."""
     crashing, filling, ending = scratch / "crashing", scratch / "filling", scratch / "ending"
     dies = jobs.process(Paths(crashing / "vcap"), "dies", "echo $$ >$pidfile; sleep 0.3; exit 3", "true")
     fills = jobs.sleeper(Paths(filling / "vcap"), "fills")

@@ -1,4 +1,6 @@
-"""Quick versions of what the slow and root rings test in detail: the end of a container, and its disk."""
+"""Quick tests of two important promises, which the slow and root rings test in detail: the orderly end of a container,
+and the mounted disk.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,14 @@ FIRST_PROCESS = Path("tests/support/programs/first_process.py").resolve()
 
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_container_stop_drains_jobs_and_a_second_signal_shortens_it(instance: World, signals: int) -> None:
-    """Without the second signal, the container waits for the drain."""
+    """With one signal, the container ends with 0 after the drain.
+
+    With two, it does not wait for the drain and ends with 1.
+    """
     instance.command = shlex.join([sys.executable, str(FIRST_PROCESS), *shlex.split(COMMAND)[3:]])
     instance.write_settings()
     options = json.loads(instance.config.read_text())
-    options["AgentShim"]["grace"] = 1000  # the time limit must not cut the drain short here
+    options["AgentShim"]["grace"] = 1000  # so long that only a second signal can cut the drain short
     instance.config.write_text(json.dumps(options))
     begun, may_end = instance.base / "data/begun", instance.scratch / "may-end"
     drain = f"#!/bin/sh\ntouch {begun}\nuntil test -e {may_end}; do sleep 0.05; done\ntouch {begun}.ended\necho 0\n"
@@ -53,7 +58,7 @@ async def test_container_stop_drains_jobs_and_a_second_signal_shortens_it(instan
 
 
 async def test_disk_is_on_the_store_after_a_restart_until_unmounted(instance: World) -> None:
-    """It is attached by a mount or, without the privilege for that, by a link."""
+    """The store is a mount or, if the container may not mount, a link."""
     volume = instance.scratch / "volume"
     volume.mkdir()
     instance.write_settings()

@@ -1,4 +1,4 @@
-"""The reaper adopts orphans. test_process covers everything else that it does."""
+"""The reaper, which adopts and reaps orphans. Other tests of it are in test_process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _is_subreaper() -> bool:
 
 
 async def test_reaper_restores_process_state_when_its_block_ends() -> None:
-    """Subreaper flag and SIGCHLD handler are set inside the block and removed after it."""
+    """The subreaper flag and the SIGCHLD handler are set only inside the block."""
     with reaper.reaping():
         assert _is_subreaper()
         assert signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL
@@ -31,9 +31,9 @@ async def test_reaper_restores_process_state_when_its_block_ends() -> None:
 
 
 async def test_reaper_reaps_a_limited_number_per_loop_iteration() -> None:
-    """If hundreds exit together, others get their turns in between.
+    """If hundreds of processes exit together, other tasks run in between.
 
-    A child that is still running causes no further look.
+    When only running children are left, no further iteration is needed.
     """
     children = [process.spawn(["/bin/true"], env={}) for _ in range(reaper.MAX_REAPED + 3)]
     while any((found := proc.stat(child.pid)) and found.is_alive for child in children):
@@ -49,7 +49,7 @@ async def test_reaper_reaps_a_limited_number_per_loop_iteration() -> None:
 
 
 async def test_reaper_reaps_all_dead_children_including_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One signal may represent many exits, and children that exited before the block have already sent theirs."""
+    """One SIGCHLD may stand for many exits, and children that exited before the block send none."""
     answers = [True, True, False]
     monkeypatch.setattr(reaper, "reap_some", lambda: answers.pop(0))
     with reaper.reaping():
@@ -60,7 +60,9 @@ async def test_reaper_reaps_all_dead_children_including_earlier_ones(monkeypatch
 
 
 async def test_many_exits_do_not_displace_other_signals(capfd: pytest.CaptureFixture[str]) -> None:
-    """No log line is written for each exit either."""
+    """Thousands of SIGCHLD must not fill asyncio's wake-up pipe, which would lose SIGTERM and print a warning each
+    time.
+    """
     before, heard = signal.getsignal(signal.SIGTERM), asyncio.Event()
     process.on_signal(signal.SIGTERM, heard.set)
     try:

@@ -1,4 +1,4 @@
-"""The parts of ``./dev release`` that need no container are reproducible."""
+"""Those parts of ``./dev release`` that need no container."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def release(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_release_build_of_wheel_and_source_is_reproducible(tmp_path: Path) -> None:
-    """Both have the py.typed mark, the checksums are right, and a second build gives the same files."""
+    """A second build gives the same files, and ``--compare`` names a file that differs.
+
+    Both archives have the marker py.typed, and the checksums are right.
+    """
     for place in ("first", "second"):
         parts = "--only=wheel", "--only=notes", f"--image={OWN[platform.machine()]}=base"
         done = release(*parts, f"--out={tmp_path / place}", SOURCE_DATE_EPOCH="1700000000")
@@ -50,7 +53,7 @@ def test_release_build_of_wheel_and_source_is_reproducible(tmp_path: Path) -> No
 
 
 def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
-    """The digest of an OCI archive is that of its manifest, which does not change when it is pushed."""
+    """The digest of an OCI archive is that of its manifest, which stays the same when the image is pushed."""
     index = {"manifests": [{"digest": "sha256:" + "a" * 64}]}
     (tmp_path / "index.json").write_text(json.dumps(index))
     with tarfile.open(tmp_path / "image.tar", "w") as archive:
@@ -59,7 +62,7 @@ def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
 
 
 def test_equal_images_give_equal_archives(tmp_path: Path) -> None:
-    """The archives contain neither the current time nor the original order of members."""
+    """Modification times and the order of the members are normalized."""
     for number, names in enumerate((("a", "b"), ("b", "a"))):
         with tarfile.open(tmp_path / f"{number}.part", "w") as archive:
             for name in names:
@@ -74,7 +77,7 @@ def test_equal_images_give_equal_archives(tmp_path: Path) -> None:
 
 
 def test_release_with_a_tag_of_another_version_is_refused(tmp_path: Path) -> None:
-    """Between releases no tag is accepted."""
+    """In a tree between two releases, no tag is accepted."""
     done = release("--tag=v9.9.9", "--only=wheel", f"--out={tmp_path / 'out'}")
 
     assert (done.returncode, done.stderr.partition(":")[0]) == (1, "release")

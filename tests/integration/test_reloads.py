@@ -1,4 +1,4 @@
-"""Processes that replace the main process of a service, reloaded by a rule, by another job, or by an operator."""
+"""A reload that replaces the main process of a service, started by a rule, by another job, or by an operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RELOADS = {
 
 
 def proxy(world: World, reload: str, *, is_of_another_job: bool = False) -> list[JobFile]:
-    """Return a job ``haproxy``, and a rule that runs ``reload`` when a file changes (cf-release#926)."""
+    """Return a job ``haproxy`` and a rule that runs the script ``reload`` when a file changes (cf-release#926)."""
     daemon = program("fork_twice.py", world.pidfile("haproxy"))
     job = world.job("haproxy", START.format(daemon=daemon), "exit 0", timeout=2)
     script = world.script("haproxy", "reload", reload.format(daemon=daemon))
@@ -47,12 +47,12 @@ def proxy(world: World, reload: str, *, is_of_another_job: bool = False) -> list
         pytest.param("stays a child", "stays", False, id="child of a rule"),
     ],
 )
-async def test_a_process_reloaded_by_a_rule_is_followed_and_stopped(
+async def test_process_that_replaces_the_main_process_in_a_reload_is_followed_and_stopped(
     world: World, how: str, old: str, is_of_another_job: bool
 ) -> None:
-    """No second start program runs meanwhile, and the stop ends both the old and the new process."""
-    # A daemon empties its pidfile before it writes its pid. On a busy machine the file must not be empty for two
-    # checks.
+    """The start program does not run again, and the stop ends both the old and the new process."""
+    # A daemon empties its pidfile before it writes its pid. Check slowly, so that even on a busy machine the file is
+    # not empty in two checks.
     world.timing = msgspec.structs.replace(world.timing, look=0.5)
     reload = RELOADS[how] + ("; kill $old" if old == "ends" else "")
     async with world.checking(*proxy(world, reload, is_of_another_job=is_of_another_job)) as supervisor:
@@ -65,7 +65,7 @@ async def test_a_process_reloaded_by_a_rule_is_followed_and_stopped(
             found.append(info(supervisor, "haproxy").pid)
         assert found[-1] == number_in(world.pidfile("haproxy"))
         await in_state(supervisor, "haproxy", "running")
-        # The script ends the old process only after it has seen the new pid, which the supervisor may see first.
+        # Wait, because the supervisor may see the new pid before the script, which then ends the old process.
         await until(lambda: [is_alive(pid) for pid in found] == [old == "stays", old == "stays", True])
         await supervisor.stop(wait=True)
 
@@ -74,8 +74,8 @@ async def test_a_process_reloaded_by_a_rule_is_followed_and_stopped(
         assert ("haproxy", "alert") in world.told("PID changed")
 
 
-async def test_stop_names_and_leaves_a_process_that_another_job_started(world: World) -> None:
-    """The process belongs to the other job, and an alert says that it still runs."""
+async def test_stop_reports_a_process_of_another_job_in_the_pidfile_and_leaves_it_running(world: World) -> None:
+    """An alert says that the process still runs and which job it belongs to."""
     other = world.base / "other.pid"
     helper = world.job("helper", f"sleep 600 & echo $! >{other}; echo $$ >$pidfile; exec sleep 600")
     web = world.job("web", "echo $$ >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $log)")
@@ -93,7 +93,11 @@ async def test_stop_names_and_leaves_a_process_that_another_job_started(world: W
 
 
 async def test_process_started_by_an_operator_replaces_the_old_one(world: World) -> None:
-    """No second start program runs. The agent sends the process no signal, so a stop that leaves it running fails."""
+    """The start program does not run again.
+
+    The agent sends no signal to a process that it did not start, so the stop fails if the stop program leaves it
+    running.
+    """
     web = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
     async with world.checking(web) as supervisor:
         old = (await in_state(supervisor, "web", "running")).pid

@@ -1,4 +1,4 @@
-"""``agent-shim render`` with a real ruby evaluates the templates of a release as a Director does."""
+"""``agent-shim render`` evaluates release templates as a Director does, with a real ruby."""
 
 from __future__ import annotations
 
@@ -152,7 +152,9 @@ LINKED = """\
 
 
 def linked(where: Path, template: str = LINKED, **db: object) -> tuple[Path, Path]:
-    """Return a manifest and a release. The group ``front`` consumes the link ``db`` of the group ``db``."""
+    """Return a manifest and a release in which the group ``front`` consumes a link ``db`` that the group ``db``
+    provides.
+    """
     source = release(where / "r", template)
     spec = {
         "name": "db",
@@ -188,7 +190,7 @@ def test_render_resolves_a_link_to_another_group_of_the_manifest(tmp_path: Path)
         ("<%= link('db').instances[2].address %>", "a value is missing (nil), so it has no `address`, in: <%= link('"),
     ],
 )
-def test_render_suggests_a_remedy_for_an_unknown_address(tmp_path: Path, template: str, said: str) -> None:
+def test_render_error_for_an_unknown_address_suggests_a_remedy(tmp_path: Path, template: str, said: str) -> None:
     done = render(*linked(tmp_path, template), "--group", "front", "--out", tmp_path / "out")
 
     assert f"cannot render web/templates/web.conf.erb:1: {said}" in done.stderr
@@ -289,7 +291,7 @@ INSTANCE = """\
 """
 
 
-def test_instance_is_that_of_the_options(tmp_path: Path) -> None:
+def test_render_options_set_the_instance(tmp_path: Path) -> None:
     options = {"--index": 1, "--address": "10.0.0.7", "--az": "z9"}
     patterns = {"--addresses": "{group}-{index}.{az}.{deployment}", "--group-address": "{group}.{network}"}
     words = [word for option in (options | patterns).items() for word in option]
@@ -322,7 +324,7 @@ def test_instance_is_that_of_the_options(tmp_path: Path) -> None:
         ({"AGENT_SHIM_ADDRESS": "::1", "AGENT_SHIM_AZ": "z3"}, "front-0 0 z3 true ::1 ::1 0"),
     ],
 )
-def test_instance_is_that_of_the_environment(tmp_path: Path, environment: dict[str, str], text: str) -> None:
+def test_render_variables_set_the_instance(tmp_path: Path, environment: dict[str, str], text: str) -> None:
     source = release(tmp_path / "r", INSTANCE.splitlines()[0])
     done = render(manifest(tmp_path), source, "--out", tmp_path / "out", **environment)
 
@@ -339,7 +341,7 @@ def test_instance_is_that_of_the_environment(tmp_path: Path, environment: dict[s
         ({"AGENT_SHIM_BOOTSTRAP": "1"}, "AGENT_SHIM_BOOTSTRAP is neither true nor false: 1"),
     ],
 )
-def test_an_impossible_instance_is_refused(tmp_path: Path, environment: dict[str, str], said: str) -> None:
+def test_render_rejects_an_invalid_instance(tmp_path: Path, environment: dict[str, str], said: str) -> None:
     done = render(manifest(tmp_path), release(tmp_path / "r"), "--out", tmp_path / "out", **environment)
 
     assert done.returncode == 78

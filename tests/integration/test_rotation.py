@@ -1,4 +1,4 @@
-"""Logs of jobs are rotated by the real worker while they are written."""
+"""Rotation of job logs by the real worker while they are written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST = 1 << 30
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    """Provide ``sys/log`` of a scratch tree."""
+    """Provide the directory ``sys/log`` of a scratch tree."""
     paths = Paths(tmp_path)
     (paths.log / "web/deep").mkdir(parents=True)
     return paths.log
@@ -36,7 +36,7 @@ def logs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def good(logs: Path) -> Path:
-    """Add a log of another job that is due for rotation."""
+    """Add a log of another job, which is large enough to be rotated."""
     path = logs / "zoo/good.log"
     path.parent.mkdir()
     path.write_text("g" * 1000)
@@ -48,7 +48,7 @@ def rotator(logs: Path, limits: Limits = SMALL, told: str = "") -> Rotation:
 
 
 def rotated(logs: Path, path: str, most: int) -> copytruncate.Moved:
-    """Return the rotated content of one log."""
+    """Rotate one log. Return the numbers of bytes that were moved and lost."""
     root = os.open(logs, os.O_RDONLY)
     try:
         return copytruncate.rotate(root, path, 7, most)
@@ -61,7 +61,10 @@ def archived(log: Path, number: int = 1) -> bytes:
 
 
 async def test_large_logs_are_compressed_and_truncated(logs: Path) -> None:
-    """Logs in three directory levels are rotated, hidden ones too. Small, deeper and other files stay."""
+    """Logs up to three directories deep are rotated, including hidden ones.
+
+    Small logs, deeper logs and other files are not.
+    """
     large = [logs / "top.log", logs / "web/web.stdout.log", logs / "web/deep/.hidden.log"]
     left = [logs / "web/small.log", logs / "web/data.txt", logs / "web/deep/deeper/x.log"]
     left[2].parent.mkdir()
@@ -78,7 +81,7 @@ async def test_large_logs_are_compressed_and_truncated(logs: Path) -> None:
 
 
 async def test_log_archives_are_renumbered_and_the_oldest_is_removed(logs: Path) -> None:
-    """The numbering is logrotate's."""
+    """The archives are numbered as by logrotate."""
     log = logs / "web/web.log"
     for text in ("one", "two", "three"):
         log.write_text(text * 100)
@@ -90,7 +93,7 @@ async def test_log_archives_are_renumbered_and_the_oldest_is_removed(logs: Path)
 
 
 async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
-    """The oldest are removed first, and the limit is shared evenly among jobs."""
+    """The limit is shared evenly among jobs, and the oldest archives are removed first."""
     for age, name in enumerate(["web/new.log.1.gz", "web/old.log.3.gz", "top.log.1.gz", "web/x.log"]):
         (logs / name).write_bytes(os.urandom(8192))
         os.utime(logs / name, (0, 1_000_000 - age))
@@ -102,7 +105,7 @@ async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
 
 
 async def test_rotation_loses_lines_only_at_the_moment_of_truncation(logs: Path) -> None:
-    """A writer appends while its log is rotated many times. The lines stay in order, and none is duplicated."""
+    """A program appends numbered lines while its log is rotated many times. No line is duplicated or out of order."""
     log = logs / "web/web.log"
     code = """
 import os, sys
@@ -124,8 +127,8 @@ for number in range(4000):
     numbers = sorted(log.parent.glob("web.log.*.gz"), key=lambda path: -int(path.name.split(".")[2]))
     lines = b"".join([*(gzip.decompress(path.read_bytes()) for path in numbers), log.read_bytes()]).splitlines()
 
-    # Lines written between the last read and the truncation may be lost, with half of the first one. How many depends
-    # on the scheduler, so only the gaps are counted.
+    # Lines that are written between the last read and the truncation are lost, and the first one may be cut. Their
+    # number depends on the scheduler, so only the gaps are counted.
     whole = [line for line in lines if len(line) == 6]
     assert whole == sorted(set(whole))
     assert len(lines) - len(whole) <= len(numbers)
@@ -134,7 +137,7 @@ for number in range(4000):
 
 
 def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds for any amount."""
+    """The log is read again after the sync, even if forty megabytes were added."""
     log, burst = logs / "web/web.log", b"more\n" * (8 << 20)
     log.write_bytes(b"first\n")
 
@@ -150,9 +153,9 @@ def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: 
 
 
 async def test_rotation_of_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its new archive counts as one of the archives. A loss is logged, and noted in the archive too.
+    """The loss is logged and noted in the archive, and older archives of the job are kept.
 
-    The size set by the deployment takes precedence over the limit of all archives.
+    A log whose size the deployment allows is archived completely, even if it exceeds the limit for all archives.
     """
     log, older, large = logs / "web/runaway.log", logs / "web/older.log.1.gz", logs / "web/large.log"
     older.write_bytes(os.urandom(400_000))
@@ -173,7 +176,7 @@ async def test_rotation_of_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.L
 
 
 async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The huge one thus delays no other job."""
+    """A huge log of one job must not delay the rotation of others."""
     sizes = {"a.log": 30_000, "b.log": 10_000, "web/a.log": 20_000}
     for name, size in sizes.items():
         (logs / name).write_bytes(b"x" * size)
@@ -186,7 +189,7 @@ async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pyte
 
 
 def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a log is compressed, it may grow by half of what is kept. Then it is truncated."""
+    """A log may grow by half while it is compressed, and is then truncated even if more is being written."""
     log, size = logs / "web/web.log", 4 * files.CHUNK_BYTES
     log.write_bytes(b"x" * size)
     read = os.read
@@ -203,8 +206,9 @@ def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: p
 
 
 async def test_hole_left_by_a_non_appending_writer_is_not_counted(logs: Path) -> None:
-    """The writer continues at its old position, so the bytes before it are a hole, which is neither copied nor
-    counted.
+    """After the truncation, the program writes at its old position.
+
+    The hole before that is neither copied nor counted as size.
     """
     log = logs / "web/web.log"
     with log.open("wb", buffering=0) as out:
@@ -222,7 +226,10 @@ async def test_hole_left_by_a_non_appending_writer_is_not_counted(logs: Path) ->
 
 
 async def test_deployment_log_size_overrides_the_configured_one(logs: Path) -> None:
-    """``properties.logging.max_log_file_size`` comes first. An invalid size is ignored."""
+    """The deployment's size is ``properties.logging.max_log_file_size``.
+
+    If it is invalid, the configured size applies.
+    """
     log = logs / "web/web.log"
     log.write_text("x" * 5000)
 
@@ -237,9 +244,7 @@ async def test_deployment_log_size_overrides_the_configured_one(logs: Path) -> N
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
 async def test_rotation_ignores_links_and_hard_links(logs: Path, tmp_path: Path) -> None:
-    """A job may make its log a link to any file of the machine, which must not be read, truncated or change its
-    owner.
-    """
+    """Otherwise a job could have any file of the machine read or truncated, or given to another owner."""
     secret = tmp_path / "secret"
     secret.write_text("s" * 1000)
     elsewhere = tmp_path / "elsewhere"
@@ -272,7 +277,7 @@ async def test_rotation_ignores_links_and_hard_links(logs: Path, tmp_path: Path)
 
 
 async def test_logrotate_rule_is_disabled_while_the_agent_rotates(logs: Path) -> None:
-    """The rule is the Go agent's. Handback enables it again."""
+    """The rule was installed by the Go agent. A handback enables it again."""
     rule = Paths(logs.parents[2]).logrotate_rule
     rule.parent.mkdir(parents=True)
     rule.write_text("the Go agent's")
@@ -294,11 +299,13 @@ async def test_logrotate_rule_is_disabled_while_the_agent_rotates(logs: Path) ->
 async def test_agent_does_not_rotate_if_logrotate_cannot_be_disabled(
     logs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This happens in a container whose ``/etc`` is read-only."""
+    """Both would rotate the same logs if ``/etc`` is read-only, so the agent leaves them to logrotate and logs a
+    warning.
+    """
     rule = Paths(logs.parents[2]).logrotate_rule
     rule.parent.mkdir(parents=True)
     rule.write_text("the Go agent's")
-    (rule.parent / "vcap.disabled").mkdir()  # so that no file can be given this name
+    (rule.parent / "vcap.disabled").mkdir()  # makes it impossible to rename the rule
     log = logs / "web/web.log"
     log.write_text("x" * 200)
 
@@ -312,7 +319,7 @@ async def test_agent_does_not_rotate_if_logrotate_cannot_be_disabled(
 
 
 def test_disabled_rotation_enables_the_logrotate_rule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A failure to do so is logged as an error."""
+    """If the rule cannot be enabled, this is logged as an error."""
     rule = Paths(tmp_path).logrotate_rule
     rule.parent.mkdir(parents=True)
     out_of_force = rule.with_name("vcap.disabled")
@@ -327,7 +334,7 @@ def test_disabled_rotation_enables_the_logrotate_rule(tmp_path: Path, caplog: py
 
 
 async def test_log_that_cannot_be_rotated_does_not_stop_others(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A directory is in the place of its archive."""
+    """Its archive cannot be created because there is a directory with that name."""
     (logs / "web/bad.log").write_text("b" * 1000)
     (logs / "web/bad.log.2.gz").mkdir()
     (logs / "web/bad.log.1.gz").mkdir()
@@ -348,7 +355,7 @@ async def test_log_that_cannot_be_rotated_does_not_stop_others(logs: Path, caplo
     ],
 )
 def test_log_sizes_are_written_as_for_logrotate(text: str, number: int | None) -> None:
-    """They may have a unit. An invalid size is rejected."""
+    """A size is a number of bytes or has one of logrotate's units k, M and G."""
     if number is not None:
         assert rotation.size(text) == number
         return
@@ -362,7 +369,7 @@ def test_log_sizes_are_written_as_for_logrotate(text: str, number: int | None) -
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")
 async def test_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is rotated like any other. In the agent's log it is one line."""
+    """Its name is escaped in the agent's log, so that it cannot forge lines or control a terminal."""
     caplog.set_level("INFO")
     evil = logs / "web" / os.fsdecode(b"\xff\n\x1b[2J.log")
     for path in (evil, logs / "web/good.log"):
@@ -379,7 +386,10 @@ async def test_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: p
 
 
 async def test_rotation_handles_hundreds_of_thousands_of_archives(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty ones use no space and do not count. Of the others, many of the oldest are removed in one round."""
+    """A round removes a limited number of the oldest archives.
+
+    Empty archives use no space, so they are ignored.
+    """
     monkeypatch.setattr(rotation, "MAX_REMOVED", 10)
     for number in range(500):
         path = logs / f"web/x{number}.log.1.gz"
@@ -410,7 +420,7 @@ async def test_job_with_too_many_files_does_not_block_the_rotation_of_others(
 async def test_many_logs_of_one_job_do_not_block_the_rotation_of_others(
     logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
-    """The number of logs per round is limited, and the logs of one job could use up the limit in every round."""
+    """A round rotates a limited number of logs, which must not all belong to the same job."""
     monkeypatch.setattr(rotation, "MAX_DUE", 4)
     for number in range(8):
         path = logs / f"web/{number}.log"
@@ -428,7 +438,10 @@ async def test_many_logs_of_one_job_do_not_block_the_rotation_of_others(
 
 @pytest.mark.parametrize("planted", ["second names", "archives of the future"])
 async def test_archives_of_one_job_do_not_displace_those_of_another(logs: Path, planted: str) -> None:
-    """The job with the most archives loses its own. A file with several names does not count."""
+    """If all archives exceed the limit, those of the job with most are removed.
+
+    Archives with several hard links are not counted.
+    """
     (logs / "zoo").mkdir()
     good = logs / "zoo/good.log.1.gz"
     good.write_bytes(os.urandom(8192))
@@ -450,7 +463,7 @@ async def test_archives_of_one_job_do_not_displace_those_of_another(logs: Path, 
 async def test_hanging_volume_does_not_block_the_rotation_of_other_jobs(
     logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a file server is gone, only the thread that looks at it hangs."""
+    """If a file server does not respond, only the thread that lists that job's logs hangs."""
     gate = threading.Event()
     honest = rotation.look_at
 

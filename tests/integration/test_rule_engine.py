@@ -1,4 +1,4 @@
-"""Rules on real processes: findings, alerts and actions, cycle by cycle."""
+"""Monit rules for real processes: their results, alerts and actions in each cycle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 
 async def test_process_above_a_resource_limit_is_failing_and_keeps_running(world: World) -> None:
-    """There is one alert with monit's text. The state lasts as long as the condition."""
+    """One alert with monit's words is sent, and the service is failing as long as the limit is exceeded."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb for 2 cycles then alert", "if children > 50 then alert")
     async with world.checking(job) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -36,14 +36,14 @@ async def test_process_above_a_resource_limit_is_failing_and_keeps_running(world
         assert world.told("Resource limit matched") == [("web", "alert")]
 
 
-async def test_first_rule_check_comes_a_cycle_after_the_start(world: World) -> None:
-    """monit also sleeps after a start, so that a new process has time to settle."""
+async def test_rules_are_first_checked_one_cycle_after_the_start(world: World) -> None:
+    """As under monit, a new process has a full cycle to settle before its rules are checked."""
     world.timing = replace(world.timing, cycle=0.5)
     async with world.checking(world.job("web", None, "exit 0", "if memory > 1 kb then alert")) as supervisor:
         await in_state(supervisor, "web", "running")
         await until(lambda: world.told("Resource limit matched"))
 
-        # Both times have the resolution of the kernel's clock tick.
+        # Subtract 2, because both times are rounded to clock ticks of the kernel.
         web = proc.stat(info(supervisor, "web").pid)
         assert web is not None
         assert clock.boot_ticks() - web.start_ticks >= world.timing.cycle * clock.TICKS - 2
@@ -53,7 +53,7 @@ LATE = (
     "import socket, sys, time; time.sleep(0.5);"
     " s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); time.sleep(600)"
 )
-"""Program that listens after half a second."""
+"""A program that listens on a socket after half a second."""
 
 
 async def states_until(supervisor: Supervisor, last: str) -> list[str]:
@@ -67,7 +67,9 @@ async def states_until(supervisor: Supervisor, last: str) -> list[str]:
 
 
 async def test_process_is_starting_until_its_socket_answers(world: World) -> None:
-    """Its socket answers long before its first cycle. A Director that sees it running stops waiting."""
+    """Connection rules are checked right after the start, long before the first cycle, because the Director trusts the
+    first "running".
+    """
     world.timing = replace(world.timing, cycle=60)
     there = world.base / "socket"
     start = f'echo $$ >$pidfile; exec {sys.executable} -S -c "{LATE}" {there}'
@@ -98,7 +100,7 @@ async def test_process_whose_socket_never_answers_is_never_running(world: World,
 
 
 async def test_rules_of_a_changed_monit_file_take_effect(world: World) -> None:
-    """Without rules no task wakes up."""
+    """This works even if there were no rules before, when no task checks any."""
     async with world.checking(world.job("web", None, "exit 0")) as supervisor:
         await in_state(supervisor, "web", "running")
         await asyncio.sleep(2 * world.timing.cycle)
@@ -108,7 +110,6 @@ async def test_rules_of_a_changed_monit_file_take_effect(world: World) -> None:
 
 
 async def test_total_resource_rules_count_child_processes(world: World) -> None:
-    """Other rules use the figures of the main process alone."""
     start = "echo $$ >$pidfile; sleep 600 & sleep 600 & sleep 600 & wait"
     job = world.job("web", start, "kill $(cat $pidfile)", "if children = 3 then alert", "if totalmem < 1 Gb then alert")
     async with world.checking(job) as supervisor:
@@ -121,7 +122,7 @@ async def test_total_resource_rules_count_child_processes(world: World) -> None:
 
 
 async def test_cpu_rule_measures_cpu_time_between_cycles(world: World) -> None:
-    """A sleeping process uses none."""
+    """A busy process exceeds the limit, and a sleeping one does not."""
     rule = "if cpu > 5 % then alert"
     jobs = [
         world.job("busy", "echo $$ >$pidfile; while :; do :; done", None, rule),
@@ -135,7 +136,10 @@ async def test_cpu_rule_measures_cpu_time_between_cycles(world: World) -> None:
 
 
 async def test_restart_by_a_rule_is_counted_as_a_restart(world: World) -> None:
-    """There is a new process, and the service does not count as running before a check has passed."""
+    """The restarts count for a rule that limits them.
+
+    The new process counts as running only after a check has passed.
+    """
     statements = ("if memory > 1 kb then restart", "if 2 restarts within 9999 cycles then unmonitor")
     job = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $pidfile)", *statements)
     async with world.checking(job) as supervisor:
@@ -155,7 +159,7 @@ async def test_restart_by_a_rule_is_counted_as_a_restart(world: World) -> None:
 
 
 async def test_restarted_process_does_not_inherit_failed_checks(world: World) -> None:
-    """Failed checks of its predecessor do not count against it."""
+    """Each process must fail as often as the rule says before it is restarted."""
     job = world.job("web", None, "kill $(cat $pidfile)", "if memory > 1 kb for 4 cycles then restart")
     async with world.checking(job) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
@@ -169,7 +173,7 @@ async def test_restarted_process_does_not_inherit_failed_checks(world: World) ->
 
 
 async def test_rule_recovery_is_reported_and_runs_its_program(world: World) -> None:
-    """The program of ``else if recovered`` runs, and the service is running again."""
+    """After the recovery, the program of ``else if recovered`` runs, and the service is running again."""
     start = "echo $$ >$pidfile; sleep 600 & child=$!; echo $child >$log.child; wait $child; exec sleep 600"
     good = world.script("web", "good", "echo good >>$log")
     rule = f'if children > 0 then alert else if recovered for 2 cycles then exec "{good}"'
@@ -186,7 +190,7 @@ async def test_rule_recovery_is_reported_and_runs_its_program(world: World) -> N
 
 
 async def test_rule_exec_runs_in_each_failing_cycle(world: World) -> None:
-    """monit does so too. The program may call the agent, and outlives the service."""
+    """As under monit, the program runs again in each cycle, although the alert is sent only once."""
     bad = world.script("web", "bad", 'echo "$MONIT_SERVICE $MONIT_EVENT" >>$log')
     job = world.job("web", None, "exit 0", f'if memory > 1 kb then exec "{bad}"')
     async with world.checking(job):
@@ -196,7 +200,6 @@ async def test_rule_exec_runs_in_each_failing_cycle(world: World) -> None:
 
 
 async def test_rules_of_a_passive_service_only_alert(world: World) -> None:
-    """Nothing is stopped or restarted."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb then stop", "mode passive")
     async with world.checking(job) as supervisor:
         supervisor.services()
@@ -208,8 +211,7 @@ async def test_rules_of_a_passive_service_only_alert(world: World) -> None:
         assert world.told("Resource limit matched") == [("web", "alert")]
 
 
-async def test_stop_and_unmonitor_end_rule_checks(world: World) -> None:
-    """The failure ends with them."""
+async def test_stop_and_unmonitor_by_a_rule_clear_its_failure(world: World) -> None:
     jobs = [
         world.job("one", None, "kill $(cat $pidfile)", "if memory > 1 kb then stop"),
         world.job("two", None, "exit 0", "if memory > 1 kb then unmonitor"),
@@ -225,10 +227,7 @@ async def test_stop_and_unmonitor_end_rule_checks(world: World) -> None:
 
 
 async def test_hanging_port_check_does_not_delay_other_checks(world: World) -> None:
-    """One socket accepts no connection, and its rule may wait for a minute.
-
-    Rules of other services continue meanwhile.
-    """
+    """A check may wait a minute for a socket that accepts no connection, while other rules are checked."""
     with socket.socket(socket.AF_UNIX) as full, socket.socket() as free:
         full.bind(str(world.base / "full.sock"))
         full.listen(0)
@@ -260,17 +259,17 @@ async def test_hanging_port_check_does_not_delay_other_checks(world: World) -> N
 
 
 async def test_check_result_applies_only_to_the_process_that_was_checked(world: World) -> None:
-    """The process is killed during a check.
+    """A process is killed during a check that would fail.
 
-    Its successor is not restarted because of that check, and only one is started.
+    Its successor is started once, and is not restarted because of that check.
     """
     asked: list[asyncio.Event] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = asyncio.Event()
         asked.append(first)
-        if len(asked) <= 2:  # the checks of the start and of the first cycle
-            await reader.read()  # stay silent until the check gives up
+        if len(asked) <= 2:  # the checks at the start and in the first cycle
+            await reader.read()  # do not answer until the check times out
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         writer.close()
         with contextlib.suppress(ConnectionError):
@@ -298,7 +297,7 @@ async def test_check_result_applies_only_to_the_process_that_was_checked(world: 
 
 
 async def test_opened_port_ends_the_failing_state(world: World) -> None:
-    """The service was failing and is running again, which is also reported as an event."""
+    """The recovery is also reported as an event."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} for 2 cycles then alert"
@@ -314,7 +313,6 @@ async def test_opened_port_ends_the_failing_state(world: World) -> None:
 
 
 async def test_filesystem_rule_checks_used_space(world: World) -> None:
-    """The rule limits the used space."""
     text = f"""
 check device root with path {world.base}
   if space usage > 0 % then alert
@@ -335,7 +333,7 @@ check device lost with path {world.base}/absent
 
 
 async def test_out_of_memory_kill_is_reported_as_such(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The container's counter of OOM kills shows it. The next exit counts as an ordinary one."""
+    """The kill is recognized by the container's OOM counter, and the next exit by SIGKILL counts as an ordinary one."""
     kills = [7]
     monkeypatch.setattr(cgroups, "oom_level", lambda *_: (2, Path("/")))
     monkeypatch.setattr(cgroups, "oom_kills_of", lambda *_: kills[0])
@@ -356,7 +354,7 @@ async def test_out_of_memory_kill_is_reported_as_such(world: World, monkeypatch:
 
 
 async def test_invalid_monit_file_is_reported_once_per_mistake(world: World) -> None:
-    """The alert names the place and the reason, and is repeated only for another mistake."""
+    """The alert names place and reason. It is sent again only if the file has another mistake."""
     bad = JobFile("bad", "", "check nonsense")
     async with world.checking(bad, world.job("web")) as supervisor:
         found = [(each.service, each.event, each.action) for each in world.events]

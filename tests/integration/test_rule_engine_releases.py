@@ -1,7 +1,7 @@
-"""Checks without a process, and rules of public releases, tested by their effect on state, alerts, programs and
+"""Rules from public releases, and checks of hosts and files, tested by their effect on state, alerts, programs and
 restarts.
 
-Each test names the release whose monit file it follows.
+Docstrings name the release whose monit file a test follows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 
 class Web:
-    """A web server whose port can be closed and opened again."""
+    """A web server that can be opened and closed on the same port."""
 
     def __init__(self) -> None:
         self.status = "200 OK"
@@ -66,7 +66,7 @@ def states(supervisor: Supervisor) -> dict[str, str]:
 
 
 async def test_check_host_of_a_dead_haproxy_fails_the_instance(world: World, web: Web) -> None:
-    """In haproxy-boshrelease the process runs, and its health page decides. The Health Monitor gets an alert."""
+    """In haproxy-boshrelease, the instance is failing if the health page does not answer, even if the process runs."""
     health = f"""
     check host haproxy-health with address localhost
       if failed host localhost port {web.port} protocol http and request "/health"
@@ -93,8 +93,8 @@ async def test_check_host_of_a_dead_haproxy_fails_the_instance(world: World, web
         await until(lambda: supervisor.job_state() == "failing")
 
 
-async def test_a_check_host_is_starting_until_it_has_been_tested(world: World, web: Web) -> None:
-    """The Director believes the first ``running``."""
+async def test_check_host_is_starting_until_its_first_check(world: World, web: Web) -> None:
+    """The Director believes the first ``running``, so it must not come before the check."""
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then alert\n group vcap\n"
     async with world.supervising(JobFile("far", "", text)) as supervisor:
         await in_state(supervisor, "far", "running")
@@ -106,7 +106,7 @@ async def test_a_check_host_is_starting_until_it_has_been_tested(world: World, w
 
 
 async def test_check_host_restarts_in_each_failing_cycle(world: World, web: Web) -> None:
-    """The scheduler of app-autoscaler has ``check host … if failed url … then restart``, with programs or without."""
+    """app-autoscaler's scheduler has ``check host … if failed url … then restart``, here with and without programs."""
     start, stop = (world.script("health", verb, f"echo {verb} >>$log") for verb in ("start", "stop"))
     text = f"""
     check host scheduler-health with address localhost
@@ -129,7 +129,7 @@ async def test_check_host_restarts_in_each_failing_cycle(world: World, web: Web)
 
 
 async def test_check_host_restarts_its_dependants(world: World, web: Web) -> None:
-    """monit stops and starts the dependants of a service that it restarts."""
+    """As under monit, a restart of the check stops and starts the services that depend on it."""
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then restart\n group vcap\n"
     start = "echo start >>$log; echo $$ >$pidfile; exec sleep 600"
     job = world.job("web", start, "kill $(cat $pidfile)", "depends on far")
@@ -169,7 +169,7 @@ async def test_check_host_skips_port_checks_of_a_host_that_fails_ping(
 
 
 async def test_failed_url_check_restarts_a_process(world: World, web: Web) -> None:
-    """swarm_manager of docker-boshrelease has ``if (failed url … ) then restart``."""
+    """The rule is that of swarm_manager in docker-boshrelease: ``if (failed url … ) then restart``."""
     await web.open()
     rule = f"if (failed url http://127.0.0.1:{web.port}/info and content != 'x' for 2 cycles) then restart"
     async with world.checking(world.job("manager", None, "kill $(cat $pidfile)", rule)) as supervisor:
@@ -183,7 +183,7 @@ async def test_failed_url_check_restarts_a_process(world: World, web: Web) -> No
 
 
 async def test_closed_udp_port_restarts_a_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ingestor_syslog of logsearch has ``if failed port … type udp``."""
+    """The rule is that of ingestor_syslog in logsearch: ``if failed port … type udp``."""
     monkeypatch.setattr("agent_shim.supervisor.network_checks.REFUSAL_S", 0.1)
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind(("127.0.0.1", 0))
@@ -202,7 +202,10 @@ async def test_closed_udp_port_restarts_a_process(world: World, monkeypatch: pyt
 
 
 async def test_changed_file_runs_a_program_with_monit_variables(world: World) -> None:
-    """nginx of prometheus-boshrelease has ``if changed timestamp then exec``, which runs once for each change here."""
+    """The rule is that of nginx in prometheus-boshrelease, ``if changed timestamp then exec``.
+
+    Its program runs once for each change.
+    """
     hosts = world.base / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
     body = 'echo "$MONIT_SERVICE: $MONIT_EVENT: $MONIT_DESCRIPTION" >>$log'
@@ -221,13 +224,13 @@ async def test_changed_file_runs_a_program_with_monit_variables(world: World) ->
 
         assert world.lines() == [f"hosts: Timestamp changed: timestamp was changed for {hosts}"] * 2
         assert world.told("Timestamp changed") == [("hosts", "exec")] * 2
-        # The service fails until the next check finds no change.
+        # The check is failing until it finds no further change.
         await until(lambda: supervisor.job_state() == "running")
         assert world.told("Timestamp succeeded") == []
 
 
 async def test_file_above_its_size_limit_is_failing(world: World) -> None:
-    """queue of logsearch has ``if size > …``."""
+    """The rule is that of queue in logsearch: ``if size > …``."""
     dump = world.base / "dump.rdb"
     dump.write_bytes(bytes(100))
     text = f"check file dump with path {dump}\n if size > 1 kb for 2 cycles then alert\n group vcap\n"
@@ -244,8 +247,8 @@ async def test_file_above_its_size_limit_is_failing(world: World) -> None:
         assert world.told("Size succeeded") == [("dump", "alert")]
 
 
-async def test_file_check_of_another_file_type_restarts(world: World) -> None:
-    """monit applies this rule to each file, directory and FIFO."""
+async def test_file_check_that_finds_a_directory_restarts(world: World) -> None:
+    """monit applies this implicit rule to each check of a file, directory or FIFO."""
     pid = world.base / "run"
     stop, start = (
         world.script("run", verb, body) for verb, body in (("stop", f"rmdir {pid}"), ("start", f"touch {pid}"))
@@ -262,7 +265,9 @@ async def test_file_check_of_another_file_type_restarts(world: World) -> None:
 
 
 async def test_missing_file_is_created_by_its_start_program(world: World) -> None:
-    """monit needs no stop program for that, as in capi-release (nfs_mounter) and os-conf-release (iptables)."""
+    """As under monit, no stop program is needed, for example in capi-release (nfs_mounter) and os-conf-release
+    (iptables).
+    """
     crontab = world.base / "crontab"
     start = world.script("mounter", "start", f"echo start >>$log; touch {crontab}")
     text = f'check file mounter path {crontab}\n start program "{start}"\n group vcap\n'
@@ -275,8 +280,7 @@ async def test_missing_file_is_created_by_its_start_program(world: World) -> Non
         assert [each.description for each in world.events if each.event == "Does not exist"] == ["file doesn't exist"]
 
 
-async def test_directory_check_without_programs_fails_while_it_is_missing(world: World) -> None:
-    """It is running again once the directory exists."""
+async def test_directory_check_without_programs_fails_while_the_directory_is_missing(world: World) -> None:
     path = world.base / "store"
     text = f"check directory store path {path}\n group vcap\n"
     async with world.checking(JobFile("store", "", text)) as supervisor:
@@ -291,7 +295,7 @@ async def test_directory_check_without_programs_fails_while_it_is_missing(world:
 
 
 async def test_match_rule_runs_its_program_for_each_new_line(world: World) -> None:
-    """Older lines do not count, nor do those that the check ignores."""
+    """Lines written before the check started, incomplete lines, and lines of ``ignore match`` do not count."""
     log = world.base / "app.log"
     log.write_text("error: old\n")
     body = 'echo "$MONIT_DESCRIPTION" >>$log'
@@ -308,7 +312,7 @@ async def test_match_rule_runs_its_program_for_each_new_line(world: World) -> No
         await until(lambda: len(world.lines()) == 2)
 
         assert sorted(world.lines()) == ["content matches [error: one]", "content matches [error: two]"]
-        assert supervisor.job_state() == "failing"  # as in monit, until there is a line that does not match
+        assert supervisor.job_state() == "failing"  # as in monit, until a line is added that does not match
         with log.open("a") as writer:
             writer.write(" a line\nfine\n")
         await until(lambda: supervisor.job_state() == "running")

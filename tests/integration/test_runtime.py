@@ -1,4 +1,4 @@
-"""Each callback of the runtime, tested by its effect on the bus, the volume and the jobs."""
+"""Callbacks of the runtime, tested by their effect on bus, volume and jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAMS = Path("tests/support/programs").resolve()
 
 
 def played(program: str, *arguments: object) -> str:
-    """Return the command of an agent that ``program`` has modified."""
+    """Return the command of an agent that runs through ``program``, which modifies it."""
     return shlex.join([sys.executable, str(PROGRAMS / program), *map(str, arguments), *shlex.split(COMMAND)[3:]])
 
 
@@ -34,7 +34,7 @@ def played(program: str, *arguments: object) -> str:
 
 
 async def test_volume_lease_is_released_only_after_the_jobs_stop(instance: World) -> None:
-    """Another agent would otherwise write to a volume whose jobs still run."""
+    """While the jobs of this agent run, no other agent may write to the volume."""
     lease = Paths(instance.base).mirror / NAME
     await instance.deploy()
 
@@ -47,11 +47,11 @@ async def test_volume_lease_is_released_only_after_the_jobs_stop(instance: World
     assert json.loads(lease.read_bytes())["is_over"] is True
 
 
-async def test_held_poll_is_answered_before_the_agent_disconnects(instance: World) -> None:
+async def test_delayed_get_task_reply_is_sent_before_the_agent_disconnects(instance: World) -> None:
     await instance.deploy(more={"more": {"bin/run": "#!/bin/sh\nsleep 1000\n", "monit": ""}})
     task = (await instance.director.value(AGENT, "run_errand", "more"))["agent_task_id"]
     poll = asyncio.create_task(instance.director.call(AGENT, "get_task", task, retries=0))
-    await instance.director.value(AGENT, "ping")  # the poll had come before it
+    await instance.director.value(AGENT, "ping")  # the poll, which was sent before, has arrived by now
     assert not poll.done()
 
     assert await instance.stop_agent() == 0
@@ -63,7 +63,7 @@ async def test_held_poll_is_answered_before_the_agent_disconnects(instance: Worl
 
 
 async def test_reconnect_sends_pending_alerts_and_an_extra_heartbeat(instance: World) -> None:
-    """Regular heartbeats have a fixed phase within the period, so one with another phase is the extra one."""
+    """Regular heartbeats come at fixed times, so a heartbeat at another time is the extra one."""
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.deploy()
@@ -77,7 +77,7 @@ async def test_reconnect_sends_pending_alerts_and_an_extra_heartbeat(instance: W
         alert = await monitor.wait_for("alert", AGENT, timeout=60)
         assert (alert.body["title"], alert.body["severity"]) == ("job0 (127.0.0.1) - Does not exist - restart", 1)
         phases: list[float] = []
-        # The monitor may miss an extra heartbeat, because its own connection returns later.
+        # Try several times, because the monitor may reconnect too late for the extra heartbeat.
         while len(phases) < 8 and max(phases, default=0) - min(phases, default=0) <= 0.1:
             seen = len(monitor.of("heartbeat", AGENT))
             await instance.server.kill()
@@ -89,7 +89,7 @@ async def test_reconnect_sends_pending_alerts_and_an_extra_heartbeat(instance: W
 
 
 async def test_reconnect_updates_the_packet_filter(instance: World) -> None:
-    """The bus may have another address now, which the rules do not cover yet."""
+    """The bus may have another address now, which the filter must allow."""
     written = instance.scratch / "written"
     instance.command = played("without_nft.py", written)
     await instance.start_agent()
@@ -105,12 +105,12 @@ async def test_reconnect_updates_the_packet_filter(instance: World) -> None:
 
 
 async def test_jobs_start_only_after_the_late_boot_steps(instance: World) -> None:
-    """They need the trusted CAs as soon as they start."""
+    """Jobs need, for example, the trusted CAs as soon as they start."""
     prepared = instance.base / "data/prepared"
     await instance.deploy(more={"more": {"bin/pre-start": f"#!/bin/sh\ntouch {prepared}\n", "monit": ""}})
     await instance.kill_agent()
     os.kill(instance.pids()["job0"], signal.SIGKILL)
-    for place in instance.base.iterdir():  # imitates a new root file system, after which a task starts the jobs
+    for place in instance.base.iterdir():  # simulate a new root file system, after which the agent starts the jobs
         if place.is_dir() and not place.is_symlink() and place.name != "data":
             shutil.rmtree(place)
         elif place.name != "data":
@@ -119,7 +119,7 @@ async def test_jobs_start_only_after_the_late_boot_steps(instance: World) -> Non
     instance.command = played("late_boot.py", may_end)
 
     await instance.start_agent()
-    await instance.run("list_disk")  # a task that runs after the one that starts the jobs, if that has begun
+    await instance.run("list_disk")  # would wait for the start of the jobs if that had begun
     assert not prepared.exists()
 
     may_end.touch()
@@ -128,7 +128,7 @@ async def test_jobs_start_only_after_the_late_boot_steps(instance: World) -> Non
 
 
 async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: World) -> None:
-    """The Go agent leaves its marker and monit's files, but no state of this supervisor exists."""
+    """The Go agent's marker says that they are stopped, and there is no saved state of this supervisor."""
     await instance.deploy()
     await instance.run("stop")
     await instance.kill_agent()
@@ -145,7 +145,7 @@ async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: World) 
 
 
 async def test_default_monit_password_of_the_go_agent_is_replaced(instance: World) -> None:
-    """Other passwords are kept. The default is published in the sources of the Go agent."""
+    """The Go agent's default is public. Once replaced, the password stays the same."""
     user = Paths(instance.base).monit_user
     user.parent.mkdir(parents=True)
     user.write_text(f"vcap:{GO_AGENT_PASSWORD}\n")
@@ -167,7 +167,7 @@ async def test_metrics_separate_running_from_waiting_tasks_and_sent_from_repeate
     await instance.deploy(more={"long": LONG})
     for times in (1.0, 2.0):
         os.kill(instance.pids()["job0"], signal.SIGKILL)
-        # If a process ends before the agent has seen it, this counts as a failed start, which has another alert.
+        # Wait until the agent has seen the process, because an earlier exit would count as a failed start.
         restarted = {'agent_shim_process_restarts_total{process="job0"}': times}
         await until_scraped(instance.http, {**restarted, 'agent_shim_process_up{process="job0"}': 1.0})
     for _ in range(3):
@@ -195,7 +195,7 @@ LONG = {"bin/run": "#!/bin/sh\nexec sleep 1000\n", "monit": ""}
 
 
 async def scraped(address: str) -> dict[str, float]:
-    """Return the metrics by name and labels."""
+    """Return the values of all metrics by name and labels."""
 
     def read() -> str:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as answer:

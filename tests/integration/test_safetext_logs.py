@@ -1,4 +1,4 @@
-"""Logs of jobs are shown safely on a terminal, and unchanged in a pipe."""
+"""Job logs are escaped on a terminal, so that they cannot control it, and unchanged in a pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agent_shim.core.paths import Paths
 from tests.support.terminals import on_terminal
 
 ORDERS = b"\x1b]0;owned\x07\xff\n"
-"""Output of a job that controls a terminal, and a byte of invalid UTF-8."""
+"""Output of a job with a terminal control sequence and an invalid UTF-8 byte."""
 HARMLESS = rb"\u001b]0;owned\u0007"
 
 

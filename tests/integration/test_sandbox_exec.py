@@ -1,4 +1,7 @@
-"""The last steps before a program of a job runs, as the program itself sees them. Only the child process is changed."""
+"""The last steps before a sandboxed program runs, as the program itself sees them.
+
+They change only the child process.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ UNPRIVILEGED_UID = 65534
 
 
 def order(**members: Any) -> sandbox_exec.ExecSpec:
-    """Return a program that prints what the kernel reports about it."""
+    """Return the spec of a program that prints what the kernel reports about it."""
     return sandbox.exec_spec(**{"argv": ["/bin/cat", "/proc/self/status", "/proc/self/limits"], **members})
 
 
 def in_memory(wanted: sandbox_exec.ExecSpec) -> int:
-    """Return a descriptor from which the spec can be read."""
+    """Return a descriptor of a file in memory that contains the spec."""
     descriptor = os.memfd_create("spec")
     os.write(descriptor, json.dumps(wanted).encode() + b"\n")
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -33,7 +36,7 @@ def in_memory(wanted: sandbox_exec.ExecSpec) -> int:
 
 
 async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None, dict[str, str]]:
-    """Run a program. Return its exit code, and the lines that it has printed by name."""
+    """Run the program of this spec. Return its exit code and its output lines by name."""
     descriptor = in_memory(wanted)
     out = tmp_path / "out"
     status = await process.spawn([*sandbox.launcher(), "0"], env={}, stdin=descriptor, stdout=out, stderr=out).wait()
@@ -47,10 +50,13 @@ async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None
 
 @pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 async def test_sandboxed_program_has_no_capabilities_and_default_signals(tmp_path: Path) -> None:
-    """It has no capabilities in any set and cannot gain any. Signals that Python ignores reach the program."""
+    """It cannot gain capabilities either.
+
+    Signals that Python ignores, such as SIGPIPE, have their default effect again.
+    """
     status, found = await run(tmp_path, order())
 
-    # The C library reserves two signals for itself, and leaves them ignored in a child.
+    # valid_signals() excludes the two signals that the C library reserves, which stay ignored in a child.
     ignored = {each for each in signal.valid_signals() if int(found["SigIgn"], 16) >> (each - 1) & 1}
     assert (status, found["NoNewPrivs"], ignored) == (0, "1", set())
     assert {found[f"Cap{name}"].strip("0") for name in ("Inh", "Prm", "Eff", "Amb")} == {""}
@@ -59,7 +65,10 @@ async def test_sandboxed_program_has_no_capabilities_and_default_signals(tmp_pat
 @pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 @pytest.mark.root
 async def test_sandboxed_user_has_no_groups_and_only_requested_capabilities(tmp_path: Path) -> None:
-    """Only user and group are set. One capability is in all sets, and the others leave the bounding set."""
+    """Supplementary groups of the agent are dropped.
+
+    The requested capability is in all sets, and all others are removed even from the bounding set.
+    """
     wanted = capabilities.privileges().effective & {"NET_BIND_SERVICE"}
     numbers = [capabilities.NAMES.index(name) for name in wanted]
     before = os.getgroups()
@@ -78,7 +87,7 @@ async def test_sandboxed_user_has_no_groups_and_only_requested_capabilities(tmp_
 
 
 async def test_privileged_sandbox_keeps_its_capabilities(tmp_path: Path) -> None:
-    """The option is ``unsafe.privileged``."""
+    """This is for processes with ``unsafe.privileged`` in bpm.yml."""
     _, found = await run(tmp_path, order(keeps_privileges=True))
 
     assert found["NoNewPrivs"] == str(int(capabilities.privileges().no_new_privs))
@@ -86,7 +95,7 @@ async def test_privileged_sandbox_keeps_its_capabilities(tmp_path: Path) -> None
 
 
 async def test_sandbox_limits_are_capped_at_the_hard_limit(tmp_path: Path) -> None:
-    """A limit above the maximum becomes the maximum, with a warning."""
+    """A higher limit is replaced by the hard limit, and a warning is printed."""
     _, found = await run(tmp_path, order(limits={"RLIMIT_NOFILE": 77, "RLIMIT_CORE": 4096}))
     assert found["Max open files"].split()[:2] == ["77", "77"]
     assert found["Max core file size"].split()[:2] == ["4096", "4096"]
@@ -104,7 +113,7 @@ async def test_sandbox_limits_are_capped_at_the_hard_limit(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", [0, 3])
 async def test_sandboxed_program_does_not_inherit_its_spec(tmp_path: Path, number: int) -> None:
-    """The spec contains everything that the program may see, and its user."""
+    """The descriptor of the spec must be closed, because the spec contains the program's restrictions."""
     out = tmp_path / "out"
     descriptor = in_memory(order(argv=["/bin/sh", "-c", "readlink /proc/$$/fd/*"], env={"PATH": "/bin"}))
     redirected = "0</dev/null" if number else ""
@@ -117,7 +126,7 @@ async def test_sandboxed_program_does_not_inherit_its_spec(tmp_path: Path, numbe
 
 
 async def test_sandbox_names_a_program_that_cannot_run(tmp_path: Path) -> None:
-    """It is written to stderr, with a distinct exit code."""
+    """The error is written to stderr, and the exit code differs from those of programs."""
     status, found = await run(tmp_path, order(argv=["/nothing"]))
 
     assert status == sandbox_exec.FAILED
@@ -129,7 +138,7 @@ async def plainly(argv: Sequence[str], stdin: int) -> process.Process:
 
 
 async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path) -> None:
-    """After a failure nothing is executed."""
+    """If recording fails, the program is not executed."""
     marker = tmp_path / "marker"
     wanted = order(argv=["/bin/sh", "-c", f"echo >{marker}"])
     with pytest.raises(ValueError, match="full"):
@@ -141,7 +150,7 @@ async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path)
 
 
 async def test_sandbox_setup_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A volume on an unresponsive file server can block the mounts of its namespace, and the process itself."""
+    """A volume on a file server that does not respond can block the mounts in the new namespace."""
     started = []
 
     async def held(_: Sequence[str], stdin: int) -> process.Process:
@@ -159,12 +168,12 @@ async def test_sandbox_setup_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("inherited", "own"), [("-500", 0), ("0", 0), ("300", 300)])
 def test_sandboxed_job_does_not_inherit_the_agents_oom_protection(tmp_path: Path, inherited: str, own: int) -> None:
-    """A job that is to be killed first keeps that setting."""
+    """A negative OOM score becomes 0. A positive one, with which the kernel kills the job first, is kept."""
     score = tmp_path / "oom_score_adj"
     score.write_text(inherited)
     sandbox_exec.reset_oom_score(str(score))
 
-    # Each write to a kernel file is one value. The second one starts where the first was read.
+    # Unlike in a kernel file, the new value is appended to the old one here, because it is written after the read.
     assert int(score.read_text().removeprefix(inherited) or inherited) == own
 
 
@@ -185,7 +194,7 @@ def test_sandboxed_job_does_not_inherit_the_agents_oom_protection(tmp_path: Path
     ],
 )
 async def test_failed_sandbox_step_is_named(tmp_path: Path, members: dict[str, Any], step: str) -> None:
-    """The error has its path if there is one."""
+    """If the step concerns a path, the error contains it."""
     status, found = await run(tmp_path, order(**members))
 
     program = members.get("argv", ["/bin/cat"])[0]
@@ -195,7 +204,7 @@ async def test_failed_sandbox_step_is_named(tmp_path: Path, members: dict[str, A
 
 @pytest.mark.root
 async def test_sandbox_names_a_user_that_it_cannot_switch_to(tmp_path: Path) -> None:
-    """This happens in a container without CAP_SETUID and CAP_SETGID."""
+    """The container may lack CAP_SETUID and CAP_SETGID."""
     descriptor = in_memory(order(uid=UNPRIVILEGED_UID, gid=UNPRIVILEGED_UID))
     without = ["/usr/bin/setpriv", "--bounding-set=-setuid,-setgid"]
     out = tmp_path / "out"
@@ -220,7 +229,7 @@ except PermissionError:
 
 @pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="the kernel has no Landlock")
 async def test_sandbox_file_rules_do_not_restrict_the_network(tmp_path: Path) -> None:
-    """A job can listen and connect anywhere."""
+    """Landlock restricts files of the job, but it can listen and connect."""
     places = [sandbox.place(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc", sys.base_prefix)]
     argv = [os.path.realpath(sys.executable), "-I", "-S", "-c", LISTENING]
     status, found = await run(tmp_path, order(argv=argv, places=places))
@@ -237,7 +246,7 @@ echo moved: $?
 
 @pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="the kernel has no Landlock")
 async def test_sandboxed_program_can_move_and_truncate_files_in_its_volume(tmp_path: Path) -> None:
-    """Files are moved between its directories, and truncated."""
+    """Landlock rules must also allow moving files between directories, and truncating them."""
     shown = tmp_path / "shown"
     shown.mkdir()
     system = [sandbox.place(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc")]
@@ -249,7 +258,7 @@ async def test_sandboxed_program_can_move_and_truncate_files_in_its_volume(tmp_p
 
 
 def directory(path: Path, mode: int, owner: int = 0) -> Path:
-    """Provide a directory that a job may have been given."""
+    """Create a directory with this mode and owner."""
     path.mkdir()
     path.chmod(mode)
     os.chown(path, owner, owner)
@@ -258,7 +267,7 @@ def directory(path: Path, mode: int, owner: int = 0) -> Path:
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])
 async def test_sandbox_init_exits_like_its_program(tmp_path: Path, script: str, code: int) -> None:
-    """Without another init, the sandbox program itself is the init. It writes no output."""
+    """If no other init is available, the sandbox program itself acts as the init. It prints nothing."""
     script = f"(sleep 0.01 &); echo parent: $(cat /proc/$PPID/comm); {script}"
     status, found = await run(
         tmp_path, order(argv=["/bin/sh", "-c", script], env={"PATH": "/bin"}, has_init=True, inits=[])
@@ -268,7 +277,7 @@ async def test_sandbox_init_exits_like_its_program(tmp_path: Path, script: str, 
 
 
 async def test_sandbox_uses_the_first_executable_init(tmp_path: Path) -> None:
-    """The program's arguments follow a separator, which ends those of the init."""
+    """The init gets ``--`` before the program, so that it does not take the program's options for its own."""
     (tmp_path / "text").write_text("")
     for name in ("first", "second"):
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name}: $*\n")

@@ -1,4 +1,4 @@
-"""The agent's SBOM."""
+"""SBOMs of the agent and the CPI, and the licences of their packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sbom(*arguments: str) -> str:
 
 @pytest.mark.parametrize(("name", "file"), [("agent-shim", "runtime.lock"), ("bosh-kubernetes-cpi", "cpi.lock")])
 def test_sbom_contains_every_locked_package_with_its_hashes(name: str, file: str) -> None:
-    """The image and the release of the CPI are installed from the lock files."""
+    """The image and the CPI release are installed from these lock files."""
     lock = (ROOT / "requirements" / file).read_text()
     pinned = set(re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", lock, re.MULTILINE))
 
@@ -47,7 +47,7 @@ def test_sbom_dependencies_reach_each_package(name: str, file: str) -> None:
 
 
 def test_licences_of_all_packages_are_permitted() -> None:
-    """Installed packages are permissive or weakly reciprocal, so no licence restricts users of the image."""
+    """No package has a licence, such as the GPL, that would restrict users of the image."""
     lines = sbom("--licences").splitlines()
 
     assert len(lines) > 5

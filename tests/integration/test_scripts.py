@@ -1,4 +1,4 @@
-"""Scripts of jobs as real processes in a scratch tree."""
+"""Job scripts as real processes in a scratch tree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def paths(tmp_path: Path) -> Paths:
 
 @pytest.fixture
 def runner(paths: Paths) -> Iterator[Scripts]:
-    """Provide a runner. Its environment identifies processes left behind, so that they can be killed."""
+    """Provide a script runner. Kill processes that scripts left behind."""
     yield patient(paths, 5)
     end_kept(paths)
     end_marked("TEST_OF", str(paths.base))
@@ -47,7 +47,7 @@ def runner(paths: Paths) -> Iterator[Scripts]:
 
 @pytest.fixture
 def impatient(runner: Scripts, paths: Paths) -> Scripts:
-    """Use a short grace period, for scripts that ignore SIGTERM."""
+    """Provide a script runner with a short grace period, for scripts that ignore SIGTERM."""
     return patient(paths, 0.1)
 
 
@@ -57,7 +57,7 @@ def patient(paths: Paths, grace: float) -> Scripts:
 
 
 def script(paths: Paths, job: str, name: str, text: str, *, mode: int = 0o755) -> Path:
-    """Write a shell script of a job."""
+    """Write a shell script of a job. Return its path."""
     path = paths.jobs / job / "bin" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
@@ -70,13 +70,13 @@ def log(paths: Paths, job: str, name: str) -> str:
 
 
 async def test_script_output_is_appended_to_the_job_logs(paths: Paths, runner: Scripts) -> None:
-    """Two runs give two lines, in files and directories that others cannot read (agent/script/generic_script.go)."""
+    """Other users cannot read the logs, whose paths are the Go agent's (agent/script/generic_script.go)."""
     script(paths, "web", "pre-start", "echo out; echo err >&2")
 
     await runner.run_all("pre-start", ["absent"], {})
     await runner.run_all("pre-start", ["web", "absent"], {})
     assert stat.S_IMODE((paths.log / "web").stat().st_mode) == 0o750
-    (paths.log / "web").chmod(0o770)  # a job may open its logs to its own user
+    (paths.log / "web").chmod(0o770)  # a job may give its own user access, which must stay
     await runner.run_all("pre-start", ["web", "absent"], {})
 
     assert log(paths, "web", "pre-start.stdout.log") == "out\nout\n"
@@ -87,9 +87,9 @@ async def test_script_output_is_appended_to_the_job_logs(paths: Paths, runner: S
 
 
 async def test_script_runs_with_its_environment_directory_and_niceness(paths: Paths, runner: Scripts) -> None:
-    """It has the agent's environment with another PATH, the root directory, niceness 5, no arguments and no input.
+    """It has the agent's environment with a fixed PATH, the root directory, niceness 5, no arguments and empty input.
 
-    Variables of the request take precedence over both.
+    Variables of the request override both PATH and environment.
     """
     script(paths, "web", "pre-start", 'echo "$PATH $KEPT $EXTRA $# $(pwd) $(nice)"; cat')
 
@@ -102,7 +102,7 @@ async def test_script_runs_with_its_environment_directory_and_niceness(paths: Pa
 
 
 async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, runner: Scripts) -> None:
-    """Each script here waits for another one. The lists are in the order in which the scripts ended."""
+    """Each script here waits for another one to end. The error lists jobs in the order in which their scripts ended."""
     wait = 'while [ ! -e "{}" ]; do sleep 0.01; done; sleep 0.2; touch {}; exit {}'
     done = [paths.tmp / name for name in "abcd"]
     script(paths, "a", "post-start", wait.format(done[1], done[0], 1))
@@ -117,7 +117,7 @@ async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, run
 
 
 async def test_script_error_has_the_last_line_of_each_failed_script(paths: Paths, runner: Scripts) -> None:
-    """It is one short line without control characters. Lines of an earlier run are not quoted."""
+    """The line is shortened, control characters are escaped, and output of an earlier run is not quoted."""
     script(paths, "dns", "pre-start", "echo first >&2; printf 'ip: \\033[1mnot permitted\\n\\n' >&2; exit 2")
     with pytest.raises(ActionError) as failed:
         await runner.run_all("pre-start", ["dns"], {})
@@ -132,7 +132,9 @@ async def test_script_error_has_the_last_line_of_each_failed_script(paths: Paths
 
 
 async def test_error_of_a_traced_script_quotes_the_log_that_it_wrote(paths: Paths, runner: Scripts) -> None:
-    """The pre-start of bosh-dns runs with ``set -x`` and writes the reason of its failure to its own log."""
+    """The pre-start of bosh-dns uses ``set -x`` and writes its errors to a separate log, so stderr does not contain the
+    reason.
+    """
     own = paths.log / "dns/dns_setup.log"
     own.parent.mkdir(parents=True, exist_ok=True)
     script(paths, "dns", "pre-start", f"set -x; echo cannot bind >>{own}; exit 2")
@@ -143,7 +145,7 @@ async def test_error_of_a_traced_script_quotes_the_log_that_it_wrote(paths: Path
 
 
 async def test_script_may_end_before_its_background_processes(paths: Paths, runner: Scripts) -> None:
-    """A child that keeps the output open does not delay the script's end, and is not killed."""
+    """A child that still has the output open is neither waited for nor killed."""
     left = paths.tmp / "left"
     script(paths, "web", "pre-start", f"sleep 600 & echo $! >{left}")
 
@@ -157,7 +159,7 @@ async def test_script_may_end_before_its_background_processes(paths: Paths, runn
 
 @pytest.mark.slow
 async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts) -> None:
-    """The group gets SIGTERM, and SIGKILL if it ignores that. The cancellation continues."""
+    """The script's process group gets SIGTERM and, after the grace period, SIGKILL."""
     started = paths.tmp / "started"
     script(paths, "web", "pre-start", f"trap '' TERM; sleep 600 & echo $! >{started}; wait; wait")
     running = asyncio.create_task(impatient.run_all("pre-start", ["web"], {}))
@@ -172,7 +174,7 @@ async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts
 
 @pytest.mark.attack("a job has root write a script's output through a link or a hard link")
 async def test_script_log_that_is_a_link_is_not_followed(paths: Paths, runner: Scripts) -> None:
-    """A user with write access to the log directory cannot redirect root's writes."""
+    """Otherwise a user who may write to the log directory could redirect the writes of root."""
     script(paths, "web", "pre-start", "echo out")
     victim = paths.base / "victim"
     victim.write_text("safe")
@@ -194,7 +196,7 @@ async def drain(runner: Scripts, *jobs: str, cancelled: asyncio.Event | None = N
 
 
 async def test_static_drain_waits_for_the_returned_seconds(paths: Paths, runner: Scripts) -> None:
-    """A positive result is waited for, and the script is not called again."""
+    """After a positive result, the script is not called again."""
     script(paths, "web", "drain", "echo 1")
     begun = time.monotonic()
 
@@ -206,7 +208,7 @@ async def test_static_drain_waits_for_the_returned_seconds(paths: Paths, runner:
 
 @pytest.mark.parametrize("printed", ["", "soon", "1 2", "1.5", "1_0", "٣", "9" * 30, "0x1", "$(seq 5000)"])
 async def test_drain_script_that_prints_no_number_fails(paths: Paths, runner: Scripts, printed: str) -> None:
-    """The other scripts run to their end (agent/script/drain/concrete_script.go)."""
+    """As in the Go agent, the other drain scripts still run to their end (agent/script/drain/concrete_script.go)."""
     script(paths, "a", "drain", f'printf %s "{printed}"')
     script(paths, "b", "drain", "sleep 0.1; echo 0")
 
@@ -225,7 +227,7 @@ async def errand(runner: Scripts, job: str = "smoke", cancelled: asyncio.Event |
 
 
 async def test_errand_returns_its_output_and_exit_code(paths: Paths, runner: Scripts) -> None:
-    """A failure is a result as well, and a signal counts as 128 plus its number. Nothing is left on disk."""
+    """A failed errand is a result and not an error. A signal counts as 128 plus its number."""
     script(paths, "smoke", "run", 'echo "out $# $PATH $KEPT $(pwd) $(nice)"; echo err >&2; exit 3')
 
     assert await errand(runner) == Errand(f"out 0 {scripts.PATH} yes / {os.nice(0)}\n", "err\n", 3)
@@ -235,7 +237,7 @@ async def test_errand_returns_its_output_and_exit_code(paths: Paths, runner: Scr
 
 
 async def test_cancelled_errand_that_ignores_sigterm_is_killed(paths: Paths, impatient: Scripts) -> None:
-    """SIGKILL follows after the grace period. The outcome is a result as well."""
+    """It is killed after the grace period, and the Director still gets its result."""
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"trap '' TERM; echo $$ >{started}; sleep 600")
     cancelled = asyncio.Event()
@@ -247,7 +249,7 @@ async def test_cancelled_errand_that_ignores_sigterm_is_killed(paths: Paths, imp
 
 
 async def test_long_errand_output_is_truncated_in_the_reply_and_kept_on_disk(paths: Paths, runner: Scripts) -> None:
-    """The whole output stays in a file that only root can read, until the job's next errand."""
+    """Until the job's next errand, the whole output is in a file that only root can read."""
     script(paths, "smoke", "run", "head -c 3000000 /dev/zero; echo end; head -c 600000 /dev/zero | tr '\\0' e >&2")
 
     ended = await errand(runner)
@@ -266,7 +268,7 @@ async def test_long_errand_output_is_truncated_in_the_reply_and_kept_on_disk(pat
 
 
 async def test_errand_output_does_not_follow_a_link(paths: Paths, runner: Scripts) -> None:
-    """A link that was placed there is replaced."""
+    """A link in the place of the output file is replaced."""
     script(paths, "smoke", "run", "echo out")
     victim = paths.base / "victim"
     victim.write_text("safe")
@@ -277,7 +279,7 @@ async def test_errand_output_does_not_follow_a_link(paths: Paths, runner: Script
 
 
 async def test_errand_ends_with_the_agent(paths: Paths, runner: Scripts) -> None:
-    """It leaves no file."""
+    """No temporary file remains."""
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"echo $$ >{started}; sleep 600")
     running = asyncio.create_task(errand(runner))

@@ -1,4 +1,4 @@
-"""The source distribution contains all files that packagers need, and its tests pass without a checkout."""
+"""The source distribution, which must contain everything that packagers need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.source import ROOT
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the top directory of this checkout's source distribution."""
+    """Provide the directory of the unpacked source distribution of this checkout."""
     out = tmp_path_factory.mktemp("sdist")
     argv = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(out)]
     subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
@@ -25,7 +25,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_source_distribution_passes_its_unit_tests(unpacked: Path) -> None:
-    """``PYTHONSAFEPATH`` and the wheel of ``./dev test`` are removed, because they would import modules of this
+    """Variables such as ``PYTHONSAFEPATH`` are removed, because with them the tests would import modules of this
     checkout.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
@@ -37,7 +37,7 @@ def test_source_distribution_passes_its_unit_tests(unpacked: Path) -> None:
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr
 
 
-def test_source_distribution_has_every_part_of_the_checkout(unpacked: Path) -> None:
+def test_source_distribution_has_all_directories_and_no_build_files(unpacked: Path) -> None:
     parts = {path.name for path in unpacked.iterdir()}
 
     assert {

@@ -1,6 +1,4 @@
-"""Completion in real shells (bash, and zsh from Debian's package) with a running agent, and the manual page in
-groff.
-"""
+"""Completion in real shells (bash, and zsh and fish from Debian's packages), and the manual page in groff."""
 
 from __future__ import annotations
 
@@ -37,14 +35,12 @@ FISH = {
     "agent-shim check --as sett": ["settings"],
 }
 END = "\x01printf '<%s>' \x05 ; echo end\r"
-"""Keys that go to the beginning of the line, insert a command that prints its words, go to the end, and press
-return.
-"""
+"""Keys that insert a command before the typed line, which then prints the words of the line, and press return."""
 
 
 @pytest.fixture
 async def running(instance: World) -> World:
-    """Run an agent with two jobs. Return it and the command name to type."""
+    """Run an agent with two jobs, and provide an ``agent-shim`` program for the shells."""
     await instance.deploy(2)
     program = instance.scratch / "bin/agent-shim"
     program.parent.mkdir()
@@ -54,7 +50,7 @@ async def running(instance: World) -> World:
 
 
 def typed(shell: str, scratch: Path, keys: str) -> list[str]:
-    """Return the words on the line after these keys were typed."""
+    """Type these keys in a shell. Return the words that are then on the line."""
     argv, begin = SHELLS[shell]
     assert shutil.which(argv[0]), f"{shell} is missing: ./dev ci installs it"
     environment = os.environ | {"PATH": f"{scratch}/bin:{os.environ['PATH']}", "TERM": "dumb", "HOME": str(scratch)}
@@ -98,26 +94,28 @@ def _until(terminal: int, wanted: str, seconds: float = 60) -> str:
         ("agent-shim check --as sett\t", ["check", "--as", "settings"]),
     ],
 )
-def test_bash_completes_commands_and_options(shell: str, keys: str, words: Sequence[str], tmp_path: Path) -> None:
+def test_bash_and_zsh_complete_commands_and_options(
+    shell: str, keys: str, words: Sequence[str], tmp_path: Path
+) -> None:
     (tmp_path / "agent.json").touch()
 
     assert typed(shell, tmp_path, keys) == ["agent-shim", *words]
 
 
 @pytest.mark.parametrize(("shell", "key"), [("bash", "\x1b*"), pytest.param("zsh", "\t", marks=pytest.mark.slow)])
-async def test_bash_completes_service_names(shell: str, key: str, running: World) -> None:
-    """It completes services for ``stop`` and jobs for ``logs``, of the agent that ``-b`` names."""
+async def test_bash_and_zsh_complete_service_names(shell: str, key: str, running: World) -> None:
+    """Services are offered for ``stop``, and jobs for ``logs``. They are those of the agent that ``-b`` selects."""
     names = sorted(running.pids())
     for command in ("stop", "logs"):
         line = f"agent-shim {command} -b {running.base} {names[0][:2]}{key}"
         found = await asyncio.to_thread(typed, shell, running.scratch, line)
 
-        # In bash the key inserts all words, in zsh the first one.
+        # The key inserts all matching words in bash, and only the first one in zsh.
         assert found[4:] == (names if shell == "bash" else names[:1])
 
 
 def fish(line: str, where: Path) -> list[str]:
-    """Return the words that fish offers for a line."""
+    """Return the words that fish offers as completions of a line."""
     assert shutil.which("fish"), "fish is missing: ./dev ci installs it"
     source = f"source {SCRIPTS}/agent-shim.fish; complete -C {shlex.quote(line)}"
     environment = os.environ | {"HOME": str(where), "PATH": f"{where}/bin:{os.environ['PATH']}"}

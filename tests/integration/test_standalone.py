@@ -1,4 +1,4 @@
-"""The agent without a Director, which only gets a directory with rendered jobs."""
+"""The agent without a Director: it deploys rendered jobs from a directory."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ class Place:
 
     @property
     def trace(self) -> list[str]:
-        """Return the records of the jobs' scripts, in order."""
+        """Return the recorded script calls in order."""
         path = self.scratch / "trace"
         return path.read_text().splitlines() if path.exists() else []
 
     def lay(self, name: str, files: Mapping[str, str]) -> None:
-        """Write a job or package below the directory: ``jobs/NAME``."""
+        """Write files of a job or package, for example of ``jobs/web``, to the directory with rendered jobs."""
         for path, text in files.items():
             place = self.rendered / name / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text.lstrip("\n"))
 
     def job(self, name: str) -> None:
-        """Return a job that sleeps, with scripts that record their calls."""
+        """Write a job that sleeps, with scripts that record their calls."""
         scripts = {
             f"bin/{script}": f"#!/bin/sh\necho {name} {script} >>{self.scratch}/trace\n"
             for script in ("pre-start", "post-start", "pre-stop", "post-stop")
@@ -80,7 +80,7 @@ class Place:
             self.agent = None
 
     async def ask(self, *words: str) -> tuple[int | None, str]:
-        """Run an ``agent-shim`` command. Return its exit code and output."""
+        """Run an ``agent-shim`` command for this agent. Return its exit code and output."""
         out = self.scratch / "command.out"
         out.unlink(missing_ok=True)
         argv = [sys.executable, "-m", "agent_shim.cli", *words, "-b", str(self.paths.base)]
@@ -111,9 +111,8 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
 
 
 async def test_standalone_agent_deploys_jobs_like_a_director(place: Place) -> None:
-    """This covers pre-start, start, post-start, package links and instance names.
-
-    The agent is ready only when everything is done.
+    """It runs pre-start, start and post-start, links packages and writes instance names, and is ready only after all
+    that.
     """
     place.job("web")
     place.lay("packages/tool", {"bin/tool": "x"})
@@ -137,11 +136,9 @@ async def test_standalone_agent_deploys_jobs_like_a_director(place: Place) -> No
 
 
 async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: Place) -> None:
-    """An unchanged directory causes no deployment.
+    """If the directory has changed, jobs that are missing from it are stopped and removed, and new ones deployed.
 
-    Otherwise former jobs are stopped, removed ones deleted and new ones started.
-
-    The program of a preStop hook drains and stops. The next agent starts the jobs again.
+    After ``drain``, as a preStop hook calls it, the next agent starts the jobs again.
     """
     place.job("web")
     place.start()
@@ -174,7 +171,7 @@ async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: Place
 
 
 async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: Place) -> None:
-    """A volume may be filled late. Meanwhile the agent is alive."""
+    """The directory may be a volume that is filled later. Until then the liveness probe passes."""
     place.start()
     await place.until_ready((1, f"cannot deploy {place.rendered}: no job lies in {place.rendered / 'jobs'}"))
     place.job("web")
@@ -184,7 +181,7 @@ async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: Plac
 
 
 def test_standalone_agent_deploys_jobs_of_a_config_map(tmp_path: Path) -> None:
-    """It follows the kubelet's links, ignores the kubelet's own files, and makes scripts executable."""
+    """Links of the kubelet are followed, its own files ignored, and scripts made executable."""
     kept = tmp_path / "rendered/jobs/web/..2026_01_01"
     (kept / "bin").mkdir(parents=True)
     (kept / "bin/ctl").write_text("#!/bin/sh\n")
@@ -199,8 +196,8 @@ def test_standalone_agent_deploys_jobs_of_a_config_map(tmp_path: Path) -> None:
     assert os.access(target / "bin/ctl", os.X_OK)
 
 
-def test_standalone_version_covers_every_file_and_nothing_else(tmp_path: Path) -> None:
-    """Each changed file gives a new version."""
+def test_standalone_version_changes_only_with_the_files(tmp_path: Path) -> None:
+    """A file counts as changed if its modification time differs."""
     (tmp_path / "jobs/web").mkdir(parents=True)
     monit = tmp_path / "jobs/web/monit"
     monit.write_text("a")
@@ -212,7 +209,6 @@ def test_standalone_version_covers_every_file_and_nothing_else(tmp_path: Path) -
 
 
 def test_standalone_agent_ignores_files_and_hidden_directories(tmp_path: Path) -> None:
-    """Without a directory that has a visible name there is nothing to deploy."""
     (tmp_path / "jobs/.hidden").mkdir(parents=True)
     (tmp_path / "jobs/file").write_text("x")
 
@@ -221,15 +217,14 @@ def test_standalone_agent_ignores_files_and_hidden_directories(tmp_path: Path) -
 
 
 def test_invalid_standalone_instance_file_is_named(tmp_path: Path) -> None:
-    """The error has the file and its fault."""
     (tmp_path / "instance.json").write_text('{"index": "one"}')
 
     with pytest.raises(ConfigError, match=r"cannot read .*instance.json: .*index"):
         standalone.instance(tmp_path)
 
 
-async def test_status_and_metrics_show_a_failed_pre_start_with_its_last_line(place: Place) -> None:
-    """The state is failing until the script is fixed."""
+async def test_status_shows_a_failed_pre_start_with_its_last_line(place: Place) -> None:
+    """The instance is failing until the script has been fixed."""
     place.job("web")
     script = place.rendered / "jobs/web/bin/pre-start"
     script.write_text("#!/bin/sh\necho no port is set >&2\nexit 3\n")

@@ -1,6 +1,7 @@
-"""Services whose processes were started by a script of their job, as by the pre-start of bosh-dns-release.
+"""Services whose processes were started by a script of the job, as by the pre-start of bosh-dns-release.
 
-That script runs the ctl scripts of three services, as root and as vcap. A later start finds their processes and exits.
+The pre-start runs the ctl scripts of three services as root and as vcap. When the services are started later, the ctl
+scripts find their processes and exit.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def world(world: World) -> World:
 
 @contextlib.asynccontextmanager
 async def adopted(world: World) -> AsyncIterator[tuple[Supervisor, list[int]]]:
-    """Run a supervisor of the three services that pre-start has started. Return their processes and children."""
+    """Let pre-start start the processes of three services, then start the services.
+
+    Yield the supervisor and the pids of the processes and their children.
+    """
     job = dns(world)
     async with world.supervising() as supervisor:
         await run_script(world, supervisor, "pre-start")
@@ -61,12 +65,14 @@ async def adopted(world: World) -> AsyncIterator[tuple[Supervisor, list[int]]]:
 
 
 def dns(world: World, pre_start: str = "") -> JobFile:
-    """Return a job with three services. Its pre-start runs their ctl scripts."""
+    """Return a job with three services, and write its pre-start, which runs their ctl scripts unless another script is
+    given.
+    """
     is_root = os.geteuid() == 0
     lines, ctls = [], []
     for name in NAMES:
         as_user = "setpriv --reuid=1000 --regid=1000 --clear-groups --" if is_root and name == "dns" else ""
-        # Each run gives the directory to vcap, including the pidfiles of root in it.
+        # As in the release, each start gives even pidfiles that root wrote to vcap.
         give = f"chown -R 1000 {world.pidfile(name)}" if is_root else ":"
         child = world.base / f"{name}.child"
         ctl = world.script(name, "ctl", CTL.format(as_user=as_user, give=give, child=child))
@@ -84,18 +90,18 @@ async def run_script(world: World, supervisor: Supervisor, name: str, job: str =
 
 
 def pids(world: World) -> list[int]:
-    """Return the processes of the three services and their children."""
+    """Return the pids of the three services' processes and children that exist so far."""
     files = [path for name in NAMES for path in (world.pidfile(name), world.base / f"{name}.child")]
     return [pid for path in files if (pid := number_in(path))]
 
 
 async def started(world: World) -> list[int]:
-    """Wait for the processes of the three services and their children."""
+    """Wait until all three services have a process and a child. Return their pids."""
     return await until(lambda: found if len(found := pids(world)) == 6 else None)
 
 
 async def test_processes_started_by_pre_start_belong_to_the_services(world: World) -> None:
-    """They keep running, whatever their user, and a stop ends them with their children."""
+    """They are not started again, and a stop of a service kills its process and child, whatever their user."""
     async with adopted(world) as (supervisor, found):
         for name in NAMES:
             shown = info(supervisor, name)
@@ -117,7 +123,10 @@ async def test_processes_started_by_pre_start_belong_to_the_services(world: Worl
 
 
 async def test_killed_process_of_pre_start_is_restarted(world: World) -> None:
-    """The other processes below pre-start keep running. What the killed one leaves ends when all jobs stop."""
+    """Processes of the other services keep running, although all have the same keeper.
+
+    The child of the killed process ends when all jobs are stopped.
+    """
     async with adopted(world) as (supervisor, found):
         os.kill(found[0], 9)
         await until(lambda: info(supervisor, "dns").pid not in (0, found[0]))
@@ -128,7 +137,7 @@ async def test_killed_process_of_pre_start_is_restarted(world: World) -> None:
 
 
 async def test_next_agent_recognizes_processes_started_by_pre_start(world: World) -> None:
-    """They are below the keeper of the script."""
+    """The next agent finds them below the keeper of the script."""
     job = dns(world)
     async with world.supervising() as supervisor:
         await run_script(world, supervisor, "pre-start")
@@ -143,7 +152,7 @@ async def test_next_agent_recognizes_processes_started_by_pre_start(world: World
 
 
 async def test_stop_ends_processes_left_by_a_failed_pre_start(world: World) -> None:
-    """The Director stops all jobs before it runs pre-start again, because a port or lock would otherwise be taken."""
+    """The Director stops all jobs before it repeats pre-start, which could otherwise find a port or lock in use."""
     other = world.base / "other.number"
     job = dns(world, f"setsid sleep 600 & echo $! >{other}; exit 1")
     async with world.supervising() as supervisor:
@@ -175,8 +184,8 @@ esac
 async def test_deployment_after_a_failed_pre_start_runs_one_server_that_never_restarts(
     world: World, is_named: bool
 ) -> None:
-    """The health check of bosh-dns, which its pre-start had started, restarted 36 times after such a deployment,
-    because the first one held its port.
+    """In such a deployment, bosh-dns's health check once restarted 36 times, because the process of the first pre-start
+    still had its port.
     """
     port, failed = free_port(), world.base / "failed"
     ctl = world.script("health", "ctl", SERVER_CTL.format(server=shlex.join([sys.executable, "-c", SERVER]), port=port))
@@ -207,13 +216,13 @@ async def test_deployment_after_a_failed_pre_start_runs_one_server_that_never_re
 
 
 def is_open(port: int) -> bool:
-    """True if a server listens."""
+    """Return whether a server listens on this port."""
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_pidfile_naming_a_process_of_another_jobs_script_is_not_believed(world: World) -> None:
+async def test_pidfile_naming_a_process_of_another_jobs_script_is_ignored(world: World) -> None:
     other = world.base / "other.number"
     dns(world, f"setsid sleep 600 & echo $! >{other}")
     async with world.supervising() as supervisor:

@@ -1,5 +1,6 @@
-"""Whatever is in the place of a file that the agent reads at its start, the agent starts or says in one line why it
-cannot.
+"""Damaged or hostile files in place of those that the agent reads at its start.
+
+It starts nevertheless, or says in one line why it cannot.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from agent_shim.services.state_backup import StateBackup, backup_files
 from tests.support.instance import AGENT, World
 
 MAX_MB = 130
-"""Limit for the peak memory of an agent in MB. An idle agent needs a third of it."""
+"""Highest allowed peak memory of the agent in MB. An idle agent needs a third of it."""
 
 GATES = ("bosh/agent_shim.json", "data/bosh/agent_shim.json", "bosh/agent_shim.lock")
-"""Files that decide whether the files after them are read."""
+"""Files that are read first and decide whether others are read, so each is tested alone."""
 OTHERS = (
     *("bosh/settings.json", "bosh/update_settings.json", "bosh/former_mbus.json", "bosh/spec.json", "bosh/tasks.json"),
     *("bosh/persistent_disk_hints.json", "bosh/managed_disk_settings.json", "bosh/shut_down"),
@@ -31,7 +32,10 @@ OTHERS = (
     *("data/bosh/supervisor.json", "etc/hosts"),
 )
 COPIES = tuple(f"data/bosh/{file.path.name}" for file in backup_files(Paths(Path("/"))))
-"""These are read on a new root file system, and the first one that is not a file ends the start."""
+"""Backup copies, which are read on a new root file system.
+
+The start ends at the first one that is not a regular file.
+"""
 
 
 def _fifo(path: Path) -> None:
@@ -74,7 +78,7 @@ KINDS: Mapping[str, Callable[[Path], None]] = {
     "names",
     [
         *(pytest.param((gate,), id=gate) for gate in GATES),
-        # each start waits until the lease has expired
+        # slow, because each start waits until the lease has expired
         pytest.param(("data/bosh/lease.json",), id="lease", marks=pytest.mark.slow),
         pytest.param(OTHERS, id="others"),
         pytest.param(COPIES, id="copies"),

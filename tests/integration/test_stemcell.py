@@ -1,4 +1,4 @@
-"""The stemcell tarball, as Directors and CPIs read it. tests/image tests the full one with a real image."""
+"""The stemcell tarball, as Directors and CPIs read it. A full stemcell with a real image is tested in tests/image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def stemcell(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_light_stemcell_names_its_image_and_has_valid_digests(tmp_path: Path) -> None:
-    """CPIs look for the image in different ways. The image in the stemcell itself is empty."""
+    """The image is named in each form that some CPI reads. The image file in the tarball is empty."""
     result = stemcell("--light", "--image", f"ghcr.io/x/shim:1@{DIGEST}", "--version", "1.2", "--out", str(tmp_path))
     assert (result.returncode, result.stderr) == (0, "")
     path = Path(result.stdout.strip())
@@ -47,7 +47,7 @@ def test_light_stemcell_names_its_image_and_has_valid_digests(tmp_path: Path) ->
 
 
 def test_light_stemcell_needs_a_digest(tmp_path: Path) -> None:
-    """A tag alone may refer to another image tomorrow."""
+    """A tag alone could refer to another image later."""
     result = stemcell("--light", "--image", "ghcr.io/x/shim:1", "--out", str(tmp_path))
 
     assert result.returncode == 1
@@ -56,7 +56,9 @@ def test_light_stemcell_needs_a_digest(tmp_path: Path) -> None:
 
 
 def test_licences_are_read_from_the_copyright_files() -> None:
-    """They come from the fields of machine-readable files, or else from the common licences that a file refers to."""
+    """The licence comes from the fields of a machine-readable file or, in other files, from references to common
+    licences.
+    """
     found = licences(
         [
             "tini/copyright:License: Expat",

@@ -1,4 +1,6 @@
-"""The overlay applied to scratch root file systems: an empty one, one like a stemcell's, and hostile ones."""
+"""The overlay applied to scratch root file systems: an empty one, one like a Debian image or stemcell, and hostile
+ones.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,22 @@ MANIFEST: dict[str, Any] = tomllib.loads((OVERLAY / "manifest.toml").read_text()
 
 
 def apply(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> subprocess.CompletedProcess[str]:
-    """Apply the overlay to ``root``."""
+    """Apply the overlay to the root file system ``root``."""
     return subprocess.run([sys.executable, program, root, *arguments], capture_output=True, text=True)
 
 
 def applied(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> list[str]:
-    """Return the output of a successful run."""
+    """Apply the overlay, check that it succeeds, and return its output lines."""
     result = apply(root, *arguments, program=program)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout.splitlines()
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, float]]:
-    """Return inode, mode and change time, which includes changes of the owner, of everything below ``root``."""
+    """Return inode, mode and change time of everything below ``root``.
+
+    A change of the owner changes the change time.
+    """
     found = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()
@@ -44,7 +49,7 @@ def snapshot(root: Path) -> dict[str, tuple[int, int, float]]:
 
 
 def put(root: Path, path: str, text: str, mode: int = 0o644) -> Path:
-    """Write a file below ``root``."""
+    """Write a file below ``root``. Return its path."""
     place = root / path
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(text)
@@ -54,7 +59,7 @@ def put(root: Path, path: str, text: str, mode: int = 0o644) -> Path:
 
 @pytest.fixture
 def debian(tmp_path: Path) -> Path:
-    """Create as much of a Debian as the overlay looks at."""
+    """Create those files of a Debian system that the overlay reads or changes."""
     put(tmp_path, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\n")
     put(tmp_path, "etc/shadow", "root:*:1:0:99999:7:::\n", 0o640)
     put(tmp_path, "etc/group", "root:x:0:\nadm:x:4:\naudio:x:29:pulse\n")
@@ -67,9 +72,9 @@ def debian(tmp_path: Path) -> Path:
 
 
 def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
-    """Directories, files and links are where the manifest says, with their modes, contents and owners.
+    """Directories, files and links have the paths, modes, contents and owners of the manifest.
 
-    A second run prints nothing and changes nothing. An older file of the overlay is updated.
+    A second run changes nothing, and a run over an older overlay updates its files.
     """
     put(debian, "var/lib/dpkg/status", "Package: sysv\nVersion: 300\n\nPackage: systemd\nVersion: 254.1-3\n\n")
     applied(debian)
@@ -85,7 +90,7 @@ def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
     if os.geteuid() == 0:  # only root can change owners
         assert ((debian / "home/vcap").stat().st_uid, (debian / "home/vcap").stat().st_gid) == (1000, 1000)
         assert (debian / "opt/agent_shim/launch").stat().st_uid == 0
-    # If this program is missing or fails, scripts of pxc and others use older ways, which do not exist here.
+    # Scripts of pxc and others call this program. If it failed, they would fall back to methods that do not exist here.
     done = subprocess.run([debian / "var/vcap/bosh/etc/bosh-enable-monit-access", "1000"], capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
@@ -97,9 +102,9 @@ def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
 
 
 def test_overlay_adds_users_and_groups(debian: Path) -> None:
-    """The user vcap has its number, its groups and no password. Existing entries and members stay.
+    """The user vcap gets its uid and groups and no password, and existing entries stay.
 
-    The user that Ubuntu's images have under vcap's number is removed everywhere.
+    The user ``ubuntu``, which has the same uid in Ubuntu's images, is removed from all files.
     """
     put(debian, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\nubuntu:x:1000:1000::/nowhere:/bin/bash\n")
     put(debian, "etc/group", "root:x:0:\nadm:x:4:syslog,ubuntu\naudio:x:29:pulse\nubuntu:x:1000:\n")
@@ -119,7 +124,7 @@ def test_overlay_adds_users_and_groups(debian: Path) -> None:
 
 @pytest.mark.parametrize(("version", "knows"), [("252.39-1~deb12u1", False), ("1:257.9-1", True), (None, False)])
 def test_overlay_omits_unit_keys_unknown_to_older_systemd(debian: Path, version: str | None, knows: bool) -> None:
-    """dpkg reports the version. Without systemd there is none to query."""
+    """The version is read from dpkg's status file. Without systemd, the keys are omitted too."""
     package = f"systemd\nVersion: {version}" if version else "dpkg\nVersion: 300"
     put(debian, "var/lib/dpkg/status", f"Package: {package}\n\n")
     applied(debian)
@@ -130,10 +135,11 @@ def test_overlay_omits_unit_keys_unknown_to_older_systemd(debian: Path, version:
 
 
 def test_overlay_removes_replaced_programs_cron_lists_and_build_traces(debian: Path) -> None:
-    """runit entries for replaced programs are links, as on stemcells, or directories.
+    """Runit services of replaced programs, which are links or directories, are removed, as is a list of users who may
+    not use cron.
 
-    Cron lists that would allow all users but a few are removed, too. mmdebstrap copies resolver configuration and host
-    name from the build machine, and apt and dpkg write logs. A link is the distribution's and stays.
+    So are logs of apt and dpkg, and the resolver configuration and host name of the build machine, which mmdebstrap
+    copies. A link such as machine-id belongs to the distribution and stays.
     """
     put(debian, "etc/service/agent/run", "#!/bin/sh")
     (debian / "etc/service/monit").symlink_to("/etc/sv/monit")
@@ -155,7 +161,7 @@ def test_overlay_removes_replaced_programs_cron_lists_and_build_traces(debian: P
 
 
 def test_overlay_manifest_matches_its_rootfs() -> None:
-    """No file in rootfs is unused, and none is listed twice."""
+    """The manifest lists each file in rootfs exactly once."""
     listed = [row["path"] for row in MANIFEST["file"] if "source" not in row]
     present = [f"/{path.relative_to(OVERLAY / 'rootfs')}" for path in (OVERLAY / "rootfs").rglob("*") if path.is_file()]
 
@@ -163,7 +169,7 @@ def test_overlay_manifest_matches_its_rootfs() -> None:
 
 
 def test_overlay_reuses_a_directory_created_concurrently(debian: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPI puts the settings into a container while the overlay is being applied."""
+    """A CPI may write the settings into the container while the overlay is being applied."""
     program: Any = types.SimpleNamespace(**runpy.run_path(str(OVERLAY / "apply")))
     settings = debian / "var/vcap/bosh/warden-cpi-agent-env.json"
     say = program.Root.changes
@@ -181,7 +187,7 @@ def test_overlay_reuses_a_directory_created_concurrently(debian: Path, monkeypat
 
 
 def test_overlay_dry_run_changes_nothing(debian: Path) -> None:
-    """It lists the changes that a real run then makes."""
+    """It lists all changes that a real run then makes."""
     before = snapshot(debian)
     said = applied(debian, "--dry-run")
 
@@ -190,7 +196,7 @@ def test_overlay_dry_run_changes_nothing(debian: Path) -> None:
 
 
 def test_overlay_clears_no_file_through_a_link(debian: Path, tmp_path: Path) -> None:
-    """``resolv.conf`` is often a link that points outside an unpacked image."""
+    """``resolv.conf`` is often a link, which may point outside an unpacked image."""
     outside = put(tmp_path, "outside", "nameserver 10.0.0.2")
     link = debian / "etc/resolv.conf"
     link.unlink(missing_ok=True)
@@ -202,7 +208,7 @@ def test_overlay_clears_no_file_through_a_link(debian: Path, tmp_path: Path) -> 
 
 
 def test_overlay_applies_to_an_empty_root(tmp_path: Path, built: Path) -> None:
-    """Even an empty directory becomes a complete tree, and a second run changes nothing."""
+    """An empty directory becomes a complete tree, and a second run changes nothing."""
     applied(tmp_path, program=built / "apply")
 
     assert (tmp_path / "sbin/init").is_symlink()
@@ -211,7 +217,7 @@ def test_overlay_applies_to_an_empty_root(tmp_path: Path, built: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [(), ("--dry-run",)])
 def test_overlay_without_the_agent_program_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """An image with all names but without the programs would start nothing."""
+    """Otherwise the image would have links to programs that do not exist."""
     result = apply(tmp_path, *arguments)
 
     assert result.returncode == 1
@@ -233,14 +239,14 @@ STEMCELL_PATH = 'PATH="/usr/bin:/usr/games:/var/vcap/bosh/bin"'
     ],
 )
 def test_agent_commands_are_in_the_path_of_every_base_image(debian: Path, before: str, after: list[str]) -> None:
-    """Ubuntu's image sets a path of its own, Debian's has an empty file, and a stemcell has the required one."""
+    """Ubuntu's image has a PATH in /etc/environment, Debian's does not, and a stemcell's is already right."""
     put(debian, "etc/environment", before)
     applied(debian)
 
     assert (debian / "etc/environment").read_text().splitlines() == after
 
 
-def test_home_directories_get_skeleton_files_and_keep_their_own(debian: Path) -> None:
+def test_home_directories_get_skeleton_files_and_keep_existing_ones(debian: Path) -> None:
     line = "[ ! -r /etc/profile.d/bosh.sh ] || . /etc/profile.d/bosh.sh"
     put(debian, "etc/skel/.profile", "skeleton\n")
     put(debian, "home/vcap/.profile", "own\n")
@@ -254,7 +260,7 @@ def test_home_directories_get_skeleton_files_and_keep_their_own(debian: Path) ->
 
 
 def test_overlay_lists_development_tools_and_static_libraries(debian: Path) -> None:
-    """They name files and links of installed compilers, but not those of a library that only has a similar name."""
+    """The lists contain files and links of installed compilers, but not of libraries with similar package names."""
     for path in ("usr/bin/gcc-12", "usr/lib/gcc/libgcc.a", "usr/lib/libz.a", "usr/lib/libgcc_s.so.1"):
         put(debian, path, "")
     (debian / "usr/bin/gcc").symlink_to("gcc-12")
@@ -274,9 +280,9 @@ def test_overlay_lists_development_tools_and_static_libraries(debian: Path) -> N
 
 
 def test_overlay_on_a_stemcell_keeps_its_settings(debian: Path) -> None:
-    """On a stemcell its own agent.json, version, lists and programs stay, without a stand-in of the same name.
+    """A stemcell's own agent.json, version, lists and programs such as chpst stay.
 
-    The programs that are replaced are kept, so that they can be restored.
+    Programs that the overlay replaces are renamed, so that they can be restored.
     """
     kept = {
         "var/vcap/bosh/agent.json": '{"Platform": {}}',
@@ -316,7 +322,7 @@ def test_overlay_on_a_stemcell_keeps_its_settings(debian: Path) -> None:
 
 @pytest.fixture
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide an overlay that contains the program, as ``docker build --target overlay`` builds it."""
+    """Provide an overlay that contains the agent program, as ``docker build --target overlay`` creates it."""
     made = tmp_path_factory.mktemp("built")
     shutil.copytree(OVERLAY, made / "stemcell_overlay")
     shutil.copytree(ROOT / "systemd", made / "systemd")
@@ -328,7 +334,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_built_overlay_installs_the_agent_program(debian: Path, built: Path) -> None:
-    """All of /opt/agent_shim is installed, nothing of an older program is left, and a second run changes nothing."""
+    """Nothing of an older program remains, and a second run changes nothing."""
     put(debian, "opt/agent_shim/lib/module.py", "old")
     put(debian, "opt/agent_shim/lib/gone.py", "old")
     for arguments in (("--dry-run",), ()):
@@ -344,7 +350,7 @@ def test_built_overlay_installs_the_agent_program(debian: Path, built: Path) -> 
 
 
 def test_overlay_does_not_change_a_program_in_a_volume(debian: Path) -> None:
-    """The volume is read-only, and its top directory may have any mode. The rest of the overlay is applied."""
+    """If /opt/agent_shim is a read-only volume, the rest of the overlay is still applied."""
     (debian / "opt/agent_shim").chmod(0o555)
     before = snapshot(debian / "opt")
     applied(debian, "--without-program")
@@ -355,8 +361,8 @@ def test_overlay_does_not_change_a_program_in_a_volume(debian: Path) -> None:
     assert applied(debian, "--without-program") == []
 
 
-def test_overlay_names_an_unusable_root_with_the_reason(debian: Path) -> None:
-    """If another user has vcap's number, a person has to decide. Dangling links do not cause a loop."""
+def test_overlay_reports_why_it_cannot_be_applied_to_a_root(debian: Path) -> None:
+    """The directory is missing, another user has vcap's uid, or links form a loop."""
     missing = apply(debian / "none")
     put(debian, "etc/passwd", "jane:x:1000:1000::/nowhere:/bin/bash\n")
     taken = apply(debian)
@@ -372,10 +378,10 @@ def test_overlay_names_an_unusable_root_with_the_reason(debian: Path) -> None:
 
 
 def test_overlay_resolves_links_inside_the_image(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Absolute links and ``..`` are resolved as they would be inside the image. Nothing outside is written.
+    """Absolute links and ``..`` lead to the same files as in the running image, and nothing outside is written.
 
-    The directory is addressed through its descriptor, because its path may begin with ``/var`` or ``/opt``, which are
-    links here.
+    The overlay must open the image's directory once and go from there, because a path that begins with ``/var`` or
+    ``/opt`` would follow links of this image.
     """
     outside = tmp_path_factory.mktemp("outside")
     descriptor = os.open(outside, os.O_RDONLY | os.O_DIRECTORY)
@@ -394,7 +400,6 @@ def test_overlay_resolves_links_inside_the_image(debian: Path, tmp_path_factory:
 
 
 def test_systemd_unit_starts_the_program_of_the_overlay() -> None:
-    """The unit file and the overlay name the same program."""
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.read(ROOT / "systemd/agent-shim.service")
     program = unit["Service"]["ExecStart"].split()[0]
@@ -408,7 +413,7 @@ def test_systemd_unit_starts_the_program_of_the_overlay() -> None:
     ids=lambda row: row["path"],
 )
 def test_overlay_scripts_have_valid_syntax(row: dict[str, Any]) -> None:
-    """Every program of the overlay can be parsed by sh or Python."""
+    """Each script can be parsed by sh or Python."""
     script = OVERLAY / f"rootfs{row['path']}"
     is_python = script.read_text().partition("\n")[0].endswith("python3 -IS")
     parse = "import sys; compile(open(sys.argv[1]).read(), sys.argv[1], 'exec')"

@@ -1,7 +1,7 @@
-"""A thief with the certificate of an agent beside that agent, on a real bus: refused and admitted attempts.
+"""What a thief with an agent's certificate can and cannot do on a real bus while that agent is connected.
 
-The permissions are those of a user, so that a thief has those of its victim: it hears the requests to it and may answer
-them. It takes nothing away from the agent, and reaches no one but the Director and the Health Monitor.
+The bus gives the thief the permissions of its victim: it can read requests to that agent and answer them. It cannot
+keep requests from the agent, or reach anyone but the Director and the Health Monitor.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.support.bus import connected, on_bus, talking
 from tests.support.waiting import until
 
 LONG_S = 20.0
-"""Duration in seconds of the request that the thief answers first."""
+"""Duration in seconds of a request that the thief answers before the agent."""
 
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 @pytest.mark.parametrize("subject", ["agent.agent", "agent.agent thieves"], ids=["subscription", "queue group"])
 async def test_stolen_certificate_can_read_requests_but_not_intercept_them(tmp_path: Path, subject: str) -> None:
-    """Members of a queue group only take requests from each other, and the agent is in no queue group."""
+    """The members of a queue group share their messages, but the agent is not in any queue group."""
     async with talking(tmp_path) as talk:
         heard: list[str] = []
         async with joined(talk.server.mbus("agent"), (subject,), lambda _, data: heard.append(data.decode())):
@@ -44,7 +44,7 @@ async def test_stolen_certificate_can_read_requests_but_not_intercept_them(tmp_p
     " $SYS.REQ.USER.INFO $JS.API.INFO".split(),
 )
 async def test_stolen_certificate_cannot_send_requests_or_publish_for_others(tmp_path: Path, subject: str) -> None:
-    """It cannot pose as the Director towards its victim either."""
+    """The thief cannot send requests to its victim either."""
     async with talking(tmp_path) as talk:
         await talk.server.add_agent("other")
         async with (
@@ -88,7 +88,7 @@ async def test_stolen_certificate_cannot_read_messages_of_other_agents(tmp_path:
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 async def test_stolen_certificate_can_answer_before_the_agent(tmp_path: Path) -> None:
-    """Neither the protocol nor the agent can prevent that, because whoever holds the key is the agent."""
+    """Neither the protocol nor the agent can prevent this, because to the bus, whoever has the key is the agent."""
     async with talking(tmp_path) as talk:
         sent: list[asyncio.Task[None]] = []
 
@@ -102,7 +102,7 @@ async def test_stolen_certificate_can_answer_before_the_agent(tmp_path: Path) ->
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 async def test_stolen_certificate_client_that_never_reads_delays_no_request(tmp_path: Path) -> None:
-    """The server closes only that client's connection. Each request and reply between Director and agent arrives."""
+    """The server closes only the thief's connection, and all requests and replies of the agent arrive."""
     async with talking(tmp_path) as talk:
         async with joined(talk.server.mbus("agent"), ("agent.agent",), lambda *_: None) as thief:
             assert thief.writer is not None
@@ -118,9 +118,10 @@ async def test_stolen_certificate_client_that_never_reads_delays_no_request(tmp_
 
 @pytest.mark.attack("another agent uses the CPI's certificate after the credentials were changed")
 async def test_stolen_first_certificate_is_useless_after_the_rotation(tmp_path: Path) -> None:
-    """The Director's ``update_settings`` makes the certificate in the CPI's settings invalid.
+    """The Director's ``update_settings`` replaces the certificate of the CPI, whose user is then removed.
 
-    Another certificate with the same name ends nothing, because names are compared, so the authority has to change.
+    A stolen certificate with the name of the current user stays valid after a rotation, because the bus compares only
+    names. Only a new CA ends this.
     """
     async with talking(tmp_path) as talk:
         heard: list[object] = []
@@ -141,7 +142,7 @@ async def test_stolen_first_certificate_is_useless_after_the_rotation(tmp_path: 
 
 @pytest.mark.attack("a neighbour acts as the bus, or asks in the Director's name")
 async def test_stolen_certificate_cannot_claim_another_name(tmp_path: Path) -> None:
-    """The certificate gives the name, whatever the client claims. Certificates of other CAs do not count."""
+    """The server takes the name from the certificate, and rejects certificates of other CAs."""
     async with talking(tmp_path) as talk:
         pair = Authority().client(DIRECTOR)
         forged = replace(talk.server.peer(), certificate=pair.certificate, private_key=pair.private_key)
@@ -155,7 +156,10 @@ async def test_stolen_certificate_cannot_claim_another_name(tmp_path: Path) -> N
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 async def test_two_agents_with_the_same_id_both_answer(tmp_path: Path) -> None:
-    """This happens while a former container still exists. Neither loses its connection, and the first reply counts."""
+    """This happens while the former container of an instance still runs.
+
+    Both stay connected, and the first reply counts.
+    """
     async with talking(tmp_path) as talk, on_bus(talk.server.mbus("agent")) as twin:
         await connected(twin)
 

@@ -1,4 +1,4 @@
-"""A supervisor with real processes: starting, reporting, stopping."""
+"""A supervisor with real processes: starting, reporting, stopping and unmonitoring."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ from tests.support.waiting import until
     ids=["becomes the daemon", "forks it twice", "stays beside it"],
 )
 async def test_start_program_may_daemonize_in_any_way(world: World, start: str | None) -> None:
-    """The pidfile names the process. A program that does not return is neither ended nor waited for."""
+    """The pidfile names the service's process.
+
+    A start program that does not return is neither waited for nor killed.
+    """
     async with world.supervising(world.job("web", start)) as supervisor:
         found = await in_state(supervisor, "web", "running")
 
@@ -46,8 +49,8 @@ async def test_start_program_may_daemonize_in_any_way(world: World, start: str |
         assert world.events == []
 
 
-async def test_process_is_starting_until_its_process_exists(world: World) -> None:
-    """The Director asks at once, and believes the first "running"."""
+async def test_service_is_starting_until_its_process_exists(world: World) -> None:
+    """The Director polls right after the start and trusts the first "running"."""
     start = program("fork_twice.py", world.pidfile("web"), 0.2)
     async with world.supervising(world.job("web", start)) as supervisor:
         states = set()
@@ -60,7 +63,9 @@ async def test_process_is_starting_until_its_process_exists(world: World) -> Non
 
 
 async def test_start_program_environment_equals_that_of_monit(world: World) -> None:
-    """It has PATH and MONIT_ variables, a new session, empty input, umask 022 and the directory /."""
+    """As under monit, it has PATH and MONIT_ variables only, a new session, empty input, umask 022 and the
+    directory /.
+    """
     start = "env >$log.new; umask >>$log.new; pwd >>$log.new; wc -c >>$log.new; ps -o sid= -p $$ >>$log.new"
     start += "; echo $$ >>$log.new; mv $log.new $log; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)):
@@ -72,7 +77,7 @@ async def test_start_program_environment_equals_that_of_monit(world: World) -> N
         assert variables["MONIT_SERVICE"] == "web"
         date = variables["MONIT_DATE"]
         assert re.fullmatch(r"[A-Z][a-z]{2}, \d\d [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d [+-]\d{4}", date)
-        # The shell sets PWD and similar variables itself.
+        # Ignore PWD and similar variables, which the shell sets.
         others = {name for name in variables if not name.startswith("MONIT_")}
         assert others - {"PWD", "SHLVL", "_", "OLDPWD"} == {"PATH"}
         assert (umask, directory, size.strip(), session.strip()) == ("0022", "/", "0", pid)
@@ -87,7 +92,7 @@ async def test_start_program_environment_equals_that_of_monit(world: World) -> N
     ],
 )
 async def test_failed_start_reports_the_last_line_of_output(world: World, start: str, why: str) -> None:
-    """The start is retried."""
+    """The alert is sent only once, although the start is retried."""
     job = world.job("web", start, timeout=60)
     script = world.base / "jobs/web/bin/start"
     if "cannot run" in why:
@@ -103,7 +108,7 @@ async def test_failed_start_reports_the_last_line_of_output(world: World, start:
 
 @pytest.mark.parametrize("end", ["success", "stop", "unmonitor"])
 async def test_repeated_start_failure_is_reported_again_only_after_a_change(world: World, end: str) -> None:
-    """monit reports no attempt in between either."""
+    """As under monit, further failures are silent until the service has run, or was stopped or unmonitored."""
     start = f"[ -e {world.base}/good ] || exit 3; rm {world.base}/good; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
         await until(lambda: info(supervisor, "web").restarts >= 2)
@@ -122,8 +127,8 @@ async def test_repeated_start_failure_is_reported_again_only_after_a_change(worl
         await supervisor.stop(wait=True)
 
 
-async def test_a_refused_limit_is_reported_with_the_running_process(world: World) -> None:
-    """Within the container's limits, a script's own ``ulimit`` may fail. The process then runs with the lower limit."""
+async def test_failed_ulimit_of_a_start_program_is_reported_while_its_process_runs(world: World) -> None:
+    """If ``ulimit`` exceeds the container's limit, the process runs with the lower limit, and the status says so."""
     drop = "setpriv --bounding-set=-sys_resource" if os.geteuid() == 0 else ""
     start = f"{drop} sh -c 'ulimit -n 64; ulimit -n 100000'; sleep 600 & echo $! >$pidfile"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -136,7 +141,10 @@ async def test_a_refused_limit_is_reported_with_the_running_process(world: World
 
 
 async def test_slow_start_program_continues_and_its_process_is_adopted(world: World) -> None:
-    """monit 5.2.5 reports the failed start and finds the process later. No second start program runs meanwhile."""
+    """As with monit 5.2.5, the start is reported as failed after its timeout, and the process is found later.
+
+    The start program is not run a second time meanwhile.
+    """
     world.timing = msgspec.structs.replace(FAST, cycle=0.5)
     start = "echo began >>$log; sleep 2; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
@@ -156,7 +164,7 @@ async def test_slow_start_program_continues_and_its_process_is_adopted(world: Wo
         assert [(e.event, e.action) for e in world.events] == [("Execution failed", "alert"), ("Exists", "alert")]
 
 
-async def test_slow_start_program_is_retried_after_it_fails(world: World) -> None:
+async def test_slow_start_program_that_fails_after_its_timeout_is_run_again(world: World) -> None:
     world.timing = msgspec.structs.replace(FAST, cycle=0.5)
     start = "echo $$ >>$log; sleep 2; exit 3"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
@@ -165,8 +173,7 @@ async def test_slow_start_program_is_retried_after_it_fails(world: World) -> Non
         assert not is_alive(int(first))
 
 
-async def test_stop_ends_a_slow_start_program(world: World) -> None:
-    """The processes that it has started end too."""
+async def test_stop_kills_a_slow_start_program_with_its_children(world: World) -> None:
     start = f"{program('ignore_term.sh', world.base / 'child')} & sleep 600"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
         await in_state(supervisor, "web", "down")
@@ -178,7 +185,7 @@ async def test_stop_ends_a_slow_start_program(world: World) -> None:
 
 
 async def test_late_pidfile_is_adopted_without_a_second_start(world: World) -> None:
-    """A daemon may take longer than its start timeout."""
+    """The process is found even if the daemon writes its pidfile after the start timeout."""
     world.timing = type(world.timing)(settle=0.1, backoff_first=0.05, linger=0.1, look=0.02, cycle=600)
     start = f"echo once >>$log; {program('fork_twice.py', world.pidfile('web'), 1.5)}"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
@@ -190,8 +197,11 @@ async def test_late_pidfile_is_adopted_without_a_second_start(world: World) -> N
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_stale_pidfile_is_not_believed(world: World) -> None:
-    """Its pid belongs to another process, which is not the service and gets no signal."""
+async def test_stale_pidfile_is_ignored(world: World) -> None:
+    """A pidfile written before the start names another process now.
+
+    That process does not count as the service and gets no signal.
+    """
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("web").write_text(f"{stranger.pid}\n")
     job = world.job("web", "sleep 0.2; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
@@ -208,8 +218,8 @@ async def test_stale_pidfile_is_not_believed(world: World) -> None:
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_new_pidfile_with_a_foreign_pid_is_not_believed(world: World) -> None:
-    """A script that writes the pid of a process which it has not started does not make the service running."""
+async def test_new_pidfile_with_a_foreign_pid_is_ignored(world: World) -> None:
+    """The service does not count as running if its script writes the pid of a process that it has not started."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     await until(lambda: clock.boot_ticks() > stranger.start_ticks)
     job = world.job("web", f"echo {stranger.pid} >$pidfile", "exit 0", timeout=1)
@@ -223,9 +233,9 @@ async def test_new_pidfile_with_a_foreign_pid_is_not_believed(world: World) -> N
 
 @pytest.mark.parametrize("stop", ["exit 0", "kill $(cat $pidfile)"])
 async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: World, stop: str) -> None:
-    """An operator has run the script.
+    """A process that an operator started is adopted.
 
-    It is not started twice. If its stop program leaves a process, that process is not ended but reported.
+    The agent itself sends it no signal, so if the stop program leaves it running, the stop fails.
     """
     job = world.job("web", "echo once >>$log", stop)
     away = world.base / "packages" / "web"
@@ -244,7 +254,7 @@ async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: 
 
 
 async def test_process_started_by_monit_is_adopted(world: World) -> None:
-    """It was started under the Go agent and monit. As under monit, its stop program ends it."""
+    """After an upgrade from the Go agent and monit, the process is not started again, and its stop program ends it."""
     command = "/bin/sh", "-c", "while :; do sleep 600; done", world.base / "web"
     monits = foreign(*command, TEST_OF=str(world.base), PATH="/bin")
     world.pidfile("web").write_text(f"{monits}\n")
@@ -256,7 +266,7 @@ async def test_process_started_by_monit_is_adopted(world: World) -> None:
 
 
 async def test_process_is_found_by_its_command_line_pattern(world: World) -> None:
-    """There is no pidfile."""
+    """The check has ``matching`` instead of a pidfile."""
     name = f"marker_{os.getpid()}"
     script = world.script("web", "start", f"sh -c 'while :; do sleep 600; done' {name} &")
     stop = world.script("web", "stop", "exit 0")
@@ -274,7 +284,7 @@ async def test_process_is_found_by_its_command_line_pattern(world: World) -> Non
 
 
 async def test_dependencies_start_first_and_stop_last(world: World) -> None:
-    """The order of the files does not matter."""
+    """The order of the job files does not matter."""
     start = "echo start $name >>$log; sleep 0.05; echo $$ >$pidfile; exec sleep 600"
     stop = "echo stop $name >>$log; kill $(cat $pidfile)"
     files = [
@@ -290,7 +300,7 @@ async def test_dependencies_start_first_and_stop_last(world: World) -> None:
 
 
 async def test_independent_processes_start_in_parallel(world: World) -> None:
-    """Each start program waits here until the other has begun."""
+    """Each start program waits until the other one has begun."""
     start = "touch $log.$name; while [ ! -e $log.{} ]; do sleep 0.01; done; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("a", start.format("b")), world.job("b", start.format("a"))) as supervisor:
         await in_state(supervisor, "a", "running")
@@ -298,7 +308,7 @@ async def test_independent_processes_start_in_parallel(world: World) -> None:
 
 
 async def test_dependant_of_a_failed_service_is_still_started(world: World) -> None:
-    """As with monit, a dependency determines the order and is not a condition."""
+    """As in monit, a dependency determines only the order of starts."""
     files = [world.job("b", None, "exit 0", "depends on a"), world.job("a", "exit 1")]
     async with world.supervising(*files) as supervisor:
         await in_state(supervisor, "b", "running")
@@ -308,7 +318,7 @@ async def test_dependant_of_a_failed_service_is_still_started(world: World) -> N
 
 
 async def test_invalid_monit_file_counts_as_one_failing_process(world: World) -> None:
-    """The others run. The instance is failing."""
+    """Other jobs run, but the instance is failing."""
     files = [world.job("web"), JobFile("bad", "", "check process bad with pidfile"), world.job("worker")]
     async with world.supervising(*files) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -326,7 +336,7 @@ async def test_invalid_monit_file_counts_as_one_failing_process(world: World) ->
 
 
 async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(world: World) -> None:
-    """They run, but are neither reported, counted nor stopped."""
+    """They are started, but neither reported, counted, nor stopped by the Director's stop."""
     files = [world.job("web"), world.job("own", group="group other"), world.job("ill", "exit 1", group="")]
     async with world.supervising(*files) as supervisor:
         own = await in_state(supervisor, "own", "running")
@@ -344,7 +354,10 @@ async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(wor
 
 
 async def test_stop_runs_the_stop_program(world: World) -> None:
-    """The stop waits for it and for the process. The marker outlives the agent until the next start."""
+    """The stop ends when both the stop program and the process have ended.
+
+    A marker file says that the jobs are stopped until the next start, even without an agent.
+    """
     stop = "kill $(cat $pidfile); sleep 0.1; echo done >>$log"
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -361,8 +374,11 @@ async def test_stop_runs_the_stop_program(world: World) -> None:
         await in_state(supervisor, "web", "running")
 
 
-async def test_instance_is_starting_from_its_start_request_on(world: World) -> None:
-    """This also holds while the state is saved. Monit files exist before the answer."""
+async def test_instance_is_starting_as_soon_as_a_start_is_requested(world: World) -> None:
+    """While the state is being saved, it is still stopped or already starting.
+
+    The monit files for operators are written before the answer.
+    """
     job = world.job("web")
     async with world.supervising(job) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -382,9 +398,9 @@ async def test_instance_is_starting_from_its_start_request_on(world: World) -> N
 
 
 async def test_stop_is_answered_after_the_pending_save(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the agent crashes right afterwards, all jobs are stopped.
+    """If the agent crashes right after its answer, the saved state must already say that all jobs are stopped.
 
-    The save may have begun between the last exit and the answer.
+    The save may still be running when the last process exits.
     """
     write, leave = files.write_atomic, Service.has_left
 
@@ -412,7 +428,7 @@ async def test_stop_is_answered_after_the_pending_save(world: World, monkeypatch
 async def test_job_starts_even_if_its_monit_file_cannot_be_written(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file is only meant for operators."""
+    """The file is only for operators, so a warning is enough."""
     world.paths.monit_job.parent.mkdir(parents=True, exist_ok=True)
     world.paths.monit_job.write_text("")
     async with world.supervising(world.job("web")) as supervisor:
@@ -436,7 +452,7 @@ def _ticks(pid: int) -> int:
     ids=["the process goes on", "the program hangs"],
 )
 async def test_stop_kills_what_remains_after_the_stop_timeout(world: World, start: str | None, stop: str) -> None:
-    """The process and the stop program get SIGTERM, then SIGKILL."""
+    """Both a process and a stop program that do not end get SIGTERM and then SIGKILL."""
     async with world.supervising(world.job("web", start, stop, timeout=1)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -447,12 +463,12 @@ async def test_stop_kills_what_remains_after_the_stop_timeout(world: World, star
 
 
 @pytest.mark.parametrize(("stop", "said"), [(None, []), ("echo stopped >>$log", ["stopped"])])
-async def test_stop_needs_neither_a_stop_program_nor_a_running_process(
+async def test_stop_works_without_a_stop_program_and_without_a_running_process(
     world: World, stop: str | None, said: list[str]
 ) -> None:
-    """monit would leave a process without a stop program running.
+    """Unlike monit, the agent kills a process that has no stop program.
 
-    A drain may have ended the process, but the stop program does more.
+    If a drain has already ended the process, the stop program still runs, because it may do more.
     """
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -467,7 +483,7 @@ async def test_stop_needs_neither_a_stop_program_nor_a_running_process(
 
 
 async def test_process_of_a_check_without_start_program_is_not_signalled(world: World) -> None:
-    """Such a check is for a system process, so its stop program is run and ended, but the process is left alone."""
+    """Such a check watches a system process, so the stop program is run, but the agent does not kill the process."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("sys").write_text(f"{stranger.pid}\n")
     stop = world.script("sys", "stop", "echo $$ >>$log; exec sleep 600")
@@ -487,7 +503,7 @@ async def test_process_of_a_check_without_start_program_is_not_signalled(world: 
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("how", ["", "wipe"])
 async def test_no_process_of_a_job_survives_its_stop(world: World, how: str) -> None:
-    """A process that left the session and cleared its environment ends too."""
+    """The job has a process in another session, in one case also without an environment."""
     child = world.base / "child"
     start = f"exec {program('new_session.py', '$pidfile', child, how)}"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -499,7 +515,7 @@ async def test_no_process_of_a_job_survives_its_stop(world: World, how: str) -> 
 
 
 async def test_children_of_a_killed_process_are_ended_before_its_successor_starts(world: World) -> None:
-    """A child that has left the session and environment of the service does not keep a port from the next process."""
+    """A child in another session and without an environment could still have a port that the successor needs."""
     child = world.base / "child"
     start = f"[ -e {child} ] && kill -0 $(cat {child}) && echo beside >>$log; rm -f {child}; exec " + program(
         "new_session.py", "$pidfile", child, "wipe"
@@ -515,8 +531,8 @@ async def test_children_of_a_killed_process_are_ended_before_its_successor_start
         await supervisor.stop(wait=True)
 
 
-async def test_a_child_forked_in_the_last_moment_is_ended_before_the_successor_starts(world: World) -> None:
-    """It has no environment, and is only as old as the clock tick in which its parent is reaped."""
+async def test_child_forked_right_before_an_exit_is_killed_before_the_successor_starts(world: World) -> None:
+    """The child has no environment, and it starts in the same clock tick in which its parent is reaped."""
     child = world.base / "child"
     forks = f"env -i sleep 600 & echo $! >{child}; kill -9 $$"
     start = f"trap '{forks}' USR1; echo $$ >$pidfile; [ -e {child} ] && {LASTING}; while :; do sleep 0.01; done"
@@ -531,7 +547,7 @@ async def test_a_child_forked_in_the_last_moment_is_ended_before_the_successor_s
 
 
 async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
-    """It ends before the stop program runs. Nothing is started after it."""
+    """The start program is killed before the stop program runs, and nothing is started afterwards."""
     stop = "kill -0 $(cat $log) && echo beside >>$log"
     async with world.supervising(world.job("web", "echo $$ >>$log; sleep 600; echo $$ >$pidfile", stop)) as supervisor:
         pid = int((await until(world.lines))[0])
@@ -543,9 +559,9 @@ async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
 
 
 async def test_stop_ends_before_the_director_gives_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files may allow more time than the Director waits, so SIGKILL is sent before that."""
+    """The monit file may allow more time than the Director waits, so SIGKILL is sent earlier."""
     assert 0 < supervisors.KILL_SHARE < 1
-    monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # a share of a time limit that even a busy machine meets
+    monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # so that even a busy machine stays within the limit
     start = f"exec {program('ignore_term.sh', '$pidfile')}"
     async with world.supervising(world.job("web", start, "sleep 600", timeout=600)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -557,7 +573,7 @@ async def test_stop_ends_before_the_director_gives_up(world: World, monkeypatch:
 async def test_a12_stop_timeout_error_has_the_text_that_the_director_expects(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Director ignores errors that contain "Timed out waiting for service"."""
+    """The Director tolerates errors that contain "Timed out waiting for service"."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(Keeper, "kill", AsyncMock())
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")
@@ -574,12 +590,12 @@ async def test_a12_stop_timeout_error_has_the_text_that_the_director_expects(
 
 
 def _lose(_: tuple[int, int], sig: int) -> bool:
-    """Make signals ineffective, as for a process that hangs in the kernel."""
+    """Pretend to send the signal, as if the process hung in the kernel."""
     return True
 
 
 async def test_a12_stop_of_an_unkillable_process_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the Go agent's text."""
+    """The error is worded as by the Go agent."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(Keeper, "kill", AsyncMock())
     monkeypatch.setattr(keeper, "KILL_TIMEOUT_S", 0.1)
@@ -590,14 +606,14 @@ async def test_a12_stop_of_an_unkillable_process_fails(world: World, monkeypatch
             await supervisor.stop(wait=True)
 
         reason = info(supervisor, "web").reason
-        # either name, depending on when it was read
+        # The shell's child may or may not have executed sleep when its name is read.
         assert re.fullmatch(rf"cannot end {found.pid} \((sh|sleep)\)", reason)
         assert str(caught.value) == f"Stopping services '[web]' errored: web: {reason}"
         monkeypatch.undo()
 
 
 async def test_start_requested_during_a_stop_runs_after_it(world: World) -> None:
-    """No start program runs beside the stop program."""
+    """The start program must not run at the same time as the stop program."""
     job = world.job(
         "web",
         "echo start >>$log; echo $$ >$pidfile; exec sleep 600",
@@ -618,7 +634,10 @@ async def test_start_requested_during_a_stop_runs_after_it(world: World) -> None
 
 
 async def test_unmonitored_process_keeps_running(world: World) -> None:
-    """A drain requests it. The instance is failing until it is stopped, and nothing is restarted."""
+    """The Director unmonitors before a drain.
+
+    Until the stop or start, nothing is restarted, and the instance is failing.
+    """
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
@@ -631,7 +650,7 @@ async def test_unmonitored_process_keeps_running(world: World) -> None:
 
 
 async def test_apply_between_starts_does_not_affect_processes(world: World) -> None:
-    """As by apply and start, the plan and the monit files are deleted and written again. Only the next stop differs."""
+    """The Director's apply replaces plan and monit files of running jobs, which then only affects their next stop."""
     job, more = world.job("web"), world.job("more", file="x")
     async with world.supervising(job) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -656,7 +675,7 @@ async def test_apply_between_starts_does_not_affect_processes(world: World) -> N
 
 
 async def test_exception_in_a_service_task_ends_the_supervisor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unsupervised service is worse than a restart of the agent."""
+    """Otherwise the service would silently stay unsupervised. The agent restarts instead."""
 
     async def fail(self: ProcessFinder, spec: ProcessSpec) -> str:
         raise RuntimeError(f"a bug about {spec.name}")
@@ -671,7 +690,7 @@ async def test_exception_in_a_service_task_ends_the_supervisor(world: World, mon
 
 
 async def test_stop_spares_a_process_that_a_service_of_another_group_watches(world: World) -> None:
-    """The Director's stop does not apply to that service."""
+    """The Director's stop does not include that service, so its process must keep running."""
     jobs = [world.job("web"), world.job("other", "exit 1", group="group other")]
     script = world.script("other", "pre-start", "setsid sleep 600 & echo $! >$pidfile")
     async with world.supervising() as supervisor:

@@ -1,4 +1,4 @@
-"""However an agent ends, the next one continues without restarting a job."""
+"""The supervisor after a restart of the agent: it continues the supervision without restarting a job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 
 async def kill_all(*pids: int) -> None:
-    """Kill processes without a supervisor, and wait until they have ended."""
+    """Kill these processes, and wait until they have ended."""
     for pid in pids:
         kill(pid)
     await until(lambda: not any(is_alive(pid) for pid in pids))
@@ -41,7 +41,9 @@ def pids(supervisor: Supervisor) -> dict[str, int]:
 
 
 async def test_next_agent_adopts_processes_of_any_origin(world: World) -> None:
-    """Their restarts are remembered, and their state is restored at once."""
+    """Processes are adopted whether they are children of the start program or daemons, and the state is restored at
+    once.
+    """
     files = [
         world.job("web", "echo $name >>$log; echo $$ >$pidfile; exec sleep 600"),
         world.job("worker", f"echo $name >>$log; {program('fork_twice.py', world.pidfile('worker'))}"),
@@ -61,9 +63,9 @@ async def test_next_agent_adopts_processes_of_any_origin(world: World) -> None:
 
 
 async def killed_agent(world: World, *files: JobFile) -> dict[str, int]:
-    """Let an agent in another process start the jobs, and kill it before any handler can run.
+    """Let an agent in another process start the jobs, and kill it with SIGKILL.
 
-    Return the jobs' processes.
+    Return the pids of the jobs' processes by name.
     """
     (world.base / "files.json").write_bytes(msgspec.json.encode(files))
     agent = process.spawn(
@@ -81,7 +83,7 @@ async def killed_agent(world: World, *files: JobFile) -> dict[str, int]:
 
 
 async def test_killed_agent_does_not_affect_jobs(world: World) -> None:
-    """The next agent finds all processes, sees their exits and restarts them."""
+    """The next agent adopts all processes, and restarts one that exits afterwards."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("a"), world.job("b"), world.job("c"))
         async with world.supervisor() as supervisor:
@@ -96,7 +98,7 @@ async def test_killed_agent_does_not_affect_jobs(world: World) -> None:
 
 
 async def test_process_that_died_without_an_agent_is_restarted(world: World) -> None:
-    """The next process has to settle like any other after a crash."""
+    """As after any crash, the new process has to settle before it counts as running."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
         await in_state(supervisor, "worker", "running")
@@ -114,7 +116,7 @@ async def test_process_that_died_without_an_agent_is_restarted(world: World) -> 
 async def test_running_start_program_is_not_started_again_by_the_next_agent(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start program outlives the agent, and the next agent waits for it."""
+    """The start program survives the agent's exit, and the next agent waits for its process."""
     waits = asyncio.Event()
     real = ProcessFinder.arrival
 
@@ -141,7 +143,7 @@ async def test_running_start_program_is_not_started_again_by_the_next_agent(
 
 @pytest.mark.parametrize(("request_", "state"), [("stop", "stopped"), ("restart", "running")])
 async def test_interrupted_stop_is_completed_by_the_next_agent(world: World, request_: str, state: str) -> None:
-    """The agent ended in the middle of the stop. If it was part of a restart, the start still follows."""
+    """If the stop was part of a restart, the start follows."""
     async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await (supervisor.stop(wait=False) if request_ == "stop" else supervisor.restart_one("web"))
@@ -155,7 +157,7 @@ async def test_interrupted_stop_is_completed_by_the_next_agent(world: World, req
 
 
 async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world: World) -> None:
-    """A drain continues although the agent was restarted."""
+    """A drain goes on if the agent is restarted meanwhile."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
@@ -168,7 +170,7 @@ async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world:
 
 
 async def test_settling_period_continues_under_the_next_agent(world: World) -> None:
-    """An agent that ends while a process settles does not make the process trusted."""
+    """A restart of the agent must not make a process that has just crashed count as running."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         kill((await in_state(supervisor, "web", "running")).pid)
@@ -180,8 +182,10 @@ async def test_settling_period_continues_under_the_next_agent(world: World) -> N
         assert pids(supervisor) == {"web": found.pid}
 
 
-async def test_a_new_container_starts_the_jobs_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saved pids mean nothing there. Processes that have them now are neither believed nor signalled."""
+async def test_new_container_starts_the_jobs_without_believing_saved_pids(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that have these pids by chance are neither adopted nor signalled."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -206,9 +210,10 @@ async def test_a_new_container_starts_the_jobs_again(world: World, monkeypatch: 
 
 @pytest.mark.parametrize("then", ["resume", "stop"])
 async def test_held_supervisor_starts_no_process(world: World, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
-    """The jobs are starting until an obstacle is reported, which makes them failing. Afterwards all start.
+    """While the start is held back, the jobs are starting, or failing once an obstacle is known. They may be stopped
+    meanwhile.
 
-    The Director may stop them meanwhile.
+    When the hold ends, wanted jobs start.
     """
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -243,7 +248,7 @@ async def test_held_supervisor_starts_no_process(world: World, monkeypatch: pyte
 
 
 async def test_held_supervisor_adopts_running_processes(world: World) -> None:
-    """Only processes that would have to be started wait."""
+    """The hold applies only to processes that would have to be started."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         worker = (await in_state(supervisor, "worker", "running")).pid
@@ -258,9 +263,9 @@ async def test_held_supervisor_adopts_running_processes(world: World) -> None:
 
 
 async def test_new_container_with_the_same_pids_is_recognized(world: World) -> None:
-    """In a pod whose containers share pids, only the root file system distinguishes them.
+    """If the containers of a pod share pids, only the new root file system shows that the container is new.
 
-    Files for operators are restored.
+    The monit files for operators are restored.
     """
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
@@ -277,7 +282,7 @@ async def test_new_container_with_the_same_pids_is_recognized(world: World) -> N
 
 
 async def test_jobs_start_with_an_unreadable_supervisor_state(world: World) -> None:
-    """The keepers still tell which job a process belongs to."""
+    """Running processes are still adopted, because their keepers know the job."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("web"))
         (world.paths.supervisor_state).write_text("{ half")
@@ -289,8 +294,8 @@ async def test_jobs_start_with_an_unreadable_supervisor_state(world: World) -> N
             assert (await in_state(supervisor, "web", "running")).pid == before["web"]
 
 
-async def test_process_that_no_record_names_is_ended_before_the_next_start(world: World) -> None:
-    """The agent was killed before it could save the first start, and the process has not written its pidfile yet."""
+async def test_unrecorded_process_of_a_keeper_is_killed_before_the_next_start(world: World) -> None:
+    """The agent was killed before it saved the first start, and the process had not written its pidfile yet."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("web"))
         world.paths.supervisor_state.unlink()
@@ -307,7 +312,7 @@ async def test_process_that_no_record_names_is_ended_before_the_next_start(world
 
 @contextlib.contextmanager
 def unwritable(directory: Path) -> Iterator[None]:
-    """Make writes to a directory fail, even for root, as on a full disk."""
+    """Make writes to a directory fail, even for root, as if the disk were full."""
     aside = directory.rename(directory.with_name(f"{directory.name}.aside"))
     directory.touch()
     try:
@@ -318,7 +323,7 @@ def unwritable(directory: Path) -> Iterator[None]:
 
 
 async def test_stop_that_could_not_be_saved_survives_a_restart(world: World) -> None:
-    """The marker shows the next agent that the saved state, in which the job runs, is out of date."""
+    """The saved state says that the job runs, but the marker file shows the next agent that it was stopped."""
     async with world.supervising(world.job("web"), world.job("other", None, "exit 1", group="group x")) as supervisor:
         before = {name: (await in_state(supervisor, name, "running")).pid for name in ("web", "other")}
         with unwritable(world.paths.mirror):
@@ -339,7 +344,7 @@ async def test_stop_that_could_not_be_saved_survives_a_restart(world: World) -> 
 
 
 async def test_job_left_running_by_a_stop_is_ended_by_the_next_agent(world: World) -> None:
-    """The stop could save nothing but the marker, and then the agent was killed."""
+    """The agent was killed during a stop of which only the marker file existed yet."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
     world.paths.stopped_marker.touch()
@@ -350,8 +355,8 @@ async def test_job_left_running_by_a_stop_is_ended_by_the_next_agent(world: Worl
     assert not is_alive(found.pid)
 
 
-async def test_a_stop_fails_if_the_next_agent_would_start_a_job_again(world: World) -> None:
-    """An operator started the job after the last stop, so the marker does not show that it was stopped again."""
+async def test_stop_that_cannot_be_recorded_fails(world: World) -> None:
+    """An operator started a job after the last stop, so the marker file does not prove that it was stopped again."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -365,7 +370,7 @@ async def test_a_stop_fails_if_the_next_agent_would_start_a_job_again(world: Wor
         await supervisor.stop(wait=True)
 
 
-async def test_a_start_that_cannot_be_saved_fails_and_starts_nothing(world: World) -> None:
+async def test_start_that_cannot_be_saved_fails_and_starts_nothing(world: World) -> None:
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -390,7 +395,7 @@ async def test_operator_request_that_cannot_be_saved_is_reported(world: World) -
 async def test_supervisor_state_that_could_not_be_saved_is_saved_later(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No other change of the jobs is needed."""
+    """The save is retried even if the state does not change again."""
     monkeypatch.setattr("agent_shim.supervisor.supervisor.SAVE_RETRY_S", 0.05)
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -402,7 +407,7 @@ async def test_supervisor_state_that_could_not_be_saved_is_saved_later(
 
 
 async def test_stop_program_runs_only_after_the_stop_is_saved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the agent were killed in between, the next one would find a job that seems to have died by itself."""
+    """Otherwise, if the agent were killed in between, the next one would restart the process as if it had crashed."""
     at_save: list[str] = []
     real = files.write_atomic
 

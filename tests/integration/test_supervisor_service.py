@@ -1,4 +1,4 @@
-"""The lifecycle of a service: exits, restarts, dependants, and rules."""
+"""A single service: exits, restarts, dependants, rules about a missing process, and checks of files and hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOP = "echo stop $name >>$log; kill $(cat $pidfile)"
 
 
 async def killed(supervisor: Supervisor, name: str) -> int:
-    """Kill the process of a service. Return the pid of its successor."""
+    """Kill the process of a service, and wait for its successor. Return the successor's pid."""
     before = (await in_state(supervisor, name, "running")).pid
     kill(before)
     await until(lambda: info(supervisor, name).pid not in (0, before))
@@ -35,9 +35,9 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 
 @pytest.mark.parametrize("start", [None, program("fork_twice.py", "$pidfile")], ids=["a child", "forked twice"])
 async def test_killed_process_is_restarted_at_once_with_its_exit_status(world: World, start: str | None) -> None:
-    """With polling or waiting, this would take minutes.
+    """With polling, this would take minutes here.
 
-    By then, a daemon that has forked twice is a child of the agent.
+    A daemon that has forked twice is a child of the agent, so its exit status is known too.
     """
     world.timing = replace(world.timing, backoff_first=600, look=600, settle=600)
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -61,11 +61,16 @@ until [ -e $pidfile.next ]; do sleep 0.02; done
 echo initialized >>$log
 {LASTING} & echo $! >$pidfile
 """
-"""Starts a daemon, configures it, ends it and starts the final one: mongodb_config of ap-mongodb-shard-release."""
+"""A start program that starts a daemon, configures it, stops it, and starts the final one, as mongodb_config in
+ap-mongodb-shard-release does.
+"""
 
 
 async def test_start_program_that_replaces_its_first_daemon_is_not_interrupted(world: World) -> None:
-    """monit, which looks every ten seconds, hardly ever notices the gap, and finds the second daemon."""
+    """The service is failing in between, but the start program is not run again.
+
+    monit, which checks every ten seconds, would hardly notice the gap.
+    """
     world.timing = replace(world.timing, cycle=600)
     async with world.supervising(world.job("web", TWO_DAEMONS)) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
@@ -86,11 +91,13 @@ echo $$ >$pidfile
 sh -c 'until [ -e $0.next ]; do sleep 0.02; done; echo $$ >$0; {LASTING}' $pidfile &
 until [ -e $pidfile.ready ]; do sleep 0.02; done
 """
-"""Writes its own number and ends, as nginx does that becomes a daemon: broker-nginx of shared-redis-release."""
+"""A start program that writes its own pid and exits, while its child writes the final pid later, as nginx does in
+broker-nginx of shared-redis-release.
+"""
 
 
-async def test_daemon_may_write_its_number_long_after_its_parent_has_ended(world: World) -> None:
-    """On a busy machine, it takes seconds. The service's keeper knows that the daemon lives."""
+async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: World) -> None:
+    """On a busy machine this takes seconds. The keeper knows that a process of the service still runs."""
     world.timing = replace(world.timing, cycle=600)
     async with world.supervising(world.job("web", SLOW_DAEMON)) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
@@ -104,8 +111,8 @@ async def test_daemon_may_write_its_number_long_after_its_parent_has_ended(world
         assert (info(supervisor, "web").restarts, world.events) == (0, [])
 
 
-async def test_start_program_that_starts_no_further_process_is_replaced_after_a_cycle(world: World) -> None:
-    """Until then it may have started another one. monit looks once in a cycle."""
+async def test_start_program_that_outlives_its_process_is_replaced_after_a_cycle(world: World) -> None:
+    """Until then, the start program that still runs could have started another process."""
     lingering = "echo start >>$log; sleep 600 & echo $! >$pidfile; exec sleep 700"
     async with world.supervising(world.job("web", lingering)) as supervisor:
         await killed(supervisor, "web")
@@ -140,7 +147,7 @@ async def test_process_exit_is_logged_with_its_reason_and_fields(
 
 
 async def test_restarted_process_is_not_called_running_before_it_has_settled(world: World) -> None:
-    """The Director believes the first "running", so restarts within milliseconds must not hide a crash loop."""
+    """The Director trusts the first "running", so quick restarts must not hide a crash loop."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         died_at = time.monotonic()
@@ -158,7 +165,7 @@ async def test_restarted_process_is_not_called_running_before_it_has_settled(wor
 
 
 async def test_zombie_process_of_a_service_counts_as_dead(world: World) -> None:
-    """A parent that does not reap its child thus cannot hide the exit."""
+    """A parent that does not reap its children could otherwise hide the exit."""
     start = f"{sys.executable} -c '"
     start += 'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'
     start += 'open(sys.argv[1],"w").write(f"{pid}\\n")\ntime.sleep(600)\' $pidfile'
@@ -176,7 +183,10 @@ async def test_zombie_process_of_a_service_counts_as_dead(world: World) -> None:
 async def test_successor_named_by_the_pidfile_is_adopted(
     world: World, cycle: float, told: list[tuple[str, str]]
 ) -> None:
-    """A daemon that replaces itself and rewrites its pidfile is not restarted. It is reported after its first cycle."""
+    """A daemon that replaces itself and rewrites its pidfile is not restarted.
+
+    The change is reported if the old process had run for more than one cycle.
+    """
     world.timing = replace(world.timing, backoff_first=600, cycle=cycle)
     start = "echo once >>$log; sh -c 'sleep 600 & echo $! >'$pidfile'; trap \"sleep 600 & echo \\$! >'$pidfile'.next; "
     start += "mv '$pidfile'.next '$pidfile'; touch '$log'.new\" USR1; while :; do wait; sleep 0.01; done' &"
@@ -196,8 +206,8 @@ async def test_successor_named_by_the_pidfile_is_adopted(
         assert world.lines() == ["once"]
 
 
-async def test_a_service_without_a_stop_program_is_not_restarted(world: World) -> None:
-    """monit does not restart one either. A process that another program starts is adopted."""
+async def test_service_without_a_stop_program_is_not_restarted(world: World) -> None:
+    """monit does not restart it either. If another program starts a process, it is adopted."""
     async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         assert found.unheeded == ("restart when it ends (it has no stop program)",)
@@ -223,7 +233,7 @@ async def test_a_service_without_a_stop_program_is_not_restarted(world: World) -
     [("mode passive", "it is passive"), ("if does not exist then alert", "the rule for that says alert")],
 )
 async def test_passive_service_is_started_on_request_but_not_restarted(world: World, statement: str, why: str) -> None:
-    """The monit file has ``mode passive``."""
+    """This is tested with ``mode passive``, and with a rule that only sends an alert if the process is missing."""
     async with world.supervising(world.job("web", COUNTED, STOP, statement)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         kill(found.pid)
@@ -238,7 +248,7 @@ async def test_passive_service_is_started_on_request_but_not_restarted(world: Wo
 
 
 async def test_rule_for_a_missing_process_may_run_a_program(world: World) -> None:
-    """It runs in each cycle of monit while the process is missing, and not as a part of the service."""
+    """The program runs in each cycle while the process is missing, and its processes do not belong to the service."""
     script = world.script("web", "tell", "echo told $MONIT_SERVICE >>$log")
     job = world.job("web", None, "exit 0", f'if does not exist then exec "{script}"')
     async with world.supervising(job) as supervisor:
@@ -249,7 +259,7 @@ async def test_rule_for_a_missing_process_may_run_a_program(world: World) -> Non
 
 
 async def test_rule_for_a_missing_process_may_need_several_cycles(world: World) -> None:
-    """With ``for 5 cycles`` the process has that long to come back by itself."""
+    """With ``for 5 cycles``, the restart comes only in the fifth cycle without a process."""
     job = world.job("web", COUNTED, STOP, "if does not exist for 5 cycles then restart")
     async with world.supervising(job) as supervisor:
         kill((await in_state(supervisor, "web", "running")).pid)
@@ -260,7 +270,7 @@ async def test_rule_for_a_missing_process_may_need_several_cycles(world: World) 
 
 
 async def test_process_in_manual_mode_waits_for_its_start(world: World) -> None:
-    """A process outside the group vcap stays stopped. The Director starts the others."""
+    """The Director's start includes services in manual mode, but only those of the group vcap."""
     files = [
         world.job("web", None, None, "mode manual"),
         world.job("own", None, None, "mode manual", group="group own"),
@@ -277,7 +287,7 @@ async def test_process_in_manual_mode_waits_for_its_start(world: World) -> None:
 
 
 async def chain(world: World) -> list[JobFile]:
-    """Return jobs of which c depends on b, and b on a. d depends on none."""
+    """Return four jobs. ``c`` depends on ``b``, which depends on ``a``. ``d`` is independent."""
     return [
         world.job("a", COUNTED, STOP),
         world.job("b", COUNTED, STOP, "depends on a"),
@@ -292,7 +302,10 @@ async def all_in(supervisor: Supervisor, state: str, *names: str) -> None:
 
 
 async def test_single_service_stops_and_starts_with_its_dependants(world: World) -> None:
-    """Scripts stop and start one around a backup. Prerequisites start first, and others keep running."""
+    """Scripts do this to one service around a backup.
+
+    Prerequisites that are stopped are started first, and other services keep running.
+    """
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         world.log.unlink()
@@ -319,7 +332,7 @@ async def test_single_service_stops_and_starts_with_its_dependants(world: World)
 
 
 async def test_crash_restarts_the_dependants(world: World) -> None:
-    """monit does this too, transitively, because they may still be connected to the dead process."""
+    """As in monit, this includes indirect dependants, because they may still be connected to the dead process."""
     files = [*await chain(world), world.job("e", COUNTED, STOP, "depends on a, c")]
     async with world.supervising(*files) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d", "e")
@@ -335,7 +348,7 @@ async def test_crash_restarts_the_dependants(world: World) -> None:
 
 
 async def test_stop_by_a_rule_stops_the_dependants(world: World) -> None:
-    """No service waits for a start that was not requested."""
+    """The dependants are stopped, and do not wait for the service to start again."""
     job = world.job("a", COUNTED, STOP, "if does not exist then stop")
     async with world.supervising(job, *(await chain(world))[1:]) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c")
@@ -346,7 +359,7 @@ async def test_stop_by_a_rule_stops_the_dependants(world: World) -> None:
 
 
 async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world: World) -> None:
-    """Unmonitoring includes the dependants, and monitoring includes the prerequisites."""
+    """``unmonitor`` includes the dependants, and ``monitor`` the prerequisites."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         await supervisor.unmonitor_one("b")
@@ -361,14 +374,14 @@ async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world:
 
 
 async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(world: World) -> None:
-    """In the next cycle monit finds it dead, and stops and starts its dependants with it, monitored or not."""
+    """monit finds the service dead in the next cycle, and then restarts all of its dependants, monitored or not."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         before = info(supervisor, "c").pid
         await supervisor.unmonitor_one("b")
         await supervisor.monitor_one("b")
         await in_state(supervisor, "b", "running")
-        assert info(supervisor, "c").state == "unmonitored"  # b is running
+        assert info(supervisor, "c").state == "unmonitored"  # because b was running
 
         await supervisor.unmonitor_one("b")
         kill(info(supervisor, "b").pid)
@@ -380,7 +393,7 @@ async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(wor
 
 
 async def test_crash_restarts_unmonitored_dependants(world: World) -> None:
-    """monit stops and starts every dependant of a dead service, and monitors it from then on."""
+    """As in monit, the dependants are also monitored from then on."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         await supervisor.unmonitor_one("c")
@@ -395,7 +408,7 @@ async def test_crash_restarts_unmonitored_dependants(world: World) -> None:
 
 
 async def test_file_check_restarts_while_its_file_is_missing(world: World) -> None:
-    """A file check has programs and a state like a process, and monit restarts it with both."""
+    """As in monit, a file check may have a stop and a start program, which a restart runs."""
     flag = world.base / "flag"
     text = f"""
     check file rules with path {flag}
@@ -405,7 +418,7 @@ async def test_file_check_restarts_while_its_file_is_missing(world: World) -> No
     """
     async with world.supervising(JobFile("rules", "", text)) as supervisor:
         await in_state(supervisor, "rules", "running")
-        # Nothing checks the type of the path here, because monit's first check is outstanding.
+        # The state is "starting" because this supervisor runs no checks, so the first one is never made.
         assert [(told.name, told.state, told.mem_kb) for told in supervisor.processes()] == [("rules", "starting", 0)]
         flag.unlink()
         await until(lambda: world.lines() == ["start", "stop", "start"])
@@ -416,8 +429,7 @@ async def test_file_check_restarts_while_its_file_is_missing(world: World) -> No
         assert supervisor.job_state() == "stopped"
 
 
-async def test_host_and_system_checks_always_exist(world: World) -> None:
-    """There is nothing that could be missing."""
+async def test_host_check_is_running_without_a_process(world: World) -> None:
     text = "check host there with address localhost\n if failed port 1 then alert\n group vcap\n"
     async with world.supervising(JobFile("there", "", text)) as supervisor:
         await in_state(supervisor, "there", "running")

@@ -1,4 +1,4 @@
-"""HTTP transfers over real sockets: requests, refusals, and error messages with secrets removed."""
+"""HTTP transfers over real sockets: requests, responses, errors, and the removal of secrets from error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.serving import serving
 
 FAST = Timing(stall=0.4, least=1024, hesitate=0.05, pause=0.01)
 SURE = msgspec.structs.replace(FAST, stall=30)
-"""Time limits long enough that a busy machine is not mistaken for a stalled server."""
+"""Timeouts that are long enough that a server on a busy machine does not count as stalled."""
 BLOB = os.urandom(200_000)
 SECRET = "sig=s3cr3t"
 
@@ -73,7 +73,10 @@ def open_files() -> int:
 
 
 async def test_url_is_requested_unchanged(server: Server, transfer: Transfer) -> None:
-    """Another spelling of the same URL would have another signature. Given headers are sent unchanged."""
+    """A signature is valid only for the exact spelling of a URL.
+
+    Given headers are sent too.
+    """
     query = "a=%2f%2F&b=1+2%20&c=~%7e&X=%3d=&sig=a%2Bb%3D"
     assert await got(transfer, f"{server.url}/b?{query}", extra="header") == BLOB
 
@@ -91,9 +94,9 @@ async def test_url_is_requested_unchanged(server: Server, transfer: Transfer) ->
 async def test_response_body_is_read_to_its_end_without_decoding(
     server: Server, tmp_path: Path, how: str, blob: bytes
 ) -> None:
-    """If a server declares an encoding, the archive must still match its known digest.
+    """The digest is that of the bytes sent, even if the server declares an encoding.
 
-    Only the recent rate counts, not the whole duration.
+    A slow transfer is tolerated as long as its current rate is high enough.
     """
     server.blobs["/b"] = blob
     server.plan = [how]
@@ -102,7 +105,7 @@ async def test_response_body_is_read_to_its_end_without_decoding(
 
 
 async def test_download_follows_redirects(server: Server, transfer: Transfer) -> None:
-    """They lead to the blob. The password is sent only to its host."""
+    """The password is sent only to the host in the original URL."""
     async with http_server() as other:
         other.blobs["/c"] = b"there"
         server.plan = [f"redirect:{other.url}/c?{SECRET}"]
@@ -123,7 +126,7 @@ async def test_download_follows_redirects(server: Server, transfer: Transfer) ->
     ],
 )
 async def test_failed_get_names_host_and_reason(server: Server, transfer: Transfer, how: str, text: str) -> None:
-    """The error does not show secrets of the URL."""
+    """The error contains neither the password nor the query of the URL."""
     server.plan = [how]
     said = await failure(transfer, f"http://me:word@{server.host}/b?{SECRET}")
 
@@ -154,7 +157,7 @@ async def test_stalled_get_ends_in_bounded_time(server: Server, tmp_path: Path, 
 async def test_unreachable_host_or_proxy_is_named(
     transfer: Transfer, monkeypatch: pytest.MonkeyPatch, url: str, text: str
 ) -> None:
-    """The URL may be invalid. A missing proxy is named without its password."""
+    """This includes invalid URLs. The proxy is named without its password."""
     said = await failure(transfer, url)
 
     assert said.startswith(text)
@@ -165,8 +168,7 @@ async def test_unreachable_host_or_proxy_is_named(
 
 
 @pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
-async def test_endless_redirects_are_abandoned(server: Server, transfer: Transfer) -> None:
-    """At most ten are followed."""
+async def test_redirects_are_followed_up_to_a_limit(server: Server, transfer: Transfer) -> None:
     server.plan = [f"redirect:{server.url}/b?{SECRET}"] * 20
 
     assert await failure(transfer, f"{server.url}/b") == (
@@ -187,7 +189,7 @@ async def put(transfer: Transfer, url: str, data: bytes, where: Path, **headers:
 async def test_put_sends_the_length_of_the_file(
     server: Server, transfer: Transfer, tmp_path: Path, continues: bool
 ) -> None:
-    """This holds whether or not the server asks for it, and for an empty file too."""
+    """It does so whether or not the server answers ``100 Continue``, and for an empty file too."""
     server.continues = continues
     await put(transfer, f"{server.url}/new?{SECRET}", BLOB, tmp_path, extra="header", ACCEPT="text/plain")
     await put(transfer, f"{server.url}/empty", b"", tmp_path)
@@ -206,7 +208,7 @@ async def test_put_sends_the_length_of_the_file(
 async def test_error_of_a_rejected_put_contains_the_status(
     server: Server, transfer: Transfer, tmp_path: Path, how: str
 ) -> None:
-    """The server may reject it before it has read anything. A redirect counts as a rejection."""
+    """The server may answer before it has read the file. A redirect counts as a rejection."""
     server.plan = [how]
     with pytest.raises(BlobError) as caught:
         await put(transfer, f"{server.url}/new?{SECRET}", os.urandom(5_000_000), tmp_path)
@@ -217,7 +219,7 @@ async def test_error_of_a_rejected_put_contains_the_status(
 
 
 async def test_put_waits_for_a_slow_answer(server: Server, transfer: Transfer, tmp_path: Path) -> None:
-    """The server may take longer to answer than a transfer may stall."""
+    """After the upload, a server may take longer to answer than a transfer may stall."""
     server.plan = [http.THINK]
     await put(transfer, f"{server.url}/new", BLOB, tmp_path)
 
@@ -226,7 +228,10 @@ async def test_put_waits_for_a_slow_answer(server: Server, transfer: Transfer, t
 
 @pytest.mark.parametrize(("how", "size"), [(http.DEAF, 50_000_000), (http.SILENT, 200_000)])
 async def test_put_that_is_not_read_or_answered_ends(server: Server, tmp_path: Path, how: str, size: int) -> None:
-    """Once the buffers in between are full, no more data moves. The answer has a timeout of its own."""
+    """A server that stops reading stalls the transfer once all buffers are full.
+
+    A missing answer has a separate timeout.
+    """
     server.plan = [how]
     async with Transfer("", msgspec.structs.replace(FAST, answer=0.2), tmp_path) as transfer:
         with pytest.raises(BlobError, match=f"^Executing PUT request: {server.host}: it stalled$"):
@@ -238,7 +243,7 @@ async def test_put_that_is_not_read_or_answered_ends(server: Server, tmp_path: P
 
 @pytest.mark.attack("a neighbour acts as the blobstore")
 async def test_configured_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CAs of the system are not trusted then."""
+    """Certificates that only the system's CAs have signed are then rejected."""
     authority, system = Authority("blobstore-ca"), Authority("system-ca")
     (tmp_path / "system.pem").write_text(system.ca)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "system.pem"))
@@ -261,7 +266,7 @@ async def test_configured_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch
 @pytest.mark.attack("a neighbour acts as the blobstore")
 @pytest.mark.parametrize("wrong", ["host", "time"])
 async def test_certificate_of_another_host_or_time_is_rejected(tmp_path: Path, wrong: str) -> None:
-    """The error names its fault."""
+    """The error says what is wrong with the certificate."""
     authority = Authority("blobstore-ca")
     pair = authority.server(hosts=["other.example"]) if wrong == "host" else authority.server(valid=EXPIRED)
     async with http_server(tmp_path, pair) as server, Transfer(authority.ca, SURE, tmp_path) as transfer:
@@ -298,7 +303,7 @@ async def test_endless_blob_leaves_disk_space_for_others(
 async def test_invalid_request_url_is_rejected_without_retries(
     server: Server, tmp_path: Path, url: str, headers: dict[str, str]
 ) -> None:
-    """Three attempts with their pauses once blocked the bus."""
+    """Three attempts with pauses once kept the agent from handling other requests."""
     async with Transfer("", SURE, tmp_path) as transfer:
         with pytest.raises(LastingError, match="the URL or a header cannot be used$"):
             await transfer.download(url.format(url=server.url), headers, hashlib.sha256())
@@ -307,7 +312,7 @@ async def test_invalid_request_url_is_rejected_without_retries(
 @pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 @pytest.mark.parametrize("ca", ["s3cr3t", "s3cr3t é"])
 async def test_invalid_ca_is_reported(tmp_path: Path, ca: str) -> None:
-    """The error does not quote it."""
+    """The error does not quote the configured text."""
     with pytest.raises(BlobError, match="^cannot use the CA of the blobstore: it is not a PEM certificate$"):
         Transfer(ca, FAST, tmp_path)
 
@@ -318,7 +323,7 @@ async def test_invalid_ca_is_reported(tmp_path: Path, ca: str) -> None:
 async def test_proxy_variables_are_used_with_their_password(
     server: Server, transfer: Transfer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Plain requests and tunnels both use them."""
+    """The password is sent for plain requests and for tunnels."""
     monkeypatch.setattr("agent_shim.bulk.routes.is_excepted", lambda *_: False)
     authority = Authority("blobstore-ca")
     async with (
@@ -340,7 +345,7 @@ async def test_proxy_variables_are_used_with_their_password(
 
 
 async def test_transfer_client_closes_all_connections(server: Server, transfer: Transfer) -> None:
-    """This holds after failures and after successes."""
+    """No connection stays open, whether transfers fail or succeed."""
     before = open_files()
     server.plan = ["404", http.HALF, http.STALL, ""]
     for _ in range(3):

