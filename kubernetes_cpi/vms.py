@@ -1,4 +1,6 @@
-"""VMs: a pod that the cluster never replaces, an immutable Secret with its settings, and perhaps a data claim."""
+"""VMs. Each consists of a pod that the cluster never replaces, an immutable Secret with its settings, and optionally a
+data claim.
+"""
 
 from __future__ import annotations
 

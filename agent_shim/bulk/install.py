@@ -1,6 +1,6 @@
 """Installs blobs as directories of jobs, packages and sources.
 
-Runs only in worker processes. A directory gets its name once it is complete and on disk.
+Runs only in worker processes. A directory gets its final name only once it is complete and synced to disk.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Resources(msgspec.Struct):
 
 
 class Group(msgspec.Struct):
-    """An instance group. ``persistent_disk`` in MiB."""
+    """An instance group. ``persistent_disk`` is in MiB."""
 
     name: str
     jobs: list[Job] = []

@@ -14,7 +14,7 @@ VCAP = Path("/var/vcap")
 
 
 class Paths:
-    """Every path that the agent uses. Does not access the disk."""
+    """All paths that the agent uses. An instance can be created without accessing the disk."""
 
     def __init__(self, base: Path = VCAP) -> None:
         self.base = base

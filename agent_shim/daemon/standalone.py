@@ -210,7 +210,7 @@ class Standalone:
         raise AssertionError("read-only")
 
     async def _is_deployed(self) -> bool:
-        """Make one attempt. Set ``obstacle`` on failure."""
+        """Try to deploy once. Return True on success, otherwise set ``obstacle``."""
         try:
             rendered = await asyncio.to_thread(read, self._directory)
             if not self._holds(rendered.spec):

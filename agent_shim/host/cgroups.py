@@ -62,9 +62,10 @@ def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
 
 
 def _visible(table: Sequence[Mount]) -> list[Mount]:
-    """Return the mounts that no later mount on the same point covers.
+    """Return the mounts that are not covered by a later mount on the same mount point.
 
-    Podman's systemd mode mounts the container's cgroup on top of the host's whole hierarchy, on one mount point.
+    This is necessary because Podman's systemd mode mounts the container's cgroup on the same mount point as the host's
+    whole hierarchy.
     """
     newest = {mount.point: mount for mount in table}
     return [mount for mount in table if newest[mount.point] is mount]

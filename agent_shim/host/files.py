@@ -354,7 +354,9 @@ def _open_made(path: Path, mode: int) -> int:
 
 
 def swap_link(target: Path, link: Path) -> None:
-    """Point ``link`` to ``target`` atomically. Only if there is a real directory, it is removed first."""
+    """Point ``link`` to ``target`` atomically. A real directory at ``link`` is removed first, in which case this is not
+    atomic.
+    """
     with suppress(OSError):  # there is nothing, or not a link
         if os.readlink(link) == str(target):  # noqa: PTH115 - once for each package in each job
             return

@@ -104,7 +104,7 @@ async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[p
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(PREPARE_TIMEOUT_S):
-                with contextlib.suppress(ConnectionError):  # the process has exited, and its status is the reason
+                with contextlib.suppress(ConnectionError):  # the process has exited, and its status explains why
                     await loop.sock_sendall(ours, json.dumps({**spec, "gate": True}).encode() + b"\n")
                     if spec["namespaces"]:
                         started = await _child(started, ours)

@@ -1,6 +1,6 @@
 """Warns of certificates that are about to expire, with a metric, a line in ``status`` and a warning in the log.
 
-Nothing else depends on the wall clock.
+Only these reports use the wall clock.
 """
 
 from __future__ import annotations

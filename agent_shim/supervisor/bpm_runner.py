@@ -2,9 +2,11 @@
 
 Directories, log files, environment, pidfile and stop sequence match bpm. Isolation depends on the container:
 
-- level 1: own namespaces and a root with nothing but bpm's view;
-- level 2: Landlock rules for the same view;
-- level 3: neither. All levels: no capabilities, no new privileges, resource limits.
+- level 1: separate namespaces, and a root file system with only what bpm shows to the process;
+- level 2: Landlock rules that allow access to the same paths;
+- level 3: neither.
+
+At all levels, processes have no capabilities beyond those in bpm.yml, cannot gain privileges, and have resource limits.
 
 A process is identified by job and name, whether it was started by a monit file or by a script that calls ``bpm start``.
 """

@@ -17,8 +17,8 @@ from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.monit.ast import JobFile
 
 VCAP: Final = "vcap"
-"""The group of those services that the Director starts, stops and gets reported. Services in other groups are
-supervised as well.
+"""The group of the services that the Director starts and stops and whose state is reported to it. Services in other
+groups are supervised as well.
 """
 
 MAX_FILES: Final = 100
@@ -60,7 +60,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     mode: values.Mode = "active"
     absence: values.Action = values.Action("restart")
     absence_cycles: int = 1
-    """For how many monit cycles it must be absent before the reaction ``absence``."""
+    """For how many monit cycles the process or path must be absent before the reaction ``absence``."""
     change: values.Action = values.ALERT
     """The reaction to a change of the pid."""
     limits: tuple[RestartLimit, ...] = ()

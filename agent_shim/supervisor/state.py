@@ -71,7 +71,7 @@ class Effect(enum.Flag):
 
     NONE = 0
     FORGIVE = enum.auto()
-    """Reset the number of consecutive failures, which lengthens the delay."""
+    """Reset the number of consecutive failures, so that they no longer lengthen the delay."""
     CLEAR_REASON = enum.auto()
     CLEAR_COMPLAINTS = enum.auto()
     COUNT = enum.auto()

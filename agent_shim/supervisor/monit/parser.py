@@ -24,7 +24,7 @@ MAX_BYTES: Final = 256 * 1024
 """Maximum size of one file. It is limited because parsing takes more than linear time."""
 
 MAX_MISTAKES: Final = 20
-"""Maximum number of mistakes listed in the error of a file."""
+"""Maximum number of mistakes that an error lists for one file."""
 
 LATER: Final = ("program", "network")
 """Check types of newer monit versions."""
