@@ -1,4 +1,4 @@
-"""The rate limit of restarts, and truncation of output. ``integration/test_ctl_programs.py`` runs programs."""
+"""Rate limit of restarts and truncation of program output. ``integration/test_ctl_programs.py`` runs programs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.support.played import played
 
 
 @played
-async def test_start_rate_bucket_refills_with_time() -> None:
-    """A caller that is cancelled gives its turn back."""
+async def test_token_bucket_refills_with_time() -> None:
+    """A caller that is cancelled while it waits does not use up a token."""
     clock, bucket = asyncio.get_running_loop().time, TokenBucket(5, 1)
     for seconds, takes, after in ((0, 5, 0), (0, 3, 3), (2, 2, 5), (100, 5, 105), (0, 1, 106)):
         await asyncio.sleep(seconds)
@@ -29,7 +29,7 @@ async def test_start_rate_bucket_refills_with_time() -> None:
 
 
 async def test_large_program_output_is_truncated_to_its_end(tmp_path: Path) -> None:
-    """The end has the most recent messages."""
+    """The end is kept because it contains the most recent messages."""
     large = b"".join(b"%d\n" % number for number in range(60_000))
     assert len(large) > MAX_OUTPUT_BYTES
     paths = Paths(tmp_path)

@@ -1,4 +1,4 @@
-"""Usage figures of file systems."""
+"""Used space and inodes of file systems."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from agent_shim.host import mounts
 from agent_shim.supervisor.filesystem_usage import usage
 
 NUMBERS = (4096, 512, 100, 60, 50, 80, 20, 20, 0, 255)
-"""Reply of ``statvfs``: 40 of 100 blocks of 512 bytes and 60 of 80 inodes are in use."""
+"""Result of ``statvfs``: 40 of 100 blocks of 512 bytes and 60 of 80 inodes are in use."""
 
 
-def test_filesystem_usage_is_given_in_numbers_and_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filesystem_usage_has_absolute_and_percentage_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(NUMBERS))
 
     assert usage(tmp_path) == {"space": 40 * 512, "space %": 40.0, "inode": 60, "inode %": 75.0, "flags": 0}
@@ -30,12 +30,12 @@ def test_file_system_without_inodes_has_no_inode_usage(tmp_path: Path, monkeypat
     ("name", "is_device", "place"),
     [("by-id", True, Path("/store")), ("unmounted", True, Path("unmounted")), ("by-id", False, "disk")],
 )
-def test_device_has_the_usage_of_its_mount_point(
+def test_filesystem_usage_of_a_device_is_that_of_its_mount_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_device: bool, place: Path | str
 ) -> None:
-    """The device may be given as a link.
+    """A block device may be given through a symlink, and its mount point is measured if it is mounted.
 
-    Other paths are read at the opened directory, because a job may change a link.
+    For any other path, the opened file is measured, because a job may replace a symlink in between.
     """
     for device in ("disk", "unmounted"):
         (tmp_path / device).touch()

@@ -14,7 +14,7 @@ ALL = ["Web", "db", "own"]
 
 
 class Supervisor:
-    """Records requests. A service is ``busy`` until someone waits for it."""
+    """Records the requests that it receives. A service is ``busy`` until a request has waited for it."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -40,7 +40,7 @@ def described(name: str, state: str) -> ServiceInfo:
 
 
 async def asked(obstacle: str = "", **request: Any) -> tuple[list[str], Any]:
-    """Return the requests made, and the answer: name and state of each service, or an error."""
+    """Return the calls to the supervisor, and the answer: the name and state of each service, or an error."""
     supervisor: Any = Supervisor()
     answer = await monit_api.answer(supervisor, request, obstacle=obstacle)
     if "exception" in answer:
@@ -74,7 +74,7 @@ async def asked(obstacle: str = "", **request: Any) -> tuple[list[str], Any]:
 async def test_monit_api_calls_the_named_services(
     request_: dict[str, Any], calls: list[str], services: list[str] | str
 ) -> None:
-    """The answer describes them, before or after their work."""
+    """With ``wait``, the answer describes the services after they have finished, otherwise before."""
     assert await asked(**request_) == (calls, services)
 
 
@@ -82,7 +82,7 @@ async def test_monit_api_calls_the_named_services(
     ("action", "is_refused"),
     [("start", True), ("restart", True), ("monitor", True), ("stop", False), ("unmonitor", False)],
 )
-async def test_monit_api_refuses_a_start_during_an_obstacle(action: str, is_refused: bool) -> None:
+async def test_monit_api_rejects_starts_while_there_is_an_obstacle(action: str, is_refused: bool) -> None:
     calls, answer = await asked("the container ends", action=action, names=["db"])
 
     assert calls == ([] if is_refused else [f"{action} db"])

@@ -1,4 +1,4 @@
-"""Texts and results of network checks. ``integration/test_network_checks.py`` connects to real listeners."""
+"""Request texts and results of network checks. ``integration/test_network_checks.py`` connects to real listeners."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from tests.support.serving import serving
         (r"\0x4", rb"\0x4"),
     ],
 )
-def test_send_text_can_express_any_byte(text: str, sent: bytes) -> None:
+def test_send_text_of_a_network_check_can_express_any_byte(text: str, sent: bytes) -> None:
     assert network_checks.wire_text(text) == sent
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
-async def test_ip_address_is_not_resolved_by_a_name_server(
+async def test_network_check_of_an_ip_address_does_not_query_a_name_server(
     monkeypatch: pytest.MonkeyPatch, host: str, family: socket.AddressFamily
 ) -> None:
-    """A silent name server thus does not delay the check."""
+    """A name server that does not answer must not delay the check of an IP address."""
     with socket.create_server((host, 0), family=family) as server:
         monkeypatch.setattr(socket, "getaddrinfo", None)
 
         assert await network_checks.probe(Connection(host, server.getsockname()[1])) == ""
 
 
-async def test_host_without_an_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_network_check_reports_a_host_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
 
     assert await network_checks.probe(Connection("web", 80)) == (
@@ -47,7 +47,7 @@ async def test_host_without_an_address_is_reported(monkeypatch: pytest.MonkeyPat
     )
 
 
-async def test_endless_http_head_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_http_check_fails_on_an_endless_header(monkeypatch: pytest.MonkeyPatch) -> None:
     read = 0
     loop = asyncio.get_running_loop()
     receive = loop.sock_recv
@@ -74,7 +74,7 @@ async def test_endless_http_head_fails_the_check(monkeypatch: pytest.MonkeyPatch
 
 
 def test_http_check_reads_small_chunks_without_copying_the_page() -> None:
-    """A server can send a megabyte in chunks of one byte."""
+    """Otherwise, a server that sends a megabyte in chunks of one byte would keep the agent busy."""
 
     def seconds(before: int) -> float:
         """Return the processor time for the same chunks, arriving after ``before`` bytes."""

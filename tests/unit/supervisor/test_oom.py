@@ -1,4 +1,4 @@
-"""OOM kills, and the exits that they explain."""
+"""OOM kills and the exits that they explain."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from agent_shim.host import cgroups
 from agent_shim.supervisor.oom import Kills
 
 
-def test_memory_kill_explains_one_exit() -> None:
-    """A kill before the agent's start explains no exit."""
+def test_oom_kill_explains_one_exit() -> None:
+    """Kills that the kernel counted before the agent started explain no exit."""
     kills = [3]
     counted = Kills(lambda: kills[0])
 
@@ -20,8 +20,8 @@ def test_memory_kill_explains_one_exit() -> None:
     assert [counted.claim(), counted.claim(), counted.claim()] == [True, True, False]
 
 
-def test_memory_kill_seen_before_the_exit_still_explains_it() -> None:
-    """The counter rises first, and may be read before the exit is noticed."""
+def test_oom_kill_counted_before_the_exit_is_noticed_explains_the_exit() -> None:
+    """The kernel counts a kill before the agent notices the exit, and the agent may read the counter in between."""
     kills = [0]
     counted = Kills(lambda: kills[0])
     kills[0] = 1
@@ -30,7 +30,7 @@ def test_memory_kill_seen_before_the_exit_still_explains_it() -> None:
     assert counted.claim()
 
 
-def test_memory_kills_are_counted_for_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_kills_are_read_from_the_cgroup_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(cgroups, "find", lambda: cgroups.Cgroup(memory=hierarchy))
     (tmp_path / "memory.events").write_text("oom 3\noom_kill 3\n")
@@ -42,6 +42,6 @@ def test_memory_kills_are_counted_for_the_container(tmp_path: Path, monkeypatch:
     assert not Kills().claim()
 
 
-def test_missing_memory_kill_counter_explains_no_exit() -> None:
-    """Some kernels have no such counter."""
+def test_missing_oom_kill_counter_explains_no_exit() -> None:
+    """Some kernels do not count OOM kills."""
     assert not Kills(lambda: None).claim()

@@ -1,4 +1,4 @@
-"""Checks of paths, cycle by cycle. ``integration/test_rule_engine_releases.py`` tests their effects."""
+"""Checks of paths, cycle by cycle. ``integration/test_rule_engine_releases.py`` tests the resulting actions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def made(path: Path, *tests: str, kind: str = "file") -> PathWatch:
-    """Return a watch of a check with these tests, which may also be ``ignore`` statements."""
+    """Create a watch for a path check with these tests, some of which may be ``ignore`` statements."""
     lines = [test if test.startswith("ignore") else f"if {test} then alert" for test in tests]
     (spec,) = plan([JobFile("job", "", "\n".join([f"check {kind} it with path {path}", *lines, ""]))])
     assert not spec.error, spec.error
@@ -68,7 +68,7 @@ def test_path_check_compares_a_value(path: Path, test: str, is_bad: bool) -> Non
 
 
 def test_file_age_counts_from_the_last_change(path: Path) -> None:
-    """Content changes count, and changes of owner, mode or name, whichever came last."""
+    """A change of content, owner, mode or name resets the age, even if the modification time is old."""
     os.utime(path, (0, 0))
 
     assert fails(made(path, "timestamp > 1 hour")) == []
@@ -85,10 +85,10 @@ def test_change_check_compares_consecutive_cycles(path: Path, test: str) -> None
     assert fails(watch) == []
 
 
-def test_checksum_check_without_a_value_uses_the_first_cycle(path: Path) -> None:
+def test_checksum_check_without_an_expected_value_compares_with_the_first_cycle(path: Path) -> None:
     watch = made(path, "failed checksum")
     found = [fails(watch)]
-    for text in ("three\n", "one\n"):  # the clock may not tell two writes apart, but the size does
+    for text in ("three\n", "one\n"):  # different sizes, because both writes may get the same timestamp
         path.write_text(text)
         found.append(fails(watch))
 
@@ -96,7 +96,6 @@ def test_checksum_check_without_a_value_uses_the_first_cycle(path: Path) -> None
 
 
 def test_checksum_check_reads_an_unchanged_file_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a large file would be read in every cycle."""
     watch = made(path, "changed checksum")
     watch.look()
     monkeypatch.setattr(guarded, "reopen", refuse)
@@ -118,13 +117,13 @@ def test_slow_checksum_is_a_data_access_error(path: Path, monkeypatch: pytest.Mo
     ]
 
 
-def test_missing_path_has_no_findings(tmp_path: Path) -> None:
-    """The service reports its absence."""
+def test_path_check_has_no_findings_for_a_missing_path(tmp_path: Path) -> None:
+    """The service itself reports that the path is missing."""
     assert made(tmp_path / "absent", "size > 5").look() == []
 
 
-def test_unknown_owner_is_a_data_access_error(path: Path) -> None:
-    """With an unknown owner, monit refuses to start."""
+def test_path_check_with_an_unknown_user_or_group_is_a_data_access_error(path: Path) -> None:
+    """monit, in contrast, refuses to start if the user or group of a rule does not exist."""
     watch = made(path, "failed uid nobody-of-that-name", "failed gid nobody-of-that-name", "size > 5")
 
     assert said(watch) == [
@@ -149,8 +148,13 @@ def test_path_check_requires_the_file_type_of_its_kind(tmp_path: Path, kind: str
     assert found == {name: [f"{paths[name]} is not {nouns[kind]}"] for name in found}
 
 
-def test_path_check_reads_no_content_through_a_link_of_a_job(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root would otherwise read any file through it. The size of a file is no secret."""
+def test_path_check_does_not_read_content_through_a_symlink_of_a_job(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job could otherwise use a symlink to make root read any file.
+
+    The size of a file is not secret, so it is checked.
+    """
     link = path.with_name("link")
     link.symlink_to(path)
     monkeypatch.setattr(trusted_path, "trusted_users", lambda: {12345})
@@ -164,7 +168,7 @@ def test_path_check_reads_no_content_through_a_link_of_a_job(path: Path, monkeyp
 
 
 def test_filesystem_flags_check_reports_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """monit reports each change, and never that the flags stayed the same."""
+    """As in monit, unchanged flags produce no finding."""
     flags = [0]
     monkeypatch.setattr(path_checks, "usage", lambda _: {"flags": flags[0]})
     watch = made(tmp_path, "space > 5 %", kind="filesystem")
@@ -172,7 +176,7 @@ def test_filesystem_flags_check_reports_changes(tmp_path: Path, monkeypatch: pyt
     for flags[0] in (0, 0, 1, 1, 0):
         found.append([number for number, _ in watch.look()])
 
-    # 1 says that the path can be read, 2 is the change
+    # Rule 1 is the implicit check that the path can be read, rule 2 the implicit check of the flags.
     assert found == [[1], [1], [2, 1], [1], [2, 1]]
 
 
@@ -185,7 +189,7 @@ def append(path: Path, text: str) -> None:
 
 
 def test_match_check_compares_new_complete_lines(path: Path) -> None:
-    """New lines are those since the first cycle. A partial line is compared once it is complete."""
+    """Lines are new if they were written after the first cycle. A partial line is compared once it is complete."""
     watch = made(path, "match 'o'", "not match 'o'")
     assert fails(watch) == []
     append(path, "two\nthree\nfo")
@@ -214,7 +218,10 @@ def test_match_check_skips_ignored_lines_for_all_rules(path: Path) -> None:
 
 
 def test_match_check_compares_the_beginning_of_a_long_line(path: Path) -> None:
-    """monit's buffer has room for 511 bytes. A line longer than the amount read at once counts as long, too."""
+    """As in monit, the first 511 bytes of a line are compared.
+
+    That also applies to a line that is longer than the amount read in one cycle.
+    """
     watch = made(path, "match 'x$'", "match 'y'")
     watch.look()
     append(path, f"{'x' * 600}y\n")
@@ -226,7 +233,9 @@ def test_match_check_compares_the_beginning_of_a_long_line(path: Path) -> None:
 
 
 def test_match_check_ends_a_line_at_a_null_byte(path: Path) -> None:
-    """monit's C strings end there. No environment variable can contain a null byte."""
+    """The line is cut off there as in monit, whose strings end at a null byte, and because no environment variable can
+    contain one.
+    """
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "x\0y\ny\0x\n")
@@ -235,7 +244,7 @@ def test_match_check_ends_a_line_at_a_null_byte(path: Path) -> None:
 
 
 def test_match_check_limits_matching_lines_per_cycle(path: Path) -> None:
-    """Each matching line may run a program. The rest waits for the next cycle."""
+    """Each matching line may run a program, so further lines are compared in the next cycle."""
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "x\n" * (path_checks.MAX_HITS + 5))
@@ -245,7 +254,7 @@ def test_match_check_limits_matching_lines_per_cycle(path: Path) -> None:
 
 
 def test_match_check_limits_empty_lines_per_cycle(path: Path) -> None:
-    """They cost the job nothing, whereas the agent has to compare each."""
+    """A job can write empty lines at almost no cost, but the agent has to compare each of them."""
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "\n" * path_checks.MAX_LINES + "x\n")
@@ -255,7 +264,7 @@ def test_match_check_limits_empty_lines_per_cycle(path: Path) -> None:
 
 
 def test_match_check_merges_lines_that_do_not_match(path: Path) -> None:
-    """A rule keeps only the fact that they did not match."""
+    """Consecutive lines without a match produce at most 64 findings, because more make no difference to a rule."""
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "y\n" * 10_000 + "x\n")
@@ -265,7 +274,7 @@ def test_match_check_merges_lines_that_do_not_match(path: Path) -> None:
 
 
 def test_path_check_has_the_implicit_rules_of_monit() -> None:
-    """The last rules of a check are monit's own."""
+    """The plan appends monit's implicit rules to those of the file."""
     (spec,) = plan([JobFile("job", "", "check fifo it with path /x\n if timestamp > 5 then alert\n")])
 
     assert [type(rule.test).__name__ for rule in spec.rules] == ["Limit", "WrongType", "Unreadable"]

@@ -1,4 +1,4 @@
-"""Derives processes from monit files."""
+"""The services that the plan derives from monit files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def errors(*files: JobFile) -> dict[str, str]:
     return {spec.name: spec.error for spec in plan(files) if spec.error}
 
 
-def test_plan_reads_all_parts_of_a_process() -> None:
-    """It has programs with their users and timeouts, the pidfile and the group."""
+def test_plan_reads_the_programs_pidfile_and_group_of_a_process() -> None:
     (spec,) = plan([JobFile("web", "", WEB)])
 
     assert spec == ProcessSpec(
@@ -45,7 +44,7 @@ def test_plan_reads_all_parts_of_a_process() -> None:
 
 
 def test_plan_keeps_the_order_of_files_and_checks() -> None:
-    """The Director orders the jobs, and each file its checks. An empty file adds nothing."""
+    """Jobs are in the order in which the Director lists them. An empty file adds no services."""
     files = [
         JobFile("b", "", check("b1") + check("b2")),
         JobFile("none", "", "\n\n"),
@@ -57,8 +56,8 @@ def test_plan_keeps_the_order_of_files_and_checks() -> None:
     assert [spec.job for spec in plan(files)] == ["b", "b", "a", "a"]
 
 
-def test_plan_uses_a_pattern_instead_of_a_pidfile() -> None:
-    """monit's extended regular expressions become Python's."""
+def test_plan_compiles_the_pattern_of_a_process_without_a_pidfile() -> None:
+    """The pattern is a POSIX extended regular expression, as in monit."""
     (spec,) = plan([JobFile("j", "", 'check process s matching "[[:alpha:]]+ --serve"\n')])
 
     assert spec.pidfile is None
@@ -81,21 +80,20 @@ def test_plan_uses_a_pattern_instead_of_a_pidfile() -> None:
     ],
 )
 def test_plan_keeps_rules_that_drive_a_service_in_separate_fields(statement: str, member: str, value: object) -> None:
-    """Rules that affect the state machine of a service have fields of their own."""
     (spec,) = plan([JobFile("j", "", check("s", statement))])
 
     assert getattr(spec, member) == value
 
 
 def test_plan_keeps_other_rules_for_the_rule_engine() -> None:
-    """A connection test does not affect the state machine of a service."""
+    """A connection test goes to the rule engine, whereas ``if changed pid`` drives the service's state machine."""
     (spec,) = plan([JobFile("j", "", check("s", "if failed port 80 then restart", "if changed pid then alert"))])
 
     assert len(spec.rules) == 1
 
 
-def test_plan_names_ignored_statements_without_secrets() -> None:
-    """Statements outside of checks are attributed to the first service."""
+def test_plan_lists_ignored_statements_without_secrets() -> None:
+    """Statements outside of checks, which may contain passwords, are listed with the first service."""
     text = f"""
 set httpd port 2812 and allow admin:hidden
 {check("one", "alert someone@example.com")}
@@ -109,8 +107,8 @@ check file two with path /tmp
     assert two.unsupported == ("if not match", "ignore match")
 
 
-def test_statements_that_the_daemon_acts_on_are_not_listed_as_ignored() -> None:
-    """As monit's replacement, the daemon acts on most statements outside of checks."""
+def test_plan_does_not_list_statements_that_the_agent_acts_on_in_monits_place() -> None:
+    """When the agent runs in monit's place, it acts on most statements outside of checks."""
     text = "set daemon 10\ninclude /etc/x\nset init\n" + check("one", "alert a@example.com")
 
     (one,) = plan([JobFile("monitrc", "", text)], acted_on=control_file.ACTED_ON)
@@ -133,15 +131,15 @@ BOTH = ('start program "/bin/a"', 'stop program "/bin/b"')
         ((BOTH[0], "if not exist then start"), True),
     ],
 )
-def test_plan_says_which_services_restart(statements: tuple[str, ...], is_restartable: bool) -> None:
-    """monit restarts only what it can stop and start, and only if the file allows it."""
+def test_plan_determines_which_services_are_restartable(statements: tuple[str, ...], is_restartable: bool) -> None:
+    """As in monit, a service is restarted only if it can be started and stopped, and only if the file allows it."""
     (spec,) = plan([JobFile("j", "", check("s", *statements))])
 
     assert spec.is_restartable is is_restartable
 
 
-def test_invalid_monit_file_becomes_one_failing_process_in_the_plan() -> None:
-    """The process has the name of the job and the error, and other jobs are unchanged."""
+def test_invalid_monit_file_becomes_one_failing_service_in_the_plan() -> None:
+    """The failing service is named after the job and contains the error. Services of other jobs are not affected."""
     files = [
         JobFile("good", "", check("good")),
         JobFile("bad", "", check("bad1") + check("bad2")),
@@ -174,7 +172,7 @@ def test_job_with_too_many_monit_files_fails() -> None:
 
 
 def test_duplicate_service_name_fails_the_later_job() -> None:
-    """monit would load none of them. Names are compared without case."""
+    """monit would load neither job. Service names are not case-sensitive."""
     files = [JobFile("one", "", check("web")), JobFile("two", "", check("WEB") + check("own"))]
 
     assert names(*files) == ["web", "two"]
@@ -191,7 +189,7 @@ def test_missing_dependency_fails_its_job() -> None:
 
 
 def test_dependency_on_a_job_with_an_invalid_file_fails_only_that_job() -> None:
-    """The missing service may be in the unreadable file."""
+    """The missing prerequisite may be defined in the invalid file, so the dependant does not fail."""
     files = [JobFile("bad", "", "check nonsense and more"), JobFile("two", "", check("b", "depends on nonsense"))]
 
     assert list(errors(*files)) == ["bad"]
@@ -199,7 +197,7 @@ def test_dependency_on_a_job_with_an_invalid_file_fails_only_that_job() -> None:
 
 
 def test_dependency_cycle_fails_one_job() -> None:
-    """The cycle may span jobs or be within one."""
+    """The same applies if the cycle spans two jobs."""
     within = [JobFile("one", "", check("a", "depends on b") + check("b", "depends on a")), JobFile("t", "", check("c"))]
     across = [JobFile("one", "", check("a", "depends on b")), JobFile("two", "", check("b", "depends on a"))]
 
@@ -208,8 +206,8 @@ def test_dependency_cycle_fails_one_job() -> None:
     assert names(*across) == ["one", "b"]
 
 
-def test_failing_process_does_not_use_a_name_in_use() -> None:
-    """A process of another job may have the name of the job that fails."""
+def test_failing_service_is_renamed_if_its_name_is_in_use() -> None:
+    """The failing service is named after its job, unless a service of another job already has that name."""
     assert names(JobFile("one", "", check("two")), JobFile("two", "", "nonsense")) == ["two", "two-monit"]
 
 
@@ -222,8 +220,8 @@ def test_failing_process_does_not_use_a_name_in_use() -> None:
         (None, "monit-name"),
     ],
 )
-def test_plan_labels_a_bpm_process_after_its_pidfile(pidfile: str | None, label: str) -> None:
-    """A script may start the process instead of the monit file."""
+def test_plan_derives_the_label_of_a_bpm_process_from_its_pidfile(pidfile: str | None, label: str) -> None:
+    """The start program may be a script that calls bpm, so the pidfile shows which bpm process it is."""
     labels = ProcessSpec("monit-name", "web", pidfile=pidfile or None).labels
 
     assert set(labels) == {"monit-name", label}

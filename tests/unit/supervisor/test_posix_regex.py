@@ -1,4 +1,4 @@
-"""Extended regular expressions: the C library's error messages, and the same matches."""
+"""POSIX extended regular expressions: matches, error messages and limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REG_EXTENDED, REG_NOSUB = 1, 8
     ],
 )
 def test_posix_regex_follows_the_posix_dialect(pattern: str, matching: str, other: str | None) -> None:
-    """It differs from Python's in brackets, anchors and escapes."""
+    """The POSIX dialect differs from Python's in brackets, anchors and escapes."""
     compiled = posix_regex.compiled(pattern)
 
     assert compiled.search(matching)
@@ -63,7 +63,9 @@ def test_posix_regex_follows_the_posix_dialect(pattern: str, matching: str, othe
     ],
 )
 def test_posix_regex_rejects_invalid_or_dangerous_patterns(pattern: str, complaint: str) -> None:
-    """The errors have the library's text, or name what would crash the library."""
+    """The errors are those of the C library, except for patterns that are too long, contain a null byte or need
+    backtracking.
+    """
     with pytest.raises(ValueError, match=f"^{re.escape(complaint)}$"):
         posix_regex.compiled(pattern)
 
@@ -72,8 +74,8 @@ def test_posix_regex_compiles_a_pattern_of_maximum_size() -> None:
     assert not posix_regex.Pattern("x" * posix_regex.MAX_PATTERN_BYTES).search("x")
 
 
-def test_posix_regex_keeps_the_locale_of_the_thread() -> None:
-    """The locale is C only while a pattern is compiled."""
+def test_posix_regex_restores_the_locale_of_the_thread() -> None:
+    """A pattern is compiled in the C locale, after which the thread must have its previous locale again."""
     libc = ctypes.CDLL(None)
     libc.uselocale.restype = ctypes.c_void_p
 
@@ -82,12 +84,12 @@ def test_posix_regex_keeps_the_locale_of_the_thread() -> None:
         posix_regex.Pattern("a")
         return before, libc.uselocale(None)
 
-    with futures.ThreadPoolExecutor(1) as thread:  # a new thread, whose locale is that of the process
+    with futures.ThreadPoolExecutor(1) as thread:  # a new thread has the locale of the process
         before, after = thread.submit(compiling).result()
     assert before == after
 
 
-def test_posix_regex_frees_its_memory_with_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_posix_regex_frees_the_memory_of_a_deleted_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[object] = []
     libc = posix_regex.library()
     free = libc.regfree
@@ -107,10 +109,10 @@ def test_posix_regex_frees_its_memory_with_the_pattern(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(x+x+)+y", ".*a.*b.*c.*d.*e", "(a|aa|aaa)*b", "a.{900}c"])
 def test_posix_regex_matches_hostile_texts_quickly(pattern: str) -> None:
-    """A backtracking matcher would need years for the first text, and the library, which tries each position, a
-    thousand times longer.
+    """For these patterns, a backtracking matcher would need years for the first text.
 
-    A hundred thousand such texts would take it a day.
+    Without an anchor, the C library would try each start position, which takes a thousand times as long as one pass.
+    For a hundred thousand such texts, that would be a day.
     """
     compiled = posix_regex.compiled(pattern)
     texts = ["a" * 4096, "x" * 4096, "ad" * 2048]
@@ -119,15 +121,18 @@ def test_posix_regex_matches_hostile_texts_quickly(pattern: str) -> None:
         assert not any(compiled.search(text) for text in texts)
 
 
-def test_posix_regex_searches_up_to_monits_length_limit() -> None:
-    """A command line of 450 KB is truncated as monit does it."""
+def test_posix_regex_searches_only_the_beginning_of_a_long_text() -> None:
+    """A command line can have 450 KB. Only its first 4096 bytes are searched; monit searches even fewer."""
     assert posix_regex.compiled("end").search("x" * 4000 + "end")
     assert not posix_regex.compiled("end").search("x" * 450_000 + "end")
 
 
 def test_posix_regex_releases_the_gil_while_matching() -> None:
-    """Other threads run meanwhile. Here the library tries each position."""
-    slow = posix_regex.Pattern("(a+)+b)")  # the unmatched ")" disables the library's search for a starting position
+    """Other threads must run during a slow match.
+
+    This pattern is slow because the library tries each start position.
+    """
+    slow = posix_regex.Pattern("(a+)+b)")  # because of the unmatched ")", the pattern is not anchored
     done = threading.Event()
 
     def match() -> None:
@@ -156,7 +161,7 @@ def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
 
 
 def found_by_ours(pattern: str, texts: list[str]) -> list[bool] | None:
-    """Return the same for our implementation. Skips back references, which only the library accepts."""
+    """Do the same as ``c_library`` with our implementation. Skips back references, which only the library accepts."""
     try:
         compiled = posix_regex.compiled(pattern)
     except ValueError as refusal:
@@ -180,14 +185,14 @@ def test_posix_regex_digit_after_an_escaped_backslash_is_not_a_back_reference(pa
     st.lists(st.text("abc-]1 {}()\\^$*.,=:", max_size=6), max_size=8),
 )
 def test_posix_regex_agrees_with_the_c_library(pattern: str, texts: list[str]) -> None:
-    """The same patterns are rejected, and the others find the same."""
+    """Both reject the same patterns, and match the same texts with the others."""
     assert found_by_ours(pattern, texts) == c_library(pattern, texts)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library speaks another dialect")
 @pytest.mark.parametrize("name", "alnum alpha blank cntrl digit graph lower print punct space upper xdigit".split(" "))
 def test_posix_regex_classes_equal_those_of_the_c_library(name: str) -> None:
-    """Every ASCII character is compared."""
+    """Each class is compared for all ASCII characters except null."""
     characters = [chr(code) for code in range(1, 128)]
 
     assert found_by_ours(f"[[:{name}:]]", characters) == c_library(f"[[:{name}:]]", characters)

@@ -1,4 +1,4 @@
-"""Figures of processes, from given process tables. ``integration/test_process_stats.py`` reads real ones."""
+"""Statistics of processes in simulated process tables. ``integration/test_process_stats.py`` reads real processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def service(**changes: Any) -> Any:
 
 @pytest.fixture
 def stats(monkeypatch: pytest.MonkeyPatch) -> ProcessStats:
-    """Return a machine with 8 MiB of memory and two processors, a hundred seconds after its start."""
+    """Return statistics for a machine with 8 MiB of memory and two processors. Processes are 100 seconds old."""
     monkeypatch.setattr(proc, "small_table", lambda *_: dict(TABLE))
     monkeypatch.setattr(clock, "uptime_of", lambda _: 100)
     monkeypatch.setattr(clock, "wall_time_of", lambda ticks: 1e9 + ticks)
@@ -89,7 +89,10 @@ def test_service_without_a_monitored_process_has_no_statistics(stats: ProcessSta
 
 
 def test_cpu_share_covers_the_time_since_the_last_query(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is reused within a second, never negative, and starts again for another process."""
+    """The share is between 0 and 100 %.
+
+    A query within a second gets the same share again, and for a new process the calculation starts from scratch.
+    """
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -114,12 +117,12 @@ def test_cpu_share_covers_the_time_since_the_last_query(stats: ProcessStats, mon
     assert share(400, 1001) == 2.0
 
 
-def test_statistics_of_many_processes_are_read_in_a_thread(
+def test_process_statistics_of_many_processes_are_read_in_a_thread(
     stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The main processes are returned at once, their descendants with the next answer.
+    """The first answers cover only the main process of each service.
 
-    A single thread reads them, and only at a limited rate.
+    A single thread reads the descendants for later answers, at a limited rate.
     """
     reads: list[int] = []
     go = threading.Event()
@@ -152,10 +155,10 @@ def test_statistics_of_many_processes_are_read_in_a_thread(
         pass
 
 
-def test_statistics_of_one_answer_come_from_one_pass(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise children from one pass were looked up among the processes of another, which caused an internal
-    error.
-    """
+def test_process_statistics_of_an_answer_come_from_a_single_pass(
+    stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If children from one pass were looked up among the processes of another, an internal error could occur."""
     go = threading.Event()
 
     def table() -> dict[int, proc.Stat]:
@@ -177,10 +180,13 @@ def test_statistics_of_one_answer_come_from_one_pass(stats: ProcessStats, monkey
     assert [stats.describe([service()])[0].children for _ in range(2)] == [0, 1]
 
 
-def test_process_table_reads_are_limited_to_a_share_of_the_cpu(
+def test_process_statistics_limit_table_reads_to_a_share_of_the_cpu(
     stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any neighbour may query the readiness thousands of times. The process itself is read each time."""
+    """Anyone who can reach the readiness endpoint may query it thousands of times.
+
+    The main process is read for each query, but the table of all processes only after a pause.
+    """
     now, used, passes = [1000.0], [0.0], []
 
     def small_table(_: int) -> dict[int, proc.Stat]:

@@ -30,7 +30,10 @@ LETTERS = {
     ],
 )
 def test_rule_fails_after_n_of_m_failed_cycles(rate: Rate, recovery: Rate, looks: str, turns: str) -> None:
-    """While the rule is failed, each failed cycle runs its action. The same number of good cycles ends that."""
+    """Once the rule has failed, each further failed cycle runs its action.
+
+    The rule recovers after as many good cycles as its recovery rate requires.
+    """
     tally = RuleCounter(Rule(LIMIT, ALERT, rate, ALERT, recovery))
 
     assert "".join(LETTERS[tally.add(fails=look == "x")] for look in looks) == turns
@@ -39,8 +42,7 @@ def test_rule_fails_after_n_of_m_failed_cycles(rate: Rate, recovery: Rate, looks
 @pytest.mark.parametrize(
     ("operator", "bad"), [(">", [False, False, True]), ("<", [True, False, False]), ("=", [False, True, False])]
 )
-def test_limit_rule_fails_on_the_side_of_its_operator(operator: str, bad: list[bool]) -> None:
-    """The values are below, at and above the limit."""
+def test_limit_rule_compares_values_with_its_operator(operator: str, bad: list[bool]) -> None:
     limit = Limit("memory", operator, 5)  # type: ignore[arg-type]
 
     assert [exceeds(value, limit) for value in (4, 5, 6)] == bad
@@ -48,7 +50,7 @@ def test_limit_rule_fails_on_the_side_of_its_operator(operator: str, bad: list[b
 
 
 def test_percentages_are_rounded_to_tenths() -> None:
-    """Otherwise an equality would hardly ever hold."""
+    """Without rounding, a rule with the operator ``=`` would hardly ever match."""
     assert percent(1, 3) == 33.3
     assert percent(1, 1) == 100
     assert percent(1, 0) == 0
@@ -58,7 +60,7 @@ def test_percentages_are_rounded_to_tenths() -> None:
     ("every", "due"), [(1, [10.0, 20.1, 30.2, 65.0, 70.0, 80.0]), (2, [10.0, 30.2, 70.0]), (3, [10.0, 65.0])]
 )
 def test_check_with_every_n_cycles_skips_missed_cycles(every: int, due: list[float]) -> None:
-    """The next check happens in the cycle that was planned anyway."""
+    """Missed cycles do not shift the schedule: the next check happens in the cycle in which it was due anyway."""
     cycles = Cycles(10.0, 10.0, every)
     times = (9.9, 10.0, 11.0, 20.1, 29.0, 30.2, 65.0, 69.9, 70.0, 80.0)
 

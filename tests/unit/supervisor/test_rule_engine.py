@@ -1,4 +1,4 @@
-"""Checks of simulated services. ``integration/test_rule_engine.py`` checks real processes."""
+"""Rules of simulated services. ``integration/test_rule_engine.py`` checks real processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def service(path: Path, *rules: Rule, **changes: Any) -> Any:
 async def test_change_check_forgets_its_last_value_after_a_stop(
     tmp_path: Path, state: State, is_compared: bool
 ) -> None:
-    """monit forgets it as well when it reloads."""
+    """A change made while the service was stopped or unmonitored is not reported, just as monit forgets values on
+    reload.
+    """
     path = tmp_path / "file"
     path.write_text("1")
     ours = service(path, Rule(Changed("size"), ALERT), Rule(Limit("size", ">", 1), ALERT))
@@ -70,11 +72,11 @@ async def test_change_check_forgets_its_last_value_after_a_stop(
     running.cancel()
     await asyncio.wait([running])
 
-    # A change only lasts for one cycle.
+    # The rule about changes fails for one cycle only, so "Size succeeded" may follow at any time.
     assert sorted(set(ours.events) - {"Size succeeded"}) == (["Size changed"] if is_compared else []) + ["Size failed"]
 
 
-async def test_rule_failure_lasts_until_the_rule_recovers(tmp_path: Path) -> None:
+async def test_rule_failure_is_kept_until_the_recovery_condition_is_met(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("22")
     ours = service(path, Rule(Limit("size", ">", 1), ALERT, Rate(), ALERT, Rate(3, 3)))
@@ -104,8 +106,12 @@ async def test_exception_in_a_check_ends_the_rule_engine(tmp_path: Path) -> None
     assert [str(bug) for bug in raised.value.exceptions] == ["a bug"]
 
 
-async def test_process_table_reads_are_limited_to_a_share_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job can have tens of thousands of processes, and services whose cycles begin at ten different times."""
+async def test_rule_engine_limits_process_table_reads_to_a_share_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule engine waits after an expensive read of the process table.
+
+    Otherwise tens of thousands of processes, read for services whose cycles begin at ten different times, would occupy
+    a CPU.
+    """
     pauses: list[float] = []
     turn, used = asyncio.sleep, itertools.count()
 

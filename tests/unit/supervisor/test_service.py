@@ -1,6 +1,6 @@
 """Decisions of a service over minutes of simulated time.
 
-``integration/test_supervisor_service.py`` has real processes.
+``integration/test_supervisor_service.py`` runs real processes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def running(*services: Service) -> AsyncIterator[None]:
 
 
 async def up(*services: Service) -> None:
-    """Start services, and wait until they run."""
+    """Start the services and wait until they run."""
     for service in services:
         service.start()
         await service.has_left(frozenset(State) - {State.RUNNING})
@@ -56,7 +56,7 @@ async def up(*services: Service) -> None:
 
 @contextlib.asynccontextmanager
 async def lived(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> AsyncIterator[Service]:
-    """Run a service that is up for some time."""
+    """Run a started service for the duration of the block."""
     service = service_on(machine, spec, **members)
     async with running(service):
         await up(service)
@@ -71,7 +71,7 @@ def gaps(times: list[float], took: float = 0.0) -> list[float]:
 
 
 @played
-async def test_restarts_wait_at_most_a_second_in_the_minute_after_a_request() -> None:
+async def test_restart_delay_is_at_most_a_second_in_the_minute_after_a_start_request() -> None:
     machine = Machine(how_starts="not")
     service = service_on(machine)
     async with running(service):
@@ -86,7 +86,7 @@ async def test_restarts_wait_at_most_a_second_in_the_minute_after_a_request() ->
 
 
 @played
-async def test_restart_delay_doubles_after_an_immediate_first_restart() -> None:
+async def test_first_restart_is_immediate_and_later_delays_double_up_to_a_limit() -> None:
     async with lived(machine := Machine()):
         await asyncio.sleep(TIMING.eager)
         machine.how_starts = "not"
@@ -105,7 +105,7 @@ async def test_consecutive_crashes_lengthen_the_restart_delay() -> None:
             machine.end()
             await asyncio.sleep(1.001)
         await asyncio.sleep(TIMING.backoff_limit + 10)
-        machine.end()  # after a long time in operation, this counts as a first failure again
+        machine.end()  # because the service ran for a long time, this counts as a first failure again
         await asyncio.sleep(0)
         died_at = asyncio.get_running_loop().time()
         await asyncio.sleep(1)
@@ -115,10 +115,10 @@ async def test_consecutive_crashes_lengthen_the_restart_delay() -> None:
 
 
 @played
-async def test_process_of_a_slow_start_program_is_found() -> None:
-    """The program takes 45 seconds and its timeout is 30.
+async def test_process_that_appears_after_the_start_timeout_is_adopted() -> None:
+    """The start program takes 45 seconds, but its timeout is 30 seconds.
 
-    The service fails first, and then runs without another start.
+    The service fails at the timeout, and counts as running once the process appears. No second start program runs.
     """
     machine = Machine(how_starts="late")
     service = service_on(machine)
@@ -134,8 +134,11 @@ async def test_process_of_a_slow_start_program_is_found() -> None:
 
 
 @played
-async def test_next_start_comes_a_cycle_after_a_slow_start_program_ends() -> None:
-    """The daemon may still appear until then. After the next failure the delay is the usual one."""
+async def test_restart_waits_a_cycle_after_a_start_program_that_exceeded_its_timeout() -> None:
+    """If a start program exits after its timeout, its daemon may still appear during the next cycle.
+
+    The start after the next failure has the usual delay.
+    """
     machine = Machine(how_starts="late")
     service = service_on(machine)
     async with running(service):
@@ -153,7 +156,7 @@ async def test_next_start_comes_a_cycle_after_a_slow_start_program_ends() -> Non
 
 @pytest.mark.parametrize(("is_restarted", "seconds"), [(True, 0.5), (False, None)])
 @played
-async def test_time_of_the_next_start_is_known_while_one_is_pending(is_restarted: bool, seconds: float | None) -> None:
+async def test_retry_time_is_set_only_while_a_restart_is_pending(is_restarted: bool, seconds: float | None) -> None:
     machine = Machine(how_starts="not")
     service = service_on(machine, replace(SPEC, stop=SPEC.stop if is_restarted else None))
     async with running(service):
@@ -189,7 +192,7 @@ async def test_restarts_of_all_services_share_a_budget() -> None:
 )
 @played
 async def test_restart_limit_counts_restarts_in_different_cycles(count: int, life: float, state: State) -> None:
-    """monit restarts once in a cycle."""
+    """Several restarts within one cycle count once, because monit restarts at most once per cycle."""
     events: list[Event] = []
     spec = replace(SPEC, limits=(RestartLimit(count, 10, Action("unmonitor")),))
     async with lived(machine := Machine(), spec, notify=events.append) as service:
@@ -204,7 +207,7 @@ async def test_restart_limit_counts_restarts_in_different_cycles(count: int, lif
 
 
 def test_settling_times_are_shorter_than_a_monit_cycle() -> None:
-    """monit checks once per cycle and is therefore never earlier."""
+    """A restarted service is therefore reported as running no later than by monit, which checks once per cycle."""
     assert TIMING.eager_limit + TIMING.settle < TIMING.cycle
     assert TIMING.backoff_limit <= TIMING.cycle
 
@@ -222,7 +225,7 @@ def test_settling_times_are_shorter_than_a_monit_cycle() -> None:
     ],
 )
 @played
-async def test_memory_kill_is_counted_and_reported_as_the_reason(
+async def test_out_of_memory_kill_is_counted_and_reported_as_the_exit_reason(
     how: Ending, was_oom: bool, by_limit: bool, killer: str
 ) -> None:
     events: list[Event] = []
@@ -257,8 +260,13 @@ async def never(_: BpmCall) -> None:
 )
 @pytest.mark.parametrize("by", ["death", "request"])
 @played
-async def test_running_dependants_restart_with_a_service(is_restarted: bool, before: str, starts: int, by: str) -> None:
-    """They stay up if nothing restarts the service. Those that were stopped stay stopped."""
+async def test_dependants_restart_with_their_service_unless_they_are_stopped(
+    is_restarted: bool, before: str, starts: int, by: str
+) -> None:
+    """Dependants also restart if they are unmonitored, but not if they were stopped.
+
+    If the service has no stop program, it is not restarted after an exit, so its dependants keep running.
+    """
     service = service_on(machine := Machine(), SPEC if is_restarted else replace(SPEC, stop=None))
     dependant = service_on(other := Machine())
     service.dependants, dependant.prerequisites = [dependant], [service]
@@ -277,7 +285,8 @@ async def test_running_dependants_restart_with_a_service(is_restarted: bool, bef
 
 
 @played
-async def test_unhandled_exit_makes_the_service_failing() -> None:
+async def test_service_is_failing_as_soon_as_its_process_exits() -> None:
+    """The reported state changes as soon as the process exits, before the service has reacted."""
     async with lived(machine := Machine()) as service:
         assert service.reported == "running"
         machine.end()
@@ -288,10 +297,10 @@ async def test_unhandled_exit_makes_the_service_failing() -> None:
     ("trigger", "are_kept"), [(Trigger.DIED, False), (Trigger.UNMONITOR_ASKED, False), (Trigger.RESTART_ASKED, True)]
 )
 @played
-async def test_rule_failures_are_cleared_when_the_process_exits_but_not_when_it_is_restarted(
+async def test_rule_failures_are_cleared_by_an_exit_but_kept_during_a_requested_restart(
     trigger: Trigger, are_kept: bool
 ) -> None:
-    """They outlast a restart until their checks pass."""
+    """When a restart is requested, a failure is kept until its check passes."""
     async with lived(Machine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.on(trigger)
@@ -299,7 +308,7 @@ async def test_rule_failures_are_cleared_when_the_process_exits_but_not_when_it_
 
 
 @played
-async def test_rule_failures_end_when_the_file_loses_its_rules() -> None:
+async def test_rule_failures_are_cleared_when_the_monit_file_changes_its_rules() -> None:
     async with lived(Machine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.take_spec(replace(SPEC, every=2))
@@ -317,7 +326,10 @@ async def test_rule_failures_end_when_the_file_loses_its_rules() -> None:
 )
 @played
 async def test_rule_restarts_only_a_service_with_start_and_stop_programs(changes: dict[str, Any], after: int) -> None:
-    """A process needs both, as in monit. The restart counts."""
+    """As in monit, a rule's action ``restart`` has no effect on a process without both programs, or in passive mode.
+
+    A restart that a rule requests increments the restart counter.
+    """
     service = service_on(machine := Machine(), replace(SPEC, **changes))
     if not service.spec.start:
         machine.appear()
@@ -333,8 +345,8 @@ async def test_rule_restarts_only_a_service_with_start_and_stop_programs(changes
 
 @pytest.mark.parametrize("event", ["Timeout", "Stopped"])
 @played
-async def test_stop_program_that_cannot_run_is_reported(event: str) -> None:
-    """The process is ended without the stop program."""
+async def test_program_that_cannot_run_is_reported(event: str) -> None:
+    """A program that cannot run is reported, and the stop then ends the process without it."""
     events: list[Event] = []
     async with lived(machine := Machine(refuses=event), notify=events.append) as service:
         await service.react(Action("exec", CTL), "Timeout", "too often")
@@ -349,7 +361,7 @@ async def test_stop_program_that_cannot_run_is_reported(event: str) -> None:
 
 @pytest.mark.parametrize(("kind", "starts"), [("file", 2), ("process", 1)])
 @played
-async def test_start_action_of_a_rule_runs_only_the_program_of_a_path(
+async def test_start_action_of_a_rule_runs_the_start_program_only_for_a_path(
     kind: Literal["file", "process"], starts: int
 ) -> None:
     async with lived(machine := Machine(), replace(SPEC, kind=kind)) as service:
@@ -384,7 +396,7 @@ async def test_path_without_programs_is_monitored_and_restarts_its_dependants() 
 
 @pytest.mark.parametrize(("is_checked", "reported"), [(False, "starting"), (True, "running")])
 @played
-async def test_path_with_rules_is_starting_until_it_was_checked(is_checked: bool, reported: str) -> None:
+async def test_path_with_rules_is_reported_as_starting_until_first_checked(is_checked: bool, reported: str) -> None:
     rule = Rule(Limit("size", ">", 5), ALERT)
     service = service_on(machine := Machine(), replace(SPEC, kind="file", start=None, rules=(rule,)))
     machine.appear()
@@ -396,8 +408,11 @@ async def test_path_with_rules_is_starting_until_it_was_checked(is_checked: bool
 
 @pytest.mark.parametrize("is_checked", [False, True])
 @played
-async def test_new_process_with_a_port_rule_is_starting_until_checked(is_checked: bool) -> None:
-    """After two cycles it counts as running without a check, because an earlier agent may have started it."""
+async def test_new_process_with_a_port_rule_is_reported_as_starting_until_first_checked(is_checked: bool) -> None:
+    """A new process with a port rule counts as running once the port was checked, or after two cycles without a check.
+
+    The time limit is needed because the process may have been started by an earlier agent.
+    """
     service = service_on(machine := Machine(), replace(SPEC, rules=(Rule(Connection(port=1), ALERT),)))
     machine.appear()
     async with running(service):
@@ -410,8 +425,8 @@ async def test_new_process_with_a_port_rule_is_starting_until_checked(is_checked
 
 @pytest.mark.parametrize("is_resumed", [False, True])
 @played
-async def test_stop_program_runs_only_for_a_started_service(is_resumed: bool) -> None:
-    """An earlier agent may have started it."""
+async def test_stop_program_runs_once_and_only_if_the_service_was_started(is_resumed: bool) -> None:
+    """A service that an earlier agent started counts as started."""
     for state, programs in ((State.STOPPED, 0), (State.RUNNING, 1), (State.UNMONITORED, 1)):
         service = service_on(machine := Machine(how_starts="not"))
         if is_resumed:
@@ -428,7 +443,7 @@ async def test_stop_program_runs_only_for_a_started_service(is_resumed: bool) ->
 
 
 @played
-async def test_process_without_a_stop_program_is_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_without_a_stop_program_receives_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     service = service_on(machine := Machine(), replace(SPEC, stop=None))
     sent: list[int] = []
     async with running(service):
@@ -455,7 +470,11 @@ async def test_path_whose_start_program_cannot_run_is_reported_as_missing() -> N
 
 @pytest.mark.parametrize(("changes", "is_void"), [({}, True), ({"start_call": CALL}, False)])
 @played
-async def test_running_process_with_an_invalid_pidfile_counts_as_absent(changes: dict[str, Any], is_void: bool) -> None:
+async def test_running_service_is_void_if_its_pidfile_names_no_process(changes: dict[str, Any], is_void: bool) -> None:
+    """A service is void if its pidfile names no process.
+
+    The pidfile of a bpm process, which the agent writes, is ignored.
+    """
     service = service_on(machine := Machine(), replace(SPEC, **changes))
     machine.appear()
     async with running(service):
@@ -467,10 +486,10 @@ async def test_running_process_with_an_invalid_pidfile_counts_as_absent(changes:
 
 @pytest.mark.parametrize("ask", ["stop", "restart"])
 @played
-async def test_stop_fails_while_processes_of_a_killed_keeper_may_live(ask: str) -> None:
-    """Nothing shows whose processes they are, so they are named but not signalled.
+async def test_stop_and_restart_fail_if_processes_of_a_killed_keeper_may_remain(ask: str) -> None:
+    """Without the keeper, nothing proves which service the remaining processes belong to.
 
-    A second start beside them would be no better.
+    They are therefore listed but not signalled, and a restart fails too, because it could run a second instance.
     """
     async with lived(Machine(orphans=[Left(8, 80, "orphan")])) as service:
         if ask == "stop":
@@ -485,7 +504,7 @@ async def test_stop_fails_while_processes_of_a_killed_keeper_may_live(ask: str) 
 
 @played
 async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> None:
-    """The reason and an alert name the processes that may be its own."""
+    """The reason and an alert list the processes that may belong to the service."""
     orphans, told = [Left(8, 80, "orphan")], list[Event]()
     async with lived(Machine(orphans=orphans), notify=told.append) as service:
         service.lose_keeper(orphans)
@@ -497,7 +516,7 @@ async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> N
 
 @played
 async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
-    """Otherwise the new processes would be killed at once."""
+    """With the expired deadline, the restart would kill the processes without a grace period."""
     async with lived(machine := Machine()) as service:
         service.stop(StopRequest(by=asyncio.get_running_loop().time()))
         await asyncio.sleep(1)
@@ -509,8 +528,8 @@ async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
 
 
 @played
-async def test_hanging_stop_program_is_ended_before_a_start() -> None:
-    """It would otherwise stop the new process."""
+async def test_start_waits_until_a_hanging_stop_program_is_terminated() -> None:
+    """A stop program that is still running would stop the new process."""
     async with lived(machine := Machine(how_stops="hangs")) as service:
         service.stop()
         await asyncio.sleep(1)
@@ -525,7 +544,7 @@ async def test_hanging_stop_program_is_ended_before_a_start() -> None:
 
 
 @played
-async def test_exit_in_the_same_loop_iteration_as_a_stop_is_not_reported() -> None:
+async def test_exit_in_the_same_event_loop_iteration_as_a_stop_is_not_reported() -> None:
     events: list[Event] = []
     async with lived(machine := Machine(), notify=events.append) as service:
         machine.end()
@@ -537,7 +556,7 @@ async def test_exit_in_the_same_loop_iteration_as_a_stop_is_not_reported() -> No
 
 @pytest.mark.parametrize("by", [5.0, float("inf")])
 @played
-async def test_bpm_stop_meets_the_deadline_of_the_request_or_the_file(by: float) -> None:
+async def test_bpm_stop_gets_the_earlier_of_the_request_and_monit_file_deadlines(by: float) -> None:
     asked: list[float] = []
 
     async def stop(_: BpmCall, by: float) -> None:
@@ -559,7 +578,8 @@ async def test_bpm_stop_meets_the_deadline_of_the_request_or_the_file(by: float)
 
 
 @played
-async def test_start_request_ends_the_coupling_to_a_stopped_prerequisite() -> None:
+async def test_start_request_clears_the_mark_of_a_stop_with_the_prerequisite() -> None:
+    """After an explicit start, the service no longer counts as stopped together with its prerequisite."""
     service = service_on(Machine())
     service.record.was_taken_along = True
     service.start()

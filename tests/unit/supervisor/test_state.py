@@ -1,4 +1,4 @@
-"""Every event in every state."""
+"""The transition of a service for every event in every state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agent_shim.supervisor.state import (
 )
 from tools.pages import mermaid
 
-# A column for each event in the order of the class: the requests start, stop, restart, unmonitor; appeared, failed,
-# died, retried, settled, emptied, stuck; file unusable, file usable, rebooted. A dot is an event that changes nothing.
+# Each column is an event, in the order of ``Trigger``: the requests start, stop, restart, unmonitor; appeared, failed,
+# died, retried, settled, emptied, stuck; file unusable, file usable, rebooted. A dot means that the event is ignored.
 TABLE = """
 stopped      starting   stopping bouncing .           .        .    .    .          .       .        .     broken .       .
 starting     starting   stopping bouncing unmonitored running  down .    .          .       .        .     broken .       starting
@@ -43,29 +43,28 @@ EXPECTED = [
 
 @pytest.mark.parametrize(("state", "trigger", "target"), EXPECTED)
 def test_state_transition_matches_the_table(state: State, trigger: Trigger, target: State | None) -> None:
-    """The table above is compared cell by cell."""
     move = NEXT[state].get(trigger)
 
     assert (move.to if move else None) is target
 
 
 def test_state_table_is_complete() -> None:
-    """Every state and event occurs in it, in both directions. Every state has a task."""
+    """The expected transitions cover every state and event, ``NEXT`` uses every event, and every state has its work."""
     assert {(state, trigger) for state, trigger, _ in EXPECTED} == {(s, t) for s in State for t in Trigger}
     assert set(NEXT) == set(WORK) == set(State)
     assert {trigger for moves in NEXT.values() for trigger in moves} == set(Trigger)
     assert set(WORK.values()) == set(Work)
 
 
-def test_transient_states_have_a_start_or_a_stop_in_progress() -> None:
-    """Their task tells which of the two it is."""
+def test_state_sets_agree_with_the_work_of_their_states() -> None:
+    """``UNDERWAY``, ``ENDING`` and ``ACTIVE`` contain the states with the corresponding work."""
     assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.END)} == UNDERWAY
     assert {state for state in State if WORK[state] is Work.END} == ENDING
     assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.WATCH, Work.SETTLE)} == ACTIVE
 
 
-def test_states_shown_to_operators_are_those_of_the_first_release() -> None:
-    """A restart in progress is shown as a stop, and a service whose stop failed as unmonitored."""
+def test_state_names_shown_to_operators_have_not_changed_since_the_first_release() -> None:
+    """A state that was added later is shown under an older name: a restart in progress as a stop, for example."""
     shown = {state: state.shown for state in State if state.shown != state.value}
 
     assert shown == {State.BOUNCING: "stopping", State.STUCK: "unmonitored"}
@@ -87,14 +86,14 @@ def test_states_shown_to_operators_are_those_of_the_first_release() -> None:
         (State.BROKEN, "failing"),
     ],
 )
-def test_each_state_maps_to_a_director_state(state: State, text: str) -> None:
-    """Only the four words that monit's flags can express are used."""
+def test_each_state_maps_to_a_process_state_of_the_director(state: State, text: str) -> None:
+    """Only the four process states that monit's flags can express are reported."""
     assert reported(state) == text
     assert (text == "unknown") is (state not in MONITORED)
 
 
 def test_failed_check_makes_a_running_process_failing() -> None:
-    """Reports of other states do not change."""
+    """In any other state, a failed check does not change what is reported."""
     assert reported(State.RUNNING, fails_a_check=True) == "failing"
     assert reported(State.STARTING, fails_a_check=True) == "starting"
     assert reported(State.UNMONITORED, fails_a_check=True) == "unknown"
@@ -118,7 +117,7 @@ def test_job_state_combines_process_states_like_the_go_agent(processes: list[str
 
 
 def test_state_diagram_shows_every_transition() -> None:
-    """Each event is on an arrow of its state, or of the box around the state. Mermaid can read it."""
+    """Each transition is an arrow in Mermaid syntax, from its state or from the box that contains the state."""
     lines = mermaid().splitlines()
     events: dict[tuple[str, str], str] = {}
     for line in lines:

@@ -1,8 +1,8 @@
-"""Every sequence of events over the table of states, whatever its length: what must never happen does not.
+"""Model check of the state table: no sequence of events, however long, violates an invariant.
 
-The table is played on a small machine: at most a process and a start program that the service's record knows, and
-others that it does not. The machine is finite, so all sequences are covered once every world that one can lead to has
-been visited. The work of a state is a model here. ``test_walk`` plays long sequences on the real one.
+The table runs on a model of a machine. At most one process and one start program exist that the service's record knows,
+and others may exist that it has lost. The model is finite, so all sequences are covered once every reachable situation
+has been visited. The work of a state is part of the model; ``test_walk`` runs long sequences against the real service.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ASKED: Final = {
     Trigger.FILE_BROKE: "",
 }
 OUTSIDE: Final = (*ASKED, Trigger.FILE_MENDED, Trigger.REBOOTED)
-"""Events that no work raises."""
+"""Events that are not a result of the work of a state."""
 
 TWO: Final = "two processes"
 STOP: Final = "a stop does not win"
@@ -39,36 +39,36 @@ class Violation(Exception):  # noqa: N818 - a finding
 
 @dataclass(frozen=True)
 class World:
-    """A service and its machine."""
+    """A situation of the model: a service and its machine."""
 
     state: State = State.STOPPED
     asked: str = "down"
-    """By the last request. Nothing since a file was unusable."""
+    """What the last request wanted, or "" since the monit file was invalid."""
     process: bool = False
-    """A process is alive that the record knows."""
+    """A process that the record knows is alive."""
     starter: bool = False
-    """A start program is running that the record knows, and may bring a process."""
+    """A start program that the record knows is running, and may start a process."""
     strangers: int = 0
-    """Processes and start programs that the record has lost."""
+    """Number of processes and start programs that the record has lost."""
 
     def on(self, trigger: Trigger, table: Table) -> World:
-        """Return the world after an event, changed as ``Service.on`` does."""
+        """Return the situation after an event, with the same effects as ``Service.on``."""
         move = table[self.state].get(trigger)
         if move is None:
             return self
         one = replace(self, state=move.to)
         if Effect.RELEASE_PROGRAM in move.effect:
-            # A program that has produced the process produces no other.
+            # A start program that has already started the process will not start another, so it does not count as lost.
             one = replace(one, starter=False, strangers=one.strangers + (one.starter and not one.process))
         if Effect.FORGET_PROCESSES in move.effect:
             one = replace(one, process=False, starter=False, strangers=one.strangers + one.process + one.starter)
         if one.state is State.STOPPED and one.asked == "down" and (one.process or one.starter or one.strangers):
             raise Violation(STOP)
-        # A stop that could not be carried out has failed. Its caller gets the error, and no request remains.
+        # A failed stop is reported as an error to its caller, after which no request is pending.
         return replace(one, asked="left alone") if one.state is State.STUCK else one
 
     def asked_for(self, table: Table) -> Iterator[World]:
-        """The worlds after each request, and after each event of files and machines."""
+        """Yield the situation after each request, after each change of the monit file, and after a reboot."""
         for trigger in OUTSIDE:
             one = self
             if trigger in ASKED and self.state is not State.BROKEN:
@@ -78,7 +78,7 @@ class World:
             yield one.on(trigger, table)
 
     def left_to_itself(self, table: Table) -> Iterator[World]:
-        """The worlds after each thing that can happen without a request."""
+        """Yield the situation after everything that can happen without a request."""
         if self.process:
             yield replace(self, process=False)
         if self.starter:
@@ -111,7 +111,7 @@ class World:
 
 
 def violations(table: Table) -> set[str]:
-    """The broken promises, over all sequences of events."""
+    """Return the invariants that some sequence of events violates."""
     found = {
         NO_WAY
         for state, moves in table.items()
@@ -149,7 +149,7 @@ def violations(table: Table) -> set[str]:
 
 
 def reaching(leads: Mapping[World, Iterable[World]], state: State) -> set[World]:
-    """The worlds from which some sequence of events leads to the state."""
+    """Return the situations from which some sequence of events leads to the state."""
     sources: dict[World, set[World]] = {}
     for world, targets in leads.items():
         for target in targets:
@@ -163,8 +163,10 @@ def reaching(leads: Mapping[World, Iterable[World]], state: State) -> set[World]
     return found
 
 
-def test_no_sequence_of_events_violates_an_invariant() -> None:
-    """There are never two processes, a stop wins, nothing unmonitored is started, and no state is a dead end."""
+def test_state_table_violates_no_invariant_in_any_sequence_of_events() -> None:
+    """No second process starts, a stop always takes effect, nothing starts without a request, and no state is a dead
+    end.
+    """
     assert violations(NEXT) == set()
 
 
@@ -187,10 +189,9 @@ def test_no_sequence_of_events_violates_an_invariant() -> None:
         (State.SETTLING, Trigger.DIED, Move(State.STOPPED), NO_WAY),
     ],
 )
-def test_model_check_finds_a_wrong_state_table(
+def test_model_check_detects_a_single_wrong_transition(
     state: State, trigger: Trigger, move: Move | None, violation: str
 ) -> None:
-    """One wrong cell is enough."""
     moves = {known: to for known, to in NEXT[state].items() if known is not trigger}
     wrong = {**NEXT, state: moves | ({trigger: move} if move is not None else {})}
 

@@ -1,4 +1,4 @@
-"""Requests to the supervisor and its saved state. ``integration/test_supervisor.py`` runs jobs."""
+"""Requests to the supervisor, its reports and its saved state. ``integration/test_supervisor.py`` runs real jobs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def paths(tmp_path: Path) -> Paths:
 
 @pytest.fixture
 async def supervisor(paths: Paths) -> AsyncIterator[Supervisor]:
-    """A supervisor of three jobs that starts no program."""
+    """A supervisor with three stopped services. It is on hold, so it runs no programs."""
     async with Supervisor(paths, on_event=lambda _: None) as one:
         one.hold()
         await one.configure([WEB])
@@ -93,10 +93,10 @@ def saved_states(paths: Paths) -> dict[str, State]:
 # --- saved state ----------------------------------------------------------------------------------------------------
 
 
-async def test_supervisor_state_is_saved_soon_after_a_change_for_root_only(
+async def test_supervisor_state_is_saved_soon_after_a_change_and_readable_only_by_root(
     supervisor: Supervisor, paths: Paths
 ) -> None:
-    """An agent that ends after an apply finds the jobs again."""
+    """If the agent exits after an apply, its successor finds the jobs in the saved state."""
     await until(lambda: saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STOPPED))
     assert stat.S_IMODE(paths.supervisor_state.stat().st_mode) == 0o600
     saved = read_saved(paths.supervisor_state)
@@ -107,10 +107,10 @@ async def test_supervisor_state_is_saved_soon_after_a_change_for_root_only(
     await until(lambda: saved_states(paths)["cache"] is State.STARTING)
 
 
-async def test_incarnation_is_read_again_if_the_kernel_refused_it(
+async def test_supervisor_reads_the_incarnation_again_if_the_first_attempt_failed(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it the next agent would take the machine for another one."""
+    """If the saved state had no incarnation, the next agent would assume that the container had been restarted."""
     with monkeypatch.context() as patch:
         patch.setattr(proc, "incarnation", lambda: "")
         supervisor = Supervisor(paths, on_event=lambda _: None)
@@ -123,7 +123,7 @@ async def test_incarnation_is_read_again_if_the_kernel_refused_it(
 
 
 @pytest.mark.parametrize("end", [Supervisor.seal, Supervisor.disown])
-async def test_supervisor_state_is_not_saved_at_shutdown_or_beside_a_successor(
+async def test_supervisor_state_is_not_saved_after_shutdown_began_or_a_successor_took_over(
     supervisor: Supervisor, paths: Paths, end: Callable[[Supervisor], Awaitable[None] | None]
 ) -> None:
     await supervisor.start()
@@ -137,7 +137,7 @@ async def test_supervisor_state_is_not_saved_at_shutdown_or_beside_a_successor(
 
 
 async def test_missing_or_unreadable_supervisor_state_recovers_no_service(paths: Paths) -> None:
-    """A state of another version counts as unreadable."""
+    """A file with another schema version counts as unreadable."""
     for content in (None, b"", b'{"schema":2,"incarnation":"","is_wanted":false,"files":[],"services":{}}'):
         if content is not None:
             paths.supervisor_state.write_bytes(content)
@@ -146,8 +146,8 @@ async def test_missing_or_unreadable_supervisor_state_recovers_no_service(paths:
         await supervisor.close()
 
 
-def test_restart_saved_by_the_first_release_continues(paths: Paths) -> None:
-    """Version 0.2.0 saved it as a stop with a flag."""
+def test_unfinished_restart_saved_by_version_0_2_0_continues(paths: Paths) -> None:
+    """Version 0.2.0 saved an unfinished restart as the state ``stopping`` with ``is_start_due`` set."""
     services = {
         "bounced": {"state": "stopping", "is_start_due": True},
         "stopped": {"state": "stopping", "is_start_due": False},
@@ -165,8 +165,8 @@ def test_restart_saved_by_the_first_release_continues(paths: Paths) -> None:
 # --- plan -----------------------------------------------------------------------------------------------------------
 
 
-async def test_unchanged_plan_is_not_rebuilt(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most starts are restarts. A changed file leads to a new plan."""
+async def test_plan_is_rebuilt_only_if_the_monit_files_changed(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monit files are parsed again only if they differ, because most starts find them unchanged."""
     made: list[object] = []
     real = plan.plan
 
@@ -185,7 +185,9 @@ async def test_unchanged_plan_is_not_rebuilt(paths: Paths, monkeypatch: pytest.M
     assert len(made) == 4
 
 
-async def test_last_of_two_concurrent_plans_applies(supervisor: Supervisor, paths: Paths) -> None:
+async def test_later_of_concurrent_configure_and_forget_calls_takes_effect(
+    supervisor: Supervisor, paths: Paths
+) -> None:
     await asyncio.gather(supervisor.configure([OTHERS]), supervisor.forget())
     assert (states(supervisor), paths.monit_job.exists()) == ({}, False)
 
@@ -194,7 +196,7 @@ async def test_last_of_two_concurrent_plans_applies(supervisor: Supervisor, path
     assert len(list(paths.monit_job.iterdir())) == 1
 
 
-async def test_unusable_monit_file_is_reported_once_per_reason(paths: Paths) -> None:
+async def test_invalid_monit_file_is_reported_once_per_error(paths: Paths) -> None:
     events: list[Event] = []
     async with Supervisor(paths, on_event=events.append) as supervisor:
         for text in ("check", "check", "nonsense"):
@@ -208,7 +210,10 @@ async def test_unusable_monit_file_is_reported_once_per_reason(paths: Paths) -> 
 
 
 async def test_jobs_are_wanted_from_start_to_stop(paths: Paths) -> None:
-    """The next agent knows it as well. Without jobs nothing is wanted. A stop of the container changes nothing."""
+    """``is_wanted`` is true from a start until a stop, but only if there are jobs.
+
+    The next agent recovers it from the saved state. A stop during container shutdown does not change it.
+    """
     before, after = (Supervisor(paths, on_event=lambda _: None) for _ in range(2))
     before.hold()
     after.hold()
@@ -239,7 +244,7 @@ async def test_jobs_are_wanted_from_start_to_stop(paths: Paths) -> None:
 
 
 async def test_start_during_a_stop_leaves_no_stop_marker(supervisor: Supervisor, paths: Paths) -> None:
-    """The last request counts."""
+    """The later request takes effect, although the earlier one is still in progress."""
     stopping = asyncio.create_task(supervisor.stop(wait=False))
     await asyncio.sleep(0)
     await supervisor.start()
@@ -254,7 +259,10 @@ async def test_start_during_a_stop_leaves_no_stop_marker(supervisor: Supervisor,
 async def test_remaining_processes_are_killed_before_the_stop_timeout(
     supervisor: Supervisor, paths: Paths, monkeypatch: pytest.MonkeyPatch, timeout: float, kill_after: float
 ) -> None:
-    """A tenth of the stop timeout, at most a second and a half, is reserved for that, and half of a short one."""
+    """Some time is reserved for the processes to exit after SIGKILL.
+
+    The reserve is a tenth of the stop timeout, but at least the lesser of 1.5 s and half the timeout.
+    """
     requests: list[StopRequest] = []
     now = asyncio.get_running_loop().time()
     monkeypatch.setattr(Service, "stop", lambda _, request: requests.append(request))
@@ -290,7 +298,7 @@ async def test_previously_stopped_services_do_not_start_with_their_prerequisite(
 async def test_container_shutdown_stops_the_instance_without_a_stop_marker(
     supervisor: Supervisor, paths: Paths
 ) -> None:
-    """The jobs return with the next agent."""
+    """Without the marker, the next agent starts the jobs again."""
     await supervisor.start()
     await supervisor.seal()
     await supervisor.stop(wait=True)
@@ -310,7 +318,7 @@ async def test_program_output_is_truncated_while_the_agent_runs(paths: Paths, mo
         await asyncio.wait([running])
 
 
-async def test_obstacle_makes_an_instance_failing_unless_it_is_stopped(paths: Paths) -> None:
+async def test_hold_with_an_obstacle_makes_an_instance_failing_unless_it_is_stopped(paths: Paths) -> None:
     async with Supervisor(paths, on_event=lambda _: None) as supervisor:
         assert (supervisor.is_held, supervisor.job_state()) == (False, "running")
         supervisor.hold("the disk is missing")
@@ -323,7 +331,10 @@ async def test_obstacle_makes_an_instance_failing_unless_it_is_stopped(paths: Pa
 
 
 async def test_bpm_memory_kill_is_reported_by_service_name(paths: Paths) -> None:
-    """The monit file has the name if it has the process."""
+    """A bpm process that a service in the monit file tracks is reported under the name of that service.
+
+    Any other is reported under its name in bpm.yml.
+    """
     events: list[Event] = []
 
     def kill_hogs() -> list[MemoryKill]:
@@ -345,7 +356,7 @@ async def test_bpm_memory_kill_is_reported_by_service_name(paths: Paths) -> None
 
 
 async def test_memory_checks_are_limited_to_a_share_of_the_cpu(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job with thousands of processes makes them rarer."""
+    """If a job has thousands of processes, checks take longer and therefore run less often."""
     looks: list[float] = []
 
     def kill_hogs() -> list[MemoryKill]:

@@ -1,7 +1,8 @@
-"""Long random walks: after any requests and events, the state of a service is the state of a simple model.
+"""Random tests of a service against a model.
 
-The service is the real one. Its process and programs are played, and time jumps from timer to timer. The model has no
-transitions: it derives the state from the last request and the living processes.
+After any sequence of requests and events, the real service must be in the state that a simple model predicts. Processes
+and programs are simulated, and the clock jumps from timer to timer. The model has no transitions: it derives the state
+from the last request and the living processes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.support.played import SPEC, START_TAKES, TIMING, Machine, Played, pla
 
 BROKEN: Final = ProcessSpec(name="web", job="web", error="line 1")
 EVENTS: Final = 100
-"""Settings of one walk."""
+"""Maximum number of steps of a walk."""
 
 Step: TypeAlias = Literal[
     "start", "stop", "unmonitor", "restart", "die", "appear", "moment", "while", "age",
@@ -39,16 +40,19 @@ PAUSES: Final[Mapping[str, float]] = {"moment": 0.3, "while": 4.1, "age": TIMING
 
 @dataclass
 class Model:
-    """The last request and whether the process is trusted. The rest are facts of the machine."""
+    """The expected state of a service.
+
+    It depends on the last request, on the machine, and on whether the process is trusted to keep running.
+    """
 
     machine: Machine
     wanted: Literal["up", "down", "left alone", "stuck", "nothing usable"] = "down"
     is_trusted: bool = True
     is_ending: bool = False
-    """A stop has been asked for and has not been through."""
+    """A stop was requested and has not finished."""
     again: bool = False
     since: float = 0.0
-    """The trial of an untrusted one began."""
+    """When the watched process was first seen. It is trusted once it has run for the settling time."""
     watched: Played | None = None
 
     def state(self) -> State:
@@ -87,7 +91,7 @@ class Model:
             self.wanted, self.is_ending = "down", True
 
     def boot(self) -> None:
-        """No process survived. Wanted services start again, and are trusted."""
+        """Simulate a boot after which no process is left. Services that should run start again, and are trusted."""
         self.wanted = "left alone" if self.wanted == "stuck" else self.wanted
         self.watched, self.is_trusted = None, True
         if self.is_ending:
@@ -95,7 +99,11 @@ class Model:
             self.again = False
 
     def look(self, state: State, now: float) -> None:
-        """Take up the facts. ``state`` tells only that a stop is through, and how, and the exact moment of trust."""
+        """Update the model from the state of the machine.
+
+        The service's ``state`` is used only to learn whether and how a stop has finished, and exactly when a process
+        became trusted.
+        """
         machine = self.machine
         if self.is_ending and state not in ENDING:
             self.is_ending, self.watched = False, None
@@ -117,14 +125,15 @@ class Model:
             if self.watched is not machine.process:
                 self.watched, self.since = machine.process, now
             lived = now - self.since
-            # We look from moment to moment, the service for one that comes by itself from second to second.
+            # The model looks every MOMENT seconds, and the service once per second for a process that it did not start.
+            # Both may therefore notice a process at different times.
             if lived > TIMING.settle - MOMENT and (state is State.RUNNING or lived > TIMING.settle + NOTICED):
                 self.is_trusted = True
 
 
 @dataclass
 class Walk:
-    """One service on one machine, and the model beside it."""
+    """A service on a simulated machine, and the model with which it is compared."""
 
     machine: Machine = field(default_factory=Machine)
     events: list[Event] = field(default_factory=list)
@@ -144,20 +153,24 @@ class Walk:
             await self.running
 
     async def next_agent(self, *, same_world: bool) -> None:
-        """The agent has died, perhaps with all processes. Its successor reads the saved record."""
+        """Simulate the death of the agent and the start of its successor, which resumes from the saved record.
+
+        Unless ``same_world`` is set, all processes die with the agent.
+        """
         saved = msgspec.json.encode(self.service.record)
         await self.end()
         self.service.release()
         if not same_world:
             self.machine.kill_all()
-        # The stop program is unknown if the file broke meanwhile. An unfinished stop is repeated.
+        # The next agent does not wait for a running stop program. If the monit file has become invalid, it does not
+        # even know that program. It repeats an unfinished stop instead.
         self.machine.stopper = None
         self.service = self.made()
         self.service.resume(msgspec.json.decode(saved, type=Record), same_world=same_world)
         self.running = asyncio.create_task(self.service.run())
 
     async def step(self, step: Step) -> None:
-        """Play a request or an event, then compare service and model."""
+        """Carry out a request or an event, then compare the service with the model."""
         what, _, how = step.partition(" ")
         if step in PAUSES:
             await self.pass_by(PAUSES[step])
@@ -182,7 +195,7 @@ class Walk:
         elif step == "appear" and not (machine.is_there or machine.is_starting):
             machine.appear()
             model.look(self.service.state, asyncio.get_running_loop().time())
-            # The wait for it polls.
+            # The service polls for a process that it did not start.
             await asyncio.sleep(NOTICED)
         elif step == "agent dies":
             await self.next_agent(same_world=True)
@@ -203,7 +216,7 @@ class Walk:
         self.service.take_spec(spec)
 
     async def pass_by(self, seconds: float) -> None:
-        """Let time pass, and look at every moment at which something can have happened."""
+        """Let time pass, and compare the service with the model whenever something may have happened."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while loop.time() < until:
@@ -211,26 +224,26 @@ class Walk:
             await self.check()
 
     async def check(self) -> None:
-        """Service and model agree as soon as no work is due."""
+        """Assert that the service and the model agree once the service has handled all pending events."""
         await asyncio.sleep(1e-6)
         service = self.service
         assert not self.running.done()
         now = asyncio.get_running_loop().time()
         self.model.look(service.state, now)
         if service.state is State.DOWN and self.model.wanted == "up" and self.machine.is_starting:
-            # A start program slower than its timeout runs on, and the service is down until its process appears.
+            # A start program that exceeds its timeout keeps running, and the service is down until its process appears.
             assert self.spec.start is not None
             assert now - self.machine.starts[-1] >= self.spec.start.timeout, "down before the timeout of its start"
             self.model.is_trusted = False
             return
-        # It looks from second to second for a process that comes without a start or after its timeout.
+        # The service looks once per second for a process that appears without a start or after the start timeout.
         if service.state is State.DOWN and self.machine.is_there and now - self.model.since <= NOTICED:
             return
         assert service.state is self.model.state(), f"{service.state} for {self.model}"
         assert service.reported != "running" or (self.machine.is_there and self.model.is_trusted)
 
     async def never_gives_up(self) -> None:
-        """A wanted service that cannot run is retried forever."""
+        """Assert that the service is retried forever if it should run but cannot."""
         starts = len(self.machine.starts)
         await self.pass_by(PAUSES["age"] + START_TAKES["late"])
         if self.model.wanted == "up":
@@ -254,15 +267,14 @@ def steps(at_least: int) -> st.SearchStrategy[list[Step]]:
 
 @given(steps(1))
 @settings(derandomize=True)
-def test_random_events_keep_supervisor_and_model_equal(taken: list[Step]) -> None:
-    """A few thousand events are tried."""
+def test_service_state_matches_the_model_after_random_events(taken: list[Step]) -> None:
     walk(taken)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
-def test_many_random_events_keep_supervisor_and_model_equal(number: int) -> None:
-    """A hundred thousand events are tried: twenty times fifty walks of a hundred each."""
+def test_service_state_matches_the_model_after_many_random_events(number: int) -> None:
+    """Each of 20 seeds runs 50 walks of 100 events, so 100,000 events are tried."""
 
     @seed(number)
     @given(steps(EVENTS))

@@ -1,4 +1,4 @@
-"""bpm.yml: every key with its default, scalars as Go reads them, and the place of errors."""
+"""Parsing of bpm.yml: all keys and their defaults, scalars as Go interprets them, and errors with their position."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def parse(text: str) -> BpmFile:
 
 
 def one(text: str) -> Process:
-    """Return the process of a file that has the lines of ``text`` among its keys."""
+    """Parse a file with a single process that has the keys in ``text``, and return the process."""
     lines = "".join(f"  {line}\n" for line in text.splitlines())
     (process,) = parse(f"processes:\n- name: p\n  executable: x\n{lines}").processes
     return process
 
 
 def refusal(text: str) -> str:
-    """Return the error without the name of the file."""
+    """Return the error for ``text`` without the file name."""
     with pytest.raises(ConfigError) as refused:
         parse(text)
     prefix, _, rest = str(refused.value).partition(": ")
@@ -72,12 +72,12 @@ def refusal(text: str) -> str:
 
 @pytest.mark.parametrize(("written", "limit"), [(1, 1), (0, None), (-1, None)])
 def test_bpm_process_limit_below_one_means_no_limit(written: int, limit: int | None) -> None:
-    """runc does the same. The kernel refuses -1."""
+    """runc treats such values the same way, and the kernel would reject -1."""
     assert one(f"limits: {{processes: {written}}}").limits.processes == limit
 
 
 def test_every_bpm_key_is_parsed() -> None:
-    """Each key of the schema has its place in the value. Unknown ones are ignored."""
+    """Keys that bpm does not know are ignored."""
     file = parse(WHOLE)
 
     assert file.processes[0] == Process(
@@ -113,7 +113,6 @@ def test_bpm_process_is_found_by_its_name() -> None:
     ["", "# nothing\n", "---\n", "~", "{}", "processes:", "processes: []", "processes: ~", "executable: /x\nargs: []"],
 )
 def test_bpm_config_may_have_no_processes(text: str) -> None:
-    """A file without processes is valid."""
     assert parse(text) == BpmFile()
 
 
@@ -134,13 +133,13 @@ def test_bpm_config_uses_the_first_yaml_document() -> None:
         ("~", ""),
     ],
 )
-def test_bpm_config_keeps_the_spelling_of_strings(written: str, expected: str) -> None:
-    """Other readers would parse them differently. Only null is left out."""
+def test_bpm_config_keeps_the_spelling_of_text_values(written: str, expected: str) -> None:
+    """Other YAML parsers would convert words such as ``yes`` or ``0x1f``. Only null items are left out."""
     assert " ".join(one(f"args: {written}").args) == expected
 
 
 def test_bpm_env_values_are_text() -> None:
-    """Keys are text too, and null becomes empty."""
+    """Keys are converted to text as well. A null value becomes empty, and a null key is ignored."""
     assert one("env: {A: true, 5: 0x1f, yes: ~, ~: x, <<: {A: 1, B: 2}}").env == {
         "A": "true",
         "5": "0x1f",
@@ -211,7 +210,7 @@ def test_bpm_numbers_are_parsed(written: str, expected: int | None) -> None:
     ],
 )
 def test_bpm_memory_sizes_are_parsed(written: str, expected: int | None) -> None:
-    """They are a number and a unit without a blank in between. Each unit is 1024 of the one before."""
+    """A size is a number directly followed by a unit. Each unit is 1024 times the previous one."""
     if expected is None and written != "~":
         assert "expected a number and a unit" in refusal(
             f"processes:\n- {{name: a, executable: b, limits: {{memory: {written}}}}}"
@@ -268,7 +267,7 @@ processes:
     ],
 )
 def test_invalid_bpm_config_is_rejected(text: str, expected: str) -> None:
-    """The error has the line, the path of the key, the actual and the expected value."""
+    """The error contains the line, the path of the key, the value found and what was expected."""
     assert refusal(text) == expected
 
 
@@ -329,7 +328,7 @@ def test_invalid_bpm_process_is_rejected(text: str, expected: str) -> None:
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 def test_bpm_env_values_are_not_shown_in_errors() -> None:
-    """They may be secrets."""
+    """Values of environment variables may be secrets."""
     with pytest.raises(ConfigError) as refused:
         one('env: {A: "secret\\0"}')
 
@@ -337,7 +336,7 @@ def test_bpm_env_values_are_not_shown_in_errors() -> None:
 
 
 def test_bpm_root_directory_is_configurable() -> None:
-    """A scratch tree has its volumes inside itself."""
+    """With another root directory, volumes must be inside that directory."""
     text = "processes:\n- {name: a, executable: b, additional_volumes: [{path: /scratch/data/x}]}"
 
     assert (
@@ -354,7 +353,7 @@ def test_bpm_root_directory_is_configurable() -> None:
     ids=["merges", "mappings", "lists"],
 )
 def test_bpm_config_with_exploding_aliases_is_rejected(repeated: str) -> None:
-    """Ten times as many aliases filled the machine's memory."""
+    """Before there was a limit, ten times as many aliases used up all memory of the machine."""
     keys = ", ".join(f"k{number}: 1" for number in range(2000))
     with pytest.raises(ConfigError, match="more than 100000 keys and items, aliases included"):
         parse(f"a: &a {{{keys}}}\nb: &b [{'x, ' * 2000}]\nprocesses:\n{repeated}")
@@ -372,8 +371,8 @@ def test_bpm_config_with_a_hundred_levels_is_parsed() -> None:
     assert parse("a: " + "[" * 99 + "]" * 99) == BpmFile()
 
 
-def test_bpm_config_with_too_deep_merges_is_rejected() -> None:
-    """Each level uses a level of Python's stack."""
+def test_bpm_config_with_too_deeply_nested_merges_is_rejected() -> None:
+    """Merges are resolved recursively, so too many levels would exceed Python's recursion limit."""
     levels = "".join(f"l{number + 1}: &l{number + 1} {{<<: *l{number}}}\n" for number in range(300))
 
     with pytest.raises(ConfigError, match="expected a mapping"):
@@ -381,7 +380,7 @@ def test_bpm_config_with_too_deep_merges_is_rejected() -> None:
 
 
 def test_bpm_config_reads_nested_merges_once() -> None:
-    """A mapping that is merged repeatedly at every level costs no more than its size."""
+    """Each of 60 levels merges the previous one twice, so reading every merge again would take 2**60 steps."""
     levels = "".join(f"l{number + 1}: &l{number + 1} {{<<: [*l{number}, *l{number}]}}\n" for number in range(60))
 
     (process,) = parse(f"l0: &l0 {{name: a, executable: b}}\n{levels}processes: [*l60]").processes

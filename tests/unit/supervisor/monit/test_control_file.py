@@ -1,4 +1,4 @@
-"""monit's control file: that of a stemcell, other forms, and mistakes with their place."""
+"""Reading of monit's control file: the one in a stemcell, other valid files, and errors with their position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def read(base: Path, text: str) -> control_file.Control:
 
 
 def test_monit_control_file_of_a_stemcell_is_read(tmp_path: Path) -> None:
-    """Job files are in the order of the manifest, because monit reads the last name first."""
+    """Like monit, the agent reads included files in descending order of their names.
+
+    The result is the manifest's order.
+    """
     (tmp_path / "job").mkdir()
     (tmp_path / "monit.user").write_text("vcap:secret\n")
     (tmp_path / "alerts.monitrc").write_text(monitrc.alerts())
@@ -54,10 +57,10 @@ def test_monit_control_file_of_a_stemcell_is_read(tmp_path: Path) -> None:
         ("", {}),
     ],
 )
-def test_monit_control_file_credentials_decide_who_may_call(
+def test_monit_control_file_allow_statements_determine_who_may_call(
     tmp_path: Path, text: str, users: dict[bytes, bool] | None
 ) -> None:
-    """Without any ``allow`` no caller is admitted."""
+    """If only hosts are allowed, no password is required (None). Without any ``allow``, nobody may call."""
     assert read(tmp_path, f"set httpd port 2822 {text}").credentials() == users
 
 
@@ -76,7 +79,7 @@ def test_monit_control_file_credentials_decide_who_may_call(
         ("set alert nobody", "line 1 column 11: found 'nobody', expected a mail address"),
     ],
 )
-def test_monit_control_file_error_names_its_place(tmp_path: Path, text: str, mistake: str) -> None:
+def test_monit_control_file_error_contains_line_and_column(tmp_path: Path, text: str, mistake: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text)
 

@@ -1,4 +1,4 @@
-"""Tokens of a control file, including the rules that line-based patterns would get wrong."""
+"""Splitting of monit files into tokens, including cases that line-based patterns would get wrong."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def test_lexer_splits_words(text: str, expected: list[str]) -> None:
     ],
 )
 def test_lexer_splits_program_arguments(text: str, expected: list[str]) -> None:
-    """Quotes count only at the start of an argument, and only double quotes on the same line are removed."""
+    """A command is split into arguments only if it is in double quotes on the same line as the keyword.
+
+    Inside, single quotes count only at the start of an argument.
+    """
     assert words(text) == expected
 
 
@@ -111,8 +114,8 @@ def test_lexer_splits_program_arguments(text: str, expected: list[str]) -> None:
         ("group\nvcap", ["STRING:group", "STRING:vcap"]),
     ],
 )
-def test_lexer_reads_any_word_as_a_name(text: str, expected: list[str]) -> None:
-    """This applies after ``check`` and ``group``."""
+def test_lexer_reads_any_word_after_check_and_group_as_a_name(text: str, expected: list[str]) -> None:
+    """After ``check`` and ``group``, even a keyword is a name."""
     assert words(text) == expected
 
 
@@ -132,7 +135,7 @@ def test_lexer_reads_any_word_as_a_name(text: str, expected: list[str]) -> None:
     ],
 )
 def test_lexer_reads_dependency_lists(text: str, expected: list[str]) -> None:
-    """A list continues over commas, and over one line break beside a comma."""
+    """A list continues after a comma, which may have one line break before or after it."""
     assert words(text) == expected
 
 
@@ -147,7 +150,7 @@ def test_lexer_reads_dependency_lists(text: str, expected: list[str]) -> None:
     ],
 )
 def test_lexer_decodes_only_known_escapes(text: str, expected: str) -> None:
-    """An invalid UTF-8 byte is kept until it is encoded again."""
+    """An escaped byte that is not valid UTF-8 is kept as a surrogate, so that encoding restores it."""
     assert unescape(text) == expected
 
 
@@ -163,7 +166,7 @@ SPELLINGS = [(SYNONYMS.get(word, word), "", word) for word in sorted((KEYWORDS |
 BLANKS = st.sampled_from(
     ["\n", "\n\t", "\r\n", "\n; ", ' # it\'s "any" text\n', "\n(", "\n) ", "\n\\\n", *(f"\n{word} " for word in NOISE)]
 )
-"""Each has a line break: on one line a quote after ``exec`` would begin arguments."""
+"""Separators. Each has a line break, because a quote on the same line as ``exec`` would begin its arguments."""
 
 PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="\"'\\\n"))
 SPELLED = st.one_of(
@@ -175,21 +178,20 @@ SPELLED = st.one_of(
     PLAIN.map(lambda text: ("PATH", f"/{text}", f"'/{text}'")),
     PLAIN.filter(lambda text: text[:1] != "/").map(lambda text: ("STRING", text, f'"{text}"')),
 )
-"""Kind and value of a word, and how it is written."""
+"""The kind of a word, its value, and its spelling in the file."""
 
 
 @given(st.lists(st.tuples(SPELLED, BLANKS)))
 @settings(max_examples=50)
 def test_lexer_recognizes_words_in_any_case_and_spacing(spelled: list[tuple[tuple[str, str, str], str]]) -> None:
-    """Words are recognized in any case and with any space between them."""
     text = "".join(word + blank for (_, _, word), blank in spelled)
 
     assert [token[:2] for token in lex(text)] == [*(found[:2] for found, _ in spelled), ("END", "")]
 
 
 @given(st.text())
-def test_lexer_covers_any_text_without_loss(text: str) -> None:
-    """Any text is split into tokens in order, none of which overlap."""
+def test_lexer_splits_any_text_into_ordered_tokens(text: str) -> None:
+    """The tokens do not overlap, and the last one marks the end of the text."""
     tokens = lex(text)
 
     assert tokens[-1].kind == "END"

@@ -1,4 +1,4 @@
-"""The control language: checks and their options, and several files together."""
+"""Parsing of monit files: checks with their options, errors, and dependencies between files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ check process worker
 
 
 def test_parser_reads_every_part_of_a_check() -> None:
-    """Every part of a service has its place in the value."""
     file = parse(WORKER)
 
     assert file == MonitFile(
@@ -88,7 +87,7 @@ def test_parser_reads_every_part_of_a_check() -> None:
 
 
 def test_parser_keeps_line_numbers() -> None:
-    """Checks, rules and ignored statements have them. Equality does not depend on them."""
+    """Checks, rules and ignored statements have line numbers, which do not affect equality."""
     check = parse(WORKER).services[0]
 
     assert (check.line, [rule.line for rule in check.rules]) == (3, [11, 12, 14])
@@ -98,7 +97,7 @@ def test_parser_keeps_line_numbers() -> None:
 
 @pytest.mark.parametrize("text", ["", "\n \t\r\n", "# nothing here\n"])
 def test_empty_monit_file_is_valid(text: str) -> None:
-    """Jobs without processes have one."""
+    """A job without processes has an empty monit file."""
     assert parse(text) == MonitFile()
 
 
@@ -119,12 +118,11 @@ def test_empty_monit_file_is_valid(text: str) -> None:
     ],
 )
 def test_parser_reads_all_kinds_of_checks(text: str, expected: Check) -> None:
-    """Each kind has its identifying key."""
     assert parse(text).services == (expected,)
 
 
 def test_host_check_address_is_the_default_for_connections() -> None:
-    """A connection test that names no host uses it."""
+    """A connection test that names no host connects to the address of its check."""
     (check,) = parse('check host a with address "10.0.0.1" if failed port 80 then alert').services
 
     assert (check.address, [rule.test for rule in check.rules]) == ("10.0.0.1", [Connection("10.0.0.1", 80)])
@@ -136,8 +134,8 @@ def test_last_start_program_of_a_check_wins() -> None:
     assert check.start == Program(("/y",))
 
 
-def test_parser_lists_statements_about_the_daemon() -> None:
-    """``set`` and ``include`` come first, then the alerts of the checks, each unchanged."""
+def test_parser_lists_ignored_statements_with_their_lines() -> None:
+    """``set`` and ``include`` statements come first, followed by the alerts of the checks."""
     file = parse('set  logfile\nsyslog\ncheck a pidfile /p\nnoalert x@y\ninclude  "/a b/*"\nalert x@z\nset daemon 5')
 
     assert file.ignored == (
@@ -216,7 +214,7 @@ def test_parser_lists_statements_about_the_daemon() -> None:
     ],
 )
 def test_invalid_monit_file_is_rejected(text: str, expected: str) -> None:
-    """The error has the place, the actual and the expected text."""
+    """The error contains the position, the text found and what was expected."""
     assert expected in refusal(text)
 
 
@@ -230,12 +228,12 @@ def service(name: str, *depends: str) -> str:
 
 
 def test_monit_dependencies_may_cross_files() -> None:
-    """They may point forward, and ignore case."""
+    """A dependency may refer to a later service, and is not case-sensitive."""
     assert problems(service("a", "B", "c"), service("b", "c") + service("C")) == []
 
 
 def test_dependency_problems_of_several_monit_files_are_found() -> None:
-    """Duplicates, missing and circular dependencies are reported with their place."""
+    """Duplicate names, and missing and circular dependencies, are reported with their position."""
     found = problems(service("a", "x"), service("b", "c") + service("A"), service("c", "d"), service("d", "b", "a"))
 
     assert found == [
@@ -256,7 +254,7 @@ def test_every_dependency_cycle_is_found() -> None:
 
 
 def test_long_dependency_chains_are_accepted() -> None:
-    """They need no recursion."""
+    """The chain is longer than Python's recursion limit."""
     chain = "".join(service(f"s{number}", f"s{number + 1}") for number in range(1100)) + service("s1100")
 
     assert problems(chain) == []
@@ -264,7 +262,7 @@ def test_long_dependency_chains_are_accepted() -> None:
 
 
 def test_converging_dependencies_are_checked_quickly() -> None:
-    """Each of twelve levels depends on both services of the next one, so there are thousands of paths."""
+    """Each service of the twelve levels depends on both services of the next level, so there are thousands of paths."""
     levels = "".join(
         service(f"{side}{level}", f"a{level + 1}", f"b{level + 1}") for side in "ab" for level in range(12)
     )
@@ -302,7 +300,7 @@ check host c address 127.0.0.1
     ]
 
 
-def test_unclosed_quote_ends_error_recovery() -> None:
+def test_parser_reports_no_errors_after_an_unclosed_quote() -> None:
     with pytest.raises(ConfigError) as refused:
         parse("check process a pidfile b\n  if changed pid then exec '/b\n  mode c\n", origin="monit")
 
@@ -311,7 +309,7 @@ def test_unclosed_quote_ends_error_recovery() -> None:
 
 @pytest.mark.parametrize("rest", ["\n  mode \0\n  mode c\n", "\n5 mode c\n"])
 def test_parser_reports_one_error_per_line(rest: str) -> None:
-    """After a NUL byte no error is reported."""
+    """Nothing is reported after a NUL byte."""
     with pytest.raises(ConfigError) as refused:
         parse(f"check process a pidfile b{rest}", origin="monit")
 
@@ -342,4 +340,4 @@ def test_parser_keeps_ignored_statements_unchanged(text: str) -> None:
 
     assert ignored.statement.replace("\n", " ") == text.removeprefix("check a pidfile /p\n").replace("\n", " ")
     (ignored,) = parse("SET\n daemon   10 with START\tdelay of 5").ignored
-    assert ignored.statement == "SET daemon 10 START delay 5"  # without blanks and noise
+    assert ignored.statement == "SET daemon 10 START delay 5"  # without repeated blanks and noise words

@@ -1,4 +1,4 @@
-"""Rendering of values as text in a canonical form, without losing information."""
+"""Rendering of monit files in a canonical form, without losing information."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ check file log with path "/log"
 
 
 def test_rendered_monit_file_is_canonical() -> None:
-    """It stays the same when it is parsed and rendered again."""
+    """Parsing and rendering must not change a text that is already canonical."""
     text = CANONICAL.replace("uid vcap", 'uid "vcap"')
 
     assert monit_render.render(parser.parse(text, origin="x")) == text
@@ -81,7 +81,6 @@ def test_rendered_monit_file_is_canonical() -> None:
     ],
 )
 def test_any_program_argument_can_be_rendered(word: str, spelled: str) -> None:
-    """Arguments with quotes, blanks and control characters are tested."""
     file = MonitFile((Check("process", "a", pidfile="/p", start=Program(("/x", word))),))
 
     assert f'  start program "{spelled}"\n' in monit_render.render(file)
@@ -121,7 +120,7 @@ RATE = st.tuples(st.integers(1, 64), st.integers(1, 64)).map(lambda pair: Rate(m
 
 
 def limit(metric: str) -> SearchStrategy[Limit]:
-    """Return limits that can be written for a metric."""
+    """Generate limits that can be written for a metric."""
     percent = st.builds(Limit, st.just(metric), OPERATOR, NUMBER, st.just(True))
     amount = st.builds(lambda number, unit: number * unit, NUMBER | REAL, UNITS)
     if metric.startswith("loadavg"):
@@ -241,5 +240,5 @@ def files(draw: st.DrawFn) -> MonitFile:
 
 @given(files())
 @settings(max_examples=50)
-def test_any_monit_file_survives_rendering_and_parsing(file: MonitFile) -> None:
+def test_any_monit_file_is_the_same_after_rendering_and_parsing(file: MonitFile) -> None:
     assert parser.parse(monit_render.render(file), origin="rendered") == file

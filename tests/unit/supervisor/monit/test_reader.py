@@ -1,4 +1,4 @@
-"""The position of an error, and how an unexpected token is shown."""
+"""The token reader, and the errors that it creates."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def test_parser_error_has_line_column_and_token(text: str, expected: str) -> Non
     assert str(Reader(text).error("b")) == f"{expected}, expected b"
 
 
-def test_reader_stays_at_the_end() -> None:
-    """Reading on at the end returns the end token again."""
+def test_reader_repeats_the_end_token() -> None:
     reader = Reader("a")
 
     assert [reader.second.kind, reader.skip().kind, reader.skip().kind, reader.second.kind] == [
@@ -39,7 +38,7 @@ def test_reader_stays_at_the_end() -> None:
 
 
 def test_reader_removes_includes_between_any_tokens() -> None:
-    """They can stand between any two words."""
+    """An ``include`` may be between any two words of another statement."""
     reader = Reader("set include /a daemon include /b")
 
     assert [token.value for token in reader.includes] == ["/a", "/b"]

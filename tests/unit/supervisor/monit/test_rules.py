@@ -1,4 +1,4 @@
-"""Rules: each test with its order of words, rates, actions and recovery. Programs and their users."""
+"""Parsing of rules: tests, rates, actions, recovery, and programs with their users."""
 
 from __future__ import annotations
 
@@ -101,12 +101,11 @@ def test_rule_protocols_without_options_are_parsed(protocol: str) -> None:
     ],
 )
 def test_rule_rates_and_actions_are_parsed(text: str, expected: Rule) -> None:
-    """A rule says how often it must match, what happens then, and what happens on recovery."""
     assert rule(f"if not exist {text}") == expected
 
 
 def test_change_and_restart_rules_have_no_recovery() -> None:
-    """A change or a count of restarts is an event, so nothing follows when it does not happen."""
+    """Such a rule reacts to an event, so no action follows when the event does not occur."""
     assert rule("if changed pid then stop") == Rule(PidChanged(), Action("stop"), recovery=IGNORE)
     assert rule("if 2 restarts 3 cycles then exec '/x'").recovery == IGNORE
     assert rule("if 2 restarts 3 cycles then timeout") == rule("if 2 restarts 3 cycles then unmonitor")
@@ -114,7 +113,10 @@ def test_change_and_restart_rules_have_no_recovery() -> None:
 
 
 def test_rule_keywords_of_newer_monit_versions_are_ordinary_words() -> None:
-    """``repeat`` is an argument here, and ``every`` belongs to the check."""
+    """Newer versions have ``exec ... repeat every N cycles``.
+
+    In monit 5.2.5, ``repeat`` is an argument of the program, and ``every`` is an option of the check.
+    """
     text = f'{HEADS["process"]} if not exist then exec "/x" repeat every 5 cycles'
     (check,) = parser.parse(text, origin="x").services
 
@@ -180,7 +182,7 @@ def test_rule_keywords_of_newer_monit_versions_are_ordinary_words() -> None:
     ],
 )
 def test_invalid_rule_is_rejected(text: str, expected: str) -> None:
-    """The error has the place, the actual and the expected text."""
+    """The error contains the position, the text found and what was expected."""
     assert expected in refusal(text)
 
 
@@ -196,7 +198,7 @@ def test_invalid_rule_is_rejected(text: str, expected: str) -> None:
     ],
 )
 def test_unsupported_rules_are_listed_as_ignored(kind: str, text: str) -> None:
-    """Their action is parsed like any other."""
+    """An unsupported rule is parsed to its end, so that the options after it are found."""
     (check,) = (file := parser.parse(f"{HEADS[kind]} {text} group b", origin="x")).services
 
     assert (check.rules, check.groups) == ((), ("b",))
@@ -312,8 +314,8 @@ def test_unsupported_rules_are_listed_as_ignored(kind: str, text: str) -> None:
         ("host", "failed unixsocket /s", None),
     ],
 )
-def test_each_kind_of_check_has_its_rules(kind: str, text: str, expected: Test | None) -> None:
-    """Rules for other kinds are rejected, as in monit."""
+def test_parser_accepts_only_the_rules_of_each_kind_of_check(kind: str, text: str, expected: Test | None) -> None:
+    """As in monit, a rule for another kind of check is rejected."""
     if expected is None:
         refusal(f"if {text} then alert", kind)
     else:
@@ -357,6 +359,6 @@ def test_invalid_file_rule_is_rejected(text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["https://h/ ", "ftp://h/ ", "http://h:x/ ", "http:///x "])
-def test_urls_that_monit_rejects_are_rejected(url: str) -> None:
-    """In URLs, monit supports only plain http. A URL ends at the next space."""
+def test_invalid_urls_in_rules_are_rejected(url: str) -> None:
+    """monit accepts only plain HTTP URLs. A URL ends at the next space."""
     assert "expected a URL like http://HOST:PORT/PATH" in refusal(f"if failed url {url}then alert")

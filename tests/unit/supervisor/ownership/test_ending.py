@@ -1,4 +1,4 @@
-"""How an ending is described and counted."""
+"""How the exit of a process is described and counted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from agent_shim.supervisor.ownership import ending
         (ending.NoPid(), "its pidfile names no process", "unknown"),
     ],
 )
-def test_ending_has_a_text_for_operators_and_one_of_few_kinds(how: ending.Ending, text: str, kind: str) -> None:
-    """The kind is the label of a metric."""
+def test_ending_has_a_text_for_operators_and_a_kind_for_metrics(how: ending.Ending, text: str, kind: str) -> None:
+    """The kind is the label of a metric, so it must be one of a few values."""
     assert str(how) == text
     assert how.kind == kind
     assert kind in ending.KINDS

@@ -1,4 +1,4 @@
-"""The process of a service is looked for and recorded. Whole lives are in integration/test_supervisor.py."""
+"""Finding and recording the process of a service. ``integration/test_supervisor.py`` tests the whole lifecycle."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ async def test_exit_of_the_start_program_is_recorded(tmp_path: Path, is_alive: b
 
 
 UNUSED = 2**22 + 8
-"""A number above all that Linux gives, so never that of the test."""
+"""A pid above the limit of Linux, which the test itself can therefore not have."""
 
 
 @pytest.fixture
 def relation(monkeypatch: pytest.MonkeyPatch) -> list[Tie]:
-    """Return the relation of each process that a pidfile names; the last one is repeated."""
+    """Replace ``tie``: the last item of the returned list is the relation of every process that a pidfile names."""
     found = [Tie.OWNED]
     monkeypatch.setattr(process_finder, "tie", lambda *_: (found[-1], "it is foreign"))
     return found
@@ -53,7 +53,7 @@ def finder_of(changes: list[object], *, is_there: bool = True) -> ProcessFinder:
 async def test_found_process_is_recorded_and_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relation: list[Tie], tie: Tie, is_there: bool
 ) -> None:
-    """A process that exits before it is adopted does not count."""
+    """A process that exits before it is adopted is not recorded."""
     path, changes = tmp_path / "pid", list[object]()
     path.write_text(str(UNUSED))
     relation.append(tie)
@@ -79,7 +79,7 @@ async def test_found_process_is_recorded_and_saved(
         (0, "S", None, None),
     ],
 )
-async def test_pidfile_alone_identifies_a_service_without_a_start_program(
+async def test_pidfile_alone_identifies_the_process_of_a_service_without_a_start_program(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     pid: int,
@@ -88,7 +88,7 @@ async def test_pidfile_alone_identifies_a_service_without_a_start_program(
     is_only_named: bool | None,
     relation: list[Tie],
 ) -> None:
-    """It never does if it names the agent (0)."""
+    """Pid 0 stands for the agent, which is never accepted. Neither is a zombie."""
     (tmp_path / "pid").write_text(str(pid or os.getpid()))
     monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, state, 0, number, number, 0, 80, 0))
     traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=start)
@@ -101,7 +101,7 @@ async def test_pidfile_alone_identifies_a_service_without_a_start_program(
     )
 
 
-async def test_rejected_process_is_named_with_the_reason(tmp_path: Path, relation: list[Tie]) -> None:
+async def test_process_finder_reports_why_it_rejected_a_process(tmp_path: Path, relation: list[Tie]) -> None:
     relation.append(Tie.NONE)
     (tmp_path / "pid").write_text("1")
     finder = finder_of([])
@@ -112,7 +112,7 @@ async def test_rejected_process_is_named_with_the_reason(tmp_path: Path, relatio
 
 
 async def test_path_of_a_check_is_assumed_to_exist_until_checked(tmp_path: Path) -> None:
-    """A stop then runs the stop program."""
+    """Until then a stop runs the stop program."""
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     spec = ProcessSpec(name="web", job="web", kind="file", path=tmp_path / "absent")
 
@@ -121,8 +121,8 @@ async def test_path_of_a_check_is_assumed_to_exist_until_checked(tmp_path: Path)
     assert not await finder.look(spec, ProcessRecord())
 
 
-async def test_process_may_appear_within_the_start_timeout() -> None:
-    """The event loop continues meanwhile."""
+async def test_process_finder_waits_for_a_process_until_the_start_timeout() -> None:
+    """The finder must not block the event loop while it waits for the process."""
     finder = ProcessFinder(cast("Any", None), Timing(linger=0.0), lambda: None)
     program: Any = Handle("program", [])
     finder.program = program
@@ -142,7 +142,7 @@ async def test_process_may_appear_within_the_start_timeout() -> None:
 
 
 class Handle:
-    """A process handle. ``calls`` are those with an effect."""
+    """A process handle that records its release and termination in ``calls``."""
 
     def __init__(self, name: str, calls: list[str], *, is_alive: bool = True, status: int | None = None) -> None:
         self.identity, self.pid = (7, 70), 7
@@ -161,7 +161,7 @@ class Handle:
 
 
 async def test_process_handles_are_released_once() -> None:
-    """A start program that became the process has a single handle."""
+    """If the start program became the process itself, both share one handle."""
     calls: list[str] = []
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     finder.program, finder.process = cast("Any", Handle("program", calls)), cast("Any", Handle("process", calls))
@@ -178,7 +178,7 @@ async def test_process_handles_are_released_once() -> None:
 
 
 async def test_exited_process_is_removed_from_its_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process with the same pid is not accepted through the pidfile either."""
+    """The pidfile is remembered, so that a new process with the same pid is not accepted because of it."""
     monkeypatch.setattr(proc, "stat", lambda _: None)
     (tmp_path / "pid").write_text("7")
     spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"))
@@ -199,7 +199,7 @@ async def test_exited_process_is_removed_from_its_service(tmp_path: Path, monkey
 
 
 WAITING = object()
-"""No error: the process may still appear."""
+"""Expected if there is no error yet, because the process may still appear."""
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_record_forgets_an_exited_process() -> None:
     assert record.program is None
 
 
-def test_record_forgets_ended_processes_when_it_takes_over_others() -> None:
+def test_record_drops_ended_processes_when_others_are_added() -> None:
     itself = proc.stat(os.getpid())
     assert itself is not None
     record = ProcessRecord(others=[PROCESS])
@@ -34,7 +34,10 @@ def test_record_forgets_ended_processes_when_it_takes_over_others() -> None:
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 def test_pidfile_must_be_a_regular_file(tmp_path: Path) -> None:
-    """A missing file, a directory and a FIFO do not count, even if the FIFO would block or contains a number."""
+    """A FIFO is rejected without blocking the agent, even if it contains a number.
+
+    So are a directory and a missing file.
+    """
     os.mkfifo(tmp_path / "fifo")
     os.mkfifo(tmp_path / "full")
     (tmp_path / "link").symlink_to("full")

@@ -21,7 +21,7 @@ SPEC = ProcessSpec("web", "job", pidfile="/run/bpm/job/web.pid", pattern=posix_r
 BEGAN = 1000
 ONE = proc.Stat(50, "S", 7, 50, 50, 0, BEGAN, 0)
 OLDER = Pidfile(50, 9.0, 7, USER)
-"""A pidfile from before the process began."""
+"""A pidfile that was written before the process started."""
 NEWER = Pidfile(50, 11.0, 7, USER)
 
 
@@ -34,7 +34,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keepers(owner: str = "", keeper: int = 0) -> Any:
-    """Place every process below the keeper of ``owner``. ``keeper`` is a keeper itself."""
+    """Return keepers that attribute every process to ``owner``, and for which the pid ``keeper`` is a keeper itself."""
     return SimpleNamespace(owner=lambda _: owner, is_keeper=lambda pid: pid == keeper, base=Path("/var/vcap"))
 
 
@@ -71,10 +71,10 @@ def test_process_belongs_to_the_job_of_its_keeper(owner: str, expected: Tie) -> 
         (NEWER._replace(owner=USER + 1), False),
     ],
 )
-def test_pidfile_must_be_newer_and_of_a_user_who_could_signal_the_process(
+def test_pidfile_must_be_newer_than_the_process_and_owned_by_a_user_who_may_signal_it(
     owner: str, pidfile: Pidfile, is_believed: bool
 ) -> None:
-    """A process below the service's own keeper belongs to the service whatever its pidfile is like."""
+    """If the service's own keeper is an ancestor of the process, the age and owner of the pidfile do not matter."""
     found, why = tie(keepers(owner), ONE, SPEC, ProcessRecord(), pidfile)
 
     assert (found is not Tie.NONE) is is_believed
@@ -95,10 +95,10 @@ def test_pidfile_must_be_newer_and_of_a_user_who_could_signal_the_process(
         ("web -d", "/var/vcap/data/packages/web/1/bin/web", USER + 1, True),
     ],
 )
-def test_process_below_no_keeper_must_be_a_program_of_a_job(
+def test_process_without_a_keeper_must_run_a_program_of_a_job(
     monkeypatch: pytest.MonkeyPatch, line: str, executable: str, owner: int, is_named: bool
 ) -> None:
-    """It was started by hand, or by monit before. The agent sends it no signals."""
+    """Such a process was started by hand or by monit. The agent watches it but never signals it."""
     monkeypatch.setattr(proc, "executable", lambda _: executable)
     monkeypatch.setattr(proc, "command_line", lambda _: line)
 
@@ -108,15 +108,15 @@ def test_process_below_no_keeper_must_be_a_program_of_a_job(
     assert bool(why) is not is_named
 
 
-def test_pidfile_that_named_an_ended_process_names_no_other() -> None:
-    """The pid has since been reused by another process."""
+def test_pidfile_of_an_ended_process_does_not_identify_another_process() -> None:
+    """Another process may have got the same pid since. A new pidfile is accepted."""
     record = ProcessRecord(named_by=NEWER)
 
     assert tie(keepers("web"), ONE, SPEC, record, NEWER) == (Tie.NONE, "its pidfile is older than the process")
     assert tie(keepers("web"), ONE, SPEC, record, NEWER._replace(inode=8))[0] is Tie.OWNED
 
 
-def test_start_program_is_the_process_only_if_the_pidfile_was_written_since() -> None:
+def test_start_program_is_the_process_only_if_the_pidfile_was_written_after_its_start() -> None:
     record = ProcessRecord()
     record.begin(ONE.identity, OLDER)
 
@@ -124,15 +124,15 @@ def test_start_program_is_the_process_only_if_the_pidfile_was_written_since() ->
     assert tie(keepers("web"), ONE, SPEC, record, NEWER)[0] is Tie.OWNED
 
 
-def test_known_process_keeps_its_relation_to_the_service() -> None:
-    """Its keeper may have been killed, or may never have existed."""
+def test_recorded_process_keeps_its_relation_to_the_service() -> None:
+    """The keeper of a recorded process may have been killed, or the process never had one."""
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity), OLDER)[0] is Tie.OWNED
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity, is_only_named=True), OLDER)[0] is Tie.NAMED
     assert tie(keepers(), ONE, SPEC, ProcessRecord(others=[ONE.identity]), OLDER)[0] is Tie.OWNED
 
 
-def test_process_1_stands_for_a_job_without_processes() -> None:
-    """A job that only sets firewall rules may write 1 into its pidfile."""
+def test_pidfile_may_name_process_1_after_a_start() -> None:
+    """A job without processes, such as one that only sets firewall rules, may write 1 into its pidfile."""
     first = proc.Stat(1, "S", 0, 1, 1, 0, 0, 0)
     record = ProcessRecord()
     record.begin((40, 900), OLDER)
@@ -143,8 +143,8 @@ def test_process_1_stands_for_a_job_without_processes() -> None:
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize("which", ["keeper", "child"])
-def test_processes_of_the_agent_are_not_believed(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    """These are its keepers, sshd and workers."""
+def test_pidfile_that_names_a_process_of_the_agent_is_rejected(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    """The agent's own processes are its keepers, sshd and workers."""
     monkeypatch.setattr(process, "is_spawned", lambda _: which == "child")
 
     found = tie(keepers(keeper=50 if which == "keeper" else 0), ONE, SPEC, ProcessRecord(), NEWER)
@@ -165,15 +165,15 @@ def test_processes_of_the_agent_are_not_believed(monkeypatch: pytest.MonkeyPatch
         ({}, ProcessRecord(), None),
     ],
 )
-def test_pattern_finds_the_known_process_or_the_oldest(
+def test_pattern_finds_the_recorded_process_or_the_oldest(
     monkeypatch: pytest.MonkeyPatch,
     owners: dict[int, str],
     record: ProcessRecord,
     expected: tuple[int, Tie] | None,
 ) -> None:
-    """The start program, which may still be running as a script, is the last choice.
+    """The start program, a script that may still be running, is chosen only if no other process matches.
 
-    Processes of others do not count.
+    Processes of other services are ignored.
     """
     processes = {pid: proc.Stat(pid, "S", 7, pid, pid, 0, pid * 10, 0) for pid in (*owners, 1, os.getpid(), 12)}
     monkeypatch.setattr(proc, "table", lambda: processes)
