@@ -46,9 +46,9 @@ MANUAL = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}
 def test_expected_addresses_come_from_settings_and_spec(
     known: dict[str, Any], applied: dict[str, Any], addresses: dict[str, str]
 ) -> None:
-    """The settings contain the static addresses and the spec contains all, but floating ones are excluded.
+    """Static addresses are in the settings, and all addresses are in the spec, which may be malformed.
 
-    The spec may be malformed.
+    Floating addresses (type ``vip``) are not expected on an interface.
     """
     assert expected(effective(**known), applied) == addresses
 
@@ -57,20 +57,20 @@ def test_expected_addresses_come_from_settings_and_spec(
     ("text", "is_ours"),
     [("127.0.0.1", True), (NOWHERE, False), ("2001:db8::17", False), ("no address", True), ("", True)],
 )
-def test_address_watch_finds_addresses_of_interfaces(text: str, is_ours: bool) -> None:
-    """A text that is not an address does not count as missing either."""
+def test_address_watch_recognizes_addresses_of_interfaces(text: str, is_ours: bool) -> None:
+    """A text that is not an address is never reported as missing."""
     assert network.has_address(text) is is_ours
 
 
 def test_address_watch_resolves_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel needs no name server. The C library would query one, which may not respond."""
+    """The kernel is asked instead of the C library, which would query a name server that may not respond."""
     monkeypatch.setattr(socket.socket, "bind", lambda *_: pytest.fail("it is looked up"))
 
     assert network.has_address("db.example.org")
 
 
-def test_missing_address_is_reported_again_after_its_return() -> None:
-    """The report says where the missing address was configured."""
+def test_missing_address_is_reported_once_each_time_it_disappears() -> None:
+    """The report names the network, and whether it is in the settings or in the spec."""
     wanted = {"127.0.0.1": "network a of the settings"}
     told: list[tuple[str, str]] = []
     found = AddressWatch(lambda: wanted, lambda *what: told.append(what))
@@ -93,9 +93,7 @@ def test_missing_address_is_reported_again_after_its_return() -> None:
 
 
 def test_address_watch_reports_at_most_ten_missing_addresses() -> None:
-    """An alert lists every address of the instance, so sending one for each of thousands would block the loop for
-    minutes.
-    """
+    """Each alert lists all addresses of the instance, so thousands of alerts would block the event loop for minutes."""
     wanted = {f"203.0.113.{n}": f"network {n} of the settings" for n in range(100)}
     told: list[str] = []
     found = AddressWatch(lambda: wanted, lambda _, text: told.append(text))
@@ -106,8 +104,7 @@ def test_address_watch_reports_at_most_ten_missing_addresses() -> None:
     assert told[0] == "no interface has the address 203.0.113.0 (network 0 of the settings)"
 
 
-async def test_addresses_are_watched_continuously(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address may disappear at any time."""
+async def test_address_watch_detects_an_address_that_disappears_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address_watch, "POLL_S", 0.01)
     wanted: dict[str, str] = {}
     told = asyncio.Event()

@@ -20,11 +20,11 @@ OF_THE_GO_AGENT = (
     "agent.settings.tmpfs authorized_keys blobstores ipv6.enable job_dir.tmpfs job_dir.tmpfs_size keep_root_password "
     "mbus.cert mbus.urls ntp parallel password remove_dev_tools remove_static_libraries run_dir.tmpfs_size swap_size"
 ).split()
-"""Leaves of ``BoshEnv`` (settings/settings.go, August 2026). Certificates and blobstores count as leaves."""
+"""Members of ``BoshEnv`` (settings/settings.go, August 2026). Those of certificates and blobstores are not listed."""
 
 
 def leaves(of: type, before: str = "") -> Iterator[str]:
-    """Return the dotted names of the members of a struct and of the structs in it."""
+    """Return the dotted names of a struct's members, including those of nested structs."""
     for field in msgspec.structs.fields(of):
         kind = field.type
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind not in (Cert, Blobstore):
@@ -51,7 +51,7 @@ def test_documented_table_of_env_bosh_keys_is_generated() -> None:
 
 
 @pytest.mark.parametrize("name", [key.name for key in KEYS if not key.is_done])
-def test_unsupported_env_bosh_key_is_named(name: str) -> None:
+def test_unsupported_env_bosh_key_is_rejected_by_name(name: str) -> None:
     given = {"ipv6.enable": bosh(ipv6={"enable": True}), "swap_size": bosh(swap_size=512)}
 
     assert (refused(given[name]) or "").startswith(f"env.bosh.{name}: ")
@@ -59,7 +59,7 @@ def test_unsupported_env_bosh_key_is_named(name: str) -> None:
 
 
 async def test_listed_files_are_removed_if_env_bosh_requests_it(tmp_path: Path) -> None:
-    """Links are removed without their targets. Directories and missing files are ignored."""
+    """Only the symlink is removed, not its target. Directories and missing files are ignored."""
     paths = Paths(tmp_path)
     paths.bosh_etc.mkdir(parents=True)
     compiler, kept, link, library = (tmp_path / name for name in ("cc", "kept", "link", "lib.a"))

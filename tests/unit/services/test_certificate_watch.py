@@ -1,4 +1,4 @@
-"""Certificates close to expiry are reported once, early enough for their lifetime."""
+"""Warnings about certificates that expire soon."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AUTHORITY = Authority()
 
 
 def agent(begin: float, end: float) -> str:
-    """Return a certificate that is valid from and until this many seconds from now."""
+    """Return a certificate that is valid between two times, both given in seconds from now."""
     return AUTHORITY.agent("agent", valid=(begin, end)).certificate
 
 
@@ -31,10 +31,10 @@ def agent(begin: float, end: float) -> str:
         (EXPIRED, True),
     ],
 )
-def test_certificate_is_near_expiry_within_a_month_or_a_fifth_of_its_time(
+def test_certificate_is_near_expiry_within_a_month_or_a_fifth_of_its_validity(
     valid: tuple[float, float], is_near: bool
 ) -> None:
-    """The credentials of a new VM are only valid for an hour, so warning all the time would be useless."""
+    """The credentials of a new VM are valid for only an hour, so a limit of a month would cause a permanent warning."""
     expiry = CertificateWatch(lambda: {"client": agent(*valid)})
     expiry.look()
 
@@ -59,8 +59,8 @@ def test_certificate_warning_is_logged_once_and_again_at_expiry(caplog: pytest.L
     assert expiry.warnings == said[1:]
 
 
-def test_certificate_warning_names_the_https_server() -> None:
-    """An agent with an HTTPS server has neither a bus nor a bus CA."""
+def test_certificate_warning_names_the_https_endpoint() -> None:
+    """An agent with an HTTPS endpoint has no bus, so its warnings must not mention one."""
     cert, ended = agent(-99 * DAY_S, DAY_S), agent(*EXPIRED)
     named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
     said = []
@@ -76,7 +76,7 @@ def test_certificate_warning_names_the_https_server() -> None:
 
 
 def test_certificate_rotation_ends_the_warning() -> None:
-    """The watched certificates are the ones in use."""
+    """The watch looks at the certificates that are in use at the time."""
     pem = agent(-99 * DAY_S, DAY_S)
     expiry = CertificateWatch(lambda: {"client": pem})
     expiry.look()
@@ -88,7 +88,7 @@ def test_certificate_rotation_ends_the_warning() -> None:
 
 
 def test_expiry_of_a_ca_bundle_is_that_of_its_last_ca() -> None:
-    """During a rotation both CAs are trusted. A bundle without certificates causes no warning."""
+    """During a rotation, the bundle contains the old and the new CA. An empty bundle causes no warning."""
     ending = Authority().agent("old-ca", valid=(-99 * DAY_S, DAY_S)).certificate
     expiry = CertificateWatch(lambda: {"CA": ending + AUTHORITY.ca, "client": ""})
     expiry.look()

@@ -1,4 +1,4 @@
-"""DNS records: which are accepted, and in what order they are written."""
+"""DNS records: which are accepted, how they are stored, and the hosts file that is written from them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_invalid_dns_blob_leaves_records_and_hosts_unchanged(
 async def test_sync_dns_succeeds_if_the_hosts_file_cannot_be_written(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bosh-dns has its records then, which is all that the Director asks for."""
+    """The records for bosh-dns are stored, and the Director asks for nothing more."""
     real = files.write_atomic
 
     def refuse(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
@@ -102,7 +102,7 @@ async def test_sync_dns_succeeds_if_the_hosts_file_cannot_be_written(
 
 
 async def test_sync_dns_fails_if_the_records_cannot_be_written(dns: Dns, paths: Paths) -> None:
-    """The Director must then not assume this version."""
+    """The Director must not conclude that the instance has this version."""
     paths.instance.write_text("in the way")
 
     with pytest.raises(ActionError, match=r"^saving local DNS state: cannot make the directory .*instance: "):
@@ -112,8 +112,8 @@ async def test_sync_dns_fails_if_the_records_cannot_be_written(dns: Dns, paths: 
 
 
 @pytest.mark.parametrize("records", [b"7", b"null", b'[["10.0.0.1",5]]', b'"\\n"', b'[["\xff","a"]]'])
-async def test_dns_records_of_an_unknown_form_are_passed_on_to_bosh_dns(dns: Dns, paths: Paths, records: bytes) -> None:
-    """Records of a newer Director are stored. Only the hosts file omits them."""
+async def test_dns_records_in_an_unknown_format_are_stored_for_bosh_dns(dns: Dns, paths: Paths, records: bytes) -> None:
+    """A newer Director may use another format. Such records are stored, but left out of the hosts file."""
     raw = b'{"version":3,"records":' + records + b"}"
     await dns.sync(3, Source(raw), agent_id=AGENT)
 
@@ -121,15 +121,15 @@ async def test_dns_records_of_an_unknown_form_are_passed_on_to_bosh_dns(dns: Dns
 
 
 async def test_concurrent_dns_syncs_fetch_once(dns: Dns) -> None:
-    """The second sync finds what the first has fetched, whichever variant of the action they are."""
+    """The second sync uses the records that the first has fetched, for either variant of the action."""
     first, second = Source(blob()), Source(blob())
     await asyncio.gather(dns.sync(3, first, agent_id=AGENT), dns.sync(3, second, agent_id=AGENT))
 
     assert first.fetched + second.fetched == 1
 
 
-async def test_hanging_dns_fetch_does_not_delay_a_request_for_known_records(dns: Dns) -> None:
-    """The version that is already stored is reported at once."""
+async def test_hanging_dns_fetch_does_not_delay_a_request_for_stored_records(dns: Dns) -> None:
+    """A request for the stored version returns at once, although the fetch of the next version hangs."""
     await dns.sync(3, Source(blob()), agent_id=AGENT)
     never = asyncio.Event()
 
@@ -147,7 +147,7 @@ async def test_hanging_dns_fetch_does_not_delay_a_request_for_known_records(dns:
 
 
 async def test_hosts_file_keeps_the_line_of_the_container(dns: Dns, paths: Paths) -> None:
-    """A pod finds its own address by its host name. Old records are removed."""
+    """In a pod, this line maps the host name to the pod's address. Old records are removed."""
     own = f"10.9.9.9\t{socket.gethostname()}.ns {socket.gethostname()}"
     paths.etc.mkdir()
     stale = f"10.0.0.9 old.bosh\n10.0.0.8 x # {socket.gethostname()}\n"
@@ -160,8 +160,8 @@ async def test_hosts_file_keeps_the_line_of_the_container(dns: Dns, paths: Paths
     assert "10.0.0.8" not in hosts(paths)
 
 
-async def test_hosts_file_has_no_record_with_the_containers_own_name(dns: Dns, paths: Paths) -> None:
-    """The name already resolves to the container."""
+async def test_hosts_file_maps_an_agent_id_that_is_the_host_name_to_loopback_only(dns: Dns, paths: Paths) -> None:
+    """If the agent id is the host name, only loopback addresses remain. The runtime's line for the name is dropped."""
     paths.etc.mkdir()
     (paths.etc / "hosts").write_text(f"10.9.9.9 {socket.gethostname()}\n")
     await dns.sync(3, Source(blob()), agent_id=socket.gethostname())
@@ -169,8 +169,8 @@ async def test_hosts_file_has_no_record_with_the_containers_own_name(dns: Dns, p
     assert resolve(hosts(paths), socket.gethostname()) == [LOOPBACK, "::1"]
 
 
-async def test_huge_dns_records_do_not_block_the_loop(dns: Dns, paths: Paths) -> None:
-    """With 30000 records, some 3 MB, other work continues meanwhile."""
+async def test_huge_dns_records_do_not_block_the_event_loop(dns: Dns, paths: Paths) -> None:
+    """Other tasks continue while 30,000 records (about 3 MB) are processed."""
     known = [[f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", f"{i:036}.web.net.deployment.bosh"] for i in range(30_000)]
     ticks = 0
 
@@ -192,14 +192,13 @@ async def test_huge_dns_records_do_not_block_the_loop(dns: Dns, paths: Paths) ->
 
 
 async def test_hosts_file_is_unchanged_before_the_first_records(dns: Dns, paths: Paths) -> None:
-    """There is nothing to add yet."""
     assert not await dns.restore(AGENT)
     assert not (paths.etc / "hosts").exists()
 
 
 @pytest.mark.parametrize("stored", [b"", b"{", b'{"version":3,"records":7}', b'{"version":3,"records":[["\xff","a"]]}'])
 async def test_unreadable_dns_records_are_an_error_at_boot(dns: Dns, paths: Paths, stored: bytes) -> None:
-    """The hosts file is unchanged."""
+    """The hosts file must not change."""
     paths.dns_records.parent.mkdir(parents=True)
     paths.dns_records.write_bytes(stored)
     paths.etc.mkdir()
@@ -235,7 +234,9 @@ def resolve(text: str, name: str) -> list[str]:
 async def test_localhost_and_host_name_resolve_before_the_first_records(
     dns: Dns, paths: Paths, text: str | None, host_name: list[str]
 ) -> None:
-    """Some CPIs unmount the container runtime's hosts file. The one below it is empty or belongs to another machine."""
+    """Some CPIs unmount the container runtime's hosts file, under which there is an empty one or that of another
+    machine.
+    """
     if text is not None:
         paths.etc.mkdir()
         (paths.etc / "hosts").write_text(text.replace("HOST", socket.gethostname()))
@@ -248,7 +249,7 @@ async def test_localhost_and_host_name_resolve_before_the_first_records(
 
 
 async def test_hosts_file_records_survive_an_agent_restart(dns: Dns, paths: Paths) -> None:
-    """A hosts file that has both names is left unchanged."""
+    """A hosts file that already contains localhost and the host name is not rewritten."""
     await dns.sync(3, Source(blob()), agent_id=AGENT)
     before = (paths.etc / "hosts").stat()
 
@@ -262,7 +263,7 @@ async def test_hosts_file_records_survive_an_agent_restart(dns: Dns, paths: Path
 async def test_mounted_hosts_file_is_extended_and_keeps_its_lines(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """The kubelet's aliases and the runtime's line of the container stay."""
+    """The kubelet's aliases and the runtime's line for the container must not be lost."""
     text = text.replace("HOST", socket.gethostname())
     paths.etc.mkdir()
     (paths.etc / "hosts").write_text(text)
@@ -281,7 +282,7 @@ async def test_mounted_hosts_file_is_extended_and_keeps_its_lines(
 async def test_dns_sync_keeps_localhost_and_the_host_name(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This also holds if localhost is the only name of the container."""
+    """The container's host name may itself be ``localhost``."""
     for name in ("web-0", "localhost"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         await dns.sync(3, Source(blob(3)), agent_id=AGENT)

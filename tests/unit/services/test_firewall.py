@@ -1,4 +1,4 @@
-"""The text of packet filter rules, and when none are installed. Root tests check their effect."""
+"""Texts of packet filter rules, and cases in which none are installed. Tests in ``tests/root`` check their effect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def heard(_: float) -> bool:
 
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the active rules, which are a single text at most."""
+    """Replace nftables. The returned list has the text of the installed rules, or is empty."""
     found: list[str] = []
 
     async def replace(text: str) -> None:
@@ -43,7 +43,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def obstacle(firewall: Firewall) -> str:
-    """Return the obstacle that the watch finds first."""
+    """Run one pass of the watch, and return the obstacle that it found."""
     firewall.due.set()
     watching = asyncio.create_task(firewall.watch())
     await until(lambda: not firewall.due.is_set())
@@ -51,7 +51,7 @@ async def obstacle(firewall: Firewall) -> str:
     return firewall.obstacle
 
 
-def test_packet_filter_closes_each_bus_address_except_to_allowed_users() -> None:
+def test_packet_filter_rejects_connections_to_the_bus_except_by_allowed_users() -> None:
     text = chains(frozenset({("10.0.0.6", 4222), ("2001:db8::6", 4223)}), {0, 500})
 
     rules = [line.strip() for line in text.splitlines() if "daddr" in line]
@@ -61,7 +61,7 @@ def test_packet_filter_closes_each_bus_address_except_to_allowed_users() -> None
     ]
 
 
-async def test_packet_filter_sets_no_rules_after_a_refusal(rules: list[str]) -> None:
+async def test_packet_filter_sets_no_rules_if_it_is_switched_off(rules: list[str]) -> None:
     bus = mbus("nats://10.0.0.6:4222")
 
     assert await obstacle(Firewall(lambda: bus, lambda: True, heard, "it is switched off")) == "it is switched off"
@@ -70,17 +70,19 @@ async def test_packet_filter_sets_no_rules_after_a_refusal(rules: list[str]) -> 
 
 @pytest.mark.parametrize("scheme", ["https", ""])
 async def test_packet_filter_reports_a_missing_bus(scheme: str, rules: list[str]) -> None:
-    """With create-env the bosh CLI connects to the agent, and there is no bus."""
+    """With ``create-env``, the bosh CLI connects to the agent, so there is no bus to protect."""
     urls = (f"{scheme}://127.0.0.1:6868",) if scheme else ()
 
     assert await obstacle(Firewall(lambda: mbus(*urls), lambda: False, heard)) == firewalls.NO_BUS
     assert rules == []
 
 
-def test_shared_network_namespace_is_recognized_by_its_devices(
+def test_agent_outside_a_container_does_not_share_the_network_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On the machine itself the network devices belong to the agent's machine."""
+    """An agent that runs on the machine itself, outside any container, does not count as sharing the machine's
+    network.
+    """
     monkeypatch.setattr(network, "FIRST_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
 
     assert not network.is_of_machine()
@@ -91,7 +93,7 @@ def test_shared_network_namespace_is_recognized_by_its_devices(
     "url", ["nats://[", "nats://127.0.0.1:99999", "nats://u:a#b@127.0.0.1:4222", "nats://\0:1", "nats://:4222", "nats"]
 )
 async def test_packet_filter_skips_an_invalid_address(url: str, rules: list[str]) -> None:
-    """It raises no error, and uses the next address."""
+    """An invalid address is not an error. The next address still gets its rule."""
     assert await obstacle(Firewall(lambda: mbus(url, "nats://127.0.0.1:4222"), lambda: True, heard)) == ""
 
     assert rules == [chains(frozenset({("127.0.0.1", 4222)}), {0, os.geteuid()})]
@@ -101,7 +103,7 @@ async def test_packet_filter_skips_an_invalid_address(url: str, rules: list[str]
 async def test_silent_name_server_does_not_exhaust_the_file_threads(
     monkeypatch: pytest.MonkeyPatch, rules: list[str]
 ) -> None:
-    """Six bus addresses blocked all threads for file access while the resolver waited."""
+    """Look-ups of six bus addresses once blocked all threads for file access until the resolver gave up."""
     answered = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(30) and [])
     monkeypatch.setattr(firewalls, "LOOKUP_TIMEOUT_S", 0.01)
@@ -119,7 +121,7 @@ async def test_silent_name_server_does_not_exhaust_the_file_threads(
 async def test_packet_filter_rules_are_removed_if_the_bus_becomes_unreachable(
     is_reached: bool, expected: str, rules: list[str]
 ) -> None:
-    """They would otherwise cut off a connection through another user's proxy."""
+    """The agent may reach the bus through a proxy of another user, which the rules would cut off."""
 
     async def hear(_: float) -> bool:
         return is_reached or not rules

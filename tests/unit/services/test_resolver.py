@@ -35,7 +35,7 @@ def test_name_server_of_bosh_dns_stays_first() -> None:
 
 
 def test_resolv_conf_with_all_name_servers_is_unchanged() -> None:
-    """A job may have added a server in front of them without a marker."""
+    """The first line is accepted because a job may have added its own name server without a marker."""
     before = "nameserver 169.254.0.2\nnameserver 192.0.2.1 \nsearch x\n"
 
     assert resolv_conf(before, ["192.0.2.1"]) == before
@@ -49,7 +49,7 @@ def test_resolvectl_replacement_uses_the_same_marker() -> None:
 
 @pytest.fixture
 def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory for the files of this step, without systemd."""
+    """Redirect the files of this boot step to an empty directory, which has no trace of systemd."""
     monkeypatch.setattr(resolver, "RESOLV_CONF", tmp_path / "resolv.conf")
     monkeypatch.setattr(resolver, "RESOLVED_DROP_IN", tmp_path / "resolved.conf.d/10-bosh.conf")
     monkeypatch.setattr(resolver, "SYSTEMD", tmp_path / "systemd")

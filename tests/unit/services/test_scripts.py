@@ -1,4 +1,4 @@
-"""Arguments of drain scripts, and truncation of an errand's output."""
+"""Arguments and environment of drain scripts, and truncation of errand output."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ FRESH = ApplySpec()
 def test_drain_arguments_of_an_update_list_changed_packages(
     current: ApplySpec, new: ApplySpec, expected: list[str]
 ) -> None:
-    """Removed packages are not listed. New and changed ones are listed in order."""
+    """New and changed packages are listed in alphabetical order. Removed packages are not listed."""
     assert drain_arguments("update", current, new) == expected
 
 
 @pytest.mark.parametrize("new", [None, replace(NOW, configuration_hash="bbb")])
 def test_drain_arguments_of_a_shutdown_list_no_changes(new: ApplySpec | None) -> None:
-    """A shutdown changes no jobs or packages."""
+    """A new spec makes no difference, because a shutdown changes neither jobs nor packages."""
     assert drain_arguments("shutdown", NOW, new) == ["job_shutdown", "hash_unchanged"]
 
 
-def test_drain_environment_has_the_states_with_their_disks() -> None:
-    """It is JSON without blanks, as Go writes it. Without a new spec there is no next state."""
+def test_drain_environment_has_the_current_and_next_state_with_disk_sizes() -> None:
+    """The states are JSON without blanks, as Go writes it. Without a new spec, the next state is left out."""
     assert drain_environment(NOW, FRESH) == {
         "BOSH_JOB_STATE": '{"persistent_disk":1024}',
         "BOSH_JOB_NEXT_STATE": '{"persistent_disk":0}',
@@ -85,7 +85,7 @@ def test_long_errand_output_is_truncated_in_the_middle(tmp_path: Path) -> None:
 def test_truncated_errand_output_fits_the_limit(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int
 ) -> None:
-    """This also holds if every byte takes six in JSON. Output that fits is never truncated."""
+    """The limit applies to the output as JSON, where a byte can take six. Output that fits is never truncated."""
     path = tmp_path_factory.getbasetemp() / "o"
     path.write_bytes(content)
 

@@ -1,4 +1,4 @@
-"""Settings on disk: waiting for them, reading them again, storing them."""
+"""Settings on disk: waiting for them, reading them again, and storing updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 
 class Files:
-    """A directory with a source file, and a store that reads it often."""
+    """A source file for settings, and a store that looks at it every 10 ms."""
 
     def __init__(self, base: Path) -> None:
         self.paths = Paths(base)
@@ -65,7 +65,7 @@ async def test_agent_waits_for_settings(files: Files, caplog: pytest.LogCaptureF
 @pytest.mark.attack("settings are malformed")
 @pytest.mark.parametrize("kind", ["fifo", "device", "flood"])
 async def test_fifos_devices_and_huge_files_are_rejected_as_settings(files: Files, kind: str) -> None:
-    """A FIFO blocked the start, and a device or a huge file used unlimited memory."""
+    """A FIFO would block the start, and a device or a huge file would use unlimited memory."""
     if kind == "fifo":
         os.mkfifo(files.source)
     elif kind == "device":
@@ -102,7 +102,7 @@ async def test_each_settings_problem_is_logged_once(
     assert len([record for record in caplog.records if record.name == "agent_shim.services.settings_store"]) == 2
 
 
-async def test_settings_member_of_a_wrong_type_is_ignored_as_by_go(
+async def test_settings_member_of_a_wrong_type_is_ignored_and_logged_once(
     files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     files.write(env={"http_proxy": 5, "bosh": {"run_dir": {"tmpfs": "yes"}}})
@@ -129,7 +129,7 @@ async def test_settings_copy_is_used_while_the_source_is_missing(files: Files) -
 
 
 @pytest.mark.attack("settings are malformed")
-async def test_settings_copy_is_used_for_a_broken_source_which_is_reported(files: Files) -> None:
+async def test_settings_copy_is_used_while_the_source_is_invalid(files: Files) -> None:
     files.write(vm={"name": "vm-7"})
     await files.store.wait()
     files.source.write_text("{")
@@ -161,7 +161,7 @@ async def test_settings_update_is_stored_and_read_back(files: Files) -> None:
     assert (await SettingsStore(files.paths, [files.source]).refreshed()).mbus.certificate == "c"
 
 
-async def test_partial_settings_update_keeps_the_known_settings(files: Files) -> None:
+async def test_truncated_settings_update_file_does_not_replace_the_last_update(files: Files) -> None:
     files.write()
     await files.store.wait()
     await files.store.save_update(settings.UpdateSettings(trusted_certs="T"))
@@ -213,7 +213,7 @@ async def test_settings_change_first_read_by_an_action_is_reported(files: Files)
 
 
 async def test_settings_reader_does_not_undo_a_concurrent_update(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings watch reads the files while a task stores an update."""
+    """The watch may read the old files while a task stores an update, which must not be lost."""
     files.write()
     await files.store.wait()
     read, is_stored, has_read = host_files.read, threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""The copy of the agent's state: what is restored to a new root file system, and what is not."""
+"""The copy of the agent's state on the data volume, and what is restored from it to a new root file system."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_root(paths: Paths) -> None:
 
 
 def reset_root(paths: Paths) -> None:
-    """Restart the container in place, so that only ``data`` stays."""
+    """Simulate a new root file system, after which only ``data`` is left."""
     for path in paths.base.iterdir():
         if path != paths.data:
             files.remove_tree(path)
@@ -49,7 +49,7 @@ def reset_root(paths: Paths) -> None:
 
 @pytest.fixture
 def restart(monkeypatch: pytest.MonkeyPatch) -> Container:
-    """Start another container, in which pids start from the beginning."""
+    """Return a function that simulates another container, in which pids have a new meaning."""
     number = 0
 
     def begin_anew() -> None:
@@ -70,7 +70,7 @@ async def start(paths: Paths, agent_id: str = "a-1") -> StateBackup:
 
 
 def content(name: str, text: str) -> str:
-    """Return the content of all backed-up files."""
+    """Return the content of a backed-up file."""
     return json.dumps({name: text})
 
 
@@ -89,7 +89,7 @@ def found(paths: Paths) -> dict[Path, str]:
 
 
 async def test_state_is_restored_to_a_new_root_file_system(paths: Paths, restart: Container) -> None:
-    """The restored files have the required modes."""
+    """The files are restored with their required modes."""
     contents = fill(paths)
     await start(paths)
     restart()
@@ -104,7 +104,7 @@ async def test_state_is_restored_to_a_new_root_file_system(paths: Paths, restart
 
 
 async def test_state_backup_is_complete_when_update_returns(paths: Paths) -> None:
-    """Deletions are copied as well, because an unmounted disk must not come back."""
+    """Deletions are backed up too, because otherwise an unmounted disk would return after a restore."""
     fill(paths)
     agent = await start(paths)
 
@@ -119,7 +119,7 @@ async def test_state_backup_is_complete_when_update_returns(paths: Paths) -> Non
 
 
 async def test_state_backup_does_not_copy_unchanged_files(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the check for changes, which needs no thread, nor a restarted agent copies them."""
+    """Neither a restart of the agent nor an update copies them, and the update needs no thread."""
     fill(paths)
     await start(paths)
     before = {path: path.stat().st_ino for path in paths.mirror.iterdir()}
@@ -131,8 +131,10 @@ async def test_state_backup_does_not_copy_unchanged_files(paths: Paths, monkeypa
     assert {path: path.stat().st_ino for path in paths.mirror.iterdir()} == before
 
 
-async def test_state_backup_finds_changes_made_by_no_action(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPI may write update_settings.json into a running container."""
+async def test_state_backup_detects_changes_made_outside_the_agent(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example, a CPI may write update_settings.json into a running container."""
     monkeypatch.setattr(state_backup, "POLL_S", 0.01)
     agent = await start(paths)
     watching = asyncio.create_task(agent.watch())
@@ -144,7 +146,7 @@ async def test_state_backup_finds_changes_made_by_no_action(paths: Paths, monkey
 
 
 async def test_agent_restart_keeps_state_files_and_run_directory(paths: Paths) -> None:
-    """The root file system has the current state, and run files belong to running jobs."""
+    """The files on the root file system are newer than the copy, and the run files belong to running jobs."""
     await start(paths)
     (paths.run / "web").mkdir()
     (paths.run / "web/web.pid").write_text("17")
@@ -173,8 +175,8 @@ async def test_run_files_of_another_container_are_removed(paths: Paths, restart:
     assert agent.is_prepared
 
 
-async def test_run_files_are_removed_only_with_a_new_root_file_system(paths: Paths) -> None:
-    """Containers of a pod may share their pids."""
+async def test_run_files_are_removed_with_a_new_root_file_system_in_the_same_pid_namespace(paths: Paths) -> None:
+    """The containers of a pod may share a pid namespace, so an unchanged one does not mean that the jobs still run."""
     await start(paths)
     (paths.run / "web").mkdir()
     reset_root(paths)
@@ -185,7 +187,7 @@ async def test_run_files_are_removed_only_with_a_new_root_file_system(paths: Pat
 
 
 async def test_run_files_of_a_former_go_agent_are_kept(paths: Paths) -> None:
-    """This program takes over from the Go agent, and the pidfiles name running processes."""
+    """When this agent takes over from the Go agent, the pidfiles still name running processes."""
     (paths.run / "web").mkdir()
     paths.spec.write_text("{}")
     paths.settings_cache.write_text('{"agent_id": "a-1"}')
@@ -197,7 +199,7 @@ async def test_run_files_of_a_former_go_agent_are_kept(paths: Paths) -> None:
 
 
 async def test_interrupted_state_restore_is_repeated(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds at whatever point it was interrupted. Nothing is backed up from an incomplete root file system."""
+    """The agent is killed before each write in turn. An incomplete root file system must not be backed up."""
     contents = fill(paths)
     await start(paths)
     reset_root(paths)
@@ -229,7 +231,7 @@ async def test_interrupted_state_restore_is_repeated(paths: Paths, monkeypatch: 
 
 
 async def test_pre_start_is_due_until_it_has_run(paths: Paths, restart: Container) -> None:
-    """This survives restarts of the agent, and applies again on the next root file system."""
+    """Agent restarts do not change whether pre-start is due. On the next root file system, it is due again."""
     await start(paths)
     reset_root(paths)
     assert not (await start(paths)).is_prepared
@@ -246,7 +248,7 @@ async def test_pre_start_is_due_until_it_has_run(paths: Paths, restart: Containe
 
 
 async def test_volume_used_by_another_agent_is_set_aside(paths: Paths, restart: Container) -> None:
-    """Nothing on it is used, and nothing is lost."""
+    """The other agent's files are neither used nor deleted."""
     contents = fill(paths)
     paths.supervisor_state.write_text("{}")
     await start(paths, "a-1")
@@ -285,7 +287,7 @@ async def test_root_file_system_used_by_another_agent_is_set_aside(paths: Paths,
 
 
 async def test_own_state_copy_overrides_another_agents_root_file_system(paths: Paths) -> None:
-    """The files of the copy are restored."""
+    """The files of another agent may be part of the image. This agent's copy on the volume replaces them."""
     fill(paths, "mine")
     await start(paths, "a-1")
     reset_root(paths)
@@ -298,7 +300,7 @@ async def test_own_state_copy_overrides_another_agents_root_file_system(paths: P
 
 
 async def test_new_volume_gets_a_state_copy(paths: Paths) -> None:
-    """The root file system was kept and the volume was not."""
+    """The root file system is the old one, but the volume is new and empty."""
     contents = fill(paths)
     await start(paths)
     files.remove_tree(paths.data)
@@ -325,7 +327,7 @@ async def test_state_restore_does_not_remove_files_of_the_cpi(paths: Paths) -> N
 
 
 async def test_state_of_a_newer_version_is_rejected_and_kept(paths: Paths) -> None:
-    """Nothing has been removed or written before."""
+    """The version is checked before anything is removed or written."""
     await start(paths)
     (paths.run / "web").mkdir()
     for stamp in (paths.stamp, paths.mirror / state_backup.STAMP):
@@ -342,7 +344,7 @@ async def test_state_of_a_newer_version_is_rejected_and_kept(paths: Paths) -> No
 
 
 async def test_state_copy_with_a_broken_stamp_is_set_aside(paths: Paths) -> None:
-    """Nobody knows whose copy it is."""
+    """Without a readable stamp, the copy may belong to another agent."""
     fill(paths)
     await start(paths)
     reset_root(paths)
@@ -359,7 +361,10 @@ async def test_state_copy_with_a_broken_stamp_is_set_aside(paths: Paths) -> None
 async def test_container_without_a_stamp_is_recognized_by_other_evidence(
     paths: Paths, restart: Container, whose: str, damage: str | None
 ) -> None:
-    """Either the other stamp has its pid namespace, or a process of a job is still running. The run files stay."""
+    """The run files are kept, because the container is known to be the same.
+
+    Either the other stamp has the same pid namespace, or a process of a job is still running.
+    """
     contents = fill(paths)
     await start(paths)
     (paths.run / "web").mkdir()
@@ -380,7 +385,7 @@ async def test_container_without_a_stamp_is_recognized_by_other_evidence(
 
 
 async def test_new_container_restores_a_state_copy_without_a_stamp(paths: Paths, restart: Container) -> None:
-    """The lease of the volume names the agent that held it last."""
+    """The volume's lease shows that the copy belongs to this agent."""
     contents = fill(paths)
     await start(paths)
     restart()
@@ -397,7 +402,10 @@ async def test_new_container_restores_a_state_copy_without_a_stamp(paths: Paths,
 
 @pytest.mark.parametrize("damage", ["", "{ half", "\0\0\0"])
 async def test_damaged_state_file_is_restored_from_its_copy(paths: Paths, damage: str) -> None:
-    """The damaged file never replaces the copy. The marker file may have any content."""
+    """A damaged file must not replace its copy.
+
+    Files that may have any content, such as markers, never count as damaged.
+    """
     contents = fill(paths)
     await start(paths)
     for path in contents:
@@ -409,7 +417,7 @@ async def test_damaged_state_file_is_restored_from_its_copy(paths: Paths, damage
     assert found(paths) == {path: damage if path in whole else text for path, text in contents.items()}
 
 
-async def test_missing_state_file_is_restored_unless_agents_delete_it(paths: Paths) -> None:
+async def test_missing_state_file_is_restored_unless_the_agent_itself_deletes_such_files(paths: Paths) -> None:
     contents = fill(paths)
     await start(paths)
     for path in contents:
@@ -422,7 +430,7 @@ async def test_missing_state_file_is_restored_unless_agents_delete_it(paths: Pat
 
 
 async def test_state_stamp_that_cannot_be_written_is_written_later(paths: Paths, restart: Container) -> None:
-    """The root file system is full at the first start and has space later."""
+    """The first write fails, as it would if the root file system were full."""
     paths.stamp.mkdir()
     agent = await start(paths)
     paths.stamp.rmdir()
@@ -436,7 +444,7 @@ async def test_state_stamp_that_cannot_be_written_is_written_later(paths: Paths,
 
 
 async def test_failed_state_backup_is_retried(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full volume does not end the agent."""
+    """The agent must keep running while its volume is full."""
     agent = await start(paths)
     paths.spec.write_text(NEWS)
 
@@ -454,7 +462,7 @@ async def test_failed_state_backup_is_retried(paths: Paths, monkeypatch: pytest.
 
 
 async def test_state_update_before_recovery_keeps_the_copy(paths: Paths) -> None:
-    """Without the agent's id, an update could overwrite another agent's copy."""
+    """Before recovery, the agent does not know whether the copy belongs to another agent."""
     fill(paths)
     await start(paths)
     reset_root(paths)
@@ -467,7 +475,7 @@ async def test_state_update_before_recovery_keeps_the_copy(paths: Paths) -> None
 
 
 async def test_forgetting_the_state_backup_removes_all_its_files(paths: Paths) -> None:
-    """Files that the Go agent uses too stay."""
+    """Files that the Go agent also uses are kept."""
     contents = fill(paths)
     await start(paths)
     paths.supervisor_state.write_text("{}")

@@ -1,4 +1,4 @@
-"""Splitting of CA bundles, and that a foreign machine is left alone."""
+"""Splitting of CA bundles, and the conditions for installing CAs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ NONE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"
     ],
 )
 def test_ca_bundle_is_split_into_certificates(bundle: str, found: list[str]) -> None:
-    """Text between certificates is dropped."""
+    """Other text, and certificates that are incomplete or invalid, are left out."""
     assert split(bundle) == [f"{pem}\n" for pem in found]
 
 
-async def test_cas_are_not_installed_outside_var_vcap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is logged."""
+async def test_cas_are_not_installed_with_a_base_directory_other_than_var_vcap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another base directory, the agent must not change the CAs of the system."""
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 0)
 
@@ -59,8 +61,9 @@ async def test_ordinary_user_installs_no_cas(tmp_path: Path, monkeypatch: pytest
 
 
 class Image:
-    """The paths of an image and a replacement for its command, which writes one file with all CAs and a link for
-    each.
+    """The CA files of an image, and a replacement for ``update-ca-certificates``.
+
+    The replacement writes a file with all CAs, and a symlink for each.
     """
 
     def __init__(self, base: Path) -> None:
@@ -69,7 +72,7 @@ class Image:
         for directory in (self.directory, self.certs):
             directory.mkdir()
         self.trusted.write_text("of the image\n")
-        os.utime(self.trusted, (1, 1))  # long before the directories
+        os.utime(self.trusted, (1, 1))  # older than the directories
 
     async def run(self, *_: object, **__: object) -> str:
         self.runs += 1
@@ -94,9 +97,10 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
 
 
 async def test_ca_update_command_runs_only_after_a_change(image: Image) -> None:
-    """The command takes three quarters of the start time.
+    """The command takes three quarters of the start time, so it must not run without need.
 
-    In an image, the directory is newer than the files derived from it.
+    In an image, timestamps do not show the need: the directory is newer than the files that the command derives from
+    it.
     """
     trusting = TrustedCas(Paths())
     await trusting.install("")
@@ -114,7 +118,7 @@ async def test_ca_update_command_runs_only_after_a_change(image: Image) -> None:
 
 @pytest.mark.parametrize("left", ["pending", "link", "file"])
 async def test_interrupted_ca_update_is_completed(image: Image, left: str) -> None:
-    """The interruption came before or during the command, or the image's files have replaced ours."""
+    """It was interrupted before or during the command, or its results were replaced by the files of the image."""
     trusting = TrustedCas(Paths())
     await trusting.install("" if left == "link" else A)
     if left == "pending":

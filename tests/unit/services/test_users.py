@@ -1,4 +1,4 @@
-"""Requests for ``ssh``: some are refused before any change, the others run commands."""
+"""Creation and removal of SSH users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of vitals for any output of the kernel, and the time limit for measuring them."""
+"""The format of vitals for any output of the kernel, and the timeout for disks that do not respond."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOAD = "0.39 0.51 0.48 1/2 3\n"
 
 
 def write(proc: Path, **files: str | bytes) -> Path:
-    """Write files of a ``/proc``. Dots in names stand for slashes."""
+    """Write files below ``proc``. Two underscores in a name stand for a slash."""
     for name, content in files.items():
         path = proc / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ async def test_vitals_have_the_members_and_formats_of_a_heartbeat(paths: Paths, 
 async def test_cpu_vitals_are_averaged_over_ten_seconds(
     paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier requests get the previous figures. Later ones cover the time since then."""
+    """A request within ten seconds gets the previous figures. A later one gets the average since they were measured."""
     now = 1000.0
     monkeypatch.setattr(clock, "boot_time", lambda: now)
     taken = Vitals(paths, lambda: False, proc=proc)
@@ -86,7 +86,7 @@ async def test_cpu_vitals_are_averaged_over_ten_seconds(
 
 
 async def test_vitals_of_a_container_are_relative_to_its_limits(paths: Paths, proc: Path, tmp_path: Path) -> None:
-    """The figures of the shared machine do not count."""
+    """Figures of the machine, which other containers share, must not be reported."""
     top = write(
         tmp_path / "cgroup",
         **{
@@ -111,7 +111,7 @@ async def test_vitals_of_a_container_are_relative_to_its_limits(paths: Paths, pr
 
 
 async def test_persistent_disk_vitals_need_a_disk_on_the_store(paths: Paths, proc: Path) -> None:
-    """The directory alone does not count."""
+    """The directory exists even without a disk."""
     mounted = False
     taken = Vitals(paths, lambda: mounted, proc=proc)
 
@@ -121,7 +121,7 @@ async def test_persistent_disk_vitals_need_a_disk_on_the_store(paths: Paths, pro
 
 
 async def test_dynamic_disks_have_metrics_but_no_vitals(paths: Paths, proc: Path, tmp_path: Path) -> None:
-    """The Director only knows three members of ``disk``."""
+    """The Director accepts only three members of ``disk``."""
     places = {"disk-d": tmp_path, "disk-gone": tmp_path / "gone"}
     taken = Vitals(paths, lambda: False, lambda: places, proc=proc)
 
@@ -130,14 +130,13 @@ async def test_dynamic_disks_have_metrics_but_no_vitals(paths: Paths, proc: Path
 
 
 async def test_vitals_omit_a_missing_disk(tmp_path: Path, proc: Path) -> None:
-    """The other disks are reported."""
     sample = await Vitals(Paths(tmp_path / "none"), lambda: True, proc=proc).sample()
 
     assert set(sample["disk"]) == {"system"}
 
 
 async def test_hanging_disk_does_not_delay_vitals(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is left out and not queried again while an answer is outstanding. Afterwards it is reported again."""
+    """The disk is left out, and is not queried again until it has answered. After that, it is reported again."""
     answers, asked, real = threading.Event(), [], os.statvfs
 
     def statvfs(path: Path) -> os.statvfs_result:
@@ -161,10 +160,10 @@ async def test_hanging_disk_does_not_delay_vitals(paths: Paths, proc: Path, monk
 
 
 @pytest.mark.parametrize("start_ticks", [10**15, 10**400, -5])
-async def test_vitals_omit_an_uptime_of_zero(paths: Paths, proc: Path, start_ticks: int) -> None:
-    """PID 1 may seem to start in the future (lxcfs, wrong clocks) and then has no age.
+async def test_vitals_never_contain_an_uptime_of_zero(paths: Paths, proc: Path, start_ticks: int) -> None:
+    """PID 1 may seem to have started in the future, because of lxcfs or a wrong clock.
 
-    The member exists but is empty.
+    Its age is then unknown, so ``uptime`` is empty.
     """
     write(proc, **{"1__stat": stat_of_init(start_ticks)})
 
@@ -173,8 +172,8 @@ async def test_vitals_omit_an_uptime_of_zero(paths: Paths, proc: Path, start_tic
     assert uptime == {} if start_ticks == 10**15 else uptime["secs"] > 0
 
 
-async def test_uptime_is_the_machines_if_pid_1_is_hidden(paths: Paths, proc: Path) -> None:
-    """PID 1 may be invisible in a container."""
+async def test_uptime_is_that_of_the_machine_if_pid_1_is_hidden(paths: Paths, proc: Path) -> None:
+    """A container may hide PID 1."""
     (proc / "1/stat").unlink()
 
     uptime = (await Vitals(paths, lambda: False, proc=proc).sample())["uptime"]
@@ -186,7 +185,7 @@ async def test_uptime_is_the_machines_if_pid_1_is_hidden(paths: Paths, proc: Pat
 async def test_missing_kernel_figure_does_not_affect_other_vitals(
     paths: Paths, proc: Path, missing: str, member: str
 ) -> None:
-    """A container may hide any of them."""
+    """A container may hide any of these files."""
     (proc / missing).unlink()
 
     sample = await Vitals(paths, lambda: False, proc=proc).sample()
@@ -229,7 +228,7 @@ def test_vitals_have_valid_types_for_any_kernel_figures(
     init: str | bytes,
     limits: tuple[str, ...],
 ) -> None:
-    """No figure is negative, none has another type, and nothing is raised."""
+    """Figures have the right type and are not negative, and no exception is raised."""
     base = tmp_path_factory.getbasetemp() / "any"
     proc = write(base / "proc", stat=stat, meminfo=meminfo, loadavg=loadavg, **{"1__stat": init})
     files = ("memory.max", "memory.current", "memory.swap.current", "cpu.max", "memory.stat", "cpu.stat")
@@ -242,8 +241,9 @@ def test_vitals_have_valid_types_for_any_kernel_figures(
     check(asyncio.run(Vitals(Paths(base), lambda: False, proc=proc).sample()))
 
 
-async def test_disk_vitals_are_read_each_time(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A previous answer is not reported again."""
+async def test_disk_vitals_are_measured_for_each_sample(
+    paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Path] = []
     real = os.statvfs
 
@@ -266,33 +266,33 @@ async def test_disk_vitals_are_read_each_time(paths: Paths, proc: Path, monkeypa
 def test_disk_usage_counts_reserved_space_as_free(
     blocks: int, free: int, files: int, files_free: int, percent: str, inode_percent: str
 ) -> None:
-    """No inodes means that none is in use."""
+    """A file system without inodes has an inode usage of 0 %."""
     usage = os.statvfs_result((4096, 4096, blocks, free, 0, files, files_free, 0, 0, 255))
 
     assert vitals.disk_vitals(usage) == {"percent": percent, "inode_percent": inode_percent}
 
 
-def test_cpu_counters_that_run_backwards_give_no_share() -> None:
-    """They do so after a migration to another machine, or when the quota changes."""
+def test_cpu_vitals_are_zero_if_the_counters_decrease() -> None:
+    """Counters can decrease when the container moves to another machine or its quota changes."""
     assert vitals.shares(CpuTimes(9, 9, 9, 90), CpuTimes(1, 1, 1, 10)) == {"user": "0.0", "sys": "0.0", "wait": "0.0"}
 
 
 @given(*[st.builds(CpuTimes, *[st.floats(0, 1e15)] * 4)] * 2)
 def test_cpu_shares_are_between_0_and_100_percent(before: CpuTimes, after: CpuTimes) -> None:
-    """This also holds when counters run backwards."""
+    """This must hold even if counters decrease."""
     check({"cpu": vitals.shares(before, after), "uptime": {}})
 
 
 @given(st.builds(Memory, *[st.integers(0, 2**63)] * 4))
 def test_memory_usage_is_between_0_and_100_percent(memory: Memory) -> None:
-    """This also holds when more is used than exists."""
+    """This must hold even if more is used than exists."""
     found = vitals.memory_vitals(memory)
 
     check({**found, "uptime": {}})
     assert max(int(found["mem"]["percent"]), int(found["swap"]["percent"])) <= 100
 
 
-async def test_vitals_of_the_real_machine_are_readable(tmp_path: Path) -> None:
+async def test_vitals_of_the_real_machine_are_complete(tmp_path: Path) -> None:
     """The kernel of this machine provides the expected files."""
     sample = await Vitals(Paths(tmp_path), lambda: False).sample()
 

@@ -1,4 +1,4 @@
-"""Locks and leases on volumes: a second agent waits until the first has certainly ended."""
+"""Locks and leases on volumes: a second agent waits until the first has certainly exited."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def leases(host: str = "pod-0", boot: str = "kernel 1", agent_id: str = "a-1") -
 
 
 def end(one: VolumeLeases) -> None:
-    """End the agent's process without any cleanup."""
+    """Simulate that the agent's process is killed, without any cleanup."""
     for hold in one.held.values():
         os.close(hold.descriptor)
     one.held.clear()
@@ -38,7 +38,7 @@ def end(one: VolumeLeases) -> None:
 
 @pytest.fixture
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imitate a network file system on two machines whose kernels do not see each other's locks."""
+    """Simulate a network file system on two machines whose kernels do not see each other's locks."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
 
@@ -65,14 +65,14 @@ def lease(directory: Path) -> Lease:
 
 
 async def until_held(one: VolumeLeases, directory: Path) -> float:
-    """Try until the volume is ours. Return how many seconds that took."""
+    """Retry until the lease is taken, and return how many seconds that took."""
     begun_at = asyncio.get_running_loop().time()
     await until(lambda: not one.hold(directory))
     return asyncio.get_running_loop().time() - begun_at
 
 
-def test_lease_names_the_agent_that_holds_the_volume(tmp_path: Path) -> None:
-    """The first agent continues, however many requests follow."""
+def test_lease_cannot_be_taken_from_the_agent_that_renews_it(tmp_path: Path) -> None:
+    """A second agent's attempts return the holder's name and leave its lease unchanged."""
     volume = tmp_path / "private"
     first, second = leases(), leases("pod-0b", agent_id="a-1")
     assert first.hold(volume) == first.hold(volume) == ""
@@ -85,7 +85,7 @@ def test_lease_names_the_agent_that_holds_the_volume(tmp_path: Path) -> None:
 
 
 def test_lease_can_be_taken_after_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file server fails for a moment. The lock taken by that attempt must not keep out the same agent."""
+    """If the file server fails for a moment, the lock of the failed attempt must not block the next attempt."""
     one = leases()
 
     def fail(*_: object) -> bytes:
@@ -100,7 +100,7 @@ def test_lease_can_be_taken_after_a_failed_attempt(tmp_path: Path, monkeypatch: 
 
 
 def test_lease_file_is_private_and_created_if_needed(tmp_path: Path) -> None:
-    """Other users can neither read nor lock it."""
+    """Other users can neither read nor lock the file."""
     assert leases().hold(tmp_path / "private") == ""
 
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
@@ -108,7 +108,9 @@ def test_lease_file_is_private_and_created_if_needed(tmp_path: Path) -> None:
 
 
 def test_lease_of_a_killed_agent_is_taken_at_once(tmp_path: Path) -> None:
-    """The kernel knows that the killed agent has exited, whether the next one is in the same container or a new one."""
+    """The kernel has released the lock of the killed agent, so the next one need not wait, even in another
+    container.
+    """
     first, second = leases(), leases()
     first.hold(tmp_path)
     end(first)
@@ -140,8 +142,10 @@ def test_agent_waits_for_a_lease_from_another_boot_on_a_network_file_system(
     assert second.hold(tmp_path) == ""
 
 
-def test_lease_of_another_machine_is_waited_for(tmp_path: Path, without_locks: None, clock: Clock) -> None:
-    """Only its lease shows whether that machine is still running."""
+def test_agent_waits_for_the_lease_of_another_machine_to_expire(
+    tmp_path: Path, without_locks: None, clock: Clock
+) -> None:
+    """Only the renewals of the lease show that an agent on another machine is still running."""
     first, second = leases("pod-0"), leases("pod-0", "kernel 2")
     first.hold(tmp_path)
     for _ in range(20):
@@ -155,8 +159,7 @@ def test_lease_of_another_machine_is_waited_for(tmp_path: Path, without_locks: N
     assert second.hold(tmp_path) == ""
 
 
-async def test_released_lease_is_taken_at_once(tmp_path: Path, without_locks: None) -> None:
-    """Any agent may use it."""
+async def test_released_lease_can_be_taken_at_once(tmp_path: Path, without_locks: None) -> None:
     first, second = leases("pod-0"), leases("pod-1", "kernel 2")
     first.hold(tmp_path)
     assert second.hold(tmp_path)
@@ -166,8 +169,8 @@ async def test_released_lease_is_taken_at_once(tmp_path: Path, without_locks: No
     assert second.hold(tmp_path) == ""
 
 
-def test_refused_agent_does_not_take_the_lease_during_a_restart(tmp_path: Path, clock: Clock) -> None:
-    """The jobs of that container run on while their agent restarts, and the lock is free for a moment."""
+def test_waiting_agent_does_not_take_the_lease_while_its_holder_restarts(tmp_path: Path, clock: Clock) -> None:
+    """While an agent restarts, the lock is free for a moment, but its jobs still use the volume."""
     first, waiting = leases(), leases("pod-1")
     first.hold(tmp_path)
     assert waiting.hold(tmp_path)
@@ -184,8 +187,8 @@ def test_refused_agent_does_not_take_the_lease_during_a_restart(tmp_path: Path, 
     assert waiting.hold(tmp_path) == ""
 
 
-async def test_agent_that_slept_too_long_detects_its_replacement(tmp_path: Path, without_locks: None) -> None:
-    """The replaced agent stops writing."""
+async def test_suspended_agent_detects_that_its_lease_was_taken_over(tmp_path: Path, without_locks: None) -> None:
+    """An agent that was suspended must stop writing once another agent has taken the volume."""
     first, second = leases(), leases("pod-1", "kernel 2")
     first.hold(tmp_path)
     await until_held(second, tmp_path)
@@ -199,7 +202,7 @@ async def test_agent_that_slept_too_long_detects_its_replacement(tmp_path: Path,
 
 
 def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, without_locks: None) -> None:
-    """Otherwise the successor would find its lease taken and exit as well."""
+    """Otherwise the successor would find its lease lost and exit as well."""
     first, second = leases("pod-0"), leases("pod-1")
     first.hold(tmp_path)
     second.hold(tmp_path)
@@ -214,9 +217,9 @@ def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, wit
 def test_lease_of_an_agent_killed_during_a_write_is_taken_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent is killed at every system call of the write.
+    """The lease is shorter than the one that it replaces.
 
-    At first, a new agent's lease is shorter than the previous one.
+    It is readable even if the agent is killed before it truncates and syncs the file.
     """
 
     def killed(*_: object) -> None:
@@ -241,7 +244,7 @@ def test_lease_of_an_agent_killed_during_a_write_is_taken_at_once(
 async def test_unreadable_lease_is_watched_until_it_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes
 ) -> None:
-    """An agent on another machine may be writing it."""
+    """An agent on another machine may be writing the lease at this moment."""
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
     (tmp_path / volume_lease.NAME).write_bytes(raw)
     one = leases()
@@ -253,15 +256,15 @@ async def test_unreadable_lease_is_watched_until_it_expires(
 
 
 def test_empty_lease_file_can_be_taken(tmp_path: Path) -> None:
-    """Its creator has not written to it yet."""
+    """The agent that created the file has not written a lease yet."""
     (tmp_path / volume_lease.NAME).touch()
 
     assert leases().hold(tmp_path) == ""
 
 
 @pytest.mark.attack("a job replaces the marker or the lease on its disk with a link or a FIFO")
-def test_lease_follows_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
-    """Jobs can write to their disk."""
+def test_taking_a_lease_follows_no_symlink_and_does_not_wait_for_a_fifo(tmp_path: Path) -> None:
+    """A job can write to its disk, and could otherwise make root overwrite a file or wait forever."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     for trap in ("link to a file", "link to a directory", "pipe"):
@@ -282,7 +285,7 @@ def test_lease_follows_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
 
 
 def test_read_only_volume_needs_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing on it can be damaged."""
+    """Two agents cannot damage a volume to which neither can write."""
 
     def refuse(*_: object) -> int:
         raise OSError(30, "Read-only file system")
@@ -296,7 +299,7 @@ def test_read_only_volume_needs_no_lease(tmp_path: Path, monkeypatch: pytest.Mon
 async def test_lease_on_a_local_file_system_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
 ) -> None:
-    """It is written again after a change, in case another agent made that change."""
+    """It is written again only if the file changes, because another agent may have changed it."""
     monkeypatch.setattr(mounts, "is_local", lambda _: is_local)
     one, beats = leases(), asyncio.Semaphore(0)
     one.hold(tmp_path)
@@ -327,8 +330,10 @@ async def test_lease_on_a_local_file_system_is_written_once(
     keeping.cancel()
 
 
-async def test_hanging_volume_does_not_affect_other_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No second renewal happens meanwhile."""
+async def test_hanging_volume_does_not_delay_other_lease_renewals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the renewal on the hanging volume is in progress, no second one is started there."""
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
     one = leases()
     good, bad = tmp_path / "good", tmp_path / "bad"

@@ -23,5 +23,5 @@ BPM = "/var/vcap/jobs/bpm/bin/bpm"
     ],
 )
 def test_bpm_start_and_stop_commands_are_recognized(argv: tuple[str, ...], call: BpmCall | None) -> None:
-    """Without a process name, the process is the job's own."""
+    """Without the option ``-p``, bpm uses the process with the name of the job."""
     assert bpm_call(argv) == call
