@@ -1,4 +1,4 @@
-"""Where disks belong, and the steps that requests need."""
+"""Where disks belong, and which steps a request needs."""
 
 from __future__ import annotations
 
@@ -101,23 +101,21 @@ STRANGE = "disk a belongs to another instance and the Director has not had it mo
         ([marked("a", "store", instance="i-2"), marked("b", "store", instance="i-1")], "", "", Plan("b")),
     ],
 )
-def test_mount_point_of_a_disk_follows_from_its_marker(
-    disks: list[Disk], managed: str, on_store: str, decided: Plan
-) -> None:
+def test_disk_markers_determine_the_mount_points(disks: list[Disk], managed: str, on_store: str, decided: Plan) -> None:
     assert plan(disks, on_store=on_store, managed=managed, instance="i-1") == decided
 
 
-def test_machine_without_an_instance_id_uses_any_disk() -> None:
-    """Between the first boot and the first apply, the Director has not sent an id yet."""
+def test_disk_of_any_instance_is_used_before_the_instance_id_is_known() -> None:
+    """Until the first apply, the agent does not know its instance id."""
     assert plan([marked("a", "store", instance="i-2")], on_store="", managed="", instance="") == Plan("a")
 
 
 # --- steps ----------------------------------------------------------------------------------------------------------
 
 RECORDED = [json.loads(line) for line in Path(__file__).with_name("decisions.jsonl").read_text().splitlines()]
-"""What requests saw, and the steps that followed, in the tests of disks on 2026-11-28, before these functions existed.
+"""Views of disks and the resulting steps, recorded in the disk tests on 2026-11-28 before these functions existed.
 
-One case of each kind is kept. Members that have their default are left out.
+There is one case of each kind. Members with their default value are left out.
 """
 
 
@@ -126,7 +124,7 @@ def converted(document: Any, kind: type[Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: "-".join(case["request"]))
-def test_request_gets_its_recorded_steps(case: dict[str, Any]) -> None:
+def test_disk_request_leads_to_the_recorded_steps(case: dict[str, Any]) -> None:
     name, *cids = case["request"]
     view = converted(case["view"], View)
     if "refused" in case:
@@ -141,16 +139,19 @@ def test_request_gets_its_recorded_steps(case: dict[str, Any]) -> None:
 STORE, TARGET = MountPoint(HERE / "store"), MountPoint(HERE / "target")
 
 
-def test_mount_of_an_unreadable_volume_is_refused() -> None:
-    """It could be a new one, before which the former disk has to be mounted."""
+def test_mounting_an_unreadable_volume_fails() -> None:
+    """The volume could be new. In that case the previous disk would have to be mounted first."""
     view = View(STORE, TARGET, {"a": msgspec.structs.replace(unmarked("a"), is_empty=None)})
 
     with pytest.raises(ActionError, match="^cannot read the volume of disk a at /volumes/a$"):
         mount(view, "a")
 
 
-def test_disk_that_only_its_mount_names_makes_way_for_nothing() -> None:
-    """Its hint was removed, and the former disk has no marker."""
+def test_mounted_disk_without_a_hint_is_not_replaced_by_the_former_disk() -> None:
+    """The mounted disk has no hint any more, so only the marker on its mount identifies it.
+
+    The former disk, which has no marker, must not replace it.
+    """
     store = msgspec.structs.replace(STORE, marker=Marker("gone", "store"), is_mount=True)
     view = View(store, TARGET, {"a": unmarked("a")}, managed="a")
 
@@ -158,7 +159,7 @@ def test_disk_that_only_its_mount_names_makes_way_for_nothing() -> None:
 
 
 def test_held_lease_is_not_taken_again() -> None:
-    """A look after nothing but leases would find the same."""
+    """If taking the lease were the only step, the next look at the disks would lead to the same step."""
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": msgspec.structs.replace(marked("a", "store"), is_held=True)}, managed="a")
 
@@ -166,16 +167,19 @@ def test_held_lease_is_not_taken_again() -> None:
 
 
 @pytest.mark.parametrize("is_volume_missing", [True, False])
-def test_unmount_without_a_marker_is_recorded_elsewhere(is_volume_missing: bool) -> None:
-    """A mount of the runtime may stay there, and a missing volume may come back with a marker for the store."""
+def test_unmount_of_a_disk_without_a_marker_is_recorded_on_the_root_file_system(is_volume_missing: bool) -> None:
+    """Without a record, the disk would count as mounted again.
+
+    Either the runtime's mount stays in place, or a missing volume comes back with a marker for the store.
+    """
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": absent("a") if is_volume_missing else unmarked("a")}, managed="a")
 
     assert Unclaim("a", is_managed=True) in unmount(view, "a")
 
 
-def test_recorded_unmount_outweighs_a_mount_that_stays() -> None:
-    """The runtime made it, and the volume has no marker that could say so."""
+def test_recorded_unmount_overrides_a_mount_of_the_container_runtime() -> None:
+    """The runtime's mount stays in place, and the volume has no marker that shows the unmount."""
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": unmarked("a")})
 
@@ -190,7 +194,7 @@ def migrating(old: Disk, *, binds: bool = True) -> View:
 
 
 def test_swap_marks_the_copy_before_its_source() -> None:
-    """Killed in between, both claim the store, and the generation tells that the copy is the later one."""
+    """If the agent is killed in between, both disks claim the store, and the higher generation identifies the copy."""
     steps = swap(migrating(marked("a", "store", "b", generation=3)), "a", "b")
 
     assert steps == [
@@ -204,8 +208,8 @@ def test_swap_marks_the_copy_before_its_source() -> None:
 
 
 @pytest.mark.parametrize("why", ["the volume itself is mounted there", "the container may not mount"])
-def test_swap_takes_nothing_away_from_the_store(why: str) -> None:
-    """A mount of the manifest stays below the new one, and a link is replaced atomically."""
+def test_swap_does_not_unmount_a_store_that_is_a_symlink_or_mounted_by_the_manifest(why: str) -> None:
+    """A mount from the manifest stays below the new mount, and a symlink is replaced atomically."""
     old = marked("a", "store")
     if why == "the volume itself is mounted there":
         old = msgspec.structs.replace(old, volume=HERE / "store")

@@ -1,4 +1,4 @@
-"""Disk hints of CPIs in every form, and the file that stores them."""
+"""Disk hints of CPIs in all their forms, and the file in which they are stored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_disk_hint_gives_a_path(hint: Any, place: str | None) -> None:
 
 
 def test_disk_hint_file_has_the_format_of_the_go_agent(tmp_path: Path) -> None:
-    """It is compared with what the Go agent wrote for the same hint."""
+    """The expected text is what the Go agent wrote for the same hint."""
     path = tmp_path / "persistent_disk_hints.json"
 
     hints.save(path, {"disk-b": hints.from_hint("disk-b", "/dev/sdz", ENV)})
@@ -88,7 +88,7 @@ def test_printed_disk_hint_contains_no_secret() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"a": 7}', '{"a": {"Path": {}}}'])
-def test_unusable_disk_hint_file_counts_as_missing(tmp_path: Path, content: str | None) -> None:
+def test_invalid_disk_hint_file_counts_as_missing_and_is_set_aside(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "hints.json"
     if content is not None:
         path.write_text(content)
@@ -97,7 +97,7 @@ def test_unusable_disk_hint_file_counts_as_missing(tmp_path: Path, content: str 
     assert (tmp_path / "hints.json.unreadable").exists() is (content is not None)
 
 
-def test_disk_hint_file_of_an_older_go_agent_is_read(tmp_path: Path) -> None:
+def test_disk_hint_file_with_missing_and_unknown_members_is_read(tmp_path: Path) -> None:
     (tmp_path / "hints").write_text('{"a": {"ID": "a", "Path": "/p", "MountOptions": null, "New": 1}}')
 
     assert hints.load(tmp_path / "hints") == {"a": DiskSettings(cid="a", path="/p")}
@@ -119,5 +119,5 @@ def test_disk_hint_with_a_path_overrides_the_settings(settings: dict[str, Any], 
     assert found["a"].place == (Path(place) if place else None)
 
 
-def test_disks_known_only_from_settings_are_used() -> None:
+def test_disk_without_a_hint_gets_its_path_from_the_settings() -> None:
     assert hints.known({"a": {"path": "/s"}}, ENV, {})["a"].place == Path("/s")

@@ -1,4 +1,4 @@
-"""Markers on volumes."""
+"""Markers that identify the disk on a volume."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_disk_marker_of_a_later_version_is_understood(tmp_path: Path) -> None:
     assert markers.read(tmp_path) == Marker("a", "store", version=2)
 
 
-def test_unusable_disk_marker_counts_as_missing(tmp_path: Path) -> None:
+def test_invalid_disk_marker_counts_as_missing(tmp_path: Path) -> None:
     path = tmp_path / ".agent_shim/disk.json"
     path.parent.mkdir()
     for content in ("", "{", "[]", '{"cid": 7}', '{"cid": "a", "role": "king"}', '{"role": "store"}'):
@@ -49,7 +49,7 @@ def test_unusable_disk_marker_counts_as_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("a job replaces the marker or the lease on its disk with a link or a FIFO")
-def test_links_and_pipes_at_a_disk_marker_are_not_followed_or_opened(tmp_path: Path) -> None:
+def test_symlinks_and_fifos_in_place_of_a_disk_marker_are_not_followed(tmp_path: Path) -> None:
     volume, elsewhere = tmp_path / "volume", tmp_path / "elsewhere"
     volume.mkdir()
     elsewhere.mkdir()
@@ -75,7 +75,7 @@ def test_links_and_pipes_at_a_disk_marker_are_not_followed_or_opened(tmp_path: P
 @pytest.mark.root
 @pytest.mark.parametrize("forged", ["the directory", "the file"])
 def test_disk_marker_owned_by_a_job_counts_as_missing_and_is_set_aside(tmp_path: Path, forged: str) -> None:
-    """Many releases change the owner of a disk's top directory to vcap."""
+    """A job can forge a marker, because many releases change the owner of a disk's top directory to vcap."""
     os.chown(tmp_path, 1000, 1000)
     markers.write(tmp_path, Marker("another", "store"))
     path = tmp_path / ".agent_shim"

@@ -1,4 +1,4 @@
-"""Timestamps in log lines, as programs write them."""
+"""Values of ``--since``, and timestamps in log lines in the formats that programs use."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def test_since_rejects_an_invalid_time(text: str) -> None:
         "I web/0815 2026-11-22T14:00:00+02:00 up",
     ],
 )
-def test_log_line_time_is_the_one_in_the_line(line: str) -> None:
+def test_log_line_timestamp_is_parsed_in_common_formats(line: str) -> None:
     assert written_at(line.encode()) == NOON
 
 
 @pytest.mark.parametrize(
     "line", ["up", "", "version 1.2026-11", "2026-02-30T12:00:00Z no such day", "\x00\xff 12:00:00"]
 )
-def test_log_line_may_have_no_time(line: str) -> None:
+def test_log_line_without_a_valid_timestamp_has_no_time(line: str) -> None:
     assert written_at(line.encode(errors="replace")) is None
 
 
-def test_log_lines_without_a_time_belong_to_the_preceding_line() -> None:
+def test_log_line_without_a_timestamp_has_the_time_of_the_preceding_line() -> None:
     since = Since(NOON)
     lines = ["start", "2026-11-22T11:59:59Z old", "  old too", "2026-11-22T12:00:00Z new", "  new too"]
 

@@ -1,4 +1,4 @@
-"""Streaming of job logs while they are rotated, truncated, flooded and replaced by links."""
+"""Streaming of job logs that are rotated, truncated, flooded or replaced by symlinks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_shim.services.logs.tail import Follower, Line
 
 
 class Clock:
-    """A clock that stands still until a test advances it."""
+    """A clock that advances only when a test changes it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -42,12 +42,12 @@ def written(path: Path, text: str) -> None:
 
 
 def news(follower: Follower, clock: Clock) -> list[str]:
-    """Return the output of a poll after this many seconds."""
+    """Advance the clock until a search for new files is due, and return the output of a poll."""
     clock.now += tail.SEARCH_PERIOD_S
     return [line.plain() for line in follower.poll()]
 
 
-def test_tailed_lines_name_their_job_and_file(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+def test_tail_prefixes_lines_with_their_job_and_file(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     written(tmp_path / "web/web.stdout.log", "one\ntwo\n")
     written(tmp_path / "web/web.stderr.log", "ouch\n")
 
@@ -59,7 +59,7 @@ def test_tailed_lines_name_their_job_and_file(tmp_path: Path, follower: Follower
     assert news(follower, clock) == []
 
 
-def test_tailed_line_is_shown_when_it_is_complete(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+def test_tail_shows_a_line_once_it_is_complete(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     written(tmp_path / "web/a.log", "be")
     assert news(follower, clock) == []
     written(tmp_path / "web/a.log", "gin\nnext")
@@ -110,8 +110,8 @@ def _target(link: Path) -> str:
 
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
-def test_tail_follows_no_link(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """A job could otherwise show the log reader files that only root may read."""
+def test_tail_follows_no_symlink(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    """Otherwise a job could make the log reader show files that only root may read."""
     secret = tmp_path.parent / f"{tmp_path.name}-secret.log"
     secret.write_text("password\n")
     (tmp_path / "web").mkdir()
@@ -129,7 +129,7 @@ def test_tail_does_not_block_on_a_fifo(tmp_path: Path, follower: Follower, clock
     assert news(follower, clock) == []
 
 
-def test_tail_drops_lines_of_a_flood_and_reports_them(tmp_path: Path, clock: Clock) -> None:
+def test_tail_drops_lines_above_the_rate_limit_and_reports_their_size(tmp_path: Path, clock: Clock) -> None:
     follower = Follower(tmp_path, rate=1000, clock=clock)
     written(tmp_path / "web/a.log", "x" * 99 + "\n")
     assert [line.endswith("x" * 99) for line in news(follower, clock)] == [True]
@@ -177,7 +177,7 @@ def test_tail_escapes_invalid_utf_8_and_keeps_json_valid() -> None:
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")
 def test_tail_escapes_a_file_name_in_invalid_utf_8(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """Lines of such a file appear under an escaped name, and those of other jobs as usual."""
+    """Its lines appear under the escaped name. Lines of other jobs are not affected."""
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / os.fsdecode(b"\xff\n\x1b[2J.log")).write_text("mine\n")
     written(tmp_path / "good/x.log", "theirs\n")
@@ -192,7 +192,10 @@ def test_tail_escapes_a_file_name_in_invalid_utf_8(tmp_path: Path, follower: Fol
 def test_tail_limits_files_per_job_without_excluding_other_jobs(
     tmp_path: Path, follower: Follower, clock: Clock
 ) -> None:
-    """Each job gets its share, for the most recently written files. Surplus files are reported once."""
+    """Each job has its share of the limit, which goes to the most recently written files.
+
+    That a job has more files is reported once.
+    """
     (tmp_path / "evil").mkdir()
     for number in range(tail.MAX_FILES + 100):
         path = tmp_path / f"evil/{number}.log"
@@ -212,8 +215,8 @@ def test_tail_limits_files_per_job_without_excluding_other_jobs(
     assert news(follower, clock) == ["late/x.log | late"]
 
 
-def test_tail_skips_a_hole_of_terabytes(tmp_path: Path, clock: Clock) -> None:
-    """A hole costs its writer nothing."""
+def test_tail_skips_a_hole_of_terabytes_in_a_sparse_file(tmp_path: Path, clock: Clock) -> None:
+    """A job can create such a sparse file at no cost, but reading it would take hours."""
     follower = Follower(tmp_path, clock=clock)
     written(tmp_path / "evil/x.log", "first\n")
     assert news(follower, clock) == ["evil/x.log | first"]
