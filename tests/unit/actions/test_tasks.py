@@ -1,4 +1,4 @@
-"""The queue of long actions, and the record of tasks that it keeps."""
+"""The queue of long actions, and the journal of tasks that survive a restart of the agent."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_held_poll_returns_as_soon_as_the_task_ends(tmp_path: Path) -> Non
     running.cancel()
 
 
-async def test_poll_is_held_until_its_timeout_or_its_release(tmp_path: Path) -> None:
+async def test_poll_returns_running_after_its_timeout_or_when_polls_are_released(tmp_path: Path) -> None:
     async def never() -> None:
         await asyncio.Event().wait()
 
@@ -92,7 +92,7 @@ async def test_poll_is_held_until_its_timeout_or_its_release(tmp_path: Path) -> 
 
 
 async def test_excess_polls_are_answered_at_once(tmp_path: Path) -> None:
-    """Thousands of held polls took 70 MB and displaced other requests."""
+    """Before there was a limit, thousands of held polls took 70 MB and displaced other requests."""
     lane = Tasks(tmp_path / "tasks.json", hold=3600)
     task = lane.submit("m", asyncio.Event().wait)
     polls = [asyncio.ensure_future(lane.poll(task.id)) for _ in range(MAX_HELD + 20)]
@@ -111,8 +111,8 @@ async def test_excess_polls_are_answered_at_once(tmp_path: Path) -> None:
         await again
 
 
-async def test_task_arguments_are_not_kept(tasks: Tasks) -> None:
-    """They may be a secret, and as large as a megabyte."""
+async def test_task_arguments_are_released_when_the_task_ends(tasks: Tasks) -> None:
+    """Arguments may contain secrets, and may take a megabyte."""
 
     class Arguments:
         async def work(self) -> str:
@@ -128,7 +128,7 @@ async def test_task_arguments_are_not_kept(tasks: Tasks) -> None:
     assert gone() is None
 
 
-async def test_task_result_that_cannot_be_encoded_is_a_failure(tasks: Tasks) -> None:
+async def test_task_whose_result_cannot_be_encoded_fails(tasks: Tasks) -> None:
     async def odd() -> object:
         return object()
 
@@ -142,7 +142,7 @@ async def test_task_result_that_cannot_be_encoded_is_a_failure(tasks: Tasks) -> 
     assert second.outcome == "odd: ?"
 
 
-async def test_progress_belongs_to_the_running_task(tasks: Tasks) -> None:
+async def test_progress_is_recorded_for_the_running_task(tasks: Tasks) -> None:
     tasks.report("nothing runs")
     gate = asyncio.Event()
     task = tasks.submit("compile_package", gate.wait)
@@ -209,7 +209,10 @@ async def test_persistent_task_resumes_under_its_id_after_a_restart(tmp_path: Pa
 
 @pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> None:
-    """Two agents must have begun the task, one on accepting it and one on resuming it. Waiting tasks do not count."""
+    """Two agents must have started the task: the one that accepted it, and one that resumed it.
+
+    A task that was only waiting when the agent died does not count as the cause.
+    """
     journal = tmp_path / "tasks.json"
     begun: list[bytes] = []
 
@@ -242,7 +245,10 @@ async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> Non
 
 
 async def test_task_journal_writes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every id that was sent in a reply is in the file, even if the disk is slow for one of the writes."""
+    """If the disk is slow for one write, a later write must not be overwritten by it.
+
+    Otherwise an id that the Director got in a reply could be missing in the file.
+    """
     journal = tmp_path / "tasks.json"
     write, is_slow = files.write_atomic, threading.Event()
     calls = iter(range(100))
@@ -302,8 +308,9 @@ async def test_stored_task_with_an_unreadable_request_is_dropped(tmp_path: Path)
 
 
 async def test_full_task_queue_rejects_requests(tasks: Tasks) -> None:
-    """While an errand ran, waiting tasks kept their arguments, which took thirty times as much memory as their
-    bytes.
+    """Waiting tasks keep their arguments, which take thirty times as much memory as in the request.
+
+    A long errand can delay many of them.
     """
     gate = asyncio.Event()
     tasks.submit("run_errand", gate.wait, size=1)
@@ -323,7 +330,7 @@ async def test_full_task_queue_rejects_requests(tasks: Tasks) -> None:
     tasks.submit("prepare", gate.wait, size=MAX_WAITING_BYTES)
 
 
-async def test_number_of_stored_tasks_is_bounded(tasks: Tasks) -> None:
+async def test_size_of_the_task_journal_is_limited(tasks: Tasks) -> None:
     gate = asyncio.Event()
     request = b" " * (MAX_JOURNAL_BYTES // 4)
     for _ in range(3):

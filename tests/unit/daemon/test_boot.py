@@ -1,4 +1,4 @@
-"""The directories that the boot creates, and the steps for which the first pong does not wait."""
+"""The directories that the boot creates, the leftovers that it removes, and the steps that run late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.world import world
 
 
 def test_boot_removes_task_results_of_earlier_versions(tmp_path: Path) -> None:
-    """They may hold secrets."""
+    """The results may contain secrets."""
     paths = Paths(tmp_path)
     left = paths.tmp / "outcomes/3"
     left.parent.mkdir(parents=True)
@@ -37,7 +37,9 @@ async def test_boot_removes_temporary_files_of_a_killed_agent(tmp_path: Path) ->
 
 
 def test_boot_makes_agent_directories_private(tmp_path: Path) -> None:
-    """They contain sockets, process plans, settings, and blobs with rendered templates, which are all secret."""
+    """The directories contain sockets, process plans, settings, and blobs with rendered templates, which are all
+    secret.
+    """
     paths = Paths(tmp_path)
     boot.make_tree(paths)
 
@@ -46,7 +48,7 @@ def test_boot_makes_agent_directories_private(tmp_path: Path) -> None:
         path.name: "0o700" for path in closed
     }
     assert stat.S_IMODE((paths.sensitive_blobs / "tmp").stat().st_mode) == 0o750
-    boot.make_tree(paths)  # a directory whose mode was changed meanwhile is closed again
+    boot.make_tree(paths)  # from here on: a mode that was changed in the meantime is corrected
     paths.shim_run.chmod(0o755)
     paths.sensitive_blobs.chmod(0o755)
     boot.make_tree(paths)
@@ -54,7 +56,10 @@ def test_boot_makes_agent_directories_private(tmp_path: Path) -> None:
 
 
 def test_job_directories_have_the_modes_of_the_go_agent(tmp_path: Path) -> None:
-    """``SetupLogDir``, ``SetupRunDir`` and ``SetupDataDir`` of platform/linux_platform.go. Any job may use sys/run."""
+    """See ``SetupLogDir``, ``SetupRunDir`` and ``SetupDataDir`` in platform/linux_platform.go.
+
+    Any job may use sys/run.
+    """
     paths = Paths(tmp_path)
     boot.make_tree(paths)
 
@@ -71,7 +76,7 @@ def test_job_directories_have_the_modes_of_the_go_agent(tmp_path: Path) -> None:
 
 
 async def test_boot_steps_that_the_bus_does_not_need_run_late(tmp_path: Path) -> None:
-    """Late steps run while the agent connects, because as root their programs take most of a second."""
+    """Late steps run while the agent connects, because the programs that they run take most of a second."""
     async with world(tmp_path) as made:
         steps = boot.steps(made.agent, JobRecovery(made.agent, made.events.append))
 
@@ -81,7 +86,7 @@ async def test_boot_steps_that_the_bus_does_not_need_run_late(tmp_path: Path) ->
 
 
 async def test_boot_removes_leftovers_of_a_killed_agent(tmp_path: Path) -> None:
-    """These are unfinished packages, sources of a compilation, and archives of logs."""
+    """Examples are unfinished packages, the sources of a compilation, and log archives."""
     async with world(tmp_path) as made:
         paths = made.agent.paths
         left = [files.sibling(paths.packages / "a"), paths.compile / "a", files.sibling(paths.bundled_logs / "a.tgz")]

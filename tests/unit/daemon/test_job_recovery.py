@@ -1,4 +1,4 @@
-"""The order of tasks while jobs recover, with a real task queue and services that record their requests."""
+"""Requests during the recovery of jobs. The task queue is real, and the supervisor is replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACE = Pace(first=60, limit=60, look=0.01)
 
 
 class Coming:
-    """An agent on a new root file system that is in the middle of a pre-start."""
+    """An agent on a new root file system, with a pre-start in progress."""
 
     def __init__(self, base: Path) -> None:
         self.begun = asyncio.Event()
@@ -78,8 +78,8 @@ async def _work() -> Any:
 
 
 @pytest.mark.parametrize("method", ["apply", "drain", "migrate_disk", "run_script", "stop", "unmount_disk"])
-async def test_request_that_changes_jobs_cancels_a_recovering_pre_start(coming: Coming, method: str) -> None:
-    """The request does not wait for a hanging pre-start."""
+async def test_request_that_changes_jobs_cancels_the_pre_start_of_a_recovery(coming: Coming, method: str) -> None:
+    """Such a request must not wait for a pre-start that may hang."""
     task = coming.tasks.submit(method, _work)
 
     async with asyncio.timeout(20):
@@ -90,7 +90,7 @@ async def test_request_that_changes_jobs_cancels_a_recovering_pre_start(coming: 
 
 
 @pytest.mark.parametrize("method", ["fetch_logs", "compile_package", "ssh"])
-async def test_request_that_changes_no_job_waits_for_a_recovering_pre_start(coming: Coming, method: str) -> None:
+async def test_request_that_changes_no_job_waits_for_the_pre_start_of_a_recovery(coming: Coming, method: str) -> None:
     task = coming.tasks.submit(method, _work)
     await asyncio.sleep(10 * PACE.look)
     assert not coming.is_over.is_set()

@@ -1,4 +1,4 @@
-"""The values of metrics and of the status, each of which must come from its own source."""
+"""The values in the metrics and in the status, and the source of each value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agent_shim.supervisor.history import Happening
 
 
 def live(tmp_path: Path, **others: Any) -> Runtime:
-    """Return an agent whose figures are all different."""
+    """Return a runtime in which each figure has a different value, so that mixed-up sources are found."""
     mbus = Mbus(("nats://127.0.0.1:1",), "ca", "certificate", "key")
     process = SimpleNamespace(name="web", state="running")
     services = [SimpleNamespace(process=process, pid=0, faults=[], state="running", last_exit="")]
@@ -73,7 +73,7 @@ def test_metrics_readings_come_from_their_sources(tmp_path: Path, monkeypatch: p
 
 
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the same agent with the parts that only the status needs."""
+    """Return the runtime of ``live`` with the additional members that only the status needs."""
     monkeypatch.setattr(monit_api, "describe", lambda service: {"name": service.process.name})
     made: Any = live(tmp_path)
     made.bus.stats = SimpleNamespace(last_error="reset")
@@ -94,7 +94,7 @@ async def test_status_values_come_from_their_sources(tmp_path: Path, monkeypatch
     found = await status_report.status(asked(tmp_path, monkeypatch), "running", 61)
 
     del found["version"]
-    # On a busy machine both take longer.
+    # Both values are larger on a busy machine.
     assert 7 <= found["bus"].pop("heartbeat_secs") < 3605 <= found.pop("task_secs")
     assert found == {
         "phase": "running",
@@ -153,7 +153,10 @@ def test_metrics_of_an_idle_agent_show_no_task_or_migration(tmp_path: Path) -> N
 
 
 def test_readiness_shows_no_job_output(tmp_path: Path) -> None:
-    """The last lines of a job's scripts are for operators, who use the status."""
+    """Anyone may query the readiness.
+
+    The output of a job's scripts, which may contain secrets, is only in the status.
+    """
     names = "pre-start: 1 of 2 pre-start scripts failed. Failed Jobs: a-b. Successful Jobs: c."
     alone = SimpleNamespace(obstacle=f"{names} a-b: token: secret", failure="x")
 
@@ -196,7 +199,7 @@ def test_readiness_has_three_levels(
     assert status_report.readiness(live(tmp_path, **others), level) == answer
 
 
-def test_readiness_names_the_jobs_that_do_not_run(tmp_path: Path) -> None:
+def test_readiness_lists_jobs_that_are_failing(tmp_path: Path) -> None:
     made: Any = live(tmp_path)
     dead = SimpleNamespace(
         process=SimpleNamespace(name="db", state="failing"), pid=0, faults=[], state="failing", last_exit="exit 3"
@@ -209,7 +212,7 @@ def test_readiness_names_the_jobs_that_do_not_run(tmp_path: Path) -> None:
 
 
 def test_readiness_does_not_read_process_figures(tmp_path: Path) -> None:
-    """They would need a scan of all processes, which any neighbour could request at will."""
+    """Process figures need a scan of all processes, which anyone with access to the endpoint could request at will."""
     asked = live(tmp_path)
     cast("Any", asked.agent).supervisor = SimpleNamespace(job_state=lambda: "running")
 

@@ -1,4 +1,4 @@
-"""Alerts: what the Health Monitor receives for an event, and in which order, when and how often."""
+"""Alerts: their content, their order, and how often they are sent to the Health Monitor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KINDS = (
     ],
 )
 def test_s8_alert_severities_match_the_go_agent(event: str, severity: int) -> None:
-    """The severities are the Go agent's, in any letter case. An unknown event is critical."""
+    """The case of the event's name does not matter. An unknown event is critical."""
     message = alert_of("web", event, "restart", "", [], 0)
 
     assert message is not None
@@ -67,7 +67,7 @@ def test_s8_recoveries_send_no_alert(event: str) -> None:
 
 
 def test_s8_alert_message_matches_the_go_agent() -> None:
-    """Addresses are sorted as text, the event is spelled as monit spells it, and the time has whole seconds."""
+    """Addresses are sorted as text, the event keeps its case, and the time is in whole seconds."""
     told = protocol.message("alert")
     ips = ["192.168.7.9", "10.0.0.5"]
     message = json.loads(alert_of("nats", "Does not exist", "restart", told["summary"], ips, 1306076861.7) or b"")
@@ -77,9 +77,9 @@ def test_s8_alert_message_matches_the_go_agent() -> None:
 
 
 def test_s8_alert_ids_are_unique() -> None:
-    """The Health Monitor drops an alert whose id it knows.
+    """The Health Monitor drops an alert with an id that it has already seen.
 
-    An alert without addresses has no parenthesis in its title.
+    The title of an alert without addresses has no parentheses.
     """
     messages = [json.loads(alert_of("a", "Timeout", "alert", "", [], 0) or b"") for _ in range(100)]
 
@@ -110,7 +110,7 @@ class Bus:
 
 @asynccontextmanager
 async def sending(bus: Bus, *, quiet: float = 20.0) -> AsyncIterator[Alerts]:
-    """Run the sending of alerts to a bus."""
+    """Send the alerts of the queue to a bus for the duration of the block."""
     queue = Alerts("agent", bus.publish, quiet=quiet)
     running = asyncio.create_task(queue.run())
     try:
@@ -127,7 +127,7 @@ def fail(queue: Alerts, service: str, event: str = "Does not exist") -> None:
 
 
 async def test_alerts_wait_for_the_bus() -> None:
-    """An event without a connection is sent once the bus is back, with its own time."""
+    """An event that occurs without a connection is sent when the bus is back."""
     bus = Bus()
     bus.is_up = False
     async with sending(bus) as queue:
@@ -147,7 +147,7 @@ async def test_alerts_wait_for_the_bus() -> None:
 
 
 async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is thus bounded even if the bus is down for a long time."""
+    """The limit bounds the memory if the bus is down for a long time."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 3)
     bus = Bus()
     bus.is_up = False
@@ -162,7 +162,7 @@ async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pyt
 
 
 async def test_alert_dropped_while_it_is_sent_drops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The alert may be removed from the queue while it is being sent."""
+    """The queue may overflow and drop an alert that is being sent. Nothing else must be dropped when that is done."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 2)
     bus = Bus()
     async with sending(bus) as queue:
@@ -176,7 +176,7 @@ async def test_alert_dropped_while_it_is_sent_drops_no_other(monkeypatch: pytest
 
 
 async def test_repeated_alert_is_sent_once_within_the_quiet_time() -> None:
-    """Repetitions are counted. Another process or event is another alert."""
+    """Repetitions are only counted. An alert about another process or event is sent."""
     bus = Bus()
     async with sending(bus) as queue:
         for _ in range(50):
@@ -190,7 +190,6 @@ async def test_repeated_alert_is_sent_once_within_the_quiet_time() -> None:
 
 
 async def test_alert_is_sent_again_after_the_quiet_time() -> None:
-    """A later failure counts again."""
     bus = Bus()
     async with sending(bus, quiet=0.01) as queue:
         fail(queue, "p1")

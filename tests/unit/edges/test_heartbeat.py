@@ -1,4 +1,4 @@
-"""Heartbeats keep their schedule, regardless of slow vitals and a slow bus."""
+"""Heartbeats keep their schedule, even if vitals or the bus are slow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 
 class World:
-    """Vitals to measure, a state to report, and a bus to send them to."""
+    """Vitals that can be slow or fail, a state to report, and a bus that records the heartbeats."""
 
     def __init__(self) -> None:
         self.measured = 0
@@ -60,7 +60,7 @@ class World:
 
 @asynccontextmanager
 async def beating(world: World, **bounds: float) -> AsyncIterator[Heartbeat[int]]:
-    """Run heartbeats with these time limits, by default those of the agent."""
+    """Send heartbeats with these time limits, by default the agent's, for the duration of the block."""
     heart = Heartbeat(world.collect, world.compose, world.publish, **bounds)
     running = asyncio.create_task(heart.run())
     try:
@@ -98,8 +98,10 @@ def skipping(play: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("slowness", [0.0, 0.5, 0.999, 1.5, 29.5, 31.5, 100.0, 3600.0])
-def test_s7_heartbeats_keep_a_fixed_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
-    """In an hour there is one every 30 s plus the one second allowed for vitals, however long measuring takes."""
+def test_s7_heartbeats_keep_a_fixed_schedule(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
+    """In an hour, 120 heartbeats are sent, each at most 1 s after its multiple of 30 s, however long measuring
+    takes.
+    """
     world = World()
     world.slowness = slowness
 
@@ -115,8 +117,8 @@ def test_s7_heartbeats_keep_a_fixed_grid(monkeypatch: pytest.MonkeyPatch, slowne
     assert len(ages) == 120 - max(0, math.ceil((slowness - 1) / 30))
 
 
-def test_extra_heartbeats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Extra heartbeats wait only for the vitals. If one is being sent, the next one is delayed."""
+def test_extra_heartbeats_do_not_shift_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each extra heartbeat is sent within a second, which is the time allowed for vitals."""
     world = World()
     world.slowness = 5.0
     told_at = [3.0, 29.5, 45.0, 89.999, 90.001]
@@ -139,7 +141,7 @@ def test_extra_heartbeats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyP
 
 
 def test_missed_heartbeats_are_not_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a pause of the whole machine the schedule continues without them."""
+    """If the whole machine pauses, the schedule continues afterwards without the missed heartbeats."""
     world = World()
 
     async def play() -> None:
@@ -155,12 +157,12 @@ def test_missed_heartbeats_are_not_sent_later(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_slow_vitals_do_not_delay_a_heartbeat() -> None:
-    """If a measurement hangs, the message contains the last vitals, while the state in it is current."""
+    """If a measurement hangs, heartbeats contain the previous vitals but the current state."""
     world = World()
     async with beating(world, period=0.05, collect_s=0.02) as heart:
         await until(lambda: bool(world.vitals) and world.vitals[-1] is not None)
         world.can_measure.clear()
-        held, begun = len(world.beats) + 1, world.measured  # a measurement may have just ended
+        held, begun = len(world.beats) + 1, world.measured  # one more, because a measurement may just have ended
         await until(lambda: len(world.beats) >= held + 2)
         world.state = "failing"
         told = len(world.beats) + 1
@@ -177,7 +179,6 @@ async def test_slow_vitals_do_not_delay_a_heartbeat() -> None:
 
 
 async def test_failing_vitals_are_logged_and_replaced_by_the_last_ones(caplog: pytest.LogCaptureFixture) -> None:
-    """A failed measurement affects nothing else."""
     world = World()
     async with beating(world, period=0.03, collect_s=0.02):
         await until(lambda: world.vitals[-1:] not in ([], [None]))
@@ -205,7 +206,7 @@ async def test_heartbeat_without_a_connection_is_skipped() -> None:
 
 
 def test_s7_heartbeat_has_exactly_the_members_of_the_go_agent() -> None:
-    """With an id or a time in it, the Health Monitor would drop the heartbeat."""
+    """The Health Monitor would drop a heartbeat that has an id or a time."""
     given = protocol.message("heartbeat")
 
     assert msgspec.to_builtins(Message(**given)) == given

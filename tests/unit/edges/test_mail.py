@@ -1,6 +1,4 @@
-"""The mail about an event, as monit 5.2.5 writes it and the Go agent reads it. test_monit_daemon.py tests its
-delivery.
-"""
+"""Mails about events, as monit 5.2.5 writes them for the Go agent. ``test_monit_daemon.py`` tests their delivery."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ def lines(**options: object) -> list[str]:
     return mail.decode().split("\r\n")
 
 
-def test_mail_uses_the_stemcell_format() -> None:
-    """Output of a job cannot add a line to the mail."""
+def test_mail_follows_the_format_in_the_control_file_of_a_stemcell() -> None:
+    """A line break in the output of a job must not add a line to the mail."""
     found = lines(mail_format=FORMAT)
     head, body = found[: found.index("")], found[found.index("") + 1 :]
 
@@ -42,7 +40,7 @@ def test_mail_uses_the_stemcell_format() -> None:
     assert body[3].strip().startswith("Date: Thu, 01 Jan 1970 ")
 
 
-def test_mail_uses_a_default_format() -> None:
+def test_mail_has_a_default_sender_and_subject() -> None:
     assert f"From: monit@{socket.gethostname()}" in lines()
     assert "Subject: monit alert --  Does not exist web" in lines()
 

@@ -1,4 +1,4 @@
-"""The pages of /metrics, without a socket."""
+"""The text of the metrics page, and addresses for the HTTP server. No socket is opened."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def samples(page: bytes) -> dict[str, float]:
     return found
 
 
-def test_metrics_page_documents_the_labels_of_each_sample() -> None:
+def test_documented_metric_labels_match_the_metrics_page() -> None:
     rows = re.findall(r"^\| `(agent_shim_\w+)` \| \w+([^|]*)\|", metrics_page.table(), re.MULTILINE)
     labels = {name: set(re.findall(r"`(\w+)`", cell)) for name, cell in rows}
     page = asyncio.run(Metrics(lambda: FULL).render()).decode()
@@ -107,8 +107,8 @@ def test_metrics_page_documents_the_labels_of_each_sample() -> None:
     assert [sample for sample in shown if set(sample.labels) != labels[sample.name]] == []
 
 
-def test_each_reading_has_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The samples use base units."""
+def test_metrics_page_has_a_sample_for_each_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All values are in base units, such as bytes and seconds."""
     monkeypatch.setattr(proc, "open_files", {12: 7}.get)
     found = samples(asyncio.run(Metrics(lambda: FULL).render()))
 
@@ -171,8 +171,8 @@ def test_agent_exports_the_standard_process_metrics() -> None:
     assert found["process_start_time_seconds"] > 1e9
 
 
-def test_unknown_readings_have_no_sample() -> None:
-    """A reading that could not be taken must not be shown as zero."""
+def test_metrics_page_omits_unknown_readings() -> None:
+    """A figure that could not be read must not be shown as zero."""
     readings = Readings(bus=BusReading(None), processes=[service("web")])
     found = samples(asyncio.run(Metrics(lambda: readings).render()))
 
@@ -195,7 +195,7 @@ def test_unknown_readings_have_no_sample() -> None:
 
 
 def test_openmetrics_and_text_format_have_the_same_samples() -> None:
-    """A strict parser accepts the OpenMetrics page, which has as many samples as the text page."""
+    """The OpenMetrics page is accepted by a strict parser, and has as many samples as the text page."""
     made = Metrics(lambda: FULL, ["ping"])
     made.action_done("ping", "done", 0.001)
 
@@ -205,7 +205,7 @@ def test_openmetrics_and_text_format_have_the_same_samples() -> None:
 
 
 def test_actions_are_counted_by_outcome_and_timed_by_method() -> None:
-    """Each histogram bucket includes all shorter ones."""
+    """Histogram buckets are cumulative."""
     made = Metrics(Readings, ["ping", "apply"])
     made.action_done("ping", "done", 0.001)
     made.action_done("ping", "failed", 0.005)
@@ -221,8 +221,8 @@ def test_actions_are_counted_by_outcome_and_timed_by_method() -> None:
     assert found['agent_shim_action_duration_seconds_sum{method="apply"}'] == 3.0
 
 
-def test_invented_methods_create_no_series() -> None:
-    """Invented methods and outcomes share one label, however many come."""
+def test_unknown_methods_share_a_single_metric_series() -> None:
+    """All unknown methods and outcomes share the label ``other``, so a client cannot create series."""
     made = Metrics(Readings, ["ping"])
     for number in range(1000):
         made.action_done(f"invented_{number}", f"odd_{number}", 0.001)
@@ -235,14 +235,14 @@ def test_invented_methods_create_no_series() -> None:
 @pytest.mark.attack("text of a job creates series or forges lines on the metrics page")
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a\udcffb", "ä"])
 def test_process_name_cannot_corrupt_the_metrics_page(name: str) -> None:
-    """A name is data: quotes, line ends and broken bytes change no other line."""
+    """Quotes, line ends and invalid bytes in a name must not change any other line."""
     page = asyncio.run(Metrics(lambda: Readings(processes=[service(name)])).render())
 
     assert len([key for key in samples(page) if key.startswith("agent_shim_process_up{")]) == 1
 
 
 def test_metrics_page_is_cached_for_a_second() -> None:
-    """Ten scrapers at once cause one reading. After a second a new one is taken."""
+    """Ten scrapes at the same time cause a single reading."""
     clock, taken = Clock(), []
 
     def read() -> Readings:
@@ -258,8 +258,8 @@ def test_metrics_page_is_cached_for_a_second() -> None:
     assert taken == [100.0, 101.0]
 
 
-def test_number_of_series_is_bounded() -> None:
-    """Two hundred jobs and every action make at most four thousand samples."""
+def test_number_of_metric_series_is_bounded() -> None:
+    """200 jobs and 40 methods produce at most 4000 samples."""
     many = Readings(
         bus=FULL.bus,
         figures=FULL.figures,
@@ -272,8 +272,8 @@ def test_number_of_series_is_bounded() -> None:
     assert len(samples(asyncio.run(made.render()))) <= 4000
 
 
-def test_process_keeps_its_series_through_all_events() -> None:
-    """The labels of a process do not change."""
+def test_metric_series_of_a_process_do_not_depend_on_its_state() -> None:
+    """If a label depended on the state, each event would create new series."""
     quiet = Metrics(lambda: Readings(processes=[service("web", "starting", 0)]))
     lively = Metrics(
         lambda: Readings(
@@ -295,13 +295,13 @@ def test_process_keeps_its_series_through_all_events() -> None:
     ],
 )
 def test_http_address_is_parsed(text: str, where: tuple[str, int] | None) -> None:
-    """It is ADDR:PORT, with brackets around an IPv6 address, or ``off``."""
+    """The format is ADDR:PORT, with brackets around an IPv6 address, or ``off``."""
     assert http_server.parse_address(text) == where
 
 
 @pytest.mark.parametrize("text", ["", "9190", ":9190", "host:", "host:x", "host:65536", "host:-1", "host:١"])
-def test_wrong_http_address_error_names_a_valid_one(text: str) -> None:
-    """The error has the invalid address and a valid example."""
+def test_invalid_http_address_error_contains_the_expected_format(text: str) -> None:
+    """The error contains the invalid address and the expected format."""
     with pytest.raises(ConfigError, match=r"cannot listen on .*: the address must be ADDR:PORT or off"):
         http_server.parse_address(text)
 
@@ -325,7 +325,7 @@ async def test_open_files_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_compressed_metrics_page_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any neighbour may ask for it a thousand times a second."""
+    """Anyone with access to the endpoint may request the page a thousand times a second."""
     packed = []
 
     def compress(page: bytes, *_: int) -> bytes:
@@ -341,8 +341,8 @@ async def test_compressed_metrics_page_is_cached(monkeypatch: pytest.MonkeyPatch
     assert len(packed) == 2
 
 
-async def test_metrics_text_is_made_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Producing the page for 500 processes takes 30 ms, and any neighbour may request it every second."""
+async def test_metrics_page_is_rendered_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rendering the page for 500 processes takes 30 ms, which must not block the event loop."""
     threads = []
 
     def generate(registry: object) -> bytes:

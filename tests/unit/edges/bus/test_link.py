@@ -1,4 +1,4 @@
-"""What the bus link uses of nats-py's private interface."""
+"""Private interface of nats-py that the bus link uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nats.aio.transport import Transport
 
 
 async def test_nats_client_connects_with_the_given_transport() -> None:
-    """``./dev test-dependencies`` runs this with the lowest and the newest version of the range."""
+    """``./dev test-dependencies`` runs this with the oldest and the newest supported version."""
     asked: list[str] = []
 
     class Ours(Transport):

@@ -1,4 +1,4 @@
-"""TLS contexts of the bus: required settings, and no secrets left on disk."""
+"""TLS contexts of the bus: the required settings, and private keys that must not be left on disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mbus(**changes: str) -> Mbus:
 
 
 def locked(key: str) -> str:
-    """Return a private key with a password."""
+    """Return the private key encrypted with a password."""
     return (
         load_pem_private_key(key.encode(), None)
         .private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
@@ -42,7 +42,7 @@ def locked(key: str) -> str:
 
 
 def costly() -> str:
-    """Return a private key that claims to need two thousand million rounds to decrypt (RFC 8018)."""
+    """Return a private key that claims to need two billion rounds to decrypt (RFC 8018)."""
 
     def element(tag: int, *content: bytes) -> bytes:
         body = b"".join(content)
@@ -66,7 +66,7 @@ COSTLY = costly()
 
 
 def test_tls_verification_matches_go() -> None:
-    """It requires TLS 1.2 or newer, a verified chain and the expected host name in the certificate."""
+    """TLS 1.2, a verified chain, and the host name in the certificate's subject alternative names are required."""
     context = tls.client_context(mbus())
 
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
@@ -77,7 +77,7 @@ def test_tls_verification_matches_go() -> None:
 
 
 def test_old_tls_versions_and_renegotiation_are_rejected() -> None:
-    """This does not depend on the library's defaults. A CA in the settings may be an intermediate one."""
+    """The limits are set explicitly, because defaults of the library may differ. A CA may be an intermediate one."""
     client, server = tls.client_context(mbus()), tls.server_context(mbus())
 
     assert client.minimum_version == server.minimum_version == ssl.TLSVersion.TLSv1_2
@@ -85,8 +85,7 @@ def test_old_tls_versions_and_renegotiation_are_rejected() -> None:
     assert server.options & ssl.OP_NO_RENEGOTIATION
 
 
-def test_system_roots_are_used_without_a_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty CA stands for the roots of the system."""
+def test_tls_trusts_the_system_roots_if_the_ca_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roots = tmp_path / "roots.pem"
     roots.write_text(AUTHORITY.ca)
     monkeypatch.setenv("SSL_CERT_FILE", str(roots))
@@ -117,7 +116,7 @@ def test_system_roots_are_used_without_a_ca(tmp_path: Path, monkeypatch: pytest.
     ],
 )
 def test_invalid_credentials_error_names_the_wrong_part(changes: dict[str, str], complaint: str) -> None:
-    """The error names which of the three texts is wrong, and shows none of it."""
+    """The error names the invalid text, but contains nothing of it."""
     with pytest.raises(CredentialsError) as caught:
         tls.client_context(mbus(**changes))
 
@@ -128,7 +127,7 @@ def test_invalid_credentials_error_names_the_wrong_part(changes: dict[str, str],
 
 @pytest.mark.parametrize("bad", [BROKEN, "-----BEGIN CERTIFICATE-----\ncut off\n"])
 def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Go does the same. The error is logged once, and not for each connection."""
+    """Go skips such a CA, too. The warning is logged once, not for each connection."""
     others = [Authority().ca, AUTHORITY.ca]
     for _ in range(2):
         context = tls.client_context(mbus(ca=f"{others[0]}\n{bad}\n{others[1]}"))
@@ -139,7 +138,7 @@ def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptu
 
 
 def test_private_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is neither on the disk nor in an open file descriptor."""
+    """After use, the key is neither on disk nor in an open file descriptor."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = len(list(Path("/proc/self/fd").iterdir()))
     for changes in ({}, {"certificate": BROKEN}):
@@ -151,7 +150,9 @@ def test_private_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_certificates_of_a_real_director_are_accepted() -> None:
-    """They have RSA keys of 3072 bits and a country of three letters, which strict tools refuse to create."""
+    """Such certificates have RSA keys of 3072 bits and a country of three letters, which strict tools refuse to
+    create.
+    """
     real = Authority(bits=3072)
     pair = real.agent("agent")
 
@@ -174,7 +175,7 @@ def test_certificates_of_a_real_director_are_accepted() -> None:
     ],
 )
 def test_only_bus_server_names_are_accepted(name: str, is_good: bool) -> None:
-    """The subject of the certificate must be that of a bus server."""
+    """The common name in the subject must be that of a bus server."""
 
     class Server:
         def getpeercert(self) -> dict[str, Any]:
