@@ -1,4 +1,4 @@
-"""Unpacking: valid archives give the same tree as with GNU tar, and hostile ones leave nothing behind."""
+"""Unpacking: the result is the same as GNU tar's for a valid archive, and nothing is left of a hostile one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ END = bytes(1024)
 
 
 def zipped(data: bytes) -> bytes:
-    """Compress with gzip, without a timestamp so that the bytes are reproducible."""
+    """Compress with gzip. Without a timestamp, the bytes are reproducible."""
     return gzip.compress(data, mtime=0)
 
 
 def member(name: str, data: bytes = b"", **fields: Any) -> bytes:
-    """Return one archive member: its header and padded data."""
+    """Return an archive member with a header and padded data."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     for key, value in fields.items():
@@ -51,7 +51,7 @@ def pax(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
 
 
 def record(key: str, value: str) -> bytes:
-    """Return a pax record. Its length field counts its own digits."""
+    """Return a pax record. Its length includes the digits of the length itself."""
     rest = f" {key}={value}\n".encode()
     length = len(rest)
     while len(str(length)) + len(rest) != length:
@@ -60,7 +60,7 @@ def record(key: str, value: str) -> bytes:
 
 
 def file(data: bytes) -> io.BufferedRandom:
-    """Return bytes as an open file."""
+    """Return an open file that contains the bytes."""
     opened = os.fdopen(os.memfd_create("archive"), "w+b")
     opened.write(data)
     opened.flush()
@@ -76,7 +76,7 @@ Entry = tuple[int, int, int, object]
 
 
 def listing(tree: Path, *, times: bool = True) -> dict[str, Entry]:
-    """Return every path with mode, mtime in seconds, number of links (for files) and content."""
+    """Return mode, mtime in seconds, number of hard links (for files) and content of each path."""
     found: dict[str, Entry] = {}
     for path in [tree, *tree.rglob("*")]:
         status = path.lstat()
@@ -92,7 +92,7 @@ def listing(tree: Path, *, times: bool = True) -> dict[str, Entry]:
 
 
 def make_tree(tree: Path) -> None:
-    """Create one of everything that packages contain."""
+    """Create a tree with every kind of entry that packages contain."""
     (tree / "bin").mkdir(parents=True)
     (tree / "bin" / "run").write_bytes(b"#!/bin/sh\n")
     (tree / "bin" / "run").chmod(0o4755)
@@ -112,14 +112,14 @@ def make_tree(tree: Path) -> None:
         os.utime(path, (1_000_000_000, 1_000_000_000 + len(path.name)), follow_symlinks=False)
 
 
-# --- honest archives ------------------------------------------------------------------------------------------------
+# --- valid archives -------------------------------------------------------------------------------------------------
 
 
 COMPRESSIONS = ("gzip", "bzip2", "xz", "lzma", "zstd", "lzip", "lzop", "compress")
 
 
 def compressed(data: bytes, program: str) -> bytes:
-    """Compress with a program, or skip the test without it."""
+    """Compress with a program. Skips the test if the program is not installed."""
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
     return subprocess.run([program, "-cf"], input=data, stdout=subprocess.PIPE, check=True).stdout
@@ -174,7 +174,7 @@ def test_tar_whose_first_name_resembles_a_compression_header_is_unpacked(tmp_pat
 @pytest.mark.parametrize("kind", ["gnu", "pax", "posix", "ustar", "oldgnu"])
 @pytest.mark.parametrize("compress", ["-z", "--no-auto-compress"])
 def test_unpacked_tree_equals_that_of_gnu_tar(tmp_path: Path, kind: str, compress: str) -> None:
-    """Names, modes, times, links and contents are compared, in every format that tar writes."""
+    """Names, modes, times, links and contents are compared for every format that tar can write."""
     make_tree(tmp_path / "tree")
     packed = tmp_path / "a.tgz"
     subprocess.run(["tar", f"--format={kind}", compress, "-cf", packed, "-C", tmp_path / "tree", "."], check=True)
@@ -189,7 +189,9 @@ def test_unpacked_tree_equals_that_of_gnu_tar(tmp_path: Path, kind: str, compres
 
 @pytest.mark.parametrize("prefix", ["", "./"])
 def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> None:
-    """The Director packs with ``./`` for the blobstore and without for the bus."""
+    """Names begin with ``./`` if the Director packed the archive for the blobstore, but not if it is sent over
+    the bus.
+    """
     packed = zipped(
         directory(f"{prefix}web", 0o750)
         + member(f"{prefix}web/bin/run", b"web", mode=0o755)
@@ -213,8 +215,10 @@ def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> N
         (member("web/x") + END, "the archive is not gzip"),
     ],
 )
-def test_job_missing_in_an_archive_has_the_error_text_of_the_go_agent(tmp_path: Path, packed: bytes, text: str) -> None:
-    """Nothing is left behind."""
+def test_error_for_a_job_missing_in_an_archive_has_the_text_of_the_go_agent(
+    tmp_path: Path, packed: bytes, text: str
+) -> None:
+    """Nothing is left on disk."""
     with pytest.raises(ArchiveError) as caught:
         unpack(packed, tmp_path / "o", subtree="web")
 
@@ -238,7 +242,10 @@ def test_job_missing_in_an_archive_has_the_error_text_of_the_go_agent(tmp_path: 
     ],
 )
 def test_unusual_valid_archives_are_unpacked(tmp_path: Path, packed: bytes) -> None:
-    """If two members have the same name, the later wins. An archive may lack its end marker or have data after it."""
+    """The later of two members with the same name is kept.
+
+    The end marker may be missing, or be followed by other data.
+    """
     unpack(packed, tmp_path / "o")
 
     assert {path.name: path.read_bytes() for path in (tmp_path / "o").iterdir()} == {"a": b"new"}
@@ -246,7 +253,7 @@ def test_unusual_valid_archives_are_unpacked(tmp_path: Path, packed: bytes) -> N
 
 @pytest.mark.parametrize("kind", [tarfile.AREGTYPE, tarfile.REGTYPE])
 def test_archive_member_whose_name_ends_with_a_slash_is_a_directory(tmp_path: Path, kind: bytes) -> None:
-    """Old tars write them, and GNU tar reads them so."""
+    """Old versions of tar write directories this way, and GNU tar accepts them."""
     unpack(member("d/", type=kind, mode=0o755) + member("d/a", b"new") + link("l/", "d") + END, tmp_path / "o")
 
     assert (tmp_path / "o/d/a").read_bytes() == b"new"
@@ -254,8 +261,11 @@ def test_archive_member_whose_name_ends_with_a_slash_is_a_directory(tmp_path: Pa
 
 
 @pytest.mark.parametrize("subtree", ["", "d"])
-def test_links_in_an_archive_may_have_any_target(tmp_path: Path, subtree: str) -> None:
-    """Compiled packages contain many absolute links. GNU tar creates such links in jobs as well, and follows none."""
+def test_symlinks_in_an_archive_may_have_any_target(tmp_path: Path, subtree: str) -> None:
+    """Compiled packages contain many absolute symlinks, and jobs may contain them as well.
+
+    Like GNU tar, the agent creates them but does not follow them.
+    """
     packed = link("d/a", "/var/vcap/packages/x") + link("d/b", "../../y") + link("d/c", "d/b", hard=True) + END
     unpack(zipped(packed), tmp_path / "o", subtree=subtree)
 
@@ -264,8 +274,7 @@ def test_links_in_an_archive_may_have_any_target(tmp_path: Path, subtree: str) -
     assert (below / "b").readlink() == (below / "c").readlink() == Path("../../y")
 
 
-def test_archive_time_out_of_range_is_clamped(tmp_path: Path) -> None:
-    """An invalid date is not an error."""
+def test_archive_member_time_out_of_range_is_clamped(tmp_path: Path) -> None:
     packed = member("a", mtime=-(2**40)) + pax(record("mtime", str(10**30))) + member("b") + END
     unpack(packed, tmp_path / "o")
 
@@ -274,7 +283,6 @@ def test_archive_time_out_of_range_is_clamped(tmp_path: Path) -> None:
 
 
 def test_unpacking_into_an_existing_directory_fails_without_changes(tmp_path: Path) -> None:
-    """The directory must be new."""
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "kept").touch()
     with pytest.raises(ArchiveError, match="File exists"):
@@ -371,8 +379,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 def test_archive_mode_above_its_range_is_reduced_to_twelve_bits(tmp_path: Path) -> None:
-    """A base-256 field holds 56 bits, but Python only accepts a mode of 32 bits and raised an error that is not
-    ``ArchiveError``.
+    """A base-256 field has 56 bits, but Python accepts only 32 bits for a mode.
+
+    A larger value must not cause an error other than ``ArchiveError``.
     """
     unpack(with_number(100, 8, 2**40 + 0o640), tmp_path / "into")
     assert (tmp_path / "into/a").stat().st_mode & 0o7777 == 0o640
@@ -382,7 +391,9 @@ def test_archive_mode_above_its_range_is_reduced_to_twelve_bits(tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["check", "length", "cut", "cut before the check", "garbage"])
 @pytest.mark.parametrize("padding", [0, 100_000])
 def test_damaged_end_of_gzip_data_is_detected(tmp_path: Path, kind: str, padding: int) -> None:
-    """The archive's last member ends before the checksum at the end of the gzip data, which covers everything."""
+    """The checksum at the end of the gzip data must be verified, although the last member of the archive ends before
+    it.
+    """
     packed = bytearray(zipped(member("a", b"x") + END + bytes(padding)))
     match kind:
         case "check":
@@ -411,8 +422,9 @@ def test_damaged_end_of_gzip_data_is_detected(tmp_path: Path, kind: str, padding
 def test_hostile_archive_is_rejected_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Nothing outside the directory is touched, the directory is removed, and the error names the member and the
-    reason.
+    """The error names the member and the reason.
+
+    Nothing outside the target directory is changed, and the target directory is removed.
     """
     monkeypatch.setattr(archive, "MAX_MEMBERS", 20)
     monkeypatch.setattr(archive, "MAX_BYTES", 70_000)
@@ -431,7 +443,7 @@ def test_hostile_archive_is_rejected_and_leaves_nothing(
 
 @pytest.mark.attack("a blobstore delivers an archive that writes outside its directory")
 @pytest.mark.parametrize("target", ["..", "/etc", "../evil", "d/.."])
-def test_unpacking_writes_nothing_through_links_that_point_outside(tmp_path: Path, target: str) -> None:
+def test_unpacking_does_not_write_through_symlinks(tmp_path: Path, target: str) -> None:
     with pytest.raises(ArchiveError, match="is a link"):
         unpack(link("d", ".") + link("x", target) + member("x/evil", b"x") + END, tmp_path / "o")
 
@@ -440,14 +452,14 @@ def test_unpacking_writes_nothing_through_links_that_point_outside(tmp_path: Pat
 
 @pytest.mark.attack("a blobstore delivers an archive that writes outside its directory")
 def test_hard_link_in_a_job_archive_stays_within_the_job(tmp_path: Path) -> None:
-    """If a name exists in two jobs, one cannot be hard-linked to the other."""
+    """A hard link must not give a job access to a file of another job in the same archive."""
     packed = zipped(member("db/key") + member("web/key") + link("web/a", "db/key", hard=True) + END)
     with pytest.raises(ArchiveError, match="'web/a': its target is not unpacked"):
         unpack(packed, tmp_path / "o", subtree="web")
 
 
 def test_unpacking_sets_directory_modes_after_filling_them() -> None:
-    """Otherwise an ordinary user could not write to read-only directories."""
+    """Otherwise an ordinary user could not create the files in a read-only directory."""
     packed = directory("a", 0o000) + directory("a/b", 0o500) + member("a/b/c") + link("a/b/d", "c") + END
     with tempfile.TemporaryDirectory() as scratch:
         with as_ordinary_user(Path(scratch)):
@@ -461,7 +473,7 @@ def test_unpacking_sets_directory_modes_after_filling_them() -> None:
 
 
 def test_long_archive_name_is_truncated_in_the_error() -> None:
-    """An attacker's text does not fill the log."""
+    """A long name in a hostile archive must not fill the log."""
     with pytest.raises(ArchiveError) as caught:
         unpack(pax(record("path", "../" + "x" * 5000)) + member("a"), Path("o"))
 
@@ -469,7 +481,7 @@ def test_long_archive_name_is_truncated_in_the_error() -> None:
 
 
 def test_full_disk_during_unpacking_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text names the member and the reason, and nothing is left."""
+    """The error names the member and the reason, and nothing is left on disk."""
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -500,7 +512,7 @@ def base_archives() -> list[bytes]:
 def test_mutated_archive_is_either_rejected_or_unpacked(
     tmp_path_factory: pytest.TempPathFactory, which: int, changes: list[tuple[int, int]]
 ) -> None:
-    """Any change to an archive only causes ``ArchiveError``, and nothing outside the directory changes."""
+    """No change of an archive causes an error other than ``ArchiveError``, or a change outside the target directory."""
     data = bytearray(base_archives()[which])
     for place, value in changes:
         data[place % len(data)] = value

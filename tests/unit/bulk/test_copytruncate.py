@@ -1,4 +1,4 @@
-"""Archives of a single log. ``integration/test_rotation.py`` rotates logs while they are written."""
+"""Rotation of a single log. ``integration/test_rotation.py`` rotates logs while they are written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def archives(directory: Path) -> dict[str, bytes]:
 
 
 def test_rotation_keeps_the_configured_number_of_archives(tmp_path: Path) -> None:
-    """The newest archive is number one. Archives after a gap in the numbers stay."""
+    """Archive 1 is the newest. An archive after a gap in the numbers is not touched."""
     (tmp_path / "a.log.9.gz").write_bytes(gzip.compress(b"kept"))
     for number in range(5):
         (tmp_path / "a.log").write_bytes(b"%d" % number)
@@ -44,7 +44,7 @@ def test_rotation_keeps_the_configured_number_of_archives(tmp_path: Path) -> Non
 
 
 def test_rotated_archive_has_the_owner_and_mode_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At no time can anyone but the owner of the log read it."""
+    """Nobody but the owner of the log can read the archive at any time. The setuid bit is not copied."""
     (tmp_path / "a.log").write_bytes(b"x")
     (tmp_path / "a.log").chmod(0o4640)
     given: list[tuple[int, int, int]] = []
@@ -76,7 +76,7 @@ def test_failed_rotation_keeps_the_log_and_leaves_no_archive(tmp_path: Path, mon
 
 
 def test_size_limit_applies_once_to_a_log_with_holes(tmp_path: Path) -> None:
-    """A log with a hole consists of several data ranges."""
+    """A log with a hole consists of several data ranges, which share the limit."""
     with (tmp_path / "a.log").open("wb") as file:
         file.write(b"a" * 4096)
         file.seek(1 << 20)
@@ -90,8 +90,8 @@ def test_size_limit_applies_once_to_a_log_with_holes(tmp_path: Path) -> None:
     }
 
 
-def test_dangling_link_counts_as_an_archive(tmp_path: Path) -> None:
-    """If it were skipped, it would be in the way of every later archive."""
+def test_rotation_counts_a_dangling_symlink_as_an_archive(tmp_path: Path) -> None:
+    """If the symlink were ignored, it would prevent every later archive from getting its name."""
     (tmp_path / "a.log.1.gz").symlink_to("nowhere")
     (tmp_path / "a.log").write_bytes(b"new")
 
@@ -101,8 +101,10 @@ def test_dangling_link_counts_as_an_archive(tmp_path: Path) -> None:
     assert (tmp_path / "a.log.2.gz").is_symlink()
 
 
-def test_log_is_emptied_only_after_the_archive_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that crashes in between loses nothing."""
+def test_rotation_empties_the_log_only_after_the_archive_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost if the machine crashes in between."""
     log = tmp_path / "a.log"
     log.write_bytes(b"precious")
     synced: list[tuple[bytes, bytes]] = []

@@ -1,4 +1,4 @@
-"""Names of blobs, and the text of progress reports."""
+"""Blob ids and progress reports."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from agent_shim.core.errors import BlobError
 
 
 @pytest.mark.parametrize("blob_id", ["3fa85f64-5717-4562-b3fc-2c963f66afa6", "a", "A_b.c-d", "ü" * 127])
-def test_plain_names_are_blob_ids(blob_id: str) -> None:
-    """The Director may give blobs any id."""
+def test_plain_names_are_accepted_as_blob_ids(blob_id: str) -> None:
+    """The Director may choose any id."""
     assert checked_blob_id(blob_id) == blob_id
 
 
@@ -21,13 +21,13 @@ def test_plain_names_are_blob_ids(blob_id: str) -> None:
     "blob_id", ["", ".", "..", ".a", "a/b", "/a", "a..b", "-a", "a\0", "a\n", "a" * 256, "ü" * 128]
 )
 def test_paths_and_options_are_rejected_as_blob_ids(blob_id: str) -> None:
-    """Hidden files are rejected too."""
+    """Names of hidden files are rejected, too."""
     with pytest.raises(BlobError, match=re.escape("it is not a plain name")):
         checked_blob_id(blob_id)
 
 
 def test_progress_has_a_text_and_a_fraction() -> None:
-    """While files are being counted, the total is unknown."""
+    """Until all files have been counted, the total is unknown and the fraction is zero."""
     counting, copying = Progress("counting"), Progress("copying", 250, 1000)
     assert (str(counting), counting.share) == ("counting", 0.0)
     assert (str(copying), copying.share) == ("copying: 250/1000 bytes", 0.25)

@@ -1,4 +1,4 @@
-"""Proxies, chosen by Go's rules. The tests of transfers cover which CAs are trusted."""
+"""Choice of a proxy by Go's rules. Tests of transfers cover the trusted CAs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ ENVIRONMENT = {
     ],
 )
 def test_no_proxy_variable_is_honoured(url: tuple[str, str, int], proxy: str | None) -> None:
-    """The variable may contain networks, which Python's own rules do not support and container platforms use."""
+    """Container platforms put networks into ``NO_PROXY``, which Python's own rules do not support."""
     assert proxy_for(*url, ENVIRONMENT) == proxy
 
 
 def test_star_in_no_proxy_disables_all_proxies() -> None:
-    """Without any proxy variable there is no proxy either."""
     assert proxy_for("http", "h", 80, {"http_proxy": "p", "no_proxy": "*"}) is None
     assert proxy_for("http", "h", 80, {}) is None
