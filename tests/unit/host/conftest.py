@@ -1,5 +1,6 @@
-"""Checks that no test in this directory leaks file descriptors, which are plain numbers here and not closed by the
-collector.
+"""Checks that no test in this directory leaks file descriptors.
+
+Descriptors are plain numbers here, so the garbage collector does not close them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def no_descriptor_is_left() -> Iterator[None]:
 
 
 def _open() -> set[tuple[str, str]]:
-    """Return the numbers and files of the open descriptors."""
+    """Return the number and file of each open descriptor."""
     found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the descriptor of the directory itself

@@ -1,4 +1,4 @@
-"""The capabilities of this process, as reported by the kernel."""
+"""Capabilities of the agent's process, as reported by the kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCKER = (
 
 
 def test_capabilities_are_read_from_the_status_file() -> None:
-    """Docker's default set is decoded to names."""
+    """The mask is that of Docker's default capabilities."""
     assert capabilities.parse_status(STATUS) == Privileges(
         effective=frozenset(DOCKER.split()),
         no_new_privs=True,
@@ -34,18 +34,16 @@ def test_unknown_capability_is_shown_by_number() -> None:
 
 
 def test_missing_capability_fields_grant_nothing() -> None:
-    """An empty status file grants nothing."""
     assert capabilities.parse_status("") == Privileges()
 
 
 def test_invalid_capability_mask_raises_an_error() -> None:
-    """Nothing is guessed."""
     with pytest.raises(ValueError, match="all of them"):
         capabilities.names("all of them")
 
 
 def test_capabilities_of_the_real_kernel_can_be_read() -> None:
-    """Each capability has a name or a number."""
+    """A capability that is newer than the agent is shown by its number."""
     found = capabilities.privileges()
 
     assert all(name in capabilities.NAMES or name.isdigit() for name in found.effective)

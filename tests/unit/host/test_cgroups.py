@@ -1,4 +1,4 @@
-"""The container's own limits and usage, read from directory trees as the kernel shows them."""
+"""The limits and the usage of the container, read from files that imitate cgroup hierarchies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(directory: Path, files: Mapping[str, object]) -> None:
 
 
 def version_2(top: Path, *below: str) -> cgroups.Cgroup:
-    """Create a unified hierarchy mounted at ``top``. The process is in the last of the groups ``below``."""
+    """Return a unified hierarchy mounted at ``top``, with the process in the last of the nested cgroups ``below``."""
     levels = [top]
     for name in below:
         levels.append(levels[-1] / name)
@@ -33,14 +33,14 @@ def version_2(top: Path, *below: str) -> cgroups.Cgroup:
 
 
 def version_1(top: Path) -> cgroups.Cgroup:
-    """Create hierarchies with one level each, as Docker shows them."""
+    """Return separate hierarchies with a single level, as Docker shows them."""
     return cgroups.Cgroup(
         *(cgroups.Hierarchy(1, (top / controller,)) for controller in ("memory", "cpu", "cpuacct")),
     )
 
 
 def test_memory_is_read_from_cgroup_v2(tmp_path: Path) -> None:
-    """The tightest level counts, even if the agent is below it. Idle page cache does not count as used."""
+    """The lowest limit applies, even if it is set on a parent. Inactive page cache does not count as used."""
     write(tmp_path, {"memory.max": 600 * MIB, "memory.current": 500 * MIB})
     write(
         tmp_path / "pod",
@@ -63,7 +63,7 @@ def test_memory_is_read_from_cgroup_v2(tmp_path: Path) -> None:
 
 
 def test_memory_is_read_from_cgroup_v1(tmp_path: Path) -> None:
-    """The usage of swap is that of memory and swap together, minus that of memory."""
+    """Swap usage is calculated by subtracting memory from the sum of memory and swap."""
     write(
         tmp_path / "memory",
         {
@@ -94,15 +94,15 @@ def test_memory_is_read_from_cgroup_v1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max", NO_LIMIT, str(1000 * MIB), "0", "-1", "", "nonsense"])
-def test_memory_without_a_limit_below_the_machine_is_unknown(tmp_path: Path, limit: str) -> None:
-    """The usage of the agent's own cgroup would be misleading."""
+def test_container_memory_is_unknown_without_a_limit_below_that_of_the_machine(tmp_path: Path, limit: str) -> None:
+    """Without a limit, the usage of the agent's own cgroup would be misleading."""
     write(tmp_path, {"memory.max": limit, "memory.current": 5})
 
     assert cgroups.memory(version_2(tmp_path), HOST) is None
 
 
 def test_swap_without_a_limit_is_the_swap_of_the_machine(tmp_path: Path) -> None:
-    """``max`` means all swap of the machine; without the files there is no swap."""
+    """``max`` means all swap of the machine. Without the files, the container has no swap."""
     write(tmp_path, {"memory.max": MIB, "memory.current": 5})
     without = cgroups.memory(version_2(tmp_path), HOST)
     write(tmp_path, {"memory.swap.max": "max", "memory.swap.current": 300 * MIB})
@@ -113,7 +113,6 @@ def test_swap_without_a_limit_is_the_swap_of_the_machine(tmp_path: Path) -> None
 
 
 def test_cpu_quota_is_read_from_cgroup_v2(tmp_path: Path) -> None:
-    """A quota allows a number of CPUs."""
     write(tmp_path, {"cpu.max": "max 100000", "cpu.stat": "usage_usec 9\nuser_usec 9\nsystem_usec 9"})
     write(tmp_path / "pod", {"cpu.max": "50000 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 500000"})
 
@@ -122,15 +121,15 @@ def test_cpu_quota_is_read_from_cgroup_v2(tmp_path: Path) -> None:
 
 
 def test_cpu_quota_is_read_from_cgroup_v1(tmp_path: Path) -> None:
-    """Quota and use are in two hierarchies."""
+    """In version 1, quota and usage are in different hierarchies."""
     write(tmp_path / "cpu", {"cpu.cfs_quota_us": 50000, "cpu.cfs_period_us": 100000})
     write(tmp_path / "cpuacct", {"cpuacct.usage_user": 3 * 10**9, "cpuacct.usage_sys": 5 * 10**8})
 
     assert cgroups.cpu_times(version_1(tmp_path), 20.0) == host_stats.CpuTimes(3.0, 0.5, 0.0, 10.0)
 
 
-def test_tightest_cpu_quota_wins(tmp_path: Path) -> None:
-    """The counts come from the level that has them, in both hierarchies of version 1."""
+def test_lowest_cpu_quota_applies(tmp_path: Path) -> None:
+    """Usage is read from the level with that quota, although it is in another hierarchy in version 1."""
     for level, quota, used in [("", 80000, 9), ("pod", 20000, 5), ("pod/agent", -1, 1)]:
         write(tmp_path / "cpu" / level, {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": 100000})
         write(tmp_path / "cpuacct" / level, {"cpuacct.usage_user": used * 10**9, "cpuacct.usage_sys": 0})
@@ -145,15 +144,15 @@ def test_tightest_cpu_quota_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "quota", ["max 100000", f"{100000 * (os.cpu_count() or 1)} 100000", "0 0", "5 0", "5", "", "a b"]
 )
-def test_cpu_without_a_quota_below_the_machine_is_unknown(tmp_path: Path, quota: str) -> None:
-    """Jobs then have all CPUs of the machine."""
+def test_container_cpu_is_unknown_without_a_quota_below_the_cpus_of_the_machine(tmp_path: Path, quota: str) -> None:
+    """Without a quota, jobs can use all CPUs of the machine."""
     write(tmp_path, {"cpu.max": quota, "cpu.stat": "user_usec 1\nsystem_usec 1"})
 
     assert cgroups.cpu_times(version_2(tmp_path), 20.0) is None
 
 
 def test_oom_kills_are_counted(tmp_path: Path) -> None:
-    """In version 2 the counter of a level includes the levels below it. Without the file there is no count."""
+    """In version 2, a counter includes the nested cgroups. Without the file, the count is unknown."""
     write(tmp_path, {"memory.max": MIB, "memory.events": "low 0\noom 4\noom_kill 3\noom_group_kill 0"})
     write(tmp_path / "leaf", {"memory.events": "oom_kill 0"})
     write(tmp_path / "memory", {"memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2"})
@@ -164,10 +163,11 @@ def test_oom_kills_are_counted(tmp_path: Path) -> None:
     assert cgroups.oom_kills(cgroups.Cgroup(), HOST.total) is None
 
 
-def test_only_the_containers_own_cgroup_gets_oom_group_disabled(tmp_path: Path) -> None:
-    """In a group below it, the setting is the operator's choice, such as OOMPolicy=kill of a unit.
+def test_oom_group_is_disabled_only_in_the_cgroup_of_the_container(tmp_path: Path) -> None:
+    """In a nested cgroup, the setting was chosen by the operator, for example with ``OOMPolicy=kill`` in a systemd
+    unit.
 
-    A machine's root group has no file.
+    The root cgroup of a machine does not have the file.
     """
     write(tmp_path / "leaf", {"memory.oom.group": "1\n"})
     assert cgroups.oom_group(version_2(tmp_path, "leaf")) is None
@@ -200,9 +200,9 @@ TOP = "/sys/fs/cgroup"
     ],
 )
 def test_own_cgroup_is_found(membership: str, table: bytes, version: int, memory: list[str], cpu: list[str]) -> None:
-    """The result lists the levels from the process's own cgroup to the top of the mount.
+    """The result lists the levels from the process's own cgroup up to the mount point.
 
-    If its own cgroup is not mounted, the nearest mounted level is used.
+    If its own cgroup is not mounted, the list begins with the nearest mounted level.
     """
     found = cgroups.parse_membership(membership, mounts.parse(table))
 
@@ -221,8 +221,8 @@ MOUNTS = """\
 """
 
 
-def test_last_mount_on_a_point_is_the_cgroup_hierarchy() -> None:
-    """Podman's systemd mode mounts the container's cgroup over the host's hierarchy, on the same point."""
+def test_last_mount_on_the_same_mount_point_is_the_cgroup_hierarchy() -> None:
+    """In systemd mode, Podman mounts the container's cgroup over the host's hierarchy at the same mount point."""
     table = mounts.parse(
         b"30 20 0:26 / /cg/memory rw - cgroup cgroup rw,memory\n"
         b"31 30 0:26 /pod/c /cg/memory rw - cgroup cgroup rw,memory\n"
@@ -242,21 +242,20 @@ def test_cgroup_contains_this_process_only_if_the_kernel_lists_it(tmp_path: Path
     assert not cgroups.contains_this_process(cgroups.Hierarchy(1, (tmp_path / "absent",)))
 
 
-def test_no_mounted_hierarchy_means_no_cgroup() -> None:
-    """All values are then those of the machine itself."""
+def test_container_without_a_mounted_hierarchy_has_no_cgroup() -> None:
+    """Memory and CPU of the container are then unknown."""
     assert cgroups.parse_membership("0::/\n", []) == cgroups.Cgroup()
     assert cgroups.memory(cgroups.Cgroup(), HOST) is None
     assert cgroups.cpu_times(cgroups.Cgroup(), 5.0) is None
 
 
 @given(st.text())
-def test_any_membership_text_can_be_parsed(text: str) -> None:
-    """Reading never fails, whatever the file holds."""
+def test_any_cgroup_membership_text_can_be_parsed(text: str) -> None:
     cgroups.parse_membership(text, mounts.parse(UNIFIED + SPLIT))
 
 
 def test_cgroup_of_this_machine_can_be_read() -> None:
-    """The answer is valid on any machine. Unreadable values are empty."""
+    """The result must be valid on any machine, with or without limits."""
     host = host_stats.memory()
     found = cgroups.memory(cgroups.find(), host)
 
@@ -265,7 +264,7 @@ def test_cgroup_of_this_machine_can_be_read() -> None:
 
 
 def test_cpu_time_is_reported_without_a_quota(tmp_path: Path) -> None:
-    """It is the usage of the process's own level, or of the level with the quota if there is one."""
+    """CPU time is read from the level that has a quota, otherwise from the process's own level."""
     write(tmp_path / "pod", {"cpu.max": "max 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 1000000"})
     write(tmp_path, {"cpu.stat": "user_usec 9000000\nsystem_usec 9000000"})
 

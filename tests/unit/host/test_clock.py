@@ -1,4 +1,4 @@
-"""Ages and timestamps."""
+"""Uptimes and timestamps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from agent_shim.host import clock, proc
     wall=st.floats(min_value=0, max_value=1e11),
     start_ticks=st.integers(min_value=0, max_value=10**13),
 )
-def test_uptime_is_a_natural_number(now: float, uptime_file: float, wall: float, start_ticks: int) -> None:
-    """`bosh vms` can decode the result for any two clocks."""
+def test_uptime_is_a_non_negative_integer(now: float, uptime_file: float, wall: float, start_ticks: int) -> None:
+    """For any values of the clocks, ``bosh vms`` must be able to decode the uptime."""
     readings = {time.CLOCK_BOOTTIME: now, time.CLOCK_MONOTONIC: uptime_file, time.CLOCK_REALTIME: wall}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "clock_gettime", readings.__getitem__)
@@ -31,7 +31,7 @@ def test_uptime_is_a_natural_number(now: float, uptime_file: float, wall: float,
 
 
 def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second that has begun but not passed does not count."""
+    """Fractions of a second are rounded down."""
     monkeypatch.setattr(time, "clock_gettime", lambda _: 1000.5)
 
     assert clock.uptime_of(990 * clock.TICKS) == 10
@@ -39,7 +39,7 @@ def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_start_times_share_the_origin_of_boot_time() -> None:
-    """The age of the test's own process is positive and matches the kernel's figure."""
+    """The process of the test is at most a day old, so both clocks must begin at boot."""
     own = proc.stat(os.getpid())
     assert own is not None
 
@@ -48,5 +48,5 @@ def test_start_times_share_the_origin_of_boot_time() -> None:
 
 
 def test_wall_time_of_the_current_tick_is_the_current_time() -> None:
-    """Ticks are converted to wall clock time with an error of little more than one tick."""
+    """The error of the conversion is little more than a tick."""
     assert abs(clock.wall_time_of(clock.boot_ticks()) - time.time()) < 0.1

@@ -1,4 +1,4 @@
-"""Short-lived commands: their input, their output, and that they end when their caller is cancelled."""
+"""Short commands: their input, output, timeout and cancellation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from agent_shim.host import command
 
 
 async def test_command_gets_its_input_and_returns_its_output() -> None:
-    """The input is not visible in the process list."""
+    """Input may be secret, because, unlike arguments, it is not visible in the process list."""
     assert await command.run("/bin/sh", "-c", "cat; echo end", given="secret ") == "secret end\n"
 
 
 async def test_failed_command_error_contains_its_output() -> None:
-    """The error has what the command printed."""
     with pytest.raises(HostError, match=re.escape("cannot run /bin/sh: exit status 3: no lock")):
         await command.run("/bin/sh", "-c", "echo no lock >&2; exit 3")
 
@@ -29,7 +28,6 @@ async def test_hanging_command_is_killed() -> None:
 
 
 async def test_cancelled_command_is_killed(tmp_path: Path) -> None:
-    """After a cancellation no process remains."""
     running = asyncio.create_task(command.run("/bin/sh", "-c", f"sleep 0.2; touch {tmp_path}/late"))
     await asyncio.sleep(0.05)
     running.cancel()

@@ -1,4 +1,4 @@
-"""Work that may hang and therefore runs in a daemon thread."""
+"""Calls that may hang and therefore run in a daemon thread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from agent_shim.host.daemon_thread import pool, run_in_daemon_thread
 
 
 async def test_daemon_thread_returns_results_and_errors() -> None:
-    """The waiting task receives them."""
     assert await run_in_daemon_thread(lambda: 7, "seven") == 7
     with pytest.raises(ZeroDivisionError):
         await run_in_daemon_thread(lambda: 1 // 0, "nothing")
 
 
-async def test_hanging_thread_does_not_block_other_work() -> None:
-    """Even if many threads hang, the loop and other work continue."""
+async def test_hanging_daemon_threads_do_not_block_other_calls() -> None:
+    """Even with many hanging threads, the event loop and other calls continue."""
     gate = threading.Event()
     hung = [run_in_daemon_thread(gate.wait, f"hung {number}") for number in range(50)]
     try:
@@ -32,8 +31,8 @@ async def test_hanging_thread_does_not_block_other_work() -> None:
         await asyncio.gather(*hung)
 
 
-async def test_result_without_a_waiter_is_dropped() -> None:
-    """A cancelled waiter is not affected by it."""
+async def test_result_of_a_cancelled_daemon_thread_call_is_dropped() -> None:
+    """A result that arrives after a cancellation must not cause an error."""
     gate = threading.Event()
     answer = run_in_daemon_thread(gate.wait, "late")
     answer.cancel()
@@ -46,15 +45,15 @@ def no_thread(_self: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-async def test_thread_that_cannot_start_raises_host_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers handle it like every other failure of the host."""
+async def test_daemon_thread_that_cannot_start_raises_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers handle this error like any other ``OSError``."""
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     with pytest.raises(OSError, match="can't start new thread"):
         await run_in_daemon_thread(lambda: 7, "seven")
 
 
 def test_thread_pool_starts_all_threads_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool is created even if no thread can be started."""
+    """Creating a pool does not fail if no thread can be started."""
     threads = pool(3)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
@@ -64,7 +63,7 @@ def test_thread_pool_starts_all_threads_in_advance(monkeypatch: pytest.MonkeyPat
 
 
 def test_thread_pool_works_with_the_threads_that_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not wait for the others."""
+    """Calls run in the threads that did start."""
     start, left = threading.Thread.start, ["one", "two"]
 
     def started(thread: threading.Thread) -> None:
@@ -79,7 +78,7 @@ def test_thread_pool_works_with_the_threads_that_started(monkeypatch: pytest.Mon
         threads = pool(3)
         assert left == []
         while found is None and time.monotonic() < given_up_at:
-            with contextlib.suppress(RuntimeError):  # a further thread would be started until one is free
+            with contextlib.suppress(RuntimeError):  # submit tries to start another thread unless one is idle
                 found = threads.submit(int, "7").result(30)
             time.sleep(0.001)
 

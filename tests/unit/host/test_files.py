@@ -1,4 +1,4 @@
-"""Files that are complete or unchanged, directories with the right modes, links that are never followed."""
+"""Atomic writes, directories with given modes, and symlinks that are not followed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def test_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
-    """Nothing else is left in the directory, and the umask has no effect."""
+    """The umask has no effect, and no temporary file is left."""
     path = tmp_path / "a.json"
     before = os.umask(0o077)
     try:
@@ -43,7 +43,7 @@ def test_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
 
 
 def test_partly_written_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
-    """Otherwise others could open the new file before it gets its final mode."""
+    """Otherwise other users could open the new file before it gets its final mode."""
     before = os.umask(0)
     try:
         with files.replacing(tmp_path / "a.json", mode=0o644) as file:
@@ -58,7 +58,7 @@ def test_partly_written_secret_is_readable_by_its_owner_only(tmp_path: Path) -> 
 def test_write_syncs_the_content_before_the_rename_and_then_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash leaves either the old file or the new one, and a write that was reported as done is on the disk."""
+    """A crash leaves either the old or the new file, and a completed write is on disk."""
     path = tmp_path / "a"
     path.write_bytes(b"old")
     synced = []
@@ -74,8 +74,8 @@ def test_write_syncs_the_content_before_the_rename_and_then_the_directory(
     assert synced == [("file", b"old", b"new"), ("directory", b"new", b"")]
 
 
-def test_write_replaces_a_link_instead_of_following_it(tmp_path: Path) -> None:
-    """A link planted at a path to which root writes does not determine which file is overwritten."""
+def test_write_replaces_a_symlink_instead_of_following_it(tmp_path: Path) -> None:
+    """If a job puts a symlink where root writes a file, the target of the symlink must not be overwritten."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
     (tmp_path / "a").symlink_to(victim)
@@ -86,7 +86,7 @@ def test_write_replaces_a_link_instead_of_following_it(tmp_path: Path) -> None:
 
 
 def test_unchanged_file_is_not_written_again(tmp_path: Path) -> None:
-    """A link counts as different, even if it leads to the same content."""
+    """A symlink is replaced, even if its target has the same content."""
     path, link = tmp_path / "a", tmp_path / "link"
     for content, same in ((b"1", False), (b"1", True), (b"2", False)):
         before = files.version(path)
@@ -107,7 +107,6 @@ def _full(_: int) -> None:
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk loses the new content, but not the old."""
     path = tmp_path / "a"
     path.write_bytes(b"old")
 
@@ -121,7 +120,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_mounted_file_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that the container runtime mounted cannot be replaced, and its directory may be read-only."""
+    """A file that the container runtime has mounted cannot be replaced, and its directory may be read-only."""
     path = tmp_path / "hosts"
     path.write_bytes(b"a longer old text")
     before = path.stat().st_ino
@@ -132,8 +131,8 @@ def test_mounted_file_is_written_in_place(tmp_path: Path, monkeypatch: pytest.Mo
     assert path.stat().st_ino == before
 
 
-def test_a_link_to_a_mount_point_is_replaced(tmp_path: Path) -> None:
-    """``/proc`` is a mount point of each machine; a file that is one would be written through the link."""
+def test_symlink_to_a_mount_point_is_replaced(tmp_path: Path) -> None:
+    """A mounted file is written in place, but not if a symlink points to it. ``/proc`` is a mount point everywhere."""
     link = tmp_path / "state"
     link.symlink_to("/proc")
     files.write_atomic(link, b"new")
@@ -143,7 +142,7 @@ def test_a_link_to_a_mount_point_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "../outside", "below/../../outside"])
-def test_link_that_leaves_the_directory_is_not_followed(tmp_path: Path, target: str) -> None:
+def test_own_file_is_not_read_or_written_through_a_symlink_out_of_its_directory(tmp_path: Path, target: str) -> None:
     (tmp_path / "outside").write_bytes(b"outside")
     own = tmp_path / "own"
     (own / "below").mkdir(parents=True)
@@ -157,7 +156,8 @@ def test_link_that_leaves_the_directory_is_not_followed(tmp_path: Path, target: 
     assert (tmp_path / "outside").read_bytes() == b"outside"
 
 
-def test_link_to_a_file_in_memory_is_followed_once(tmp_path: Path) -> None:
+def test_own_file_is_read_through_a_symlink_to_memory_but_not_a_second_symlink(tmp_path: Path) -> None:
+    """The agent creates such a symlink for a file in memory, below the same directory."""
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/state").write_bytes(b"kept")
     (tmp_path / "state").symlink_to("memory/state")
@@ -173,7 +173,7 @@ def test_link_to_a_file_in_memory_is_followed_once(tmp_path: Path) -> None:
 
 
 def test_new_directory_has_the_given_mode_despite_the_umask(tmp_path: Path) -> None:
-    """Parents have the default mode. The last directory has the given one, also when the call is repeated."""
+    """Only the last directory gets this mode. Its parents have the default mode."""
     path = tmp_path / "a" / "b"
     before = os.umask(0o077)
     try:
@@ -185,8 +185,8 @@ def test_new_directory_has_the_given_mode_despite_the_umask(tmp_path: Path) -> N
     assert mode_of(path) == 0o750
 
 
-def test_directory_is_made_through_own_links(tmp_path: Path) -> None:
-    """The links may be relative or absolute. A file in the way is named in the error."""
+def test_directory_is_created_through_own_symlinks(tmp_path: Path) -> None:
+    """The symlinks may be relative or absolute. A file in place of a directory is an error."""
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "file").touch()
     (tmp_path / "relative").symlink_to("real/deep")
@@ -200,8 +200,10 @@ def test_directory_is_made_through_own_links(tmp_path: Path) -> None:
         files.make_dir(tmp_path / "file" / "x", 0o700)
 
 
-def test_directory_is_not_made_through_links_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vcap can write, a link could point anywhere."""
+def test_directory_is_not_created_through_symlinks_of_other_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a directory that vcap can write to, a symlink may point anywhere."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     monkeypatch.setattr(trusted_path, "trusted_users", lambda: {os.geteuid() + 1})
@@ -212,8 +214,8 @@ def test_directory_is_not_made_through_links_of_other_users(tmp_path: Path, monk
 
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
-def test_link_in_place_of_a_directory_is_rejected(tmp_path: Path) -> None:
-    """Its target keeps its mode."""
+def test_symlink_in_place_of_a_new_directory_is_rejected(tmp_path: Path) -> None:
+    """The mode of the symlink's target must not change."""
     victim = tmp_path / "victim"
     victim.mkdir(0o700)
     (tmp_path / "a").symlink_to(victim)
@@ -225,7 +227,7 @@ def test_link_in_place_of_a_directory_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_chown_sets_user_and_group(tmp_path: Path) -> None:
-    """Both files and directories are changed. Of a link, the link itself is changed."""
+    """For a symlink, the owner of the symlink itself is changed."""
     files.make_dir(tmp_path / "d", 0o700, "daemon:bin")
     files.write_atomic(tmp_path / "f", b"", owner="daemon:bin")
     (tmp_path / "l").symlink_to("f")
@@ -245,7 +247,7 @@ def test_chown_changes_only_what_differs(tmp_path: Path, owner: str, ids: tuple[
 
 @pytest.mark.root
 def test_chown_without_the_capability_keeps_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container without CAP_CHOWN the file is still written."""
+    """A container without CAP_CHOWN can still write files."""
     monkeypatch.setattr(capabilities, "privileges", lambda: SimpleNamespace(effective=frozenset()))
     files.can_chown.cache_clear()
     try:
@@ -257,13 +259,12 @@ def test_chown_without_the_capability_keeps_the_owner(tmp_path: Path, monkeypatc
 @pytest.mark.root
 @pytest.mark.parametrize(("owner", "what"), [("nobody-here:root", "user"), ("root:nobody-here", "group")])
 def test_chown_error_names_the_unknown_user_or_group(tmp_path: Path, owner: str, what: str) -> None:
-    """The text says which of the two is unknown."""
     with pytest.raises(HostError, match=f"cannot give .* to {owner}: there is no {what} nobody-here"):
         files.chown(tmp_path, owner)
 
 
 def test_ordinary_user_changes_no_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ordinary user's scratch tree works, whichever owner is requested."""
+    """An agent of an ordinary user works in its own directory, whatever owners are requested."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     files.chown(tmp_path, "nobody-here:nobody-here")
     files.make_dir(tmp_path / "a", 0o750, "root:vcap")
@@ -275,7 +276,7 @@ def test_ordinary_user_changes_no_owners(tmp_path: Path, monkeypatch: pytest.Mon
 # --- links, removal -------------------------------------------------------------------------------------------------
 
 
-def test_directory_link_is_swapped_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symlink_to_a_directory_is_swapped_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = tmp_path / "link"
     (tmp_path / "one").mkdir()
     files.swap_link(tmp_path / "one", link)
@@ -288,8 +289,8 @@ def test_directory_link_is_swapped_atomically(tmp_path: Path, monkeypatch: pytes
     assert link.readlink() == tmp_path / "two"
 
 
-def test_link_swap_replaces_a_real_directory(tmp_path: Path) -> None:
-    """An image may contain one."""
+def test_symlink_swap_replaces_a_real_directory(tmp_path: Path) -> None:
+    """An image may contain a directory in place of the symlink."""
     link = tmp_path / "link"
     (link / "below").mkdir(parents=True)
     files.swap_link(tmp_path, link)
@@ -297,7 +298,7 @@ def test_link_swap_replaces_a_real_directory(tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-def test_failed_link_swap_keeps_the_old_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_symlink_swap_keeps_the_old_symlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = tmp_path / "link"
     files.swap_link(tmp_path / "one", link)
 
@@ -312,8 +313,7 @@ def test_failed_link_swap_keeps_the_old_link(tmp_path: Path, monkeypatch: pytest
     assert names_in(tmp_path) == ["link"]
 
 
-def test_tree_removal_follows_no_links(tmp_path: Path) -> None:
-    """The target of a link in it stays."""
+def test_tree_removal_follows_no_symlinks(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "kept").touch()
@@ -329,7 +329,7 @@ def test_tree_removal_follows_no_links(tmp_path: Path) -> None:
 
 
 def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
-    """In less than a second, a job can nest thousands of directories, deeper than a path or the stack allows."""
+    """A job can quickly nest thousands of directories, deeper than the limits for paths and for recursion."""
     tree = tmp_path / "tree"
     tree.mkdir()
     here = os.open(tree, os.O_RDONLY)
@@ -347,7 +347,7 @@ def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
 
 
 def test_read_only_tree_is_removed() -> None:
-    """Module caches are read-only. Root can remove them, whereas an ordinary user has to change their mode first."""
+    """Module caches are read-only. Unlike root, an ordinary user must change the modes before removing them."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
         directories = [tree / "a/b/c", tree / "a/b", tree / "a", tree]
@@ -362,7 +362,7 @@ def test_read_only_tree_is_removed() -> None:
 
 
 def test_temporary_files_are_recognised_by_their_names(tmp_path: Path) -> None:
-    """The names of unfinished files identify them."""
+    """This allows the boot to remove the unfinished files of a killed agent."""
     path = tmp_path / "a"
     found = files.sibling(path)
 
@@ -373,7 +373,7 @@ def test_temporary_files_are_recognised_by_their_names(tmp_path: Path) -> None:
 
 
 def test_reading_a_directory_as_a_file_leaks_no_descriptor(tmp_path: Path) -> None:
-    """A settings path may be a directory, and is read twice a second."""
+    """The path of the settings may be a directory. It is read twice a second, so a leak would add up."""
     with pytest.raises(OSError, match="it is no regular file"):
         files.read(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Guarded opens, through which root accesses files that a job can influence."""
+"""Guarded opens, with which root accesses files in directories that jobs can write to."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-# --- below a directory ----------------------------------------------------------------------------------------------
+# --- beneath a directory---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Create a directory with a file two levels down, and beside the directory a secret to which links in it lead."""
+    """Return a directory with a file two levels down, and with symlinks that lead to a secret outside."""
     tree = tmp_path / "tree"
     (tree / "a" / "b").mkdir(parents=True)
     (tree / "a" / "b" / "file").write_bytes(b"inside")
@@ -51,19 +51,17 @@ def beneath(tree: Path, path: str, flags: int = os.O_RDONLY, mode: int = 0) -> b
 
 
 def test_guarded_open_opens_a_plain_path(tree: Path) -> None:
-    """A plain path works as it does with ``open``."""
     assert beneath(tree, "a/b/file") == b"inside"
     assert beneath(tree, "./a//b/./file") == b"inside"
 
 
-def test_guarded_open_creates_a_file_with_its_mode(tree: Path) -> None:
-    """This is the case with O_CREAT."""
+def test_guarded_open_creates_a_file_with_the_given_mode(tree: Path) -> None:
     beneath(tree, "a/new", os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
     assert mode_of(tree / "a" / "new") == 0o600
 
 
-def test_guarded_hold_does_not_open_the_file(tree: Path) -> None:
+def test_guarded_open_with_o_path_does_not_open_the_file(tree: Path) -> None:
     os.mkfifo(tree / "a" / "pipe")
     directory = os.open(tree, os.O_PATH | os.O_DIRECTORY)
     held = guarded.open_beneath(directory, "a/pipe", os.O_PATH)
@@ -75,7 +73,7 @@ def test_guarded_hold_does_not_open_the_file(tree: Path) -> None:
 
 
 def test_guarded_open_rejects_a_path_outside_its_root(tree: Path) -> None:
-    """The path's names decide this before anything is opened."""
+    """This is decided by comparing the paths, before anything is opened."""
     for path, root in ((tree / "a", tree / "a" / "b"), (tree / "secret", tree / "a"), (Path("a"), Path("/a"))):
         with pytest.raises(ValueError, match="is not below"), guarded.held(path, root):
             pass
@@ -99,8 +97,8 @@ def test_guarded_open_rejects_a_path_outside_its_root(tree: Path) -> None:
         "a/b/file\0",
     ],
 )
-def test_guarded_open_follows_no_link_and_no_parent(tree: Path, path: str, flags: int) -> None:
-    """This holds for the end of the path and for its directories."""
+def test_guarded_open_rejects_symlinks_and_parent_directories(tree: Path, path: str, flags: int) -> None:
+    """Neither the last part of the path nor its directories may be a symlink or ``..``."""
     with pytest.raises(HostError, match="cannot open"):
         beneath(tree, path, flags)
 
@@ -115,7 +113,7 @@ def test_guarded_open_follows_no_link_and_no_parent(tree: Path, path: str, flags
     ],
 )
 def test_guarded_open_error_has_the_errno(tree: Path, path: str, code: int) -> None:
-    """Callers skip a path that vanished, but not a link."""
+    """Callers ignore a path that has vanished, but not a symlink, so they need the errno."""
     with pytest.raises(HostError, match="cannot open") as caught:
         beneath(tree, path, os.O_RDONLY)
 
@@ -123,8 +121,8 @@ def test_guarded_open_error_has_the_errno(tree: Path, path: str, code: int) -> N
 
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
-def test_guarded_open_is_safe_against_swapped_directories(tree: Path) -> None:
-    """In some thousand attempts, either the inside file or none is opened."""
+def test_guarded_open_is_safe_while_a_directory_is_swapped_with_a_symlink(tree: Path) -> None:
+    """While a directory and a symlink are swapped, thousands of opens never reach the file outside."""
     (tree / "evil").symlink_to("..")
     (tree / "real").mkdir()
     (tree / "real" / "secret").write_bytes(b"inside")
@@ -148,7 +146,7 @@ def test_guarded_open_is_safe_against_swapped_directories(tree: Path) -> None:
 
 
 def test_guarded_error_escapes_file_names(tree: Path) -> None:
-    """Jobs choose names. Line ends, escapes and invalid UTF-8 in them must not reach a log or terminal."""
+    """Jobs choose file names, so line breaks, escape sequences and invalid UTF-8 must not reach a log or terminal."""
     name = os.fsdecode(b"x\n\x1b[2J\xff")
     with pytest.raises(HostError) as caught:
         beneath(tree, name)
@@ -156,11 +154,11 @@ def test_guarded_error_escapes_file_names(tree: Path) -> None:
     assert str(caught.value).isprintable()
 
 
-# --- by a whole path ------------------------------------------------------------------------------------------------
+# --- by an absolute path----------------------------------------------------------------------------------------------
 
 
-def test_guarded_read_follows_own_links(tree: Path) -> None:
-    """One of them is ``/var/vcap/sys``. Below a given root directory they are not followed."""
+def test_guarded_read_follows_own_symlinks(tree: Path) -> None:
+    """An example is ``/var/vcap/sys``. Symlinks below a given root directory are not followed."""
     assert guarded.read(tree / "dir-link" / "b" / "file", 100) == b"inside"
     assert guarded.read(tree / "up" / "secret", 100) == b"secret"
     with pytest.raises(OSError, match="cannot open file-link"):
@@ -169,7 +167,7 @@ def test_guarded_read_follows_own_links(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["absent", "a/absent/file", "a/b/file/x", "a/no\0name"])
-def test_guarded_read_rejects_a_dangling_path(tree: Path, path: str) -> None:
+def test_guarded_read_of_a_missing_or_invalid_path_fails(tree: Path, path: str) -> None:
     with pytest.raises((OSError, ValueError), match="absent|file|null"):
         guarded.read(tree / path, 100)
 
@@ -178,8 +176,10 @@ def status(mode: int, owner: int, links: int = 1) -> os.stat_result:
     return os.stat_result((mode, 1, 1, links, owner, 0, 0, 0, 0, 0))
 
 
-def test_guarded_read_counts_hard_links_below_a_root(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a root, the path is the agent's own."""
+def test_guarded_read_checks_hard_links_only_below_a_root_directory(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a root directory, the path belongs to the agent, so jobs cannot have created a hard link."""
     counted: list[int] = []
     monkeypatch.setattr(guarded, "refuse_second_name", lambda found: counted.append(found.st_ino))
     path = tree / "a" / "b" / "file"
@@ -199,7 +199,7 @@ def test_guarded_read_counts_hard_links_below_a_root(tree: Path, monkeypatch: py
     ],
 )
 def test_guarded_read_rejects_hard_linked_files_of_root(mode: int, owner: int, links: int, is_read: bool) -> None:
-    """A job can hard-link a file of root into its own directory. Its own files may have any number of links."""
+    """A job can hard-link a file of root into its own directory. Files of jobs may have any number of links."""
     with contextlib.nullcontext() if is_read else pytest.raises(OSError, match="second hard link"):
         guarded.refuse_second_name(status(mode, owner, links))
 
@@ -207,7 +207,7 @@ def test_guarded_read_rejects_hard_linked_files_of_root(mode: int, owner: int, l
 @pytest.mark.attack("a job has root open a FIFO or a device")
 @pytest.mark.parametrize("what", ["fifo", "socket", "device", "directory", "proc"])
 def test_guarded_read_rejects_irregular_files(tmp_path: Path, what: str) -> None:
-    """It fails at once, because a FIFO without a writer would block its reader forever."""
+    """The read fails at once. Opening a FIFO without a writer would block forever."""
     path = tmp_path / "thing"
     if what == "fifo":
         os.mkfifo(path)
@@ -228,9 +228,9 @@ def test_guarded_read_rejects_irregular_files(tmp_path: Path, what: str) -> None
         os.close(guarded.open_log(path, 0o600))
 
 
-def test_guarded_open_does_not_wait_for_a_lease(tmp_path: Path) -> None:
-    """Unless a flag prevents it, the kernel makes an open wait up to 45 seconds for the holder of a lease."""
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the signal that the holder of a lease gets
+def test_guarded_open_does_not_wait_for_a_file_lease(tmp_path: Path) -> None:
+    """Unless a flag prevents it, the kernel blocks an open for up to 45 seconds while another process has a lease."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel sends this signal to the process with the lease
     path = tmp_path / "x.log"
     path.write_bytes(b"text")
     with path.open("rb+") as owner:
@@ -242,8 +242,8 @@ def test_guarded_open_does_not_wait_for_a_lease(tmp_path: Path) -> None:
     signal.signal(signal.SIGIO, before)
 
 
-def test_guarded_read_is_bounded(tmp_path: Path) -> None:
-    """A sparse file of terabytes takes no longer than a short one."""
+def test_guarded_read_has_a_size_limit(tmp_path: Path) -> None:
+    """Reading a part of a sparse file of terabytes takes no longer than for a short file."""
     path = tmp_path / "huge"
     with path.open("wb") as file:
         file.truncate(1 << 42)
@@ -257,8 +257,8 @@ def test_guarded_read_is_bounded(tmp_path: Path) -> None:
     assert guarded.read(path, 1000) == guarded.tail(path, 2000) == b"x" * 1000
 
 
-def test_data_search_skips_holes(tmp_path: Path) -> None:
-    """After a certain number of data ranges the rest counts as a hole, because a job can create any number of them."""
+def test_data_search_skips_holes_in_sparse_files(tmp_path: Path) -> None:
+    """A job can create any number of data ranges, so the rest of the file counts as a hole after a limit."""
     path = tmp_path / "sparse"
     with path.open("wb") as file:
         for number in range(6):
@@ -270,14 +270,14 @@ def test_data_search_skips_holes(tmp_path: Path) -> None:
         assert [begin >> 20 for begin, _ in found] == list(range(6))
         assert list(guarded.segments(file.fileno(), 0, (5 << 20) + 1, 3)) == found[:3]
         assert list(guarded.segments(file.fileno(), 0, 0)) == []
-        # up to the beginning of the next range
+        # this range ends where the next data begins
         assert list(guarded.segments(file.fileno(), found[0][1], 1 << 20)) == []
         file.truncate(1 << 24)
-        assert list(guarded.segments(file.fileno(), 8 << 20, 1 << 24)) == []  # a hole up to the end
+        assert list(guarded.segments(file.fileno(), 8 << 20, 1 << 24)) == []  # a hole up to the end of the file
 
 
 def test_data_search_stops_at_the_requested_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log may grow meanwhile, and a copy of it may consist of any number of ranges."""
+    """A log may grow while it is read, and may consist of any number of data ranges."""
     (tmp_path / "log").write_bytes(b"x" * 100)
     looks = 0
     look = os.lseek
@@ -296,7 +296,7 @@ def test_data_search_stops_at_the_requested_end(tmp_path: Path, monkeypatch: pyt
 # --- appending ------------------------------------------------------------------------------------------------------
 
 
-def test_log_is_created_and_appended_to(tmp_path: Path) -> None:
+def test_guarded_log_is_created_and_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     for text in (b"a", b"b"):
         descriptor = guarded.open_log(path, 0o640)
@@ -308,7 +308,7 @@ def test_log_is_created_and_appended_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["link", "dangling link", "second name"])
-def test_append_follows_no_link(tmp_path: Path, what: str) -> None:
+def test_guarded_log_is_not_opened_through_a_symlink_or_second_hard_link(tmp_path: Path, what: str) -> None:
     victim, path = tmp_path / "victim", tmp_path / "x.log"
     if what != "dangling link":
         victim.write_bytes(b"")
@@ -321,7 +321,7 @@ def test_append_follows_no_link(tmp_path: Path, what: str) -> None:
 # --- directories ----------------------------------------------------------------------------------------------------
 
 
-def test_walk_finds_regular_files_without_following_links(tree: Path) -> None:
+def test_guarded_walk_finds_regular_files_without_following_symlinks(tree: Path) -> None:
     (tree / "c.log").touch()
     os.mkfifo(tree / "a" / "fifo")
     top = os.open(tree, os.O_PATH)
@@ -334,7 +334,7 @@ def test_walk_finds_regular_files_without_following_links(tree: Path) -> None:
         os.close(top)
 
 
-def test_directory_listing_is_bounded(tree: Path) -> None:
+def test_guarded_directory_listing_has_a_limit(tree: Path) -> None:
     top = os.open(tree, os.O_RDONLY)
     try:
         assert [len(guarded.names(top, limit)) for limit in (0, 1, 3, 100)] == [0, 1, 3, 5]
@@ -342,7 +342,7 @@ def test_directory_listing_is_bounded(tree: Path) -> None:
         os.close(top)
 
 
-def test_walk_stops_at_its_limit_and_reports_it(tmp_path: Path) -> None:
+def test_guarded_walk_stops_at_its_limit_and_reports_it(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number}").touch()
     top = os.open(tmp_path, os.O_PATH)
@@ -356,8 +356,8 @@ def test_walk_stops_at_its_limit_and_reports_it(tmp_path: Path) -> None:
     assert skipped == [""]
 
 
-def test_walk_returns_undecodable_names(tmp_path: Path) -> None:
-    """They are returned with surrogates, which ``os.fsencode`` converts back."""
+def test_guarded_walk_returns_undecodable_names(tmp_path: Path) -> None:
+    """The names contain surrogates, which ``os.fsencode`` converts back."""
     (tmp_path / os.fsdecode(b"\xff\n.log")).touch()
     top = os.open(tmp_path, os.O_PATH)
     try:
@@ -369,8 +369,8 @@ def test_walk_returns_undecodable_names(tmp_path: Path) -> None:
 # --- from the event loop --------------------------------------------------------------------------------------------
 
 
-async def test_hanging_call_ends_at_its_deadline_without_delaying_others() -> None:
-    """It costs one thread, no matter how often the call is repeated."""
+async def test_hanging_guarded_call_ends_at_its_timeout_without_delaying_others() -> None:
+    """A call that hangs repeatedly occupies a single thread."""
     gate = threading.Event()
     before = set(threading.enumerate())
     try:
@@ -384,10 +384,10 @@ async def test_hanging_call_ends_at_its_deadline_without_delaying_others() -> No
     assert await guarded.aside("evil", lambda: 7) == 7
 
 
-async def test_number_of_hanging_threads_is_bounded() -> None:
-    """A single job or many may cause them."""
+async def test_number_of_hanging_guarded_calls_is_bounded() -> None:
+    """The limit applies to all jobs together."""
     gate = threading.Event()
-    before = set(threading.enumerate())  # one of them may be about to end
+    before = set(threading.enumerate())  # one of these threads may be about to end
     try:
         calls = [guarded.aside(f"evil {number}", gate.wait, timeout=0.05) for number in range(2 * guarded.MAX_THREADS)]
         assert all(isinstance(each, OSError) for each in await asyncio.gather(*calls, return_exceptions=True))
@@ -402,7 +402,9 @@ async def test_errors_in_a_guarded_call_are_raised() -> None:
         await guarded.aside("x", lambda: guarded.status(Path("/absent")))
 
 
-async def test_call_without_a_free_thread_does_not_block_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_guarded_call_whose_thread_cannot_start_does_not_block_later_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refused(work: object, name: str) -> asyncio.Future[None]:
         answer = asyncio.get_running_loop().create_future()
         answer.set_exception(RuntimeError("can't start new thread"))

@@ -1,4 +1,4 @@
-"""Figures of the whole machine, parsed from kernel text."""
+"""CPU, memory and load of the whole machine, parsed from kernel text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SwapFree:         450 kB
 
 
 def test_cpu_times_are_parsed(tmp_path: Path) -> None:
-    """User includes nice. The total includes steal and excludes the guest figures."""
+    """User time includes nice.
+
+    The total includes steal but not guest time, which the kernel also counts as user time.
+    """
     (tmp_path / "stat").write_text(STAT)
     times = host_stats.cpu_times(tmp_path)
 
@@ -40,7 +43,6 @@ def test_used_memory_is_total_minus_available(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "cpu 1 2", "cpu a b c d e", "cpu -1 0 0 0 0 0 0 0 0 0", "cpu ² 1 1 1 1"])
 def test_invalid_cpu_times_are_rejected(tmp_path: Path, text: str) -> None:
-    """Text that the kernel would not write is an error."""
     (tmp_path / "stat").write_text(text)
 
     with pytest.raises(ValueError, match=r"^.+$"):
@@ -51,7 +53,6 @@ def test_invalid_cpu_times_are_rejected(tmp_path: Path, text: str) -> None:
     "text", ["", "MemFree: 1 kB", "MemTotal: much kB", "MemTotal: -5 kB", MEMINFO.replace("   500 kB", "-500 kB")]
 )
 def test_invalid_meminfo_is_rejected(tmp_path: Path, text: str) -> None:
-    """Text that the kernel would not write is an error."""
     (tmp_path / "meminfo").write_text(text)
 
     with pytest.raises(ValueError, match=r"^.+$"):
@@ -59,7 +60,7 @@ def test_invalid_meminfo_is_rejected(tmp_path: Path, text: str) -> None:
 
 
 def test_load_averages_are_parsed(tmp_path: Path) -> None:
-    """The three averages come before other figures."""
+    """The file contains other figures after the three averages."""
     (tmp_path / "loadavg").write_text("0.39 12.51 0.00 2/345 6789\n")
 
     assert host_stats.load(tmp_path) == (0.39, 12.51, 0.0)
@@ -67,15 +68,14 @@ def test_load_averages_are_parsed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "0.1 0.2", "nan nan nan", "0.1 -0.2 0.3", "1 2 inf"])
 def test_invalid_load_averages_are_rejected(tmp_path: Path, text: str) -> None:
-    """Text that the kernel would not write is an error, never a number."""
     (tmp_path / "loadavg").write_text(text)
 
     with pytest.raises(ValueError, match=r"^.+$"):
         host_stats.load(tmp_path)
 
 
-def test_figures_of_this_machine_can_be_read() -> None:
-    """The kernel of this machine writes figures that are read."""
+def test_cpu_memory_and_load_of_this_machine_can_be_read() -> None:
+    """The real files of this machine's kernel are parsed."""
     times, memory = host_stats.cpu_times(), host_stats.memory()
 
     assert 0 < times.user + times.system + times.wait <= times.total

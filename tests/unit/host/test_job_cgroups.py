@@ -1,4 +1,4 @@
-"""Cgroups for single processes, in version 2. Those of version 1 are made for real by the tests that need root."""
+"""Cgroups for single processes, in version 2. Tests that need root cover version 1 with real cgroups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agent_shim.host import cgroups, job_cgroups, proc
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Our cgroup, which hands down what it is asked to."""
+    """Simulate a cgroup of the agent that delegates controllers."""
     for directory in (tmp_path, tmp_path / "agent_shim"):
         directory.mkdir(exist_ok=True)
         (directory / "cgroup.subtree_control").write_text("cpu memory" if directory == tmp_path else "")
@@ -22,7 +22,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_job_cgroup_sets_limits_on_cgroup_v2(own: Path) -> None:
-    """One directory has both limits. There is no swap, and all processes are killed when memory runs out."""
+    """Both limits are set in a single directory.
+
+    Swap is disabled, and an OOM kill ends all processes of the job cgroup.
+    """
     joined = job_cgroups.JobCgroup("a/b").make(memory=1 << 20, processes=7)
 
     group = own / "agent_shim/a%2fb"
@@ -34,7 +37,7 @@ def test_job_cgroup_sets_limits_on_cgroup_v2(own: Path) -> None:
 
 
 def test_job_cgroup_members_include_nested_cgroups(own: Path) -> None:
-    """A job may create cgroups below its own."""
+    """A job may create nested cgroups in its own cgroup."""
     job_cgroups.JobCgroup("a/b@/c").make(memory=1 << 20)
     below = own / "agent_shim/a%2fb@%2fc/theirs"
     below.mkdir()
@@ -54,7 +57,7 @@ def test_job_cgroup_members_include_nested_cgroups(own: Path) -> None:
         ("/", False),
     ],
 )
-def test_processes_in_cgroups_of_an_agent_without_keepers_are_found(
+def test_processes_in_job_cgroups_of_an_earlier_agent_without_keepers_are_found(
     monkeypatch: pytest.MonkeyPatch, path: str, is_in: bool
 ) -> None:
     monkeypatch.setattr(proc, "groups", lambda pid: {"pids": path} if pid == os.getpid() else {})
@@ -65,7 +68,7 @@ def test_processes_in_cgroups_of_an_agent_without_keepers_are_found(
 
 
 def test_job_cgroup_limits_are_independent(own: Path) -> None:
-    """A process limit does not affect memory and swap, and only a memory limit counts kills."""
+    """A process limit sets no memory limit, and OOM kills are counted only with a memory limit."""
     memory, processes = job_cgroups.JobCgroup("m"), job_cgroups.JobCgroup("p")
     memory.make(memory=1 << 20)
     processes.make(processes=7)
@@ -89,7 +92,6 @@ def test_job_cgroup_memory_is_read_from_the_memory_controller_only(own: Path, mo
 
 
 def test_job_cgroup_reports_kills_and_peak_memory(own: Path) -> None:
-    """The values are the number of kills and the highest use."""
     cage = job_cgroups.JobCgroup("a")
     assert cage.memory() is None
     cage.make(memory=1 << 20, processes=None)
@@ -102,7 +104,10 @@ def test_job_cgroup_reports_kills_and_peak_memory(own: Path) -> None:
 def test_cgroup_controller_that_cannot_be_delegated_is_not_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel refuses if processes are in the agent's cgroup. The attempt leaves nothing behind."""
+    """The kernel refuses to delegate a controller while processes are in the agent's cgroup.
+
+    No directory must be left.
+    """
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(job_cgroups, "hierarchies", lambda: (("memory", hierarchy),))
     (tmp_path / "cgroup.subtree_control").mkdir()  # cannot be written
@@ -112,10 +117,10 @@ def test_cgroup_controller_that_cannot_be_delegated_is_not_offered(
 
 
 @pytest.mark.parametrize(("version", "marked", "beside"), [(2, True, True), (2, False, False), (1, True, False)])
-def test_job_cgroups_are_created_beside_the_agent_if_delegated(
+def test_job_cgroups_are_created_next_to_the_agents_cgroup_if_delegated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, marked: bool, beside: bool
 ) -> None:
-    """systemd marks the cgroups that a unit may divide. A group without the mark is left unchanged."""
+    """systemd marks a cgroup in which a unit may create others. A cgroup without the mark is left unchanged."""
 
     def mark(path: Path, name: str) -> bytes:
         if path == tmp_path and marked and name == "user.delegate":

@@ -1,4 +1,4 @@
-"""The mount table, as text and as the kernel gives it."""
+"""The mount table: parsing, and the mount that is visible at a path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def table() -> list[mounts.Mount]:
 
 
 def test_mount_fields_are_parsed(table: list[mounts.Mount]) -> None:
-    """Optional tags before the dash do not shift what follows. Escapes are undone."""
+    """The number of optional tags before the dash varies. Escapes are decoded."""
     vol = table[2]
 
     assert (vol.device, vol.root, vol.point, vol.kind, vol.source) == (
@@ -54,7 +54,7 @@ def test_mount_fields_are_parsed(table: list[mounts.Mount]) -> None:
     ],
 )
 def test_mount_of_a_path_is_the_visible_one(path: str, source: str, table: list[mounts.Mount]) -> None:
-    """Neither table order nor depth decides: a mount that was covered later is not visible."""
+    """A mount that was covered by a later one is not visible, regardless of its depth and its position in the table."""
     mount = mounts.mount_of(Path(path), table)
 
     assert mount is not None
@@ -67,7 +67,7 @@ def test_mount_of_a_path_is_the_visible_one(path: str, source: str, table: list[
      ("virtiofs", False), ("ceph", False), ("of a later kernel", False)],
 )  # fmt: skip
 def test_network_file_system_is_not_local(monkeypatch: pytest.MonkeyPatch, kind: str, is_local: bool) -> None:
-    """One of an unknown kind may be of that sort."""
+    """An unknown file system may be a network file system, so it is not local either."""
     table = mounts.parse(TABLE.replace(b"xfs", kind.replace(" ", r"\040").encode()))
     monkeypatch.setattr(mounts, "mounts", lambda: table)
 
@@ -75,14 +75,13 @@ def test_network_file_system_is_not_local(monkeypatch: pytest.MonkeyPatch, kind:
 
 
 def test_path_without_a_mount_is_not_local(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This happens in a namespace whose root cannot be reached."""
+    """A namespace whose root is not reachable has no mount for a path."""
     monkeypatch.setattr(mounts, "mounts", list)
 
     assert not mounts.is_local(Path("/vol"))
 
 
 def test_invalid_mount_lines_are_skipped() -> None:
-    """They are incomplete, lack the dash, or have text instead of numbers."""
     lines = (
         b"",
         b"27 1 254:0 / /",
@@ -101,14 +100,14 @@ def test_additional_mount_fields_are_ignored() -> None:
     assert mount.features == {"rw", "discard"}
 
 
-def test_mount_escape_is_one_byte() -> None:
+def test_mount_escape_is_decoded_to_a_single_byte() -> None:
     (mount,) = mounts.parse(rb"27 1 254:0 / /a\777 rw - ext4 /dev/vda rw")
 
     assert os.fsencode(mount.point) == b"/a\xff"
 
 
 def test_mount_that_is_its_own_parent_is_the_root() -> None:
-    """The kernel shows the first mount of a container that way."""
+    """The kernel shows the first mount of a container as its own parent."""
     table = mounts.parse(b"27 27 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:5 / /a rw - tmpfs a rw")
 
     assert [mounts.mount_of(Path(path), table) for path in ("/etc", "/a/b")] == table
@@ -116,13 +115,12 @@ def test_mount_that_is_its_own_parent_is_the_root() -> None:
 
 @given(st.binary())
 def test_any_mount_table_can_be_parsed(garbage: bytes) -> None:
-    """Reading never fails, whatever the file holds."""
     mounts.parse(garbage)
 
 
 @given(st.binary(min_size=1).filter(lambda name: name != b"." and not {0, ord("/")} & set(name)))
 def test_mount_point_escapes_are_decoded(name: bytes) -> None:
-    """Every name comes back as it was, also one that is no UTF-8 or holds a carriage return."""
+    """The name may contain carriage returns and bytes that are not UTF-8."""
     escaped = b"".join(rb"\%03o" % byte if byte in b" \t\n\\#" else bytes([byte]) for byte in name)
 
     (mount,) = mounts.parse(b"5 4 0:1 / /" + escaped + b" rw - tmpfs none rw\n")
@@ -131,7 +129,7 @@ def test_mount_point_escapes_are_decoded(name: bytes) -> None:
 
 
 def test_mount_table_of_this_machine_contains_proc() -> None:
-    """The kernel of this machine writes what we read."""
+    """The real mount table can be parsed."""
     mount = mounts.mount_of(Path("/proc/self/status"))
 
     assert mount is not None
@@ -141,7 +139,7 @@ def test_mount_table_of_this_machine_contains_proc() -> None:
 
 
 def test_mount_point_needs_an_exact_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the beginning of a name nor a covered mount counts."""
+    """Neither the prefix of a mount point's name nor a mount point under a later mount counts."""
     table = tmp_path / "mountinfo"
     table.write_text(f"5 4 0:1 / / rw - ext4 disk rw\n6 5 0:2 / {tmp_path}/ab rw - tmpfs none rw\n")
     monkeypatch.setattr(mounts, "MOUNTINFO", table)
@@ -156,7 +154,7 @@ def test_mount_point_needs_an_exact_match(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_failed_unmount_error_names_the_target(tmp_path: Path) -> None:
-    """The errno of the kernel is kept beside the text."""
+    """The error also contains the kernel's errno."""
     with pytest.raises(OSError, match=f"^cannot unmount {tmp_path}: ") as failed:
         mounts.unmount(tmp_path)
 

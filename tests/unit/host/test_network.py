@@ -1,4 +1,4 @@
-"""Which address an instance has, and who listens there, read from the kernel's tables."""
+"""Addresses, routes and listening sockets, as read from the kernel's tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ CHEAPER = "eth1\t00000000\tFE01A8C0\t0003\t0\t0\t20\t00000000\t0\t0\t0\n"
     ],
 )
 def test_default_route_with_the_lowest_metric_wins(text: str, route: tuple[str, str] | None) -> None:
-    """The default route with the lowest metric counts. A machine without one has none."""
     assert network.parse_route(text) == route
 
 
@@ -53,12 +52,12 @@ TCP = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrns
     ],
 )
 def test_listening_sockets_are_parsed(line: str, ports: dict[int, set[int]]) -> None:
-    """Only those that others can reach count, and no connections."""
+    """Connections and sockets that only this machine can reach are left out."""
     assert network.parse_listeners((TCP + line).splitlines()) == ports
 
 
 def test_socket_table_is_read_up_to_the_last_listener() -> None:
-    """The kernel lists listeners first. A job can have a million connections."""
+    """The kernel lists listeners first, so a million connections of a job need not be read."""
     connection = "   0: 00000000:0016 0500000A:9C40 01 00000000:00000000 00:00000000 00000000     0        0 1 1\n"
     lines = iter([TCP, *[connection] * 3])
 
@@ -67,8 +66,7 @@ def test_socket_table_is_read_up_to_the_last_listener() -> None:
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")])
-def test_listening_socket_is_found(family: socket.AddressFamily, address: str) -> None:
-    """It is found from the moment it listens until it is closed."""
+def test_listening_socket_is_found_until_it_is_closed(family: socket.AddressFamily, address: str) -> None:
     with socket.socket(family) as listener:
         listener.bind((address, 0))
         port = listener.getsockname()[1]
@@ -80,7 +78,7 @@ def test_listening_socket_is_found(family: socket.AddressFamily, address: str) -
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1", "::1", "fe80::1%eth0", "fe80::1%br-a.1", "::ffff:10.0.0.1"])
-def test_addresses_are_parsed_with_and_without_scope(text: str) -> None:
+def test_addresses_with_and_without_scope_are_valid(text: str) -> None:
     assert network.is_address(text)
 
 

@@ -1,4 +1,4 @@
-"""Readings of processes."""
+"""Information about processes from ``/proc``."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ LINE = (
 
 @pytest.mark.parametrize("name", ["(cat)", "(a b)", "(a) S 1 (b)", "()", "(tmux: server)", "())"])
 def test_process_name_does_not_shift_the_stat_fields(name: str) -> None:
-    """A process may have any name."""
+    """A process may have any name, including one with blanks and parentheses."""
     stat = proc.parse((LINE % f"41 {name}").encode())
 
     assert stat == proc.Stat(41, "S", 7, 41, 40, 33, 98765, 250 * proc.PAGE_KB, threads=1, reaped_ticks=77)
 
 
 @pytest.mark.parametrize(("state", "is_alive"), [("R", True), ("S", True), ("D", True), ("T", True), ("Z", False)])
-def test_zombie_is_dead(state: str, is_alive: bool) -> None:
-    """It only waits to be reaped."""
+def test_zombie_does_not_count_as_alive(state: str, is_alive: bool) -> None:
     assert proc.Stat(1, state, 0, 1, 1, 0, 0, 0).is_alive is is_alive
 
 
 def test_process_table_agrees_with_a_single_read() -> None:
-    """The table and a single look agree."""
     own = proc.stat(os.getpid())
 
     assert own is not None
@@ -46,7 +44,7 @@ def test_process_table_agrees_with_a_single_read() -> None:
 
 
 def test_missing_process_is_none_without_an_error() -> None:
-    """A number without a process is no error, and its attributes are empty."""
+    """A pid without a process has empty attributes."""
     beyond = 2**22 + 1
 
     assert proc.stat(beyond) is None
@@ -56,12 +54,12 @@ def test_missing_process_is_none_without_an_error() -> None:
 
 
 def test_command_line_is_joined_by_blanks() -> None:
-    """monit matches it that way."""
+    """This is the form that monit matches."""
     assert proc.command_line(os.getpid()) == " ".join(sys.orig_argv)
 
 
 def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.LogCaptureFixture) -> None:
-    """They would otherwise look exited."""
+    """If they could not be read, running processes would count as exited."""
     proc.tell_shortage.cache_clear()
     before = proc.stat(os.getpid())
     with descriptors.none_free():
@@ -87,20 +85,20 @@ def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.
     ],
 )
 def test_descendants_of_a_process_are_found(parents: Mapping[int, int], roots: list[int], found: set[int]) -> None:
-    """Children, grandchildren and so on are included. A cycle, which reused numbers can cause, ends."""
+    """The search includes all generations, and ends even if reused pids cause a cycle."""
     processes = {pid: proc.Stat(pid, "S", parent, 0, 0, 0, 0, 0) for pid, parent in parents.items()}
 
     assert proc.descent(proc.children(processes), roots) == found
 
 
 def test_incarnation_is_stable_for_the_lifetime_of_the_container() -> None:
-    """It is the same for every query, and not empty on Linux."""
+    """The incarnation is not empty on Linux."""
     assert proc.incarnation() == proc.incarnation()
     assert proc.incarnation().startswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/")
 
 
-def test_container_with_a_reused_namespace_number_is_a_different_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel reuses free numbers. The first processes of the two have different ages."""
+def test_incarnation_differs_in_a_container_with_a_reused_namespace_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reuses the numbers of namespaces, but their first processes have different start times."""
     first = proc.stat(os.getpid())
     assert first is not None
     before = proc.incarnation()
@@ -117,7 +115,7 @@ def test_small_process_table_is_complete_or_none() -> None:
     assert proc.small_table(len(found) // 2) is None
 
 
-def test_only_mapped_files_count_as_mapped() -> None:
+def test_memory_map_lists_only_files() -> None:
     maps = b"""00400000-00452000 r-xp 00000000 08:02 173521 /usr/bin/a b
 00e03000-00e24000 rw-p 00000000 00:00 0 [heap]
 35b1800000-35b1820000 r-xp 00000000 08:02 135522
@@ -132,16 +130,18 @@ def test_only_mapped_files_count_as_mapped() -> None:
     ("line", "is_alive"),
     [(LINE.replace(" S ", " Z ", 1), False), (LINE.replace(" S ", " Z ", 1).replace(" 20 0 1 ", " 20 0 2 "), True)],
 )
-def test_process_without_its_main_thread_lives_while_others_do(line: str, is_alive: bool) -> None:
+def test_process_whose_main_thread_has_ended_is_alive_while_other_threads_run(line: str, is_alive: bool) -> None:
     assert proc.parse((line % "41 (a)").encode()).is_alive is is_alive
 
 
 def test_open_files_are_counted_on_kernels_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Linux 6.2 the directory has no size."""
+    """Before Linux 6.2, the size of ``/proc/PID/fd`` is zero, so its entries are counted."""
     scandir, descriptors = os.scandir, len(list(Path("/proc/self/fd").iterdir())) - 1
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", lambda _: SimpleNamespace(st_size=0))
-        patched.setattr(os, "scandir", lambda path: [*scandir(path)][:-1])  # without the one of the listing
+        patched.setattr(
+            os, "scandir", lambda path: [*scandir(path)][:-1]
+        )  # without the descriptor of the listing itself
         found = proc.open_files(os.getpid())
 
     assert found == descriptors
@@ -152,7 +152,7 @@ def test_mapped_file_is_in_use_after_it_was_closed(tmp_path: Path) -> None:
     path.write_bytes(b"x")
     with path.open("rb") as file:
         kept = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ)
-    # A mapping of Python's has a descriptor of its own.
+    # Python's mmap object also keeps a descriptor, so the result contains more than the mapping.
     found = proc.uses([os.getpid()], lambda wanted: wanted == str(path), {tmp_path.stat().st_dev})
     kept.close()
 
@@ -166,7 +166,7 @@ def test_cgroup_path_may_contain_colons_and_carriage_returns() -> None:
 
 
 def test_processes_that_are_read_slowly_are_all_read() -> None:
-    """On a busy machine hundreds of processes take longer than the timeout for one."""
+    """On a busy machine, reading hundreds of processes takes longer than the timeout for one of them."""
 
     def work(pid: int) -> int:
         time.sleep(1.2 * proc.READ_TIMEOUT_S / 20)
@@ -176,14 +176,14 @@ def test_processes_that_are_read_slowly_are_all_read() -> None:
 
 
 def test_hanging_proc_reader_does_not_delay_exit() -> None:
-    """Only a daemon thread is not waited for."""
+    """At exit, the interpreter does not wait for daemon threads."""
     found = proc.of_each([1], lambda _: threading.current_thread().daemon)
 
     assert found == {1: True}
 
 
 def test_number_of_reported_files_in_use_is_bounded(tmp_path: Path) -> None:
-    """A job may have a million descriptors on its disk."""
+    """A job may have a million open files on its disk."""
     with contextlib.ExitStack() as opened:
         for number in range(100):
             opened.enter_context((tmp_path / str(number)).open("w"))
@@ -193,8 +193,8 @@ def test_number_of_reported_files_in_use_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parent", [40, 41])
-def test_process_with_a_hidden_parent_is_below_none(monkeypatch: pytest.MonkeyPatch, parent: int) -> None:
-    """With the mount option ``hidepid`` the kernel shows an agent without root no process of another user."""
+def test_process_with_a_hidden_parent_has_no_ancestor(monkeypatch: pytest.MonkeyPatch, parent: int) -> None:
+    """With the mount option ``hidepid``, an agent without root cannot see the processes of other users."""
     shown = {50: proc.Stat(50, "S", parent, 50, 50, 0, 9, 0), 41: proc.Stat(41, "S", 40, 41, 41, 0, 8, 0)}
     monkeypatch.setattr(proc, "stat", shown.get)
 

@@ -1,4 +1,4 @@
-"""Process groups and handles, from given process tables. ``integration/test_process.py`` runs programs."""
+"""Process groups and handles, with simulated process tables. ``integration/test_process.py`` runs programs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from agent_shim.host import proc, process
 from agent_shim.host.process import Process
 
 LEADER = proc.Stat(4_000_010, "S", 1, 4_000_010, 10, 0, 1000, 0)
-"""Its number is above all that a kernel gives."""
+"""Its pid is above the limit of every kernel, so it cannot be that of a real process."""
 
 
 @pytest.fixture
 async def leader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
-    """Return a running leader that is only known by its pid and start time."""
+    """A running group leader that is identified only by its pid and start time, without a pidfd."""
     monkeypatch.setattr(proc, "stat", lambda pid: LEADER if pid == LEADER.pid else None)
     made = Process(LEADER, None, leads=True)
     yield made
@@ -31,7 +31,7 @@ def member(pid: int, start: int, state: str = "S", group: int = LEADER.pid) -> p
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the receivers of signals, by kind and pid."""
+    """Return a list that records the receivers of signals as kind and pid."""
     found: list[str] = []
     monkeypatch.setattr(process, "send", lambda identity, _: found.append(f"process {identity[0]}"))
     monkeypatch.setattr(os, "killpg", lambda group, _: found.append(f"group {group}"))
@@ -39,10 +39,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(("leads", "receiver"), [(True, f"group {LEADER.pid}"), (False, f"process {LEADER.pid}")])
-async def test_group_of_a_living_leader_is_signalled_at_once(
+async def test_group_is_signalled_only_by_its_leader(
     leader: Process, sent: list[str], leads: bool, receiver: str
 ) -> None:
-    """If a process does not lead its group, only the process itself is signalled."""
+    """A process that does not lead its group is signalled alone."""
     one = Process(LEADER, None, leads=leads)
     one.send_group(signal.SIGTERM)
     one.release()
@@ -53,7 +53,7 @@ async def test_group_of_a_living_leader_is_signalled_at_once(
 async def test_process_without_a_pidfd_is_identified_by_its_start_time(
     leader: Process, monkeypatch: pytest.MonkeyPatch, start: int, is_alive: bool
 ) -> None:
-    """Another process with its number gets no signal."""
+    """Another process that has got the same pid must not be signalled."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(proc, "stat", lambda pid: member(pid, start))
 
@@ -69,7 +69,7 @@ async def test_process_without_a_pidfd_is_identified_by_its_start_time(
 
 
 def test_adopting_a_process_with_another_start_time_leaks_no_descriptor() -> None:
-    """The pid in an old file is checked repeatedly."""
+    """The fixture in conftest.py finds a leak. The agent checks the pid in an outdated pidfile again and again."""
     us = proc.stat(os.getpid())
     assert us is not None
     assert process.adopt(us.pid, us.start_ticks + 1) is None
@@ -77,7 +77,7 @@ def test_adopting_a_process_with_another_start_time_leaks_no_descriptor() -> Non
 
 
 def test_core_limit_of_an_ordinary_user_without_core_files_stays_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hard limit is below the one that a pipe respects."""
+    """The limit that would also disable core dumps to a pipe is above the hard limit of this user."""
     limits = [(0, 0)]
 
     def setrlimit(_: int, wanted: tuple[int, int]) -> None:

@@ -38,7 +38,7 @@ def test_systemd_is_notified_of_start_and_stop(systemd: socket.socket) -> None:
     assert heard(systemd) == ["READY=1", "STOPPING=1"]
 
 
-def test_systemd_watchdog_is_fed_three_times_per_period(systemd: socket.socket) -> None:
+def test_systemd_watchdog_is_notified_three_times_per_period(systemd: socket.socket) -> None:
     notifier = Notifier(systemd.getsockname(), 30.0)
     notifier.beat()
 
@@ -46,7 +46,7 @@ def test_systemd_watchdog_is_fed_three_times_per_period(systemd: socket.socket) 
     assert heard(systemd) == ["WATCHDOG=1"]
 
 
-def test_systemd_watchdog_is_not_fed_unless_requested(systemd: socket.socket) -> None:
+def test_systemd_watchdog_is_not_notified_unless_requested(systemd: socket.socket) -> None:
     notifier = Notifier(systemd.getsockname())
     notifier.beat()
 
@@ -89,7 +89,7 @@ def test_systemd_variables_are_removed_from_the_environment(given: dict[str, str
 def test_notifying_an_unresponsive_systemd_does_not_block(
     systemd: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The watchdog's thread sends beats, and must still be able to end a blocked agent."""
+    """The watchdog thread sends notifications, but must still be able to end a blocked agent."""
     notifier = Notifier(systemd.getsockname())
     for _ in range(10_000):
         if caplog.records:

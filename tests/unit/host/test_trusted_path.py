@@ -1,6 +1,6 @@
-"""Symlinks on the way to a file.
+"""Symlinks in the path of a file.
 
-``test_files.py`` creates directories, ``root/test_attacks.py`` has links of real users.
+``test_files.py`` creates directories, and ``root/test_attacks.py`` tests symlinks of real users.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def status(mode: int, owner: int) -> os.stat_result:
         (1000, 1000, 1000, 0o775, True),
     ],
 )
-def test_trusted_path_follows_links_of_root_and_our_own(
+def test_trusted_path_follows_symlinks_of_root_and_of_its_own_user(
     monkeypatch: pytest.MonkeyPatch, us: int, owner: int, of_directory: int, mode: int, is_followed: bool
 ) -> None:
-    """Links of root are followed only in directories where no other user can have moved them."""
+    """A symlink of root is followed only if no other user can have moved it to its directory."""
     monkeypatch.setattr(os, "geteuid", lambda: us)
     monkeypatch.setattr(user_namespace, "is_inside", lambda: False)
     link, directory = status(stat.S_IFLNK | 0o777, owner), status(stat.S_IFDIR | mode, of_directory)
@@ -51,16 +51,16 @@ def test_trusted_path_follows_links_of_root_and_our_own(
         trusted_path.refuse_link("x", link, directory)
 
 
-def test_trusted_path_follows_links_of_outside_users_in_a_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a user namespace, the machine's root user is one of them."""
+def test_trusted_path_follows_symlinks_of_outside_users_in_a_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's root user is such an outside user."""
     monkeypatch.setattr(user_namespace, "overflow_user", lambda: 65534)
     for is_inside, more in ((False, set()), (True, {65534})):
         monkeypatch.setattr(user_namespace, "is_inside", lambda is_inside=is_inside: is_inside)
         assert trusted_path.trusted_users() == {0, os.geteuid()} | more
 
 
-def test_trusted_path_limits_links_as_the_kernel_does(tmp_path: Path) -> None:
-    """Links may be relative or absolute. The error names the path."""
+def test_trusted_path_limits_symlinks_as_the_kernel_does(tmp_path: Path) -> None:
+    """The limit is 40, for relative and absolute symlinks together. The error names the path."""
     (tmp_path / "0").mkdir()
     for number in range(41):
         (tmp_path / str(number + 1)).symlink_to(str(number) if number % 2 else tmp_path / str(number))
@@ -71,8 +71,8 @@ def test_trusted_path_limits_links_as_the_kernel_does(tmp_path: Path) -> None:
         assert caught.value.filename == str(tmp_path / "41" / "..")
 
 
-def test_trusted_path_reports_an_unopenable_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A descriptor that is closed twice may already belong to another thread."""
+def test_trusted_path_reports_a_root_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure must not close a descriptor twice, because its number may already belong to another thread."""
     (tmp_path / "link").symlink_to("/etc")
     opened = os.open
 
@@ -87,7 +87,7 @@ def test_trusted_path_reports_an_unopenable_start(tmp_path: Path, monkeypatch: p
             trusted_path.hold(tmp_path / "link")
 
 
-def test_trusted_path_starts_from_a_held_directory() -> None:
+def test_trusted_path_may_start_from_an_open_descriptor() -> None:
     assert trusted_path.start("/proc/self/fd/7/a/b") == ("/proc/self/fd/7", deque(["a", "b"]))
     assert trusted_path.start("/proc/self/fd/x/a") == ("/", deque(["proc", "self", "fd", "x", "a"]))
     assert trusted_path.start("/a/./b/") == ("/", deque(["a", "b"]))

@@ -1,4 +1,4 @@
-"""Maps of user ids, as kernels write them."""
+"""Detection of user namespaces from the kernel's map of user ids."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_overflow_user_of_this_kernel_is_read() -> None:
     assert user_namespace.overflow_user() > 0
 
 
-def test_kernel_without_user_namespaces_is_not_inside_one(tmp_path: Path) -> None:
-    """The file with the mapping does not exist there."""
+def test_process_is_in_no_user_namespace_if_the_kernel_has_none(tmp_path: Path) -> None:
+    """Such a kernel has no ``uid_map`` file."""
     assert not user_namespace.is_inside(str(tmp_path / "uid_map"))

@@ -1,4 +1,4 @@
-"""Reports and timer of the watchdog. ``integration/test_watchdog.py`` runs agents whose loop is blocked."""
+"""Reports and timer of the watchdog. ``integration/test_watchdog.py`` runs agents with a blocked event loop."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def without_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def block_until(holds: Callable[[], object]) -> None:
-    """Wait like ``until``, but without giving the event loop a turn."""
+    """Wait like ``until``, but block the event loop."""
     give_up_at = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < give_up_at
         time.sleep(0.002)
 
 
-async def test_blocked_loop_report_names_the_code_location(caplog: pytest.LogCaptureFixture) -> None:
+async def test_watchdog_report_names_the_file_and_code_that_block_the_loop(caplog: pytest.LogCaptureFixture) -> None:
     with watching(lambda: None, PERIOD_S), reading("web", "its pidfile"):
         with reading("web", "its log"):
             pass
@@ -53,8 +53,10 @@ async def test_blocked_loop_report_names_the_code_location(caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("period", [PERIOD_S, 0.0, 3600.0])
-async def test_report_of_an_idle_blocked_loop_names_no_file(caplog: pytest.LogCaptureFixture, period: float) -> None:
-    """This holds with and without an outer watchdog, whatever its period."""
+async def test_watchdog_report_names_no_file_if_none_is_being_read(
+    caplog: pytest.LogCaptureFixture, period: float
+) -> None:
+    """The outer watchdog of systemd may be absent or have any period."""
     with reading("web", "its pidfile"):
         pass
     with watching(lambda: None, period):
@@ -63,18 +65,18 @@ async def test_report_of_an_idle_blocked_loop_names_no_file(caplog: pytest.LogCa
     assert caplog.records[0].getMessage().startswith("the event loop is blocked: ")
 
 
-async def test_running_loop_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+async def test_watchdog_does_not_report_a_running_loop(caplog: pytest.LogCaptureFixture) -> None:
     fed: list[float] = []
     with watching(lambda: fed.append(time.monotonic()), PERIOD_S):
         await until(lambda: len(fed) > 20)
 
     assert caplog.records == []
-    # A thread without a pause would use a whole processor.
+    # The thread pauses between beats. Without pauses, it would use a whole CPU.
     assert fed[20] - fed[0] > 10 * PERIOD_S
 
 
-async def test_watchdog_is_fed_while_the_loop_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise systemd would end the agent without its report."""
+async def test_systemd_is_notified_while_the_loop_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise systemd would end the agent before the watchdog can report the reason."""
     fed: list[None] = []
     with watching(lambda: fed.append(None), PERIOD_S):
         block_until(lambda: caplog.records)
@@ -96,7 +98,7 @@ async def test_watchdog_timer_is_rearmed_until_the_watch_ends() -> None:
 async def test_watchdog_timer_is_cancelled_with_the_watch(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop may run again and end its watch before the thread has seen a beat."""
+    """The loop may recover and end its watch before the watchdog thread has noticed the recovery."""
     called_off: list[None] = []
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: called_off.append(None))
     with watching(lambda: None, PERIOD_S):
