@@ -1,4 +1,4 @@
-"""Mistakes in configuration documents, and the examples of all options in docs/configuration.md."""
+"""Errors in configuration documents, and the example of all options in docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_config_check_names_each_wrong_member_with_its_path(value: object, said:
 
 
 @pytest.mark.parametrize("value", [3, None, [], {"bynmae": 3}])
-def test_config_check_accepts_any_document(value: object) -> None:
+def test_config_check_lists_unknown_keys_of_any_document(value: object) -> None:
     assert len(list(config_check.unknown_keys(value, Outer))) == isinstance(value, dict)
 
 
@@ -86,7 +86,7 @@ def _paths(document: dict[str, object], path: str = "") -> set[str]:
         (b"null", None),
     ],
 )
-def test_misplaced_option_is_reported(text: bytes, found: str | None) -> None:
+def test_misplaced_option_is_reported_with_its_correct_place(text: bytes, found: str | None) -> None:
     unknown: list[str] = []
     settings.parse_config(text, origin="agent.json", unknown=unknown)
 

@@ -1,4 +1,4 @@
-"""Digests of streams. ``contract/test_digests.py`` tests their notations and errors."""
+"""Digests of streams. ``contract/test_digests.py`` tests the notation of digests and their errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from agent_shim.core.digest import MultipleDigest
 
 @given(st.lists(st.binary(max_size=40), max_size=5))
 def test_digest_is_independent_of_chunk_size(pieces: list[bytes]) -> None:
-    """The stream is cut at different places."""
     whole = b"".join(pieces)
     digest = MultipleDigest.parse(f"sha512:{hashlib.sha512(whole).hexdigest()}")
     hasher = digest.hasher()

@@ -1,4 +1,4 @@
-"""Root tasks, which never end, are restarted if they fail."""
+"""Root tasks, which must never end and are restarted if they do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(times: int, then: asyncio.Event) -> Callable[[], Awaitable[None]]:
-    """Fail this many times, then stay. ``then`` is set when the task stays."""
+    """Return a function that fails ``times`` times, then sets ``then`` and runs forever."""
     count = 0
 
     async def run() -> None:
@@ -34,7 +34,7 @@ def failing(times: int, then: asyncio.Event) -> Callable[[], Awaitable[None]]:
 
 @pytest.mark.parametrize(("times", "is_vital"), [(20, False), (keep_running.MAX_FAILURES, True)])
 async def test_failed_root_task_is_restarted_and_counted(times: int, is_vital: bool) -> None:
-    """A task that is not vital is restarted any number of times."""
+    """Only the number of failures of a vital task is limited."""
     lasts = asyncio.Event()
     working = asyncio.create_task(keep_running.run_forever("watch", failing(times, lasts), is_vital=is_vital))
     async with asyncio.timeout(10):
@@ -46,15 +46,13 @@ async def test_failed_root_task_is_restarted_and_counted(times: int, is_vital: b
 
 
 async def test_repeated_failure_of_a_vital_task_ends_the_agent() -> None:
-    """The error says why."""
+    """The error names the task and has the last failure as its cause."""
     with pytest.raises(RuntimeError, match="bus fails repeatedly") as raised:
         await keep_running.run_forever("bus", failing(keep_running.MAX_FAILURES + 1, asyncio.Event()), is_vital=True)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 async def test_root_task_that_returns_or_cancels_itself_counts_as_failed() -> None:
-    """A root task must never end."""
-
     async def ends() -> None:
         if keep_running.failures["watch"]:
             raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""Secrets are never written, whichever module logs them."""
+"""The agent's log: redaction of secrets, escaping, rotation, and readers that are too slow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def root_logger() -> Iterator[None]:
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Set up logging into a file instead of stderr. Return the path of that file."""
+    """Return a function that sets up logging, with a file in place of stderr, and returns the path of that file."""
     with (tmp_path / "stderr").open("w") as stream:
 
         def begin(**options: Any) -> Path:
@@ -74,7 +74,7 @@ def test_log_line_has_level_logger_and_message_in_both_formats(form: str, setup:
 
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_extra_fields_are_logged_in_both_formats(form: str, setup: Callable[..., Path]) -> None:
-    """The line contains no line break and no secret, whatever the fields are."""
+    """Whatever the fields contain, the log line has no line break and no secret."""
     stderr = setup(form=form)
 
     members = {"method": "a\nb", "seconds": 0.5, "error": "GET https://h/b?sig=abc failed"}
@@ -96,7 +96,7 @@ def test_extra_fields_are_logged_in_both_formats(form: str, setup: Callable[...,
 @pytest.mark.attack("text of a job forges lines of the agent's log, of alerts or of an archive's remarks")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable[..., Path]) -> None:
-    """Every line end and both introducers of escape sequences are escaped, in tracebacks too."""
+    """All line separators, and both characters that start escape sequences, are escaped. This includes tracebacks."""
     stderr = setup(form=form)
 
     hostile = "a\n2026-01-01 ERROR forged\r\x1b[2J\x9b2J\u2028b\x85c"
@@ -117,7 +117,7 @@ def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_traceback_shows_the_code_location_but_no_untrusted_text(form: str, setup: Callable[..., Path]) -> None:
-    """Unreadable input may contain a secret, and Python and libraries quote it in their errors."""
+    """Exceptions of Python and of libraries quote invalid input, which may be secret."""
     stderr = setup(form=form)
 
     secret = "s3cr3t"
@@ -146,14 +146,14 @@ def said(text: str) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, setup: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path at which ``bosh logs --agent`` finds the log."""
+    """Return the path where ``bosh logs --agent`` expects the log."""
     monkeypatch.setattr(log, "LARGEST", 1000)
     setup(form="text", file=tmp_path / "log" / "current")
     return tmp_path / "log" / "current"
 
 
 def test_log_file_receives_what_stderr_receives(file: Path) -> None:
-    """Logging starts as soon as the directory exists. The file is not readable by everybody."""
+    """The file is created as soon as its directory exists, and only root and its group can read it."""
     said("too early")
     file.parent.mkdir()
     said("https://h/blob?sig=abc")
@@ -164,7 +164,7 @@ def test_log_file_receives_what_stderr_receives(file: Path) -> None:
     assert file.stat().st_mode & 0o7777 == 0o640
 
 
-def test_large_log_file_is_rotated_once(file: Path) -> None:
+def test_large_log_file_is_rotated_to_a_single_older_file(file: Path) -> None:
     """There are never more than two files, however much is logged."""
     file.parent.mkdir()
     for number in range(100):
@@ -178,7 +178,7 @@ def test_large_log_file_is_rotated_once(file: Path) -> None:
 
 @pytest.mark.parametrize("obstacle", ["link", "directory", "full"])
 def test_unwritable_log_file_does_not_stop_logging(file: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root does not follow a link at its path either."""
+    """A symlink at the file's path is not followed, because root would write to its target."""
     file.parent.mkdir()
     victim = file.parent / "victim"
     victim.touch()
@@ -202,12 +202,12 @@ def _lines(file: Path, name: str) -> list[str]:
     return file.with_name(name).read_text().splitlines()
 
 
-async def test_slow_stderr_reader_does_not_block_and_dropped_lines_are_counted(
+async def test_slow_stderr_reader_does_not_block_logging_and_dropped_lines_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file receives every line.
+    """Every line is written to the file.
 
-    Lines that wait for stderr are written once there is room, even if nothing more is logged.
+    Lines that wait for stderr are written as soon as it accepts them, even if nothing more is logged.
     """
     reading, writing = os.pipe()
     file = tmp_path / "current"

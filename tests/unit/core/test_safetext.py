@@ -1,4 +1,4 @@
-"""Untrusted text at each place where it is shown."""
+"""Escaping of untrusted text wherever it is shown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ nasty = pytest.mark.parametrize("text", NASTY.values(), ids=NASTY)
 
 
 def is_safe(text: str) -> bool:
-    """Return True if a terminal shows every character instead of interpreting it."""
+    """Return True if a terminal displays every character instead of interpreting it."""
     text.encode()
     return text.isprintable()
 
@@ -51,7 +51,7 @@ def test_safe_line_shows_escaped_characters(text: str) -> None:
 
 
 @given(st.text(st.characters()))
-def test_safe_text_is_one_encodable_line(text: str) -> None:
+def test_safe_text_is_a_single_line_that_can_be_encoded(text: str) -> None:
     shown = safetext.line(text)
 
     assert "\n" not in shown
@@ -65,7 +65,7 @@ def test_safe_text_keeps_letters_of_all_languages() -> None:
     assert safetext.lines("a\tb\nc") == "a\tb\nc"
 
 
-def test_safe_label_is_shortened() -> None:
+def test_long_safe_label_is_truncated() -> None:
     assert len(safetext.label("x" * 10_000)) == safetext.MAX_LABEL_CHARS
 
 
@@ -138,7 +138,7 @@ def test_status_table_is_escaped(text: str) -> None:
     assert all(is_safe(row) for row in page.split("\n"))
 
 
-def test_character_split_over_two_writes_is_shown_whole(tmp_path: Path) -> None:
+def test_character_split_over_two_log_writes_is_shown_whole(tmp_path: Path) -> None:
     log_file = tmp_path / "web.stdout.log"
     log_file.touch()
     one = bpm_logs.Log(str(log_file), str(tmp_path))

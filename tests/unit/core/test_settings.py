@@ -1,4 +1,4 @@
-"""Settings: precedence, tolerated mistakes, and errors that name the place."""
+"""Settings: precedence of sources, tolerated mistakes, and errors with their location."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_container_cpi_paths_are_read_without_a_file_source() -> None:
 
 
 def test_all_container_cpi_paths_are_read_if_one_is_configured() -> None:
-    """An official stemcell names the settings file of warden, whichever CPI is used."""
+    """An official stemcell names the settings file of the warden CPI, whichever CPI is used."""
     first, second, third = settings.CPI_SETTINGS
     raw = b'{"Infrastructure":{"Settings":{"Sources":[{"Type":"File","SettingsPath":"%s"}]}}}' % bytes(second)
 
@@ -61,7 +61,7 @@ def test_all_container_cpi_paths_are_read_if_one_is_configured() -> None:
 
 
 @pytest.mark.parametrize("named", ["/var/vcap/bosh/warden-cpi-agent-env.json", "/var/vcap/bosh/mine.json", None])
-def test_other_base_directory_reads_no_real_settings(named: str | None) -> None:
+def test_agent_with_another_base_directory_does_not_read_settings_outside_it(named: str | None) -> None:
     sources = [{"Type": "File", "SettingsPath": named}] if named else []
     raw = json.dumps({"Infrastructure": {"Settings": {"Sources": sources}}}).encode()
     found = settings.parse_config(raw, origin="agent.json").settings_files(Paths(Path("/tmp/x")))
@@ -100,7 +100,7 @@ def test_invalid_settings_are_rejected_with_their_location(raw: bytes, problem: 
         settings.parse(raw, origin="the file")
 
 
-def test_t4_newest_bus_addresses_win() -> None:
+def test_t4_newest_bus_addresses_are_used() -> None:
     plain = parsed(mbus="nats://old:1")
     env = parsed(mbus="nats://old:1", env={"bosh": {"mbus": {"urls": ["nats://env:2"], "cert": CERT}}})
 
@@ -122,16 +122,16 @@ AUTHORITY = Authority()
 
 
 def since(seconds: float) -> dict[str, str]:
-    """Return credentials whose certificate has been valid for this many seconds."""
+    """Return credentials with a certificate that became valid this many seconds ago."""
     pair = AUTHORITY.agent("a-1", valid=(-seconds, HOUR))
     return {"ca": AUTHORITY.ca, "certificate": pair.certificate, "private_key": pair.private_key}
 
 
 @pytest.mark.parametrize(("document", "stored", "winner"), [(60, 120, "document"), (120, 60, "stored")])
-def test_newer_certificate_wins(document: int, stored: int, winner: str) -> None:
-    """The CPI's Secret may be newer or older than the Director's own rotation.
+def test_newer_of_two_bus_certificates_is_used(document: int, stored: int, winner: str) -> None:
+    """A certificate in the CPI's Secret may be newer or older than one that the Director has rotated.
 
-    The key and CA are used with their certificate.
+    Key and CA always come from the same source as the certificate.
     """
     certs = {"document": since(document), "stored": since(stored)}
     found = effective(parsed(env={"bosh": {"mbus": {"cert": certs["document"]}}}), mbus={"cert": certs["stored"]})
@@ -140,8 +140,8 @@ def test_newer_certificate_wins(document: int, stored: int, winner: str) -> None
     assert found.mbus.private_key == certs[winner]["private_key"]
 
 
-def test_stored_certificate_wins_over_one_of_the_same_age() -> None:
-    """The Go agent does the same, also if no certificate can be read."""
+def test_stored_bus_certificate_is_used_if_both_have_the_same_age() -> None:
+    """The Go agent always prefers the stored one. This includes cases in which no certificate can be parsed."""
     both = since(60)
     for document, stored in [(both, both | {"ca": "C2"}), (CERT, CERT | {"ca": "C2"}), (CERT, both | {"ca": "C2"})]:
         found = effective(parsed(env={"bosh": {"mbus": {"cert": document}}}), mbus={"cert": stored})
@@ -149,7 +149,7 @@ def test_stored_certificate_wins_over_one_of_the_same_age() -> None:
 
 
 def test_all_known_credentials_are_tried_on_the_bus() -> None:
-    """The current ones are tried first. Credentials from the CPI are used with the addresses from the CPI."""
+    """The current credentials are tried first. Those from the CPI are tried with the CPI's addresses."""
     source = parsed(env={"bosh": {"mbus": {"cert": since(60), "urls": ["nats://old:1"]}}})
     found = effective(source, mbus={"cert": since(120), "urls": ["nats://new:2"]})
     known = found.known_mbus
@@ -160,7 +160,7 @@ def test_all_known_credentials_are_tried_on_the_bus() -> None:
 
 
 def test_blobstore_uses_proxies_from_the_settings() -> None:
-    """They come from ``env`` and apply to every kind of blobstore. Without them, no proxy is used."""
+    """The proxies in ``env`` apply to every kind of blobstore. Without them, no proxy is used."""
     env = {"http_proxy": "http://p:1", "no_proxy": "10.0.0.0/8", "https_proxy": None}
     found = effective(parsed(env=env), blobstores=[{"provider": "dav", "options": {"endpoint": "http://b"}}])
 
@@ -231,7 +231,7 @@ def test_update_settings_always_replaces_certificates_and_associations() -> None
         ({"type": "vip", "ip": "10.0.0.1"}, False),
     ],
 )
-def test_dynamic_networks_take_their_address_from_the_machine(members: dict[str, Any], dynamic: bool) -> None:
+def test_network_is_dynamic_unless_it_has_a_static_address(members: dict[str, Any], dynamic: bool) -> None:
     assert parsed(networks={"n": members}).networks["n"].is_dynamic is dynamic
 
 
@@ -247,8 +247,8 @@ def test_dynamic_networks_take_their_address_from_the_machine(members: dict[str,
         ("-1", "16m"),
     ],
 )
-def test_invalid_tmpfs_size_is_rejected(given: str, size: str) -> None:
-    """An invalid size would be passed on as another mount option."""
+def test_invalid_tmpfs_size_is_replaced_by_the_default(given: str, size: str) -> None:
+    """An invalid size could add another mount option, so the default is used instead."""
     assert settings.TmpfsDir(tmpfs=True, tmpfs_size=given).size("16m") == size
 
 
@@ -265,15 +265,15 @@ def test_invalid_tmpfs_size_is_rejected(given: str, size: str) -> None:
         ("", False),
     ],
 )
-def test_unusable_bus_address_is_rejected(mbus: str, is_good: bool) -> None:
-    """The agent's own HTTPS server may listen on all addresses."""
+def test_invalid_bus_address_is_rejected(mbus: str, is_good: bool) -> None:
+    """An HTTPS URL may have no host, because the agent's own server may listen on all addresses."""
     found = settings.Effective(parsed(mbus=mbus), settings.UpdateSettings())
 
     with contextlib.nullcontext() if is_good else pytest.raises(SettingsError, match=r"\$\.mbus"):
         settings.require_bus(found, "the file")
 
 
-def test_error_lists_only_a_few_of_many_mistakes() -> None:
+def test_settings_error_lists_only_a_few_of_many_mistakes() -> None:
     networks = {f"n{number}": {"ip": 7} for number in range(5000)}
     with pytest.raises(SettingsError) as caught:
         settings.parse(json.dumps({"agent_id": "a", "networks": networks}).encode(), origin="x")

@@ -1,4 +1,4 @@
-"""The apply spec: its stored parts and their exact form."""
+"""The apply spec: parsing, and the parts that are stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agent_shim.core import spec
 from agent_shim.core.errors import ActionError
 
 
-def test_jobs_count_only_with_rendered_templates() -> None:
+def test_spec_without_rendered_templates_has_no_jobs() -> None:
     job = {"templates": [{"name": "a", "version": "1"}, {"name": "b", "version": "2"}]}
 
     assert spec.parse({"job": job}).job_names == []
@@ -18,7 +18,7 @@ def test_jobs_count_only_with_rendered_templates() -> None:
     ]
 
 
-def test_spec_error_names_the_wrong_type() -> None:
+def test_spec_error_names_the_member_of_a_wrong_type() -> None:
     with pytest.raises(ActionError, match=r"cannot read the apply spec: .*persistent_disk"):
         spec.parse({"persistent_disk": "10"})
 
@@ -30,5 +30,5 @@ def test_invalid_spec_file_raises_an_action_error(raw: bytes) -> None:
 
 
 def test_stored_package_without_digest_is_read() -> None:
-    """A spec without configuration hash may have been stored with one."""
+    """An earlier apply without a configuration hash may have stored such a package."""
     assert spec.decode(b'{"packages": {"p": {"name": "p", "sha1": ""}}}').packages["p"].sha1 == ""

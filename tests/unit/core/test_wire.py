@@ -1,4 +1,4 @@
-"""The envelope of messages: what counts as a request, and where replies are truncated."""
+"""Encoding of requests and replies: which requests are valid, and how replies are truncated."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_requests_that_go_cannot_decode_are_rejected(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("raw", [b'{"METHOD":"a","method":"b"}', b'{"method":"a","METHOD":"b"}'])
-def test_last_spelling_of_a_duplicate_member_wins(raw: bytes) -> None:
+def test_last_of_duplicate_request_members_applies_regardless_of_case(raw: bytes) -> None:
     assert wire.decode_request(raw).method == "b"
 
 
-def test_value_of_exactly_the_limit_is_sent() -> None:
+def test_reply_of_exactly_the_size_limit_is_sent() -> None:
     text = "x" * (wire.MAX_REPLY_BYTES - len(b'{"value":""}'))
 
     assert len(wire.encode_value(text, limit=wire.MAX_REPLY_BYTES)) == wire.MAX_REPLY_BYTES
@@ -101,13 +101,13 @@ def test_lenient_member_of_a_wrong_type_is_ignored_and_reported() -> None:
 
 @pytest.mark.parametrize("begin", [b'"', b"[" * 500 + b'"', b'{"a":"'], ids=["text", "deep", "member"])
 def test_unterminated_megabyte_string_is_rejected_at_once(begin: bytes) -> None:
-    """The end of the string was searched for again from each escaped quote, which would have taken hours."""
+    """Searching for the end of the string again after each escaped quote would take hours."""
     with pytest.raises(wire.RequestError):
         wire.decode_request(begin + b'\\"' * 500_000)
 
 
-def test_invalid_utf_8_of_a_megabyte_is_tolerated() -> None:
-    """Go tolerates it as well."""
+def test_megabyte_of_invalid_utf_8_in_a_request_is_accepted() -> None:
+    """Go accepts such a request as well."""
     request = wire.decode_request(b'{"method":"ping","arguments":["' + b"\xff" * 1_000_000 + b'"]}')
 
     assert request.arguments == ["\ufffd" * 1_000_000]
