@@ -1,4 +1,4 @@
-"""``agent-shim check``: file types by name, errors with their place, exit codes."""
+"""``agent-shim check``: recognition of file types, errors with their position, and exit codes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_check_accepts_valid_files(tmp_path: Path, capsys: pytest.CaptureFixture
         ("bpm.yml", "processes:\n- name: x\n", "executable"),
     ],
 )
-def test_check_names_an_invalid_file_and_the_place(
+def test_check_error_names_the_file_and_the_position(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -67,7 +67,7 @@ def test_check_names_an_invalid_file_and_the_place(
 
 
 def test_check_has_an_exit_code_for_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An error in another file takes precedence."""
+    """An error in the content of another file has precedence."""
     assert main(["check", str(tmp_path / "monit")]) == 66
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "agent.json").write_text("{")
@@ -88,7 +88,7 @@ def test_check_prefers_the_kind_option_over_the_file_name(tmp_path: Path) -> Non
     assert main(["check", "--as", "monit", str(tmp_path / "agent.json")]) == 0
 
 
-def test_check_warns_of_foreign_dependencies_and_rejects_duplicates(
+def test_check_warns_about_dependencies_on_other_jobs_and_rejects_duplicates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.monit").write_text(GOOD.replace("group vcap", "group vcap\n  depends on elsewhere"))
@@ -111,7 +111,7 @@ AGENT = {
 }
 
 
-def test_all_errors_of_a_file_are_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_all_errors_of_a_file_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "agent.json").write_text(json.dumps(AGENT))
     (tmp_path / "bpm.yml").write_text("processes:\n- name: a\n- executable: b\n  limits: {memory: lots}\n")
     (tmp_path / "settings.json").write_text('{"agent_id": 3, "mbus": "nats//x", "ntp": 5}')
@@ -128,7 +128,7 @@ def test_all_errors_of_a_file_are_reported_at_once(tmp_path: Path, capsys: pytes
 
 
 def test_check_rejects_a_jobs_own_directories_as_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The agent rejects them too. The file's directory determines the job."""
+    """The agent rejects them as well. The directory of the file determines the job."""
     file = tmp_path / "web/config/bpm.yml"
     file.parent.mkdir(parents=True)
     file.write_text("processes:\n- {name: a, executable: b, additional_volumes: [{path: /var/vcap/store/web}]}")
@@ -146,10 +146,10 @@ def test_check_rejects_a_jobs_own_directories_as_volumes(tmp_path: Path, capsys:
         ("processes: [{name: a, executable: b}, {name: a, executable: c}]", "of 2 processes a the first runs"),
     ],
 )
-def test_check_warns_of_a_bpm_file_with_ignored_parts(
+def test_check_warns_about_a_bpm_file_with_ignored_parts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
-    """With ``--strict`` it is an error, although bpm accepts the file."""
+    """The warning becomes an error with ``--strict``, although bpm accepts the file."""
     (tmp_path / "bpm.yml").write_text(text)
 
     assert main(["check", str(tmp_path / "bpm.yml")]) == 0
@@ -157,10 +157,10 @@ def test_check_warns_of_a_bpm_file_with_ignored_parts(
     assert main(["check", "--strict", str(tmp_path / "bpm.yml")]) == 78
 
 
-def test_check_compares_bpm_commands_with_the_bpm_file_beside_them(
+def test_check_compares_bpm_commands_with_the_bpm_yml_of_the_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both errors of the file are reported. Without a bpm.yml the commands cannot be checked."""
+    """Start and stop commands are both reported. Without a bpm.yml, they cannot be checked."""
     monit = tmp_path / "web/monit"
     (tmp_path / "web/config").mkdir(parents=True)
     bpm = "/var/vcap/jobs/bpm/bin/bpm"
@@ -186,10 +186,10 @@ def test_check_compares_bpm_commands_with_the_bpm_file_beside_them(
         ("unsafe: {priviliged: true}", "did you mean privileged?"),
     ],
 )
-def test_check_warns_of_an_unknown_bpm_key_with_a_suggestion(
+def test_check_warns_about_an_unknown_bpm_key_with_a_suggestion(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], member: str, said: str
 ) -> None:
-    """bpm ignores it."""
+    """An error would be wrong, because bpm ignores unknown keys."""
     (tmp_path / "bpm.yml").write_text(f"processes:\n- {{name: a, executable: b, {member}}}")
 
     assert main(["check", str(tmp_path / "bpm.yml")]) == 0
@@ -205,7 +205,7 @@ def test_check_warns_of_an_unknown_bpm_key_with_a_suggestion(
         ("monit", "set daemon 5\ncheck nonsense", "line 1: not acted on: set daemon"),
     ],
 )
-def test_check_prints_warnings_beside_errors(
+def test_check_prints_warnings_in_addition_to_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -230,7 +230,7 @@ def test_check_prints_warnings_beside_errors(
 def test_check_rejects_an_unknown_key_of_agent_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: list[str]
 ) -> None:
-    """Nothing else reads these keys, so a misspelt one would silently have no effect."""
+    """Only this agent reads these keys, so a misspelt one would have no effect, without any message."""
     (tmp_path / "agent.json").write_text(text)
 
     assert main(["check", str(tmp_path / "agent.json")]) == 78
@@ -250,7 +250,7 @@ def test_check_rejects_an_unknown_key_of_agent_json(
         ),
     ],
 )
-def test_check_of_a_valid_agent_json_names_the_next_step(
+def test_check_of_a_valid_agent_json_says_what_the_agent_will_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     (tmp_path / "agent.json").write_text(text)
@@ -283,7 +283,7 @@ def test_check_of_a_valid_agent_json_names_the_next_step(
 def test_check_rejects_a_misspelt_program_statement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
-    """monit starts a program called ``progam``."""
+    """To monit, the file is valid: it would run a program called ``progam``."""
     (tmp_path / "monit").write_text(f"check process web with pidfile /x\n{line}\n")
 
     assert main(["check", str(tmp_path / "monit")]) == 78
@@ -291,7 +291,7 @@ def test_check_rejects_a_misspelt_program_statement(
 
 
 def test_check_strict_rejects_statements_without_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A dependency on a service of another job has an effect and is accepted."""
+    """A dependency on a service of another job is accepted, because it has an effect."""
     (tmp_path / "monit").write_text(
         "check process web with pidfile /x group vcap\n start program '/x'\n alert a@b\n depends on other\n"
         " if failed port 5 protocol mysql then alert\n if failed port 5 protocol http then alert\n"
@@ -318,7 +318,7 @@ def test_check_accepts_keys_of_the_go_agent(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
-def test_check_warns_of_a_process_outside_the_vcap_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_warns_about_a_process_outside_the_vcap_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "monit"
     path.write_text(GOOD.replace("  group vcap\n", "  group other\ncheck file f with path /f\n"))
 
@@ -326,8 +326,8 @@ def test_check_warns_of_a_process_outside_the_vcap_group(tmp_path: Path, capsys:
     assert capsys.readouterr().err.startswith(f"warning: {path}: line 1: web lacks `group vcap`: a Director ")
 
 
-def test_check_warns_of_an_unsupported_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only its first words are shown, because the others may be secret."""
+def test_check_warns_about_an_unsupported_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The warning contains only the first words of the rule, because the others may be secret."""
     path = tmp_path / "monit"
     path.write_text("check process a pidfile /p group vcap\n  if failed port 1 protocol radius secret s then alert\n")
 
@@ -349,7 +349,7 @@ def test_check_json_has_the_findings_of_each_file(tmp_path: Path, capsys: pytest
 def test_check_and_daemon_reject_the_same_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], member: str
 ) -> None:
-    """The messages are equal."""
+    """Their error messages are identical."""
     config = tmp_path / "agent.json"
     config.write_text(json.dumps({"AgentShim": {member: AGENT["AgentShim"][member]}}))
 

@@ -1,4 +1,4 @@
-"""The command line of ``agent-shim``: every command has a help text, and its examples work."""
+"""The command line of ``agent-shim``: help texts and their examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent_shim.core.paths import Paths
 
 
 def examples() -> list[str]:
-    """Return every example line that calls ``agent-shim``, without its shell syntax such as pipes."""
+    """Return all example calls of ``agent-shim``, without shell syntax such as pipes."""
     lines = [line.strip() for text in commands.EXAMPLES.values() for line in text.splitlines()]
     parts = [part.strip() for line in lines for part in re.split(r"\||&&|#| >", line)]
     return [part[part.index("agent-shim") :] for part in parts if "agent-shim " in part]
@@ -42,7 +42,7 @@ def test_help_overview_lists_every_command_with_examples(capsys: pytest.CaptureF
     assert sorted(listed) == sorted(commands.EXAMPLES)
 
 
-def test_probe_uses_the_files_of_the_agent() -> None:
+def test_probe_uses_the_socket_and_lock_of_the_agent() -> None:
     paths = Paths(Path("/some/base"))
     assert Path("/some/base", probe.SOCKET) == paths.control_socket
     assert Path("/some/base", probe.LOCK) == paths.agent_lock
@@ -62,19 +62,19 @@ def test_probe_arguments_select_the_level(words: list[str], question: tuple[str,
     assert probe.read(words) == question
 
 
-def test_commands_are_listed_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_without_arguments_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main([]) == 2
     assert "\n    status " in capsys.readouterr().err
 
 
-def test_invalid_duration_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_an_invalid_duration_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         commands.main(["drain", "--timeout", "soon"])
     assert "argument --timeout: 'soon' is no number of seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--bogus"], ["--bogus", "status"], ["status", "--bogus"]])
-def test_unknown_command_option_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_an_unknown_option_names_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         commands.main(words)
     assert capsys.readouterr().err.endswith("error: unrecognized arguments: --bogus\n")

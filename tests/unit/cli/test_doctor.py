@@ -1,4 +1,4 @@
-"""Findings of the doctor, the table of limits, and their presentation."""
+"""Findings of ``agent-shim doctor``, its table of limits, and its output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEW = frozenset({*NEEDED, *USEFUL})
 
 
 def found(topic: str, base: Path, settings: dict[str, object] | None = None) -> Finding:
-    """Return the last finding of a probe in a tree with these settings."""
+    """Return a finding of a probe in a directory tree with these settings."""
     document = json.dumps({"agent_id": "a", **(settings or {})}).encode()
     known = Effective(parse(document, origin="x"), UpdateSettings())
     place = doctor.runtime(known, Paths(base))
@@ -66,7 +66,7 @@ def test_doctor_states_the_consequence_of_a_missing_capability(
         (" rw", GOOD, "writable"),
     ],
 )
-def test_doctor_wants_the_data_directory_on_an_executable_volume(
+def test_doctor_expects_the_data_directory_on_a_volume_without_noexec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount: str, verdict: str, word: str
 ) -> None:
     place, options = mount.split(" ")
@@ -105,11 +105,11 @@ def test_doctor_explains_every_limit_and_how_to_change_it(name: str) -> None:
     assert limit.verdict == GOOD or limit.pod
     for runtime in get_args(Runtime):
         said = limit.change(runtime)
-        if runtime == "lxd":  # it does not use Docker's HostConfig keys
+        if runtime == "lxd":  # LXD does not use the HostConfig keys of Docker
             assert not re.search(r"HostConfig|Ulimits|ShmSize|Memory: BYTES|ReadonlyRootfs|SecurityOpt|PidMode", said)
         if runtime != "pod" and limit.cpi:
             assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", said)
-    # The Docker CPI sets privileges and bind mounts of a container, and accepts no other keys.
+    # The Docker CPI sets privileges and bind mounts itself, so the advice must not name these keys.
     assert not re.search(r"\b(Privileged|CapAdd|Binds|User|Cmd|Entrypoint)\b", limit.cpi)
     assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", "" if limit.cpi else limit.pod)
 
@@ -206,7 +206,7 @@ def test_doctor_table_escapes_control_characters() -> None:
     assert text.count("\\u001b]0;title\\u0007\\u009b2J") == 3
 
 
-def test_colours_do_not_change_the_text() -> None:
+def test_colours_do_not_change_the_doctor_table() -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", table(REPORT, ansi.coloured)) == table(REPORT)
 
 
@@ -233,12 +233,12 @@ def test_doctor_recognizes_the_runtime_by_mounts_and_settings(
     known = Effective(parse(document, origin="x"), UpdateSettings()) if settings else None
 
     assert doctor.runtime(known, Paths(Path("/var/vcap"))) == runtime
-    if runtime == "cpi":  # an agent on a workstation, such as that of the demo
+    if runtime == "cpi":  # such as the agent of the demo, which runs on a workstation
         assert doctor.runtime(known, Paths(Path("/opt/vcap"))) == "engine"
 
 
 @pytest.mark.parametrize("is_volume", [True, False])
-def test_a_volume_that_exists_is_not_suggested(
+def test_doctor_does_not_suggest_a_volume_that_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_volume: bool
 ) -> None:
     point = tmp_path / "store" if is_volume else Path("/")

@@ -1,4 +1,4 @@
-"""The changes that the doctor proposes, as a strategic-merge patch of a pod."""
+"""The strategic-merge patch of a pod that contains the doctor's proposals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_CHANGE = Report("privileged", [Finding("user", GOOD, "root")])
 
 
 def patched(*findings: Finding, held: frozenset[str] = frozenset(), target: patch.Target = "pod") -> Any:
-    """Return the patch that is printed for kubectl."""
+    """Return the parsed patch, as kubectl would receive it."""
     return yaml.safe_load(patch.patch(Report("few", findings), "web", held, target))
 
 
@@ -33,7 +33,7 @@ def limited(limit: str | Any, **words: str) -> Finding:
     return Finding("a topic", LIMITED, "found", row.follows, row.change("pod"), filled(row.patch, words))
 
 
-def test_patch_mounts_an_empty_directory_where_none_can_be_written() -> None:
+def test_patch_mounts_an_empty_directory_where_a_writable_one_is_missing() -> None:
     places = [limited("top directory not writable", needs="", path=f"/{name}", name=name) for name in ("tmp", "run")]
 
     assert patched(*places) == {
@@ -52,9 +52,10 @@ def test_patch_mounts_an_empty_directory_where_none_can_be_written() -> None:
     }
 
 
-def test_patch_names_all_capabilities_because_it_replaces_their_list() -> None:
-    """A capability that the container has but the list omits would be lost, and an entry in its ``drop`` would take
-    precedence.
+def test_patch_lists_all_capabilities_including_present_ones() -> None:
+    """The patch replaces the list, so a capability that is not in it would be lost.
+
+    ``drop: [ALL]`` is part of the patch, because another entry in an existing ``drop`` would take precedence.
     """
     no_user, no_kill = (
         limits.capabilities(*names, follows="", verdict=WRONG) for names in (("CHOWN", "SETUID"), ("KILL",))
@@ -66,7 +67,7 @@ def test_patch_names_all_capabilities_because_it_replaces_their_list() -> None:
     assert context == {"capabilities": {"add": ["CHOWN", "SETUID", "KILL", "NET_RAW"], "drop": ["ALL"]}}
 
 
-def test_patch_of_a_template_is_nested_in_it() -> None:
+def test_patch_for_a_pod_template_is_nested() -> None:
     found = patched(limited("directory not writable"), target="template")
 
     container = {"name": "web", "securityContext": {"readOnlyRootFilesystem": False}}
@@ -82,7 +83,7 @@ def test_patch_without_a_change_is_empty_and_says_so(target: patch.Target) -> No
 
 
 @pytest.mark.parametrize("limit", ["no mounts", "few capabilities", "one user", "no memory limit", "no firewall"])
-def test_changes_that_give_power_or_need_a_value_are_comments(limit: str) -> None:
+def test_patch_contains_risky_and_incomplete_changes_only_as_comments(limit: str) -> None:
     finding = limited(limit)
 
     text = patch.patch(Report("few", [finding]), "web", (), "pod")
@@ -93,7 +94,7 @@ def test_changes_that_give_power_or_need_a_value_are_comments(limit: str) -> Non
 
 
 @pytest.mark.attack("text of a job adds a container to the patch that an operator applies")
-def test_text_of_a_finding_stays_a_comment() -> None:
+def test_text_of_a_finding_cannot_leave_its_comment_in_the_patch() -> None:
     hostile = "x\nspec: {hostPID: true}\r\u2028spec: {}"
 
     text = patch.patch(Report("few", [Finding(hostile, WRONG, hostile, hostile, hostile)]), "web", (), "pod")
@@ -101,7 +102,7 @@ def test_text_of_a_finding_stays_a_comment() -> None:
     assert yaml.safe_load(text) == {}
 
 
-def test_tables_are_unchanged_by_a_patch() -> None:
+def test_creating_a_patch_does_not_change_the_tables() -> None:
     before = copy.deepcopy(limits.PATCHES)
 
     patched(*(limited(name, path="/x", name="x", needs="", lost="") for name in limits.PATCHES), held=frozenset({"A"}))
@@ -110,7 +111,7 @@ def test_tables_are_unchanged_by_a_patch() -> None:
 
 
 @pytest.mark.parametrize("name", limits.LIMITS)
-def test_every_patch_is_part_of_a_pod_and_gives_no_power(name: str) -> None:
+def test_every_patch_is_limited_to_harmless_members_of_a_pod(name: str) -> None:
     found: Mapping[str, Any] = limits.LIMITS[name].patch
     container = found.get("container", {})
 
@@ -125,10 +126,10 @@ def test_every_patch_is_part_of_a_pod_and_gives_no_power(name: str) -> None:
     ("words", "container"),
     [((), "hello-world"), (("--container", "other"), "other")],
 )
-def test_doctor_patches_its_own_container(
+def test_doctor_patch_names_its_own_container(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], container: str
 ) -> None:
-    """The kubelet mounts the termination log from a directory with the container's name."""
+    """The container's name is found in the kubelet's path of the mounted termination log."""
     where = "/var/lib/kubelet/pods/0f2f6a53-5b8e-4f0e-8a53-37a3f1a3b1c2"
     rows = [f"{where}/etc-hosts /etc/hosts", f"{where}/containers/hello-world/1a2b /dev/termination-log"]
     table = "".join(f"3{number} 35 98:0 {row} rw - ext4 /dev/vda rw\n" for number, row in enumerate(rows))
@@ -141,7 +142,7 @@ def test_doctor_patches_its_own_container(
     assert yaml.safe_load(capsys.readouterr().out)["spec"]["containers"][0]["name"] == container
 
 
-def test_doctor_patches_a_placeholder_outside_of_a_kubelet(
+def test_doctor_patch_has_a_placeholder_for_the_container_outside_kubernetes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mounts, "mounts", lambda: ())
@@ -154,7 +155,7 @@ def test_doctor_patches_a_placeholder_outside_of_a_kubelet(
 
 
 @pytest.mark.parametrize(("error", "change"), [(errno.EROFS, True), (errno.EACCES, False)])
-def test_only_a_read_only_root_file_system_is_patched_as_one(
+def test_patch_makes_the_root_file_system_writable_only_if_it_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, change: bool
 ) -> None:
     (tmp_path / "bosh").mkdir()
@@ -169,10 +170,10 @@ def test_only_a_read_only_root_file_system_is_patched_as_one(
 
 @pytest.mark.parametrize("is_volume", [True, False])
 @pytest.mark.parametrize("error", [0, errno.EROFS])
-def test_missing_data_volume_is_patched_and_a_read_only_one_is_not(
+def test_patch_adds_a_missing_data_volume_but_does_not_change_a_read_only_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_volume: bool, error: int
 ) -> None:
-    """If a pod has a read-only data volume, that is intended for a reason that the doctor cannot know."""
+    """If a volume is read-only, that may be intended for a reason that the doctor does not know."""
     (tmp_path / "data").mkdir()
     point = tmp_path / "data" if is_volume else Path("/")
     monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(f"1 0 8:0 / {point} rw - ext4 /dev/vda rw\n".encode()))

@@ -1,4 +1,4 @@
-"""Commands that fail print a message, exit with a documented exit code, and create nothing."""
+"""Commands that fail print a message, exit with a documented exit code, and create no files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tree(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def as_another_user() -> Iterator[None]:
-    """Root may read everything, so it becomes another user; for others the mode is enough."""
+    """Switch to an ordinary user if the tests run as root, because root can read a file with any mode."""
     is_root = os.geteuid() == 0
     if is_root:
         os.seteuid(UNPRIVILEGED_UID)
@@ -43,7 +43,7 @@ def as_another_user() -> Iterator[None]:
 
 
 def run(*words: str) -> int:
-    """The exit code, also of an error of usage."""
+    """Run a command and return its exit code, which may also be that of a usage error."""
     try:
         return commands.main(words)
     except SystemExit as ended:
@@ -87,10 +87,10 @@ def test_handback_of_a_base_directory_without_an_agent_creates_no_file(
         (("handback",), "bosh", "cannot hand back"),
     ],
 )
-def test_logs_command_names_unreadable_files(
+def test_command_names_unreadable_files_and_fails(
     tree: Path, capfdbinary: pytest.CaptureFixture[bytes], words: tuple[str, ...], closed: str, said: str
 ) -> None:
-    """There is no traceback, and no success with half of the logs."""
+    """The command prints no traceback, and does not exit with 0 after showing only some of the logs."""
     for above in (tree, *tree.parents[:3]):
         above.chmod(above.stat().st_mode | 0o755)
     (tree / closed).chmod(0)
@@ -114,7 +114,7 @@ def test_logs_command_lists_the_known_jobs_for_an_unknown_one(tree: Path, capsys
 
 @contextlib.contextmanager
 def answering(base: Path, *names: str) -> Iterator[list[Any]]:
-    """A server in place of an agent with these services. Yields the requests."""
+    """Run a server in place of an agent with these services. Yields the list of requests."""
     seen: list[Any] = []
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:
@@ -176,9 +176,11 @@ def test_usage_error_suggests_the_nearest_command(
     assert said in shown
 
 
-def test_daemon_exits_with_a_message_if_its_base_cannot_be_created(
+def test_daemon_exits_with_a_message_if_its_base_directory_cannot_be_created(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent_shim.core.log.setup", lambda **_: None)  # it writes to a descriptor, which capsys lacks
+    monkeypatch.setattr(
+        "agent_shim.core.log.setup", lambda **_: None
+    )  # it would write to a file descriptor, but capsys has none
     assert run("run", "-b", "/proc/nope") == 70
     assert "agent-shim: cannot start: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Objects of Kubernetes for an instance group."""
+"""Kubernetes objects for an instance group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agent_shim.core.errors import ConfigError
 
 
 def parts(**group: Any) -> kubernetes.Parts:
-    """Return the parts of a group with these members."""
+    """Return the input for a group with these members."""
     return kubernetes.Parts(
         deployment="My shop!",
         group=msgspec.convert({"name": "web", **group}, Group),
@@ -30,14 +30,14 @@ def parts(**group: Any) -> kubernetes.Parts:
 
 
 def written(where: Path, made: kubernetes.Parts) -> dict[str, Any]:
-    """Return the objects by kind and name, of the files that the kustomization names."""
+    """Return the objects in the files that the kustomization lists, by kind and name."""
     kubernetes.write(made, where)
     names = yaml.safe_load((where / "kustomization.yaml").read_text())["resources"]
     documents = [document for name in names for document in yaml.safe_load_all((where / name).read_text())]
     return {f"{document['kind']}/{document['metadata']['name']}": document for document in documents}
 
 
-def test_group_is_a_stateful_set_that_renders_its_own_pods(tmp_path: Path) -> None:
+def test_instance_group_becomes_a_stateful_set_whose_init_container_renders_the_jobs(tmp_path: Path) -> None:
     resources = {"cpu": 0.5, "ram": 512, "ephemeral_disk_size": 2048}
     objects = written(tmp_path, parts(instances=3, azs=["z1", "z2"], persistent_disk=1024, vm_resources=resources))
     spec = objects["StatefulSet/web"]["spec"]
@@ -70,7 +70,7 @@ def test_agent_container_does_not_see_the_manifest(tmp_path: Path) -> None:
     assert (tmp_path / "secret.yaml").stat().st_mode & 0o777 == 0o600
 
 
-def test_secret_is_private_when_an_older_file_was_not(tmp_path: Path) -> None:
+def test_secret_file_is_private_even_if_an_older_one_was_not(tmp_path: Path) -> None:
     (tmp_path / "secret.yaml").write_text("")
     (tmp_path / "secret.yaml").chmod(0o644)
     written(tmp_path, parts())
@@ -107,7 +107,7 @@ def test_changed_manifest_replaces_the_pods(tmp_path: Path) -> None:
         ({}, [{"agent": {"port": 3}}], [Port("tcp-3", 3)]),
     ],
 )
-def test_ports_are_those_of_properties_and_links(properties: Any, links: Any, found: Any) -> None:
+def test_service_ports_come_from_properties_and_links(properties: Any, links: Any, found: Any) -> None:
     assert kubernetes.ports([(properties, links)]) == found
 
 
@@ -120,7 +120,7 @@ def test_ports_are_those_of_properties_and_links(properties: Any, links: Any, fo
         ({"persistent_disks": [{"name": "a"}]}, "it has several persistent disks"),
     ],
 )
-def test_group_without_an_equal_is_refused(tmp_path: Path, group: Any, said: str) -> None:
+def test_instance_group_without_a_kubernetes_equivalent_is_rejected(tmp_path: Path, group: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         kubernetes.write(parts(**group), tmp_path / "out")
 

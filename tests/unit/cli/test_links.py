@@ -1,4 +1,4 @@
-"""Links between the jobs of a manifest. The rules are those of ``bosh/director/links``."""
+"""Links between the jobs of a manifest, resolved by the rules of ``bosh/director/links``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ front/web:
 def resolved(
     consumes: object = None, *, spec: object = None, db: object = None, release: object = None, **job: object
 ) -> links.Links:
-    """Return the links of ``front/web``. The arguments change it, its spec, and the same of ``db/postgres``."""
+    """Return the links of ``front/web``.
+
+    The arguments change this job, its spec, or job and spec of ``db/postgres``.
+    """
     manifest, specs = yaml.safe_load(MANIFEST), yaml.safe_load(SPECS)
     provider, consumer = manifest["instance_groups"][0]["jobs"][0], manifest["instance_groups"][1]["jobs"][0]
     consumer.update(job, **({} if consumes is None else {"consumes": consumes}))

@@ -1,4 +1,4 @@
-"""Output of ``monit``, and the forms in which it is called."""
+"""The ``monit`` command: its arguments, its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shown(*services: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The requests that a command makes of an agent that agrees to all."""
+    """Return a list of the requests that commands send. The agent is replaced and accepts every request."""
     requests: list[dict[str, Any]] = []
 
     def ask(path: Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return requests
 
 
-def test_monit_summary_has_names_in_35_columns() -> None:
+def test_monit_summary_pads_names_to_35_columns() -> None:
     text = monit_text.summary(
         shown(service(), service("a-name-that-is-longer-than-the-column-is"), service("f", kind="file")), MACHINE
     )
@@ -74,7 +74,7 @@ def test_monit_summary_has_names_in_35_columns() -> None:
     ]
 
 
-def test_monit_status_has_values_in_33_columns() -> None:
+def test_monit_status_aligns_values_as_monit_does() -> None:
     text = monit_text.status(
         shown(service(), service("db", phase="down", state="failing", pid=0, reason="the process ended")), MACHINE
     )
@@ -128,7 +128,7 @@ def test_monit_status_has_values_in_33_columns() -> None:
         ({"state": "failing", "faults": ["Connection failed", "Resource limit matched"]}, "Connection failed"),
     ],
 )
-def test_monit_states_are_worded_as_by_monit(members: dict[str, Any], text: str) -> None:
+def test_monit_command_shows_states_in_the_words_of_monit(members: dict[str, Any], text: str) -> None:
     assert monit_text.words(service(**members)) == text
 
 
@@ -247,7 +247,7 @@ def test_monit_reload_and_quit_print_the_text_of_monit(
 def test_monit_validate_returns_the_exit_codes_of_monit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], members: dict[str, Any], status: int, said: str
 ) -> None:
-    """As in 5.2.5, 1 means no error. A closed port is no error."""
+    """As in monit 5.2.5, exit code 1 means that there is no error. A closed port does not count as an error."""
     monkeypatch.setattr(control_client, "ask", lambda *_: shown(service(**members)))
 
     assert monit.main(["validate"]) == status
@@ -296,10 +296,10 @@ def test_monit_procmatch_with_an_invalid_pattern_exits_with_1(
 
 
 @pytest.mark.parametrize("line", ["summary", "status", "stop web", "reload", "validate", "quit", "-v summary", ""])
-def test_monit_command_reports_a_user_without_permission(
+def test_monit_command_fails_for_a_user_without_permission(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], line: str
 ) -> None:
-    """The exit code is 1 for any action, as monit exits for a user who does not own its control file."""
+    """The exit code is always 1, because monit exits with 1 if the control file belongs to another user."""
 
     def ask(*_: object) -> None:
         raise NoAgentError("no") from PermissionError()
@@ -312,7 +312,7 @@ def test_monit_command_reports_a_user_without_permission(
     assert capfd.readouterr() == ("", f"monit: {said}\n")
 
 
-def test_configured_system_check_replaces_the_implicit_one() -> None:
+def test_monit_command_shows_a_configured_system_check_instead_of_the_implicit_one() -> None:
     services = shown(service(), service("ours", kind="system"))
 
     assert monit_text.summary(services, MACHINE).splitlines()[2:] == [
@@ -349,7 +349,7 @@ def test_monit_version_is_that_of_stemcells(capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("form", [["-t", "{file}"], ["-t", "-c", "{file}"], ["-c{file}", "-t"], ["-t", "-b", "{base}"]])
-def test_monit_checks_the_control_file_syntax(
+def test_monit_option_t_checks_the_syntax_of_the_control_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], form: list[str]
 ) -> None:
     file = tmp_path / "monit/job/0000_web.monitrc"

@@ -1,4 +1,4 @@
-"""release.MF and the layout of a compiled release, as the Go agent reads and writes them."""
+"""release.MF, and the layout of a compiled release, as the Go agent reads and writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agent_shim.core.errors import ActionError, ArchiveError, ConfigError, Diges
 
 
 def tarball(path: Path, *entries: tuple[str, bytes | None], mode: Literal["w", "w:gz"] = "w:gz") -> Path:
-    """An archive of these files, and directories where there is no content."""
+    """Create an archive with these files. An entry whose content is None is a directory."""
     with tarfile.open(path, mode) as packed:
         for name, content in entries:
             header = tarfile.TarInfo(name)
@@ -42,7 +42,10 @@ def names(packages: Sequence[SourcePackage]) -> list[str]:
 
 
 def test_release_manifest_values_are_read_as_text() -> None:
-    """A version is not a number, a digest not a power of ten, null is absent, and unknown keys are ignored."""
+    """A version is not a number, and a digest is not a power of ten.
+
+    Null counts as missing, and unknown keys are ignored.
+    """
     manifest = release_tarball.parse_manifest(
         b"name: a\nversion: 1.10\ncommit_hash: 12e34\nuncommitted_changes: true\nmore: 1\n"
         b"jobs: [{name: j, version: 010, packages: [p]}]\n"
@@ -55,13 +58,13 @@ def test_release_manifest_values_are_read_as_text() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"name: [a]", b"[]", b"name: {", b"\xff\xfe\xff", b"packages: 7"])
-def test_invalid_release_manifest_is_reported(raw: bytes) -> None:
+def test_invalid_release_manifest_is_rejected(raw: bytes) -> None:
     with pytest.raises(ConfigError, match=r"cannot read release\.MF: "):
         release_tarball.parse_manifest(raw)
 
 
 def test_compiled_release_manifest_has_the_members_of_the_go_agent() -> None:
-    """They are in its order. Text that looks like a number to some reader of YAML is quoted."""
+    """The members are in the Go agent's order. A text that some YAML parser could read as a number is quoted."""
     manifest = Manifest("a", "1.10", "12e34", license=License("l", "l", "l"), packages=[source("p")])
     compiled = release_tarball.compiled_manifest(manifest, [CompiledPackage("p", "1", "1", "5", "debian-x/1", ["q"])])
     raw = release_tarball.render_manifest(compiled)
@@ -102,7 +105,7 @@ def test_packages_are_ordered_by_dependencies_and_then_by_name() -> None:
         ([source("a", "zlib")], "package a depends on zlib, which is not in release.MF"),
     ],
 )
-def test_cyclic_package_dependencies_are_reported(packages: list[SourcePackage], text: str) -> None:
+def test_cyclic_or_missing_package_dependencies_are_rejected(packages: list[SourcePackage], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         release_tarball.in_order(packages)
 
@@ -113,7 +116,7 @@ def test_cyclic_package_dependencies_are_reported(packages: list[SourcePackage],
 @pytest.mark.parametrize("mode", ["w:gz", "w"])
 @pytest.mark.parametrize("name", ["release.MF", "./release.MF"])
 def test_release_manifest_is_found_in_any_tarball(tmp_path: Path, mode: Literal["w", "w:gz"], name: str) -> None:
-    """The tarball may be compressed or not, and its names may begin with ``./``."""
+    """The tarball may be compressed, and names in it may begin with ``./``."""
     path = tarball(tmp_path / "r", ("jobs/release.MF", b"name: no"), (name, b"name: a\nversion: 1"), mode=mode)
 
     assert release_tarball.read_manifest(path) == Manifest("a", "1")
@@ -137,7 +140,7 @@ def test_release_that_cannot_be_compiled_is_rejected(tmp_path: Path, manifest: b
 
 
 def test_release_packages_are_extracted_and_verified(tmp_path: Path) -> None:
-    """A file with another digest is not kept. An unknown or missing one is an error."""
+    """A file with a wrong digest is deleted. A package that is unknown or missing is an error."""
     manifest = Manifest("a", "1", packages=[source("p"), source("q")])
     good = tarball(tmp_path / "good.tgz", ("packages/", None), ("./packages/q.tgz", b"q"), ("packages/p.tgz", b"p"))
     into = tmp_path / "blobs"
@@ -164,7 +167,7 @@ def test_release_packages_are_extracted_and_verified(tmp_path: Path) -> None:
         list(release_tarball.extract_packages(few, manifest, into))
 
 
-# --- writing one ----------------------------------------------------------------------------------------------------
+# --- writing a tarball ------------------------------------------------------------------------------------------------
 
 
 REST = [("license.tgz", b"license"), ("LICENSE", b"free")]
@@ -180,7 +183,7 @@ REST = [("license.tgz", b"license"), ("LICENSE", b"free")]
 def test_compiled_packages_replace_the_sources_in_the_release(
     tmp_path: Path, packages: list[tuple[str, bytes | None]]
 ) -> None:
-    """The directory may have an entry or not. Files have mode 0644, owner root and no time."""
+    """The ``packages`` directory may lack an entry. All files have mode 0644, owner root and timestamp 0."""
     before = [("release.MF", b"name: a"), ("jobs/", None), ("jobs/web.tgz", b"web")]
     path = tarball(tmp_path / "r.tgz", *before, *packages, *REST)
     (tmp_path / "blob").write_bytes(b"compiled")
@@ -217,7 +220,7 @@ def test_uncompressed_release_stays_uncompressed(tmp_path: Path) -> None:
         assert packed.getnames() == ["./release.MF"]
 
 
-def test_partial_release_tarball_is_removed(tmp_path: Path) -> None:
+def test_release_tarball_is_removed_if_writing_it_fails(tmp_path: Path) -> None:
     path = tarball(tmp_path / "r.tgz", ("packages/p.tgz", b"source"))
     out = tmp_path / "out"
     out.mkdir()

@@ -1,4 +1,4 @@
-"""The status table as text."""
+"""The output of ``agent-shim status``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_status_durations_have_at_most_two_units(seconds: int, text: str) -> Non
 
 
 def shown(**members: Any) -> dict[str, Any]:
-    """Return a status as the control socket sends it."""
+    """Return a status as it is sent over the control socket."""
     process = {
         "name": "web",
         "job": "web",
@@ -74,7 +74,7 @@ def shown(**members: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("level", "is_told"), [(1, False), (2, True), (3, True)])
-def test_status_says_if_tmp_is_shared_by_all_jobs(level: int, is_told: bool) -> None:
+def test_status_mentions_a_tmp_directory_that_all_jobs_share(level: int, is_told: bool) -> None:
     found = {"level": level, "obstacle": "", "memory": True, "processes": True}
 
     assert ("; /tmp is shared by all jobs" in status_text.isolation(found)) is is_told
@@ -100,7 +100,7 @@ def test_status_page_is_complete() -> None:
     )
 
 
-def test_colours_do_not_change_the_text() -> None:
+def test_colours_do_not_change_the_status_text() -> None:
     status = shown(warnings=["no interface has the address 10.0.0.9"], task="apply", task_progress="unpacking")
     painted = status_text.render(status, ansi.coloured)
 
@@ -111,7 +111,7 @@ def test_colours_do_not_change_the_text() -> None:
     assert "\x1b[1;31m93 %" in painted
 
 
-def test_status_names_the_missing_settings() -> None:
+def test_status_of_an_agent_without_settings_says_so() -> None:
     page = status_text.render(
         shown(
             phase="waiting for settings",
@@ -126,7 +126,7 @@ def test_status_names_the_missing_settings() -> None:
 
 
 def many(count: int) -> dict[str, Any]:
-    """Return a status with one process that is down, the last of ``count``."""
+    """Return a status with ``count`` processes, of which only the last is down."""
     web, worker = shown()["processes"]
     return shown(processes=[*({**web, "name": f"web-{number}"} for number in range(count - 1)), worker])
 
@@ -144,7 +144,7 @@ def test_status_watch_fits_two_hundred_jobs_and_shows_the_failing_one() -> None:
     ("state", "phase", "word"),
     [("unknown", "stopped", "stopped"), ("unknown", "unmonitored", "unmonitored"), ("failing", "running", "failing")],
 )
-def test_status_shows_the_agents_state_names(state: str, phase: str, word: str) -> None:
+def test_status_shows_the_state_names_of_the_agent_instead_of_unknown(state: str, phase: str, word: str) -> None:
     assert status_text.shown_state({"state": state, "phase": phase}) == word
 
 
@@ -207,7 +207,7 @@ def test_status_details_end_with_the_next_start_and_the_log() -> None:
     assert lines[-2:] == ["", "worker.stderr.log | no such table"]
 
 
-def test_details_show_the_last_events() -> None:
+def test_status_details_show_the_last_events() -> None:
     events = [
         {"at": 1764151200.0, "count": 1, "text": "start asked, now starting"},
         {"at": 1764151260.0, "count": 3, "text": "Connection failed, alert: no answer"},
@@ -223,7 +223,7 @@ def test_details_show_the_last_events() -> None:
 
 
 def test_status_reasons_and_warnings_are_wrapped() -> None:
-    """They wrap at words, to the width of the terminal. A pipe gets each on one line."""
+    """Lines wrap at words to fit the width of the terminal. Written to a pipe, each text is a single line."""
     status = shown() | {
         "warnings": ["the jobs cannot be started: pre-start: 1 of 1 pre-start scripts failed. web: x"],
         "firewall": {"why": f"not root of a container with the real /var/vcap {'/long' * 20}"},
