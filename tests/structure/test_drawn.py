@@ -1,4 +1,4 @@
-"""Generated parts of the pages in ``docs/`` are current."""
+"""Generated files, and generated parts of pages in ``docs/``, are current."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.pages import (
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in GENERATED}))
 def test_generated_parts_of_pages_are_current(page: str) -> None:
-    """``./dev run python -m tools.pages`` updates a stale page."""
+    """To update a page, run ``./dev run python -m tools.pages``."""
     text = (PAGES / page).read_text()
 
     assert regenerated(page, text) == text, "stale: ./dev run python -m tools.pages"
@@ -31,8 +31,8 @@ def test_generated_files_are_current(name: str) -> None:
     assert FILES[name]() == (ROOT / name).read_text(), "stale: ./dev run python -m tools.pages"
 
 
-def test_cluster_objects_equal_the_rules_and_dashboard_files() -> None:
-    """The files are for a Prometheus and a Grafana without a cluster."""
+def test_kubernetes_objects_equal_the_rules_and_dashboard_files() -> None:
+    """The plain files are for a Prometheus and a Grafana outside Kubernetes."""
     rule, board = (yaml.safe_load(made()) for made in (prometheus_rule, dashboard))
 
     assert rule["spec"] == yaml.safe_load((PROMETHEUS / "rules.yaml").read_text())
@@ -40,19 +40,18 @@ def test_cluster_objects_equal_the_rules_and_dashboard_files() -> None:
 
 
 def test_missing_marker_of_a_generated_part_is_an_error() -> None:
-    """A page cannot lose a generated part unnoticed."""
+    """Otherwise a page could lose a generated part without notice."""
     with pytest.raises(ValueError, match="no place for states"):
         regenerated("architecture.md", "<!-- floors -->\n<!-- /floors -->\ntext\n<!-- states -->\n")
 
 
 def test_module_purpose_is_the_first_docstring_sentence() -> None:
-    """Line breaks become spaces, and a bar cannot split the cell."""
+    """For a table cell, line breaks become spaces and vertical bars are escaped."""
     module = Module("host.files", '"""Read ``a|b`` and\nwrite it. Pure.\n\nMore.\n"""')
 
     assert purpose(module) == r"Read `a\|b` and write it"
 
 
-def test_module_without_docstring_is_named() -> None:
-    """The error names the module to document."""
+def test_error_for_a_module_without_docstring_names_it() -> None:
     with pytest.raises(ValueError, match=r"agent_shim\.host\.files has no docstring"):
         purpose(Module("host.files", "import os"))

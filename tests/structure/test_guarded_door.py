@@ -1,6 +1,6 @@
-"""Only ``host.guarded`` opens paths that a job can influence.
+"""Paths that a job can influence are opened only by ``host.guarded``.
 
-Every other place that opens a file has a listed reason.
+Every other function that opens a path is listed here with a reason.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ CALLS = frozenset(
     | {"os.truncate", "os.path.exists", "os.path.isfile", "os.path.isdir", "os.path.getsize", "os.path.getmtime"}
     | {"glob.glob", "glob.iglob", "io.open", "shutil.copyfile", "shutil.copy", "shutil.move", "tempfile.mkstemp"}
 )
-"""Functions that follow a path."""
+"""Functions that access a path and follow symlinks in it."""
 
 METHODS = frozenset(
     {"read_text", "read_bytes", "open", "iterdir", "glob", "rglob", "walk", "stat", "lstat", "exists", "is_file"}
     | {"is_dir", "is_symlink", "is_fifo", "readlink", "write_text", "write_bytes", "touch", "samefile"}
 )
-"""Methods of ``Path`` that follow a path."""
+"""Methods of ``Path`` that access the path and follow symlinks in it."""
 
 MODULES = frozenset({"os", "io", "proc", "guarded", "files", "glob", "entry"})
-"""Names whose attributes are not methods of a path: modules (see CALLS for them) and directory entries."""
+"""Names whose attributes are not methods of a path: modules, whose functions are in CALLS, and directory entries."""
 
 OUTSIDE = frozenset({"cli.check", "cli.deployment", "cli.kubernetes", "cli.render", "cli.try_release"})
-"""Commands that read files named by their user, with that user's rights."""
+"""Commands that read files chosen by the user who runs them, with the rights of that user."""
 
 
 @dataclass(frozen=True)
 class Raw:
-    """The reasons for which functions of a module may open files directly."""
+    """Functions of a module that may open paths directly, and the reason."""
 
     why: str
     functions: frozenset[str] = field(default_factory=frozenset)
 
 
-# Reasons for opening files directly:
+# Frequent reasons for opening a path directly:
 OWN = "of root alone: below bosh, monit, instance or the state backup, where no job writes"
 BUNDLES = "installed by root below directories of root; jobs may read there"
 KERNEL = "files of the kernel or the image"
@@ -278,11 +278,13 @@ RAW: Mapping[str, Raw] = {
     "bulk.worker": Raw(SCRATCH, frozenset({"_rotate", "become_worker"})),
     "bulk.workers": Raw(SCRATCH, frozenset({"_count"})),
 }
-"""Functions that open files which no job can influence, or which ``host.guarded`` has opened for them."""
+"""Functions that open paths which no job can influence, or that use files already opened by ``host.guarded``."""
 
 
 def openings(module: Module) -> Iterator[tuple[str, int, str]]:
-    """Return function (with its class; "" for the module), line and name of every call that opens a path."""
+    """Yield every access to a path: the function with its class ("" for the module), the line, and the name of the
+    call.
+    """
     aliases = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in module.nodes
@@ -313,7 +315,7 @@ def _opening(node: ast.Attribute) -> str:
 
 
 def violations(module: Module, raw: Mapping[str, Raw]) -> Iterator[str]:
-    """Return the places that open a file without a listed reason."""
+    """Yield the accesses to paths without a listed reason."""
     if {module.name, module.top} & OUTSIDE or module.name == "host.guarded":
         return
     allowed = raw[module.name].functions if module.name in raw else frozenset()
@@ -324,12 +326,11 @@ def violations(module: Module, raw: Mapping[str, Raw]) -> Iterator[str]:
 
 
 def test_job_writable_files_are_opened_only_through_host_guarded() -> None:
-    """Any other place needs a listed reason."""
     assert [wrong for module in modules().values() for wrong in violations(module, RAW)] == []
 
 
 def test_listed_reasons_for_direct_opens_are_still_needed() -> None:
-    """A reason is removed together with the last direct open in its function."""
+    """Once a function no longer opens a path directly, it must be removed from the list."""
     there = {name: {function for function, _, _ in openings(module)} for name, module in modules().items()}
 
     assert [
@@ -365,7 +366,7 @@ def test_own_files_are_read_through_one_bounded_function() -> None:
     ],
 )
 def test_direct_open_of_a_file_is_detected(text: str, complaint: str) -> None:
-    """Every way to write it is detected."""
+    """Aliases, methods and references without a call are detected as well."""
     found = list(violations(Module("services.bundles", text), {}))
 
     assert len(found) == 1

@@ -1,4 +1,4 @@
-"""Tables that repeat the code: keys and defaults in docs/configuration.md, exit codes in docs/commands.md."""
+"""Tables in pages that repeat facts from the code: keys and defaults, and exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPELLED = {
     ("monit.password", ""): "random",
     ("spec", ""): "none",
 }
-"""Key and default in the code, and the default as the page writes it."""
+"""Defaults that the page shows in another form, by the key and its default in the code."""
 
 
 def table(page: str, header: str) -> list[list[str]]:
@@ -31,7 +31,7 @@ def table(page: str, header: str) -> list[list[str]]:
 
 
 def options(struct: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str, str]]:
-    """Return every key with its default. Keys of members contain dots."""
+    """Yield every key with its default. The keys of nested structs contain dots."""
     for field in msgspec.structs.fields(struct):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             yield from options(field.type, f"{before}{field.encode_name}.")
@@ -42,14 +42,14 @@ def options(struct: type[msgspec.Struct], before: str = "") -> Iterator[tuple[st
 
 
 def test_configuration_page_lists_all_keys_and_defaults() -> None:
-    """No option of ``AgentShim`` is missing from the page, and the page has no others."""
+    """The page lists every option of ``AgentShim`` and no others."""
     rows = table("configuration.md", "| key | meaning | default |")
 
     assert {key: default for key, _, default in rows} == dict(options(ShimOptions))
 
 
-def test_exit_codes_page_lists_all_exit_codes() -> None:
-    """They are those of the error classes, and the three of every command."""
+def test_commands_page_lists_all_exit_codes() -> None:
+    """The exit codes are those of the error classes, and 0, 1 and 2."""
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ShimError)]
     codes = {0, 1, 2} | {kind.exit_code for kind in classes}
 
@@ -57,6 +57,6 @@ def test_exit_codes_page_lists_all_exit_codes() -> None:
 
 
 @pytest.mark.parametrize("name", ["start", "doctor", "check"])
-def test_commands_page_has_each_command(name: str) -> None:
-    """The page is generated. See ``test_drawn`` for when it is stale."""
+def test_commands_page_has_a_section_for_each_command(name: str) -> None:
+    """A stale page is reported by ``test_drawn``, because it is generated."""
     assert f"\n## {name}\n" in (ROOT / "docs/commands.md").read_text()

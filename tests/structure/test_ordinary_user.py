@@ -1,4 +1,4 @@
-"""Daily tests are written for an ordinary user and run as one. A test that needs root has the mark ``root``."""
+"""Daily tests run as an ordinary user. Tests that need root have the marker ``root``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ASKS = re.compile(r"\bget(e|res)?uid\b")
 
 
 def skips(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the nodes by which a module skips tests because of the user who runs them."""
+    """Yield the nodes with which a module skips tests depending on the user who runs them."""
     constants = {
         target.id
         for node in tree.body
@@ -35,7 +35,7 @@ def skips(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def test_no_daily_test_is_skipped_for_an_ordinary_user() -> None:
-    """The mark ``root`` moves a test to ``./dev test-root``, where it is not skipped without notice."""
+    """Such a test needs the marker ``root`` instead. It then runs in ``./dev test-root``, where a skip is noticed."""
     files = [path for ring in RINGS for path in (ROOT / "tests" / ring).rglob("*.py")]
     found = [
         f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
@@ -48,7 +48,6 @@ def test_no_daily_test_is_skipped_for_an_ordinary_user() -> None:
 
 
 def test_skip_because_of_the_user_is_detected() -> None:
-    """Every form of such a skip is detected."""
     for text in (
         "@pytest.mark.skipif(os.geteuid() != 0, reason='')\ndef test(): ...",
         "ROOT = os.getuid() == 0\nx = pytest.mark.skipif(not ROOT, reason='')",
@@ -59,9 +58,9 @@ def test_skip_because_of_the_user_is_detected() -> None:
 
 
 def test_ci_runs_the_daily_tests_as_an_ordinary_user() -> None:
-    """If ``.ci/run`` is started as root, it runs them as another user.
+    """``.ci/run`` switches to another user for them if root has started it.
 
-    The CI service runs steps without sudo as an ordinary user.
+    The CI service runs steps as an ordinary user unless they use sudo.
     """
     steps = [step.get("run", "") for job in read("ci.yml")["jobs"].values() for step in job["steps"]]
 

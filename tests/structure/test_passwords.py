@@ -9,7 +9,7 @@ import pytest
 from tests.support.source import PACKAGE, ROOT
 
 DOORS = ("edges/bus/https.py", "edges/monit_http.py")
-"""Modules in which a caller presents a password."""
+"""Modules that check the password of a caller."""
 
 
 @pytest.mark.attack("a neighbour calls the create-env endpoint without the password")

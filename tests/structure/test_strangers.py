@@ -1,4 +1,4 @@
-"""Only one module reads ``/proc`` of other processes, with limits that a reader elsewhere would lack."""
+"""Only ``host.proc`` reads ``/proc`` of other processes, because such reads need limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from tests.support.source import Module, modules
 
 OF_A_PROCESS = re.compile(r"(^|/)proc/?$|/proc/(\d|\{|%)")
-"""A text that leads to a process by its pid: ``/proc``, ``/proc/1/stat``, ``/proc/{pid}/environ``."""
+"""Matches a path of a process, such as ``/proc/1/stat`` or ``/proc/{pid}/environ``, and ``/proc`` itself."""
 
 PLACES: Mapping[str, str] = {
     "host.proc": "it is the one",
@@ -20,11 +20,11 @@ PLACES: Mapping[str, str] = {
     "services.disks.mounting": "refuses it as the place of a disk",
     "supervisor.bpm_runner": "names it as a place of a jail",
 }
-"""Modules that may contain such a text, and the reason."""
+"""Modules that may contain such a path, and the reason."""
 
 
 def texts(module: Module) -> Iterator[tuple[str, int]]:
-    """Return the string literals of a module except docstrings, with ``{`` where a value is inserted."""
+    """Yield the string literals of a module except docstrings. An inserted value is replaced by ``{``."""
     for node in module.nodes:
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{" for part in node.values)
@@ -34,7 +34,7 @@ def texts(module: Module) -> Iterator[tuple[str, int]]:
 
 
 def test_other_processes_are_read_only_through_host_proc() -> None:
-    """A process's environment can be terabytes long, and its memory lock can be held forever."""
+    """The environment of a process can have terabytes, and the process can make a read of it block forever."""
     others = [module for module in modules().values() if module.name not in PLACES]
     found = [(each.name, line, text) for each in others for text, line in texts(each) if OF_A_PROCESS.search(text)]
 
@@ -42,7 +42,7 @@ def test_other_processes_are_read_only_through_host_proc() -> None:
 
 
 def test_reads_of_other_processes_are_detected() -> None:
-    """Accesses that do not concern another process are not reported."""
+    """Other paths in ``/proc`` are not reported."""
     for text in ("/proc", "/proc/", "/proc/1/comm", "/proc/{/environ"):
         assert OF_A_PROCESS.search(text)
     for text in ("/proc/self/fd/{", "/proc/net/route", "/proc/sys/fs", "/process", "/proc/stat"):

@@ -1,4 +1,4 @@
-"""The attacks named in test markers, and the parts of ``docs/security.md`` that name existing things."""
+"""The attacks in test markers, and the names of tests and fuzz targets in ``docs/security.md``."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ ONCE_SUCCESSFUL = (
     "a request names no disk",
     "a request brings certificates or keys that the agent cannot use",
 )
-"""Attacks that succeeded against an earlier version. Each must keep a test."""
+"""Attacks that succeeded against an earlier version, so each of them must always have a test."""
 
 
-def test_each_attack_mark_begins_with_a_known_attacker() -> None:
+def test_each_attack_marker_begins_with_a_known_attacker() -> None:
     assert [attack for attack in attacks() if not attacker(attack)] == []
 
 
-def test_every_attacker_has_an_attack() -> None:
+def test_every_known_attacker_has_an_attack() -> None:
     assert {attacker(attack) for attack in attacks()} == set(ATTACKERS)
 
 
 @pytest.mark.parametrize("attack", ONCE_SUCCESSFUL)
-def test_attack_that_once_succeeded_keeps_a_test(attack: str) -> None:
+def test_attack_that_once_succeeded_has_a_test(attack: str) -> None:
     assert attack in attacks()
 
 
-def test_attack_marks_of_tests_and_chaos_cases_are_found() -> None:
+def test_attack_markers_of_tests_and_chaos_cases_are_found() -> None:
     source = """
 @pytest.mark.root
 @pytest.mark.attack("a job x")
@@ -56,7 +56,7 @@ async def play(stand): ...
     assert list(marks_in(source)) == [("test_both", "a job x"), ("test_both", "a job y"), ("S-01", "a job z")]
 
 
-def test_attack_mark_that_is_not_a_literal_is_an_error() -> None:
+def test_attack_marker_that_is_not_a_literal_is_an_error() -> None:
     with pytest.raises(ValueError, match="must be written out"):
         list(marks_in("@pytest.mark.attack(NAME)\ndef test_x(): ..."))
 
@@ -70,6 +70,6 @@ def test_tests_named_on_the_security_page_exist() -> None:
     assert set(re.findall(r"`(test_\w+)`", PAGE)) - there == set()
 
 
-def test_every_fuzz_target_is_listed_as_a_threat_check() -> None:
+def test_security_page_lists_every_fuzz_target() -> None:
     targets = PAGE.partition("**Targets**: ")[2].partition("\n\n")[0]
     assert re.findall(r"`(\w+)`\s\(", targets) == sorted(fuzz.TARGETS)

@@ -1,4 +1,4 @@
-"""Each step of docs/tour.md names a function or class that is defined in the linked file."""
+"""Each step of docs/tour.md names a function or class that exists in the linked file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINK = re.compile(r"\[([\w.]+)\]\(([\w./]+\.py)\)")
 
 
 def walks(page: str) -> dict[str, list[str]]:
-    """Return the steps of each walk by its heading."""
+    """Return the steps of each walk, by the heading of the walk."""
     return {
         heading.strip(): STEP.findall(text)
         for heading, text in re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", page, re.MULTILINE)
@@ -23,7 +23,7 @@ def walks(page: str) -> dict[str, list[str]]:
 
 
 def defined(body: list[ast.stmt], before: str = "") -> Iterator[str]:
-    """Return the functions and classes of a file. Methods are named ``Class.method``."""
+    """Yield the names of the functions and classes in a file. Methods are named ``Class.method``."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield before + node.name
@@ -32,7 +32,7 @@ def defined(body: list[ast.stmt], before: str = "") -> Iterator[str]:
 
 
 def lost(page: str, directory: Path) -> list[str]:
-    """Return links of a page to code that the linked file does not define."""
+    """Return the links of a page to functions or classes that do not exist in the linked file."""
     return [
         f"{name} in {file}"
         for name, file in LINK.findall(page)
@@ -40,11 +40,11 @@ def lost(page: str, directory: Path) -> list[str]:
     ]
 
 
-def test_each_function_of_the_tour_is_in_its_file() -> None:
+def test_each_function_in_the_tour_is_in_its_linked_file() -> None:
     assert lost(PAGE.read_text(), PAGE.parent) == []
 
 
-def test_the_tour_has_five_walks_of_five_to_ten_steps() -> None:
+def test_tour_has_five_walks_of_five_to_ten_steps() -> None:
     found = walks(PAGE.read_text())
 
     assert len(found) == 5
@@ -55,7 +55,7 @@ def test_each_step_of_the_tour_begins_with_a_link_to_code() -> None:
     assert [step for steps in walks(PAGE.read_text()).values() for step in steps if not LINK.match(step)] == []
 
 
-def test_missing_function_of_the_tour_is_detected(tmp_path: Path) -> None:
+def test_missing_function_in_the_tour_is_detected(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("class A:\n    async def b(self): ...\n\ndef c(): ...\n")
     page = "[A](a.py) [A.b](a.py) [c](a.py) [b](a.py) [A.c](a.py) [c](none.py)"
 

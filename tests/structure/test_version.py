@@ -1,4 +1,4 @@
-"""The version is written once, in ``agent_shim/__init__.py``. Every other place reads it or is checked here."""
+"""The version is written once, in ``agent_shim/__init__.py``. Files that repeat it are checked here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READERS = {"agent_shim/__init__.py"}
 """The file that contains the version."""
 
 WRITTEN = re.findall(r'__version__ = "(.*)"', (ROOT / "agent_shim/__init__.py").read_text())[0]
-"""The version of the checkout. Tests may run a build of it, which adds the commit."""
+"""The version in the checkout. An installed build that the tests run may add the commit."""
 NEXT = WRITTEN.removesuffix(".dev0")
 
 BY_HAND = {
@@ -24,14 +24,14 @@ BY_HAND = {
     "docs/kubernetes.md": r"agent-shim[ :](\d+\.\d+\.\d+)",
     "deploy/monitoring/kustomization.yaml": r"ref=v(\d+\.\d+\.\d+)",
 }
-"""Files that repeat the version, and where."""
+"""Files that repeat the version, and patterns for the places."""
 
 MEASURED = {"docs/performance.md", "docs/pictures/status.json", "docs/pictures/status.svg"}
-"""Files that name the version which they show. The next release does not change it."""
+"""Files with recorded output, which names the version that was recorded. A release does not change them."""
 
 
 def test_packaging_reads_the_version_from_its_module() -> None:
-    """``pyproject.toml`` names ``hatch_build.py``, which provides it."""
+    """``pyproject.toml`` refers to ``hatch_build.py``, which reads the version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
     assert "version" in project["project"]["dynamic"]
@@ -41,20 +41,20 @@ def test_packaging_reads_the_version_from_its_module() -> None:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_pages_name_the_same_version(name: str) -> None:
-    """Examples of the docs name the release that they describe."""
+def test_pages_name_the_version_of_the_next_release(name: str) -> None:
+    """Examples in pages name the release that the pages describe."""
     assert set(re.findall(BY_HAND[name], (ROOT / name).read_text())) == {NEXT}
 
 
 def test_image_labels_have_the_version() -> None:
-    """A label in a Dockerfile cannot use the output of a program, so it repeats the version."""
+    """A label in a Dockerfile cannot contain the output of a program, so the Dockerfile repeats the version."""
     found = re.findall(r"(?:STEMCELL_VERSION:-|ARG VERSION=)([\w.-]+)", (ROOT / "Dockerfile").read_text())
 
     assert found == [WRITTEN.replace(".dev0", "-dev")] * 2
 
 
 def test_release_has_a_changelog_heading() -> None:
-    """Between releases the newest heading names an older one, below the unreleased changes."""
+    """Between releases, the first heading is ``Unreleased`` and the second one names an older version."""
     newest = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     if WRITTEN == NEXT:
         assert newest[0] == WRITTEN
@@ -64,7 +64,9 @@ def test_release_has_a_changelog_heading() -> None:
 
 
 def test_no_other_file_repeats_the_version() -> None:
-    """This means the version of this project; other versions may have the same number."""
+    """Other software may have the same version number, so the number is searched for together with the
+    project's name.
+    """
     own = re.compile(rf"agent[-_]shim[\"' =:@-]{{1,4}}{re.escape(NEXT)}|__version__ = ")
     found = {name for name, text in texts() if own.search(text) and not name.startswith("tests/")}
 
@@ -72,7 +74,7 @@ def test_no_other_file_repeats_the_version() -> None:
 
 
 def test_repository_address_is_the_same_everywhere() -> None:
-    """It is the address in ``hatch_build.py``. The registry of images has the same name."""
+    """The address is defined in ``hatch_build.py``. The image registry uses the same name."""
     home = hatch_build.HOME.removeprefix("https://github.com/")
     named = re.compile(r"(?:github\.com|ghcr\.io)/(?!you/)([\w-]+/agent-shim)\b")
     found = {name: set(named.findall(text)) for name, text in texts() if not name.startswith("tests/")}
@@ -82,9 +84,9 @@ def test_repository_address_is_the_same_everywhere() -> None:
 
 
 def test_test_dependencies_include_those_of_the_demo() -> None:
-    """The tests use its certificates and its bus.
+    """The tests use the certificates and the bus of the demo.
 
-    Not every tool allows a dependency group to name an extra of its own project.
+    The packages are listed twice because not every tool allows a dependency group to refer to an extra of its project.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

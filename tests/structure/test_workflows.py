@@ -1,4 +1,4 @@
-"""The workflows run tasks of ``./dev``, with minimal permissions and pinned actions."""
+"""Workflows run tasks of ``./dev``, with minimal permissions and pinned actions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASK = re.compile(r"\./dev (\$\{\{ matrix\.task \}\}|[a-z-]+)")
 
 
 def read(name: str) -> dict[str, Any]:
-    # YAML 1.1 parses "on" as a boolean. It is not needed here.
+    # In YAML 1.1, the key "on" is a boolean, which does not matter because no test reads it.
     found: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows" / name).read_text())
     return found
 
@@ -30,8 +30,8 @@ def tasks(workflow: dict[str, Any]) -> set[str]:
     return found
 
 
-def test_ci_runs_the_tasks_of_dev_ci() -> None:
-    """Neither the CI service nor ``.ci/run`` has a check that the other lacks."""
+def test_ci_workflow_runs_the_tasks_of_dev_ci() -> None:
+    """The CI service and ``.ci/run`` must run the same checks."""
     listed = re.search(r"\ndo-ci\(\) \{\n[^}]* for task in ([^;]+);", (ROOT / "dev").read_text())
 
     assert listed is not None
@@ -64,7 +64,7 @@ def test_workflows_limit_permissions_and_have_timeouts(name: str) -> None:
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_workflow_actions_are_pinned_to_a_commit(name: str) -> None:
-    """A tag can be moved to other code."""
+    """A tag could be moved to other code. No script may contain untrusted text from an event either."""
     used = re.findall(r"uses: (.*)", (ROOT / ".github/workflows" / name).read_text())
 
     assert used
