@@ -1,4 +1,4 @@
-"""The table of docs/performance.md, for people."""
+"""The tables in docs/performance.md that are rendered from benchmark results."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_benchmark_figure_with_a_budget_keeps_its_row() -> None:
     assert "| 10 processes idle cpu" not in text
 
 
-def test_benchmark_table_says_if_the_machines_differ() -> None:
+def test_benchmark_table_mentions_runs_on_another_machine() -> None:
     theirs = document("theirs", {}, machine={**MACHINE, "kernel": "5.10"}, scale=0.5)
     text = table.render(OURS, [theirs])
     assert "; on another machine theirs from 04:00 to 04:20 (load 0.1, at a scale of 0.5)." in text
@@ -116,7 +116,7 @@ def test_benchmark_table_gives_the_reason_of_a_missing_figure() -> None:
     assert "Not measured of theirs, in all or in part: `boots`: HostError: it has ended" in text
 
 
-def test_benchmark_table_has_the_boot_as_root_with_its_steps() -> None:
+def test_benchmark_table_lists_the_steps_of_the_boot_as_root() -> None:
     boot = figure([0.2914, 0.267, 0.347], "s", floor=[0.1], floor_is="an interpreter") | {
         "steps_ms": {"own names": 2.5, "ssh server": 7.3}
     }
@@ -127,7 +127,7 @@ def test_benchmark_table_has_the_boot_as_root_with_its_steps() -> None:
 
 
 def test_readme_has_the_figures_of_the_benchmark_page() -> None:
-    """A run of the benchmark beside the Go agent writes both."""
+    """A benchmark run that includes the Go agent updates both."""
     page = table.PAGE.read_text()
 
     assert re.search(r"^\\| figure .*\\| Go agent [^|]*\\|$", page, re.MULTILINE)

@@ -1,4 +1,7 @@
-"""Deductions from the texts of a job, and verdicts on two lives."""
+"""The comparison with the Go agent and monit on released jobs.
+
+A plan is derived from the files of a job, and a verdict from the recorded runs of both agents.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +78,8 @@ def test_comparison_creates_missing_files_of_scripts_for_the_next_run(tmp_path: 
     assert made.system == {"confd"}
 
 
-def test_comparison_takes_no_directory_for_a_missing_program(tmp_path: Path) -> None:
-    """An example is system-metrics-server of bosh-system-metrics-server-release."""
+def test_comparison_does_not_mistake_a_directory_for_a_missing_program(tmp_path: Path) -> None:
+    """An example is system-metrics-server in bosh-system-metrics-server-release."""
     made = planned(tmp_path, job())
     plan.learn(made, "ctl: 3: .: render: not found\nctl: 4: ..: not found\nctl: 5: .: not found\n", [])
 
@@ -90,7 +93,7 @@ def test_comparison_keeps_the_last_tool_of_a_start_program_running(tmp_path: Pat
     assert made.expectation["lives"] == ["server"]
 
 
-def test_comparison_makes_scripts_lenient_as_a_last_resort(tmp_path: Path) -> None:
+def test_comparison_makes_scripts_ignore_errors_as_a_last_resort(tmp_path: Path) -> None:
     made = planned(tmp_path, job(**{"bin/pre-start": "#!/bin/bash -e\nset -eu\nfalse\nexit 3\n", "etc/x": "exit 1"}))
 
     assert plan.learn(made, "", [])
@@ -107,7 +110,7 @@ def test_comparison_drops_dependencies_on_other_jobs(tmp_path: Path) -> None:
     assert "nginx" not in made.job.monit
 
 
-def test_comparison_drops_the_cycle_that_a_job_sets(tmp_path: Path) -> None:
+def test_comparison_drops_the_poll_interval_that_a_job_sets(tmp_path: Path) -> None:
     """An example is artifactory-bosh-release."""
     made = planned(tmp_path, job(monit=f"set daemon 60\n{MONIT}"))
 
@@ -123,7 +126,7 @@ def test_comparison_drops_bpm_privileges_that_the_machine_lacks(tmp_path: Path) 
 
 
 def phase(name: str, **members: Any) -> dict[str, Any]:
-    """A phase of a life in which the job runs."""
+    """Return a phase of a run in which the job is running."""
     empty = {"value": "", "running_after": 1.0, "job_states": ["running"], "states": {"web": ["running"]}, "events": []}
     rest = {"alerts": [], "heartbeats": [], "services": {"web": True}, "same": {"web": True}, "texts": {}, "files": []}
     return {"name": name, **empty, **rest, **members}
@@ -138,8 +141,8 @@ def test_comparison_calls_identical_runs_equal(tmp_path: Path) -> None:
     assert judged(tmp_path, phase("rest"), phase("rest")).kind == "equal"
 
 
-def test_a_process_that_an_apply_takes_away_is_compared_by_the_state_at_the_end(tmp_path: Path) -> None:
-    """One life was asked for its state before the process was gone, the other only after it."""
+def test_comparison_uses_the_final_state_of_a_process_that_an_apply_removes(tmp_path: Path) -> None:
+    """An agent may report its states before or after the removed process is gone, which is not a difference."""
     without = {"state": {"job_state": "stopped"}}
     early, late = phase("apply", values=without), phase("apply", values=without, states={})
     listed = {"state": {"processes[web].name": "web"}}
@@ -148,8 +151,10 @@ def test_a_process_that_an_apply_takes_away_is_compared_by_the_state_at_the_end(
     assert judged(tmp_path / "other", phase("apply", values=listed), late).kind == "difference"
 
 
-def test_a_dependent_service_whose_pidfile_is_emptied_has_no_alert_below_monit(tmp_path: Path) -> None:
-    """cf-redis-broker of shared-redis-release: monit restarts it with the service that it depends on."""
+def test_comparison_lists_an_alert_about_an_empty_pidfile_that_monit_does_not_send_for_a_dependant(
+    tmp_path: Path,
+) -> None:
+    """monit restarts the service with its prerequisite. An example is cf-redis-broker in shared-redis-release."""
     alert = "web - Does not exist - restart"
     monit = MONIT.replace("  if failed host 127", "  depends on web-health\n  if failed host 127")
     silent, told = phase("empty pidfile"), phase("empty pidfile", alerts=[alert])
@@ -159,8 +164,10 @@ def test_a_dependent_service_whose_pidfile_is_emptied_has_no_alert_below_monit(t
 
 
 @pytest.mark.parametrize(("begun", "kind"), [(1, "equal"), (2, "difference")])
-def test_a_process_may_say_in_the_next_phase_that_it_began(tmp_path: Path, begun: int, kind: str) -> None:
-    """coredns of paas-observability-release, on a busy machine. A second process is a difference."""
+def test_comparison_accepts_a_process_that_reports_its_start_in_the_next_phase(
+    tmp_path: Path, begun: int, kind: str
+) -> None:
+    """An example on a busy machine is coredns in paas-observability-release. A second process is a difference."""
     lives = [1.0, "lives", "server"]
     worlds = [
         {"error": "", "phases": [phase("start"), phase("start after stop", events=first), phase("drain", events=then)]}
@@ -170,8 +177,11 @@ def test_a_process_may_say_in_the_next_phase_that_it_began(tmp_path: Path, begun
     assert judge.judge(planned(tmp_path, job()), *worlds).kind == kind
 
 
-def test_a_slow_start_that_is_not_reported_is_a_difference(tmp_path: Path) -> None:
-    """Although monit may start the program again meanwhile, so that states and processes differ."""
+def test_comparison_reports_a_slow_start_without_an_alert(tmp_path: Path) -> None:
+    """monit may run the start program again in the meantime, so other states and processes are a listed difference.
+
+    A missing alert is not.
+    """
     alert = ["web - Execution failed - alert"]
     lives = [1.0, "lives", "server"]
     monit = phase("slow start", alerts=alert, events=[lives, lives])
@@ -180,8 +190,13 @@ def test_a_slow_start_that_is_not_reported_is_a_difference(tmp_path: Path) -> No
     assert judged(tmp_path / "silent", monit, phase("slow start", events=[lives])).kind == "difference"
 
 
-def test_a_failed_start_makes_a_service_fail_below_monit_after_its_process_has_come_up(tmp_path: Path) -> None:
-    """An example is nginx of artifactory-bosh-release. A service that fails for another reason is a difference."""
+def test_comparison_lists_a_service_that_still_fails_under_monit_although_its_slow_start_succeeded(
+    tmp_path: Path,
+) -> None:
+    """An example is nginx in artifactory-bosh-release.
+
+    If the service fails for another reason, that is a difference.
+    """
     failed = {"job_states": ["failing"], "states": {"web": ["failing"]}}
     alert, up = {"alerts": ["web - Execution failed - alert"]}, {"states": {"web": ["running"]}}
 
@@ -189,8 +204,11 @@ def test_a_failed_start_makes_a_service_fail_below_monit_after_its_process_has_c
     assert judged(tmp_path / "other", phase("slow start", **failed), phase("slow start", **up)).kind == "difference"
 
 
-def test_a_process_killed_by_the_stop_program_of_the_stop_before_is_listed(tmp_path: Path) -> None:
-    """An example is proxy of docker-registry-boshrelease. A signal after stops of equal length is a difference."""
+def test_comparison_lists_a_process_that_the_previous_stop_program_killed(tmp_path: Path) -> None:
+    """An example is proxy in docker-registry-boshrelease.
+
+    If both stops took equally long, the signal is a difference.
+    """
     lives = [1.0, "lives", "server"]
     killed = {"alerts": ["web - Does not exist - restart"], "events": [lives, [2.0, "SIGTERM", "server"], lives]}
 
@@ -241,7 +259,10 @@ def test_comparison_lists_a_bpm_pidfile_left_by_stopping_a_dead_process(tmp_path
 
 
 def test_comparison_lists_a_process_left_by_a_restart(tmp_path: Path) -> None:
-    """The stop program of rabbitmq-server-boshrelease removes its pidfile. Here the stop's timeout is an alert."""
+    """The stop program in rabbitmq-server-boshrelease removes its pidfile, so that monit leaves the process running.
+
+    Under this agent, the timeout of the stop causes an alert.
+    """
     begun, ended = [2.0, "lives", "server"], [0.5, "SIGTERM", "server"]
     alert = ["web - Execution failed - alert"]
     go, shim = phase("monit restart", events=[begun]), phase("monit restart", events=[ended, begun], alerts=alert)
@@ -269,7 +290,9 @@ CONTEXT = {
         ({"directory": "/tmp"}, "ctl start script: directory"),
     ],
 )
-def test_comparison_includes_what_programs_inherit(tmp_path: Path, changed: dict[str, Any], what: str) -> None:
+def test_comparison_includes_the_inherited_context_of_programs(
+    tmp_path: Path, changed: dict[str, Any], what: str
+) -> None:
     go = phase("start", contexts={"ctl start script": [CONTEXT]})
     shim = phase("start", contexts={"ctl start script": [CONTEXT | changed]})
 
@@ -377,8 +400,11 @@ def test_comparison_break_of_the_agent_can_be_applied(tmp_path: Path, name: str)
     compile((tmp_path / "agent_shim" / broken.path).read_text(), broken.path, "exec")
 
 
-def test_comparison_tolerates_the_end_of_a_restart_loop_at_any_point(tmp_path: Path) -> None:
-    """An example is redis of rackapp-boshrelease. Without the rule's alert, a dead process is a difference."""
+def test_comparison_accepts_any_final_state_of_a_restart_loop(tmp_path: Path) -> None:
+    """An example is redis in rackapp-boshrelease.
+
+    A process that is down without an alert of the rule is a difference.
+    """
     restarted = {"alerts": ["web - Connection failed - restart"]}
     dead, alive = phase("port closed", services={"web": False}), phase("port closed", **restarted)
 
@@ -386,8 +412,8 @@ def test_comparison_tolerates_the_end_of_a_restart_loop_at_any_point(tmp_path: P
     assert judged(tmp_path / "silent", dead, phase("port closed")).kind == "difference"
 
 
-def test_comparison_tolerates_further_restarts_by_a_rule_about_memory(tmp_path: Path) -> None:
-    """An example is nats of nats-release. A rule that only this agent acts on remains a difference."""
+def test_comparison_accepts_more_restarts_by_a_memory_rule(tmp_path: Path) -> None:
+    """An example is nats in nats-release. A rule that triggers under only one of the agents is a difference."""
     alert, lives = "web - Resource limit matched - restart", [1.0, "lives", "server"]
     go = phase("usage", alerts=[alert], events=[lives], job_states=["failing"])
     shim = phase("usage", alerts=[alert] * 3, events=[lives] * 3, job_states=["failing", "starting"])
@@ -397,8 +423,8 @@ def test_comparison_tolerates_further_restarts_by_a_rule_about_memory(tmp_path: 
     assert judged(tmp_path / "here", go, phase("usage", job_states=["failing"])).kind == "difference"
 
 
-def test_comparison_tolerates_a_tool_that_outlasts_its_phase(tmp_path: Path) -> None:
-    """grafana's post-start in prometheus-boshrelease keeps polling for minutes."""
+def test_comparison_accepts_a_tool_that_runs_beyond_its_phase(tmp_path: Path) -> None:
+    """An example is the post-start of grafana in prometheus-boshrelease, which polls for minutes."""
     tool, plan = [[8.0, "tool", "cli"]], planned(tmp_path, job())
 
     def verdict(shim: list[dict[str, Any]]) -> judge.Verdict:
@@ -409,7 +435,7 @@ def test_comparison_tolerates_a_tool_that_outlasts_its_phase(tmp_path: Path) -> 
     assert verdict([phase("death"), phase("empty pidfile")]).kind == "difference"
 
 
-def test_comparison_does_not_call_a_job_equal_that_runs_nowhere(tmp_path: Path) -> None:
+def test_comparison_has_no_verdict_for_a_job_that_runs_under_neither_agent(tmp_path: Path) -> None:
     dead = {"error": "", "phases": [phase("start", running_after=-1.0, job_states=["failing"])]}
     verdict = judge.judge(planned(tmp_path, job()), dead, dead)
 
@@ -417,14 +443,16 @@ def test_comparison_does_not_call_a_job_equal_that_runs_nowhere(tmp_path: Path) 
     assert "runs in neither world" in verdict.not_played
 
 
-def test_comparison_does_not_call_a_job_equal_that_stays_up_nowhere(tmp_path: Path) -> None:
+def test_comparison_has_no_verdict_for_a_job_that_stays_up_under_neither_agent(tmp_path: Path) -> None:
     verdict = judged(tmp_path, phase("rest", job_states=["running", "failing"]), phase("rest", job_states=["failing"]))
 
     assert "stays up in neither world" in verdict.not_played
 
 
-def test_comparison_does_not_call_a_job_equal_whose_processes_run_nowhere(tmp_path: Path) -> None:
-    """ossec_client of cg-ossec-boshrelease has no service in the group vcap, so that the job counts as running."""
+def test_comparison_has_no_verdict_for_a_job_whose_processes_run_under_neither_agent(tmp_path: Path) -> None:
+    """The state alone does not show it: ossec_client in cg-ossec-boshrelease has no service in group vcap, so it counts
+    as running.
+    """
     dead = phase("rest", services={"web": False})
 
     assert "stays up in neither world" in judged(tmp_path, dead, dead).not_played
@@ -432,7 +460,7 @@ def test_comparison_does_not_call_a_job_equal_whose_processes_run_nowhere(tmp_pa
 
 
 def test_comparison_lists_a_request_that_monit_refuses_during_a_stop(tmp_path: Path) -> None:
-    """An example is mongodb of mongodb-service-release."""
+    """An example is mongodb in mongodb-service-release."""
     words = "1\nmonit: action failed -- {}"
     refused = phase("unmonitor", value=words.format("Other action already in progress -- please try again later"))
 

@@ -1,4 +1,4 @@
-"""The files of deploy/cpi: operations, configs and cloud properties as Director and CPI read them."""
+"""The files in deploy/cpi: operations files, configs and cloud properties, as the Director and the CPI parse them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ OPERATIONS = ("cpi.yml", "cpi-secondary.yml", "cloud-config-cpi.yml")
 
 
 def read(name: str) -> Any:
-    """A file whose variables have their names as values."""
+    """Return the parsed file. The value of each variable is its name."""
     return yaml.safe_load(re.sub(r"\(\((\w+)\)\)", lambda found: found[1].replace("_", "-"), (BOSH / name).read_text()))
 
 
 def values(name: str, ending: str) -> Iterator[Any]:
-    """Values of the operations whose path ends so."""
+    """Return the values of the operations whose path ends with ``ending``."""
     return (one["value"] for one in read(name) if one["path"].rstrip("?").endswith(ending))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_files_have_the_keys_of_the_cli(name: str) -> None:
+def test_operations_files_have_the_keys_that_the_cli_expects(name: str) -> None:
     for one in read(name):
         assert one.keys() == {"type", "path", "value"}
         assert one["type"] == "replace"
@@ -41,11 +41,11 @@ def test_operations_files_have_the_keys_of_the_cli(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["stemcell.yml", "director.yml"])
-def test_operations_file_for_the_docker_cpi_applies(name: str) -> None:
+def test_operations_files_for_the_docker_cpi_have_valid_types_and_values(name: str) -> None:
     for one in yaml.safe_load((ROOT / "deploy/docker" / name).read_text()):
         assert one.keys() - {"value"} == {"type", "path"}
         assert one["type"] in ("replace", "remove")
-        # The CLI takes a null for a missing value.
+        # The CLI treats null as a missing value, so an operation that replaces something needs another value.
         assert (one.get("value") is not None) == (one["type"] == "replace")
 
 
@@ -127,7 +127,7 @@ def test_role_cannot_list_secrets() -> None:
 
 
 def test_admission_policy_accepts_exactly_the_objects_of_the_cpi() -> None:
-    """A helper of an unknown form is rejected."""
+    """The texts in the policy must equal those in the code of the CPI, because any other helper pod is rejected."""
     text = " ".join((ROOT / "deploy/cpi/admission/policy.yaml").read_text().split())
     kinds = list(attachments.KINDS)
     account = yaml.safe_load_all((ROOT / "deploy/cpi/base/account.yaml").read_text())
@@ -141,7 +141,7 @@ def test_admission_policy_accepts_exactly_the_objects_of_the_cpi() -> None:
 
 
 def test_documented_property_tables_match_the_types() -> None:
-    """Update them with ``python -m kubernetes_cpi.reference``, after the mark."""
+    """To update the tables, run ``python -m kubernetes_cpi.reference`` and insert the output after the marker."""
     _, mark, found = (ROOT / "docs/cpi.md").read_text().partition("<!-- tables -->\n\n")
 
     assert mark
@@ -158,7 +158,7 @@ def test_each_az_names_an_entry_of_the_cpi_config() -> None:
 
 
 def test_manifests_have_no_liveness_probe_that_kills_a_slow_agent() -> None:
-    """A liveness probe restarted a container, with all jobs, whose agent waited for CPU time."""
+    """If an agent has to wait for CPU time, a liveness probe would restart its container with all jobs."""
     texts = {path: path.read_text() for path in (ROOT / "deploy").rglob("*.yaml")}
 
     assert any("readinessProbe:" in text for text in texts.values())

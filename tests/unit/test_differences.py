@@ -22,7 +22,7 @@ class Process(msgspec.Struct):
     env: Mapping[str, str] = {}
 
 
-def test_each_field_that_differs_is_named() -> None:
+def test_differences_lists_each_field_that_differs() -> None:
     left = Process("web", Limits(1), [Limits(1), Limits(2)], {"A": "1", "B": "2"})
     right = Process("web", Limits(2), [Limits(1), Limits(2, "GB"), Limits(3)], {"A": "1", "C": "3"})
 
@@ -35,13 +35,13 @@ def test_each_field_that_differs_is_named() -> None:
     ]
 
 
-def test_structs_of_different_classes_differ_as_a_whole() -> None:
+def test_differences_compares_different_classes_as_a_whole() -> None:
     assert list(differences(Limits(1), {"memory": 1})) == ["value: Limits(memory=1, unit='MB') != {'memory': 1}"]
 
 
 @pytest.mark.parametrize("wrap", [lambda one: one, lambda one: [one], lambda one: {"web": one}])
 def test_failed_assertion_shows_the_field_that_differs(wrap: object) -> None:
-    """Pytest asks the hook in conftest.py, as it does for every failed comparison."""
+    """pytest calls the hook in conftest.py for every failed comparison."""
     assert callable(wrap)
     with pytest.raises(AssertionError, match=r"limits\.memory: 1 != 2"):
         assert wrap(Process("web", Limits(1))) == wrap(Process("web", Limits(2)))

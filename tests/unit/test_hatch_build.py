@@ -1,4 +1,4 @@
-"""Names of builds, and the page of the wheel."""
+"""Versions of builds, the README of the wheel, and the compiler for the keeper."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The module with the version, in a tree without git."""
+    """Return the module with the version, in a directory that is not a git repository."""
     source = tmp_path / "__init__.py"
     source.write_text('__version__ = "0.3.0.dev0"\n__revision__ = ""\n')
     monkeypatch.setattr(hatch_build, "SOURCE", source)

@@ -1,4 +1,4 @@
-"""The image's modules are compiled without docstrings and types of functions, with everything else."""
+"""Compilation of modules for the image, which removes docstrings and the annotations of functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants: each is one change of a module that stays valid Python, and all of them change behaviour."""
+"""Mutants, each of which is a small change of a module that alters its behaviour but is still valid Python."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_mutated_module_is_valid_python(path: str) -> None:
     found = list(mutants(path, text))
 
     assert len(found) > 50
-    for one in found[::10]:  # each is parsed whole; ./dev mutate parses them all
+    for one in found[::10]:  # a sample, because each is parsed as a whole module; ./dev mutate parses all of them
         changed = one.applied(text)
         assert changed != text
         ast.parse(changed)
@@ -69,7 +69,7 @@ def test_mutation_of_a_line_executed_at_import_is_marked() -> None:
 
 
 def test_mutation_table_counts_by_module_and_stage() -> None:
-    """A stage has the mutants that no earlier stage noticed. A mutant without a result yet is not tried."""
+    """A stage has the mutants that no earlier stage noticed. A mutant without a result counts as not tried."""
     unit, integration, _ = mutate.STAGES
     ones = list(mutants("x.py", MODULE))[:5]
     outcomes = ["noticed", "survived", "unreached", "not tried"]
@@ -103,7 +103,7 @@ def test_mutation_stage_tries_unnoticed_mutants_without_a_result(monkeypatch: py
 
 
 def test_mutant_with_only_slow_tests_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts neither as a survivor nor as a line that nothing reaches."""
+    """Such a mutant counts neither as survived nor as unreached."""
     unit = mutate.STAGES[0]
     ones = [one for one in mutants("x.py", MODULE) if one.line in {13, 15}]
     monkeypatch.setattr(mutate, "reaching", lambda _: {"x.py": {13: ["t"], 15: []}})

@@ -1,4 +1,4 @@
-"""Rules and dashboard speak of metrics that are there, with labels that they have."""
+"""Metrics and labels used by the Prometheus rules, the Grafana dashboard and the monitors exist."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support import metrics_page
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORDS = frozenset({"instance", "job", "le"})
-"""Labels that Prometheus gives."""
+"""Labels that Prometheus itself adds."""
 _NAME = re.compile(r"\bagent_shim_\w+(?:\{[^}]*\})?")
 _LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 
 
 def families() -> dict[str, set[str]]:
-    """Names of series, and the labels of each."""
+    """Return the names of all series with their labels."""
     found = {}
     for row in metrics_page.table().partition("\n\n")[0].splitlines()[2:]:
         name, (kind, *labels) = row.split("|")[1].strip(" `"), re.findall(r"\w+", row.split("|")[2])
@@ -43,9 +43,9 @@ def expressions() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("expression", sorted(set(expressions())))
-def test_expressions_use_existing_metrics(expression: str) -> None:
+def test_rules_and_dashboard_use_existing_metrics_and_labels(expression: str) -> None:
     known = families()
-    # A recorded rule has a name with colons, which no metric has.
+    # Remove the names of recorded rules, which contain colons and are not metrics of the agent.
     plain = re.sub(r"\w+:\w+:\w+", "", expression)
 
     for selector in _NAME.findall(plain):
@@ -54,7 +54,7 @@ def test_expressions_use_existing_metrics(expression: str) -> None:
         assert set(_LABEL.findall(labels)) <= known[name] | WORDS, selector
 
 
-def test_recorded_series_in_expressions_have_a_rule() -> None:
+def test_recorded_series_in_rules_and_dashboard_have_a_rule() -> None:
     rules = [
         rule
         for group in yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())["groups"]
@@ -94,7 +94,9 @@ def test_dashboard_panels_have_titles_and_do_not_overlap() -> None:
 
 
 def test_dashboard_can_be_limited_to_a_deployment() -> None:
-    """The instances are those of the chosen deployment and group, and every panel shows only chosen instances."""
+    """The choice of instances depends on the chosen deployment and group, and every panel shows only the chosen
+    instances.
+    """
     board = json.loads((DEPLOY / "grafana/agent-shim.json").read_text())
     variables = {one["name"]: one for one in board["templating"]["list"]}
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
@@ -108,7 +110,7 @@ def test_dashboard_can_be_limited_to_a_deployment() -> None:
 
 @pytest.mark.parametrize("name", ["podmonitor", "servicemonitor"])
 def test_pod_monitors_select_only_ports_of_this_agent(name: str) -> None:
-    """Each selects labels that the manifests or the CPI set. Any pod may have a port named ``agent``."""
+    """Selectors need labels that the manifests or the CPI set, because any pod may have a port named ``agent``."""
     pod = yaml.safe_load((DEPLOY / "kubernetes/base/statefulset.yaml").read_text())["spec"]["template"]
     service = yaml.safe_load((DEPLOY / "kubernetes/base/service.yaml").read_text())
     ports = {port["name"] for one in pod["spec"]["containers"] for port in one["ports"]}

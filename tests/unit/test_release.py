@@ -1,4 +1,4 @@
-"""Texts of a release."""
+"""Release notes, checksums and sizes of a release."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from tools.release import texts
 CHANGELOG = "# Changelog\n\nAll.\n\n## Unreleased\n\n- new\n\n## 0.2.0\n\nFirst.\n\n### Agent\n\n- a\n"
 
 
-def test_changelog_rejects_a_release_with_unreleased_changes() -> None:
-    """The notes of unreleased changes say so. A release without its own section is rejected too."""
+def test_release_with_unreleased_changes_is_rejected() -> None:
+    """A release without its own section is rejected, too.
+
+    The notes of a development build say that it is not a release.
+    """
     assert texts.notes(CHANGELOG, "0.3.0-dev.g1") == "# agent_shim 0.3.0-dev.g1, not a release\n\n- new\n"
     with pytest.raises(ValueError, match=r"no section 0.3.0; write one"):
         texts.notes(CHANGELOG, "0.3.0")
@@ -24,7 +27,7 @@ def test_changelog_rejects_a_release_with_unreleased_changes() -> None:
 
 
 def test_release_notes_are_the_changelog_section_of_the_release() -> None:
-    """Parts of a section belong to it."""
+    """Subsections are part of the section."""
     text = CHANGELOG.replace("## Unreleased\n\n- new\n\n", "")
 
     assert texts.notes(text, "0.2.0") == "# agent_shim 0.2.0\n\nFirst.\n\n### Agent\n\n- a\n"

@@ -1,4 +1,4 @@
-"""Rows of the scorecard: what a new one leaves of the one before."""
+"""Updates of scorecard rows, which keep a part of the previous row."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def row(played: str, verdict: str = "held") -> Row:
 def test_scorecard_keeps_the_date_of_the_last_full_run_of_a_case(
     before: str, now: str, played: str, figures: str
 ) -> None:
-    """The figures are those of the smaller run, which everybody can repeat."""
+    """If there is a smaller run, the figures are taken from it, because everybody can repeat it."""
     one = row(now).beside(row(before))
 
     assert (one.played, one.figures) == (played, f"figures of {figures}")
 
 
 def test_scorecard_removes_the_date_of_a_failed_case(tmp_path: Path) -> None:
-    """A case that holds again gets a date. Rows are read back from the document as they were written."""
+    """When the case holds again, it gets a new date. Rows read from the document equal those that were written."""
     document = tmp_path / "rows.md"
     for one in (row(f"{SCALED}; {FULL}"), row(LATER, "not held"), row(SCALED)):
         write(document, [one])
@@ -53,7 +53,10 @@ def test_scorecard_removes_the_date_of_a_failed_case(tmp_path: Path) -> None:
 
 
 def test_scorecard_shows_the_last_outcome_of_each_case(tmp_path: Path) -> None:
-    """Caught, **held**, (the code did not run); three consecutive numbers become a range."""
+    """Caught is plain, held is bold, and cases that did not run are in parentheses.
+
+    Three consecutive numbers become a range.
+    """
     document = tmp_path / "rows.md"
     document.write_text("| G-01 | is deaf | | | | | | |\n| G-02 | is mute | | | | | | |\n")
     for case, outcome in (
@@ -74,7 +77,10 @@ def test_scorecard_shows_the_last_outcome_of_each_case(tmp_path: Path) -> None:
 
 
 def test_general_saboteurs_are_recognized_by_their_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A saboteur without its mark in the figures is run alone, and those that never ran are run once more."""
+    """A saboteur whose mark is not in the figures of the joint run is run alone.
+
+    Saboteurs that never ran are run once more.
+    """
     breaks = {"G-01": "I1: deaf", "G-02": "I2: mute", "G-03": "an error", "G-04": ""}
     runs = [*breaks]
     chosen = [
@@ -112,7 +118,7 @@ def report(outcome: str, why: str = "") -> Any:
 
 
 def test_failed_scorecard_row_names_only_the_broken_invariant() -> None:
-    """The text of its figures would pass for the reason that a saboteur expects."""
+    """The other figures could contain the text by which a saboteur is recognized."""
     case, figures, omitted = Case("C-01", "kills", "20 of 100"), ["0 jobs restarted"], {"I2": "all are killed"}
 
     broken = row_of(case, [report("passed"), report("failed", "I16: job7 has no process")], figures, omitted)
@@ -124,14 +130,14 @@ def test_failed_scorecard_row_names_only_the_broken_invariant() -> None:
     assert row_of(case, [report("passed")], figures, {}, is_full=True).figures == "0 jobs restarted"
 
 
-def test_reported_waits_are_those_of_the_slowest_thread_per_process() -> None:
+def test_longest_wait_adds_up_the_slowest_thread_of_each_process() -> None:
     before = {"1": {"1": 5.0, "2": 1.0}, "2": {"2": 7.0}, "3": {}}
     after = {"1": {"1": 5.5, "2": 1.2}, "2": {"2": 7.0, "9": 0.25}, "3": {}}
 
     assert witness.longest_waits(before, after) == 0.75
 
 
-def test_changed_file_mode_after_an_equal_apply_is_detected(tmp_path: Path) -> None:
+def test_changed_file_mode_after_an_unchanged_apply_is_detected(tmp_path: Path) -> None:
     program = tmp_path / "data/jobs/web/1/bin/ctl"
     program.parent.mkdir(parents=True)
     program.touch(0o750)

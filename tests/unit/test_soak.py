@@ -1,4 +1,4 @@
-"""Verdicts of a soak's record on given figures."""
+"""Verdicts on the record of a soak test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ HOUR = 3600
 
 
 def record(growth: float = 0.0, descriptors: int = 0) -> Record:
-    """An hour with a heartbeat every 30 s and so much more memory and so many more descriptors at its end."""
+    """Return the record of an hour with a heartbeat every 30 s, and with this growth of memory (bytes) and
+    descriptors.
+    """
     found = Record(begun_at=1000.0, until=1000.0 + HOUR)
     for second in range(0, HOUR, 5):
         share = second / HOUR

@@ -1,4 +1,4 @@
-"""Manifests of stemcells, and the architecture in them."""
+"""Manifests of stemcells, and the architecture that they name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def test_light_stemcell_names_its_architecture(
     version: str,
     word: str,
 ) -> None:
-    """As RFC 0062 proposes: in the name, not in the system. A Director compiles packages for system and version."""
+    """As RFC 0062 proposes, the architecture is part of the name but not of the operating system.
+
+    It is also part of the version, because a Director compiles packages per operating system and version.
+    """
     argv = ["stemcell", "--light", "--image", IMAGE, "--version", "1.2", "--out", str(tmp_path), *options]
     monkeypatch.setattr(sys, "argv", argv)
     assert stemcell.main() == 0
@@ -45,7 +48,7 @@ def test_light_stemcell_names_its_architecture(
     assert manifest["architecture"] == manifest["cloud_properties"]["architecture"] == word
 
 
-def test_versions_name_another_architecture_once() -> None:
+def test_stemcell_version_names_an_architecture_other_than_amd64_once() -> None:
     assert stemcell.version_for("arm64", "1.2+shim.0.3.0") == "1.2+shim.0.3.0.arm64"
     assert stemcell.version_for("arm64", "1.2+arm64") == "1.2+arm64"
     assert stemcell.version_for("amd64", "1.2") == "1.2"
