@@ -245,7 +245,7 @@ async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> Non
 
 
 async def test_task_journal_writes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the disk is slow for one write, a later write must not be overwritten by it.
+    """A slow write must not overwrite a later one.
 
     Otherwise an id that the Director got in a reply could be missing in the file.
     """

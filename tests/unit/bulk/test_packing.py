@@ -606,7 +606,7 @@ def test_file_names_cannot_forge_remarks(tmp_path: Path) -> None:
 
 
 def test_packing_a_log_under_a_lease_does_not_block(tmp_path: Path) -> None:
-    """A process with a file lease can delay others that open the file by 45 seconds."""
+    """A process with a lease on a file can make others wait up to 45 seconds when they open it."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     make(tmp_path, ["a.log", "b.log"])
     with (tmp_path / "a.log").open("rb+") as owner:

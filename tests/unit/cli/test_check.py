@@ -230,7 +230,7 @@ def test_check_prints_warnings_in_addition_to_errors(
 def test_check_rejects_an_unknown_key_of_agent_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: list[str]
 ) -> None:
-    """Only this agent reads these keys, so a misspelt one would have no effect, without any message."""
+    """Only this agent reads these keys, so a misspelt one would silently have no effect."""
     (tmp_path / "agent.json").write_text(text)
 
     assert main(["check", str(tmp_path / "agent.json")]) == 78

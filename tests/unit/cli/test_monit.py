@@ -270,7 +270,6 @@ def test_monit_verbose_lists_the_services_first(asked: list[dict[str, Any]], cap
 
 
 def test_monit_procmatch_lists_processes_matching_a_pattern(capfd: pytest.CaptureFixture[str]) -> None:
-    """The command itself is not listed."""
     own = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()
     word = own.split(" ")[0]
     assert monit.main(["procmatch", f"^{word}"]) == 0

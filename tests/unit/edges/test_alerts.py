@@ -162,7 +162,7 @@ async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pyt
 
 
 async def test_alert_dropped_while_it_is_sent_drops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue may overflow and drop an alert that is being sent. Nothing else must be dropped when that is done."""
+    """The queue may overflow and drop an alert while it is being sent. No other alert must be dropped in its place."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 2)
     bus = Bus()
     async with sending(bus) as queue:

@@ -39,7 +39,7 @@ def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_start_times_share_the_origin_of_boot_time() -> None:
-    """The process of the test is at most a day old, so both clocks must begin at boot."""
+    """On the clock that counts from boot, the test's own process started less than a day ago and not in the future."""
     own = proc.stat(os.getpid())
     assert own is not None
 

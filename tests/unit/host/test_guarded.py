@@ -370,7 +370,7 @@ def test_guarded_walk_returns_undecodable_names(tmp_path: Path) -> None:
 
 
 async def test_hanging_guarded_call_ends_at_its_timeout_without_delaying_others() -> None:
-    """A call that hangs repeatedly occupies a single thread."""
+    """Repeated calls with the same key occupy only one thread while the first one hangs."""
     gate = threading.Event()
     before = set(threading.enumerate())
     try:

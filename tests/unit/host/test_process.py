@@ -69,7 +69,7 @@ async def test_process_without_a_pidfd_is_identified_by_its_start_time(
 
 
 def test_adopting_a_process_with_another_start_time_leaks_no_descriptor() -> None:
-    """The fixture in conftest.py finds a leak. The agent checks the pid in an outdated pidfile again and again."""
+    """The agent repeatedly checks the pid in an outdated pidfile. The fixture in conftest.py detects a leak."""
     us = proc.stat(os.getpid())
     assert us is not None
     assert process.adopt(us.pid, us.start_ticks + 1) is None
@@ -77,7 +77,7 @@ def test_adopting_a_process_with_another_start_time_leaks_no_descriptor() -> Non
 
 
 def test_core_limit_of_an_ordinary_user_without_core_files_stays_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit that would also disable core dumps to a pipe is above the hard limit of this user."""
+    """A limit of one byte, which also disables core dumps to a pipe, would exceed this user's hard limit."""
     limits = [(0, 0)]
 
     def setrlimit(_: int, wanted: tuple[int, int]) -> None:

@@ -234,8 +234,9 @@ def resolve(text: str, name: str) -> list[str]:
 async def test_localhost_and_host_name_resolve_before_the_first_records(
     dns: Dns, paths: Paths, text: str | None, host_name: list[str]
 ) -> None:
-    """Some CPIs unmount the container runtime's hosts file, under which there is an empty one or that of another
-    machine.
+    """Some CPIs unmount the container runtime's hosts file.
+
+    The file that is then visible is empty or belongs to another machine.
     """
     if text is not None:
         paths.etc.mkdir()

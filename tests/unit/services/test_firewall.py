@@ -77,12 +77,10 @@ async def test_packet_filter_reports_a_missing_bus(scheme: str, rules: list[str]
     assert rules == []
 
 
-def test_agent_outside_a_container_does_not_share_the_network_of_the_machine(
+def test_network_does_not_count_as_shared_outside_a_container(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An agent that runs on the machine itself, outside any container, does not count as sharing the machine's
-    network.
-    """
+    """Outside a container, the agent has the machine's network because it runs on the machine itself."""
     monkeypatch.setattr(network, "FIRST_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
 
     assert not network.is_of_machine()

@@ -118,7 +118,7 @@ async def test_ca_update_command_runs_only_after_a_change(image: Image) -> None:
 
 @pytest.mark.parametrize("left", ["pending", "link", "file"])
 async def test_interrupted_ca_update_is_completed(image: Image, left: str) -> None:
-    """It was interrupted before or during the command, or its results were replaced by the files of the image."""
+    """The update was interrupted before or during the command, or the image's files have replaced its results."""
     trusting = TrustedCas(Paths())
     await trusting.install("" if left == "link" else A)
     if left == "pending":

@@ -33,7 +33,7 @@ def test_file_system_without_inodes_has_no_inode_usage(tmp_path: Path, monkeypat
 def test_filesystem_usage_of_a_device_is_that_of_its_mount_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_device: bool, place: Path | str
 ) -> None:
-    """A block device may be given through a symlink, and its mount point is measured if it is mounted.
+    """If the path is a mounted block device, or a symlink to one, its mount point is measured.
 
     For any other path, the opened file is measured, because a job may replace a symlink in between.
     """

@@ -233,8 +233,9 @@ def test_match_check_compares_the_beginning_of_a_long_line(path: Path) -> None:
 
 
 def test_match_check_ends_a_line_at_a_null_byte(path: Path) -> None:
-    """The line is cut off there as in monit, whose strings end at a null byte, and because no environment variable can
-    contain one.
+    """monit's strings end there, too.
+
+    A program gets the line in an environment variable, which cannot contain a null byte.
     """
     watch = made(path, "match 'x'")
     watch.look()

@@ -56,7 +56,7 @@ async def up(*services: Service) -> None:
 
 @contextlib.asynccontextmanager
 async def lived(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> AsyncIterator[Service]:
-    """Run a started service for the duration of the block."""
+    """Start a service, and run it for the duration of the block."""
     service = service_on(machine, spec, **members)
     async with running(service):
         await up(service)

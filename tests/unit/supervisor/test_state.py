@@ -49,7 +49,7 @@ def test_state_transition_matches_the_table(state: State, trigger: Trigger, targ
 
 
 def test_state_table_is_complete() -> None:
-    """The expected transitions cover every state and event, ``NEXT`` uses every event, and every state has its work."""
+    """The expected transitions cover every state and event, ``NEXT`` uses every event, and ``WORK`` has every state."""
     assert {(state, trigger) for state, trigger, _ in EXPECTED} == {(s, t) for s in State for t in Trigger}
     assert set(NEXT) == set(WORK) == set(State)
     assert {trigger for moves in NEXT.values() for trigger in moves} == set(Trigger)

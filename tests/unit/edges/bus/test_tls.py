@@ -77,7 +77,7 @@ def test_tls_verification_matches_go() -> None:
 
 
 def test_old_tls_versions_and_renegotiation_are_rejected() -> None:
-    """The limits are set explicitly, because defaults of the library may differ. A CA may be an intermediate one."""
+    """The settings are explicit, because the library's defaults may differ. A trusted CA may be an intermediate one."""
     client, server = tls.client_context(mbus()), tls.server_context(mbus())
 
     assert client.minimum_version == server.minimum_version == ssl.TLSVersion.TLSv1_2

@@ -158,7 +158,7 @@ def test_mounted_disk_without_a_hint_is_not_replaced_by_the_former_disk() -> Non
     assert restore(view) == []
 
 
-def test_held_lease_is_not_taken_again() -> None:
+def test_disk_steps_do_not_take_a_lease_that_the_agent_already_has() -> None:
     """If taking the lease were the only step, the next look at the disks would lead to the same step."""
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": msgspec.structs.replace(marked("a", "store"), is_held=True)}, managed="a")

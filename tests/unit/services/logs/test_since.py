@@ -70,7 +70,7 @@ def test_log_line_without_a_timestamp_has_the_time_of_the_preceding_line() -> No
 
 
 @pytest.mark.parametrize(("changed_at", "is_wanted"), [(NOON - 1, False), (NOON, True)])
-def test_log_file_without_times_is_dated_by_its_modification(changed_at: float, is_wanted: bool) -> None:
+def test_lines_of_a_log_file_without_timestamps_have_its_modification_time(changed_at: float, is_wanted: bool) -> None:
     assert Since(NOON).is_wanted("a", b"up", lambda: changed_at) is is_wanted
 
 

@@ -194,7 +194,7 @@ def test_tail_limits_files_per_job_without_excluding_other_jobs(
 ) -> None:
     """Each job has its share of the limit, which goes to the most recently written files.
 
-    That a job has more files is reported once.
+    A job that has more files is reported once.
     """
     (tmp_path / "evil").mkdir()
     for number in range(tail.MAX_FILES + 100):

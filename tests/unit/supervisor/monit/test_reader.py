@@ -22,7 +22,7 @@ from agent_shim.supervisor.monit.reader import Reader
     ],
 )
 def test_parser_error_has_line_column_and_token(text: str, expected: str) -> None:
-    """Lines and columns count characters from one."""
+    """Lines and columns are counted from one. A column is a character."""
     assert str(Reader(text).error("b")) == f"{expected}, expected b"
 
 

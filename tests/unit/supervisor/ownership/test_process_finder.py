@@ -88,7 +88,7 @@ async def test_pidfile_alone_identifies_the_process_of_a_service_without_a_start
     is_only_named: bool | None,
     relation: list[Tie],
 ) -> None:
-    """Pid 0 stands for the agent, which is never accepted. Neither is a zombie."""
+    """The parameter 0 stands for the agent's own pid. Neither the agent nor a zombie is accepted."""
     (tmp_path / "pid").write_text(str(pid or os.getpid()))
     monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, state, 0, number, number, 0, 80, 0))
     traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=start)
@@ -178,7 +178,7 @@ async def test_process_handles_are_released_once() -> None:
 
 
 async def test_exited_process_is_removed_from_its_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pidfile is remembered, so that a new process with the same pid is not accepted because of it."""
+    """The pidfile is remembered, so that it does not identify a new process with the same pid."""
     monkeypatch.setattr(proc, "stat", lambda _: None)
     (tmp_path / "pid").write_text("7")
     spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"))
@@ -199,7 +199,7 @@ async def test_exited_process_is_removed_from_its_service(tmp_path: Path, monkey
 
 
 WAITING = object()
-"""Expected if there is no error yet, because the process may still appear."""
+"""The expected outcome if the process may still appear, so that there is no error yet."""
 
 
 @pytest.mark.parametrize(
