@@ -18,7 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "agent_shim"
 DEMO = "demo"
-NOT_OURS = frozenset({".git", ".guest", ".mutate", ".venv", ".tools", ".hypothesis", "__pycache__", "dist", "build"})
+NOT_OURS = frozenset(
+    {".git", ".arm64", ".guest", ".mutate", ".venv", ".tools", ".hypothesis", "__pycache__", "dist", "build"}
+)
 
 
 @dataclass(frozen=True, eq=False)
