@@ -23,12 +23,6 @@ SIGNATURE_FAILURE: Final = 7
 """X509_V_ERR_CERT_SIGNATURE_FAILURE: the authority that OpenSSL chose did not sign the certificate."""
 MAX_NAMESAKES: Final = 8
 """Maximum number of authorities with the same name that are tried one by one after this error."""
-MAX_KEY_CHARS: Final = 7000
-"""Maximum length of a private key, enough for RSA with 8192 bits. It is limited because signing blocks the event loop
-during a handshake.
-
-Servers written in Go refuse larger keys.
-"""
 SERVER_NAME: Final = re.compile(r"[a-zA-Z0-9*\-]*\.nats\.bosh-internal")
 """Pattern of the common name in a server's certificate."""
 
@@ -84,8 +78,6 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
         raise CredentialsError("the certificate is not a PEM certificate")
     if "PRIVATE KEY-----" not in private_key:
         raise CredentialsError("the private key is not a PEM key")
-    if len(private_key) > MAX_KEY_CHARS:
-        raise CredentialsError(f"the private key has more than {MAX_KEY_CHARS} characters (RSA: 8192 bits)")
     if "ENCRYPTED" in certificate + private_key:  # decrypting may take hours, depending on the file
         raise CredentialsError("the private key is encrypted, and the settings hold no password for it")
     with open(os.memfd_create("bus"), "w") as file:

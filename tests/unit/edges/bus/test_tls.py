@@ -107,10 +107,6 @@ def test_tls_trusts_the_system_roots_if_the_ca_is_empty(tmp_path: Path, monkeypa
         ({"private_key": "-----BEGIN PRIVATE KEY-----\nAAAA"}, "the certificate or its private key cannot be read"),
         ({"private_key": locked(OURS.private_key)}, "the private key is encrypted"),
         ({"private_key": COSTLY}, "the private key is encrypted"),
-        (
-            {"private_key": f"-----BEGIN PRIVATE KEY-----\n{7000 * 'A'}"},
-            "the private key has more than 7000 characters",
-        ),
         ({"certificate": f"{COSTLY}{OURS.certificate}"}, "the private key is encrypted"),
         ({"private_key": AUTHORITY.agent("x").private_key}, "the private key belongs to another certificate"),
     ],
