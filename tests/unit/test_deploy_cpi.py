@@ -119,7 +119,7 @@ def test_namespace_policies_exclude_vms_with_their_own_policy() -> None:
         assert condition == {"key": OWN_RULES[direction.lower()], "operator": "DoesNotExist"}
 
 
-def test_role_cannot_list_secrets() -> None:
+def test_cpi_role_cannot_list_secrets() -> None:
     role = next(yaml.safe_load_all(Path(ROOT / "deploy/cpi/base/role.yaml").read_text()))
     verbs = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
     assert {verb for resource, verb in verbs if resource == "secrets"} == {"create", "delete", "get"}

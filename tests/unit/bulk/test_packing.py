@@ -316,7 +316,7 @@ def test_packing_patterns_select_files(tmp_path: Path, pattern: str, found: list
     assert list(entries(packed(Tree(str(tmp_path), patterns=[pattern])))) == [f"./{name}" for name in found]
 
 
-def test_pathological_patterns_are_matched_quickly(tmp_path: Path) -> None:
+def test_pathological_packing_patterns_are_matched_quickly(tmp_path: Path) -> None:
     """A backtracking matcher would hang on these nested wildcards."""
     make(tmp_path, ["/".join("a" * 60) + "/" + "a" * 200])
 
@@ -447,7 +447,7 @@ def test_log_on_a_failing_disk_is_filled_with_zeros_and_listed(tmp_path: Path, m
         packed(Tree(str(tmp_path)))
 
 
-def test_files_without_read_permission_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_lists_files_without_read_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a tree that is not live, such a file is an error."""
     make(tmp_path, ["logs/a", "logs/closed/b", "logs/c", "shut/x"])
     monkeypatch.chdir(tmp_path)
@@ -620,12 +620,12 @@ def test_packing_a_log_under_a_lease_does_not_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["{a", "a}", "{" * 2000 + "}" * 2000], ids=["open", "closed", "deep"])
-def test_unbalanced_or_deep_braces_in_patterns_are_rejected(tmp_path: Path, pattern: str) -> None:
+def test_packing_patterns_with_unbalanced_or_deep_braces_are_rejected(tmp_path: Path, pattern: str) -> None:
     with pytest.raises(HostError, match="cannot read the pattern"):
         logs(tmp_path, pattern)
 
 
-def test_braces_are_compiled_to_a_single_expression(tmp_path: Path) -> None:
+def test_braces_in_packing_patterns_are_compiled_to_a_single_expression(tmp_path: Path) -> None:
     """Expanding these braces would create 2**30 patterns."""
     make(tmp_path, ["ab" * 15])
 

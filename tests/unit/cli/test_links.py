@@ -180,7 +180,7 @@ def test_unresolved_link_names_consumer_link_and_remedy(change: Any, said: str, 
         ({"release": {"provides": None}}, "no job provides the type sql; add a job that provides it, or its values"),
     ],
 )
-def test_missing_required_link_is_an_error(change: Any, said: str) -> None:
+def test_missing_required_link_of_a_job_is_an_error(change: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(**change)
 

@@ -54,7 +54,7 @@ def test_unknown_key_without_a_similar_one_gets_no_suggestion() -> None:
     assert config_check.did_you_mean("zzz", ["level"]) == ""
 
 
-def test_documented_example_sets_every_option() -> None:
+def test_documented_example_of_agent_json_sets_every_option() -> None:
     example = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)[0].encode()
     unknown: list[str] = []
     config = settings.parse_config(example, origin="the page", unknown=unknown)

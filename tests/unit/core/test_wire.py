@@ -67,7 +67,7 @@ def test_long_exception_is_cut_in_the_middle_to_fit(text: str, limit: int) -> No
         assert text.endswith(tail)
 
 
-def test_truncation_counts_json_escapes() -> None:
+def test_truncation_of_a_reply_counts_json_escapes() -> None:
     reply = wire.encode_exception('"\n' * wire.MAX_REPLY_BYTES, limit=wire.MAX_REPLY_BYTES)
 
     assert wire.MAX_REPLY_BYTES * 0.9 < len(reply) <= wire.MAX_REPLY_BYTES
@@ -81,7 +81,7 @@ class _Untyped(msgspec.Struct, frozen=True):
     anything: object = None
 
 
-def test_untyped_members_are_kept_unchanged() -> None:
+def test_untyped_message_members_are_kept_unchanged() -> None:
     raw = {"anything": {"Keep": None, "list": [None, 1, 2.0]}}
 
     assert wire.convert(raw, _Untyped).anything == raw["anything"]

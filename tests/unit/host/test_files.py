@@ -399,7 +399,7 @@ def test_proc_file_without_a_size_is_read_up_to_the_limit() -> None:
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
-def test_copy_starts_at_the_current_offset(tmp_path: Path) -> None:
+def test_copy_of_a_file_starts_at_the_current_offset(tmp_path: Path) -> None:
     data = os.urandom(300_000)
     (tmp_path / "a").write_bytes(data)
     with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:

@@ -25,7 +25,7 @@ CHEAPER = "eth1\t00000000\tFE01A8C0\t0003\t0\t0\t20\t00000000\t0\t0\t0\n"
         (HEAD + "eth0\t00000000\n", None),
     ],
 )
-def test_default_route_with_the_lowest_metric_wins(text: str, route: tuple[str, str] | None) -> None:
+def test_default_route_with_the_lowest_metric_is_used(text: str, route: tuple[str, str] | None) -> None:
     assert network.parse_route(text) == route
 
 
@@ -78,7 +78,7 @@ def test_listening_socket_is_found_until_it_is_closed(family: socket.AddressFami
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1", "::1", "fe80::1%eth0", "fe80::1%br-a.1", "::ffff:10.0.0.1"])
-def test_addresses_with_and_without_scope_are_valid(text: str) -> None:
+def test_ip_addresses_with_and_without_scope_are_valid(text: str) -> None:
     assert network.is_address(text)
 
 
@@ -99,7 +99,7 @@ def test_addresses_with_and_without_scope_are_valid(text: str) -> None:
         *("10.0.0.1\0", "10.0.0.1 ", "%eth0", "\udc80"),
     ],
 )
-def test_invalid_addresses_are_rejected(text: str) -> None:
+def test_invalid_ip_addresses_are_rejected(text: str) -> None:
     assert not network.is_address(text)
     assert network.family_of(text) is None
 

@@ -39,7 +39,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(("leads", "receiver"), [(True, f"group {LEADER.pid}"), (False, f"process {LEADER.pid}")])
-async def test_group_is_signalled_only_by_its_leader(
+async def test_process_group_is_signalled_only_for_its_leader(
     leader: Process, sent: list[str], leads: bool, receiver: str
 ) -> None:
     """A process that does not lead its group is signalled alone."""

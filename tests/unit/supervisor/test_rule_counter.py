@@ -49,7 +49,7 @@ def test_limit_rule_compares_values_with_its_operator(operator: str, bad: list[b
     assert [exceeds(value, Limit("memory", "!=", 5)) for value in (4, 5, 6)] == [True, False, True]
 
 
-def test_percentages_are_rounded_to_tenths() -> None:
+def test_percentages_in_rules_are_rounded_to_tenths() -> None:
     """Without rounding, a rule with the operator ``=`` would hardly ever match."""
     assert percent(1, 3) == 33.3
     assert percent(1, 1) == 100

@@ -133,7 +133,7 @@ def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptu
     assert [record.getMessage() for record in caplog.records] == ([told] if bad == BROKEN else [])
 
 
-def test_private_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_private_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After use, the key is neither on disk nor in an open file descriptor."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = len(list(Path("/proc/self/fd").iterdir()))

@@ -128,7 +128,7 @@ def test_host_check_address_is_the_default_for_connections() -> None:
     assert (check.address, [rule.test for rule in check.rules]) == ("10.0.0.1", [Connection("10.0.0.1", 80)])
 
 
-def test_last_start_program_of_a_check_wins() -> None:
+def test_last_of_several_start_programs_of_a_check_is_used() -> None:
     (check,) = parse('check a pidfile /p start "/x" start "/y"').services
 
     assert check.start == Program(("/y",))
@@ -270,7 +270,7 @@ def test_converging_dependencies_are_checked_quickly() -> None:
     assert problems(levels + service("a12") + service("b12")) == []
 
 
-def test_all_errors_of_a_file_are_reported_at_once() -> None:
+def test_parser_reports_all_errors_of_a_file_at_once() -> None:
     """Parsing resumes at the next statement that begins a line, and an error causes no further ones."""
     text = """check process web with pidfile run/web.pid
   start program "/bin/true"
