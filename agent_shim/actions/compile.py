@@ -36,7 +36,7 @@ class Dependency(msgspec.Struct, frozen=True):
     blobstore_headers: dict[str, str] = {}
 
 
-class Signed(msgspec.Struct, frozen=True):
+class SignedPackage(msgspec.Struct, frozen=True):
     """Argument of ``compile_package_with_signed_url``. The headers are used for downloading the source and for
     uploading the result.
     """
@@ -67,7 +67,9 @@ async def compile_package(
 
 
 @action("compile_package_with_signed_url", Mode.TASK)
-async def compile_package_with_signed_url(agent: Agent, cancelled: asyncio.Event, request: Signed) -> dict[str, Any]:
+async def compile_package_with_signed_url(
+    agent: Agent, cancelled: asyncio.Event, request: SignedPackage
+) -> dict[str, Any]:
     """Compile a package with signed URLs (agent/action/compile_package_with_signed_url.go).
 
     The reply has no blob id, because only the Director knows it.

@@ -48,7 +48,7 @@ class Mode(Enum):
     TASK = "task"
 
 
-class Action(msgspec.Struct, frozen=True):
+class RegisteredAction(msgspec.Struct, frozen=True):
     """An action of the protocol with the types of its arguments."""
 
     method: str
@@ -86,7 +86,7 @@ class Action(msgspec.Struct, frozen=True):
             raise BadArgumentsError(f"{FROM_PAYLOAD}: Unmarshalling action argument: {exc}") from exc
 
 
-ACTIONS: Final[dict[str, Action]] = {}
+ACTIONS: Final[dict[str, RegisteredAction]] = {}
 
 _INJECTED: Final = (Agent, ProtocolVersion, asyncio.Event)
 
@@ -110,7 +110,7 @@ def action(
             else:
                 parameters.append((name, _of_a_value(hint)))
         required = len(parameters) - len(function.__defaults__ or ())
-        ACTIONS[method] = Action(
+        ACTIONS[method] = RegisteredAction(
             method, mode, function, tuple(parameters), required, injected, task_from_protocol, persistent
         )
         return function
@@ -166,7 +166,7 @@ class Dispatcher:
         write_audit(request.method, "accepted" if task_id else "done", begun_at, caller=request.reply_to, task=task_id)
         return reply
 
-    async def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task:
+    async def _begin(self, found: RegisteredAction, request: wire.Request, data: bytes) -> Task:
         """Queue the task of a request. A persistent task is stored before the reply contains its id."""
         cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
         work = partial(self._run, found, request, cancelled)
@@ -185,7 +185,12 @@ class Dispatcher:
         }
 
     async def _run(
-        self, found: Action, request: wire.Request, cancelled: asyncio.Event | None = None, *, is_task: bool = True
+        self,
+        found: RegisteredAction,
+        request: wire.Request,
+        cancelled: asyncio.Event | None = None,
+        *,
+        is_task: bool = True,
     ) -> Any:
         """Run an action. A task also writes an audit line when it ends."""
         begun_at, task, outcome = time.monotonic(), self._tasks.running, "failed"

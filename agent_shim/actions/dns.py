@@ -23,7 +23,7 @@ async def sync_dns(agent: Agent, blob_id: str, digest: DigestText, version: Vers
     return await _sync(agent, source, version, f"getting {blob_id[:100]} from blobstore")
 
 
-class Signed(msgspec.Struct, frozen=True):
+class SignedDnsRecords(msgspec.Struct, frozen=True):
     """Argument of ``sync_dns_with_signed_url``."""
 
     signed_url: str = ""
@@ -33,7 +33,7 @@ class Signed(msgspec.Struct, frozen=True):
 
 
 @action("sync_dns_with_signed_url", Mode.NOW)
-async def sync_dns_with_signed_url(agent: Agent, request: Signed) -> str:
+async def sync_dns_with_signed_url(agent: Agent, request: SignedDnsRecords) -> str:
     """Update the DNS records from a signed URL (agent/action/sync_dns_with_signed_url.go)."""
     source = BlobRef(signed_url=request.signed_url, headers=request.blobstore_headers, digest=request.multi_digest)
     return await _sync(agent, source, request.version, "fetching new DNS records")

@@ -8,7 +8,7 @@ from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, action
 
 
-class Bundle(msgspec.Struct, frozen=True):
+class LogBundle(msgspec.Struct, frozen=True):
     """Argument of ``bundle_logs``. ``owning_user`` is a user or ``user:group``."""
 
     owning_user: str = ""
@@ -16,7 +16,7 @@ class Bundle(msgspec.Struct, frozen=True):
     filters: list[str] = []
 
 
-class Signed(msgspec.Struct, frozen=True):
+class SignedLogs(msgspec.Struct, frozen=True):
     """Argument of ``fetch_logs_with_signed_url``."""
 
     signed_url: str = ""
@@ -33,7 +33,7 @@ async def fetch_logs(agent: Agent, log_types: str, filters: list[str]) -> dict[s
 
 
 @action("fetch_logs_with_signed_url", Mode.TASK)
-async def fetch_logs_with_signed_url(agent: Agent, request: Signed) -> dict[str, str]:
+async def fetch_logs_with_signed_url(agent: Agent, request: SignedLogs) -> dict[str, str]:
     """Upload a log archive to a signed URL. Only the Director knows the blob id
     (agent/action/fetch_logs_with_signed_url.go).
     """
@@ -45,7 +45,7 @@ async def fetch_logs_with_signed_url(agent: Agent, request: Signed) -> dict[str,
 
 
 @action("bundle_logs", Mode.NOW)
-async def bundle_logs(agent: Agent, request: Bundle) -> dict[str, str]:
+async def bundle_logs(agent: Agent, request: LogBundle) -> dict[str, str]:
     """Store a log archive locally, so that it can be fetched with scp (agent/action/bundle_logs.go)."""
     path, sha512 = await agent.logs.bundle(request.log_type, request.filters, request.owning_user)
     return {"logs_tar_path": str(path), "sha512": f"sha512:{sha512}"}

@@ -77,7 +77,7 @@ class Task(msgspec.Struct):
     ended: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class TaskLimits(msgspec.Struct, frozen=True):
     """Limits for finished tasks. They are kept because the Director and the CLI repeat a poll after a lost reply."""
 
     number: int = 1000
@@ -91,7 +91,7 @@ class Tasks:
     Persistent tasks are stored in the file ``journal``.
     """
 
-    def __init__(self, journal: Path, *, bounds: Bounds = Bounds(), hold: float = POLL_HOLD_S) -> None:
+    def __init__(self, journal: Path, *, bounds: TaskLimits = TaskLimits(), hold: float = POLL_HOLD_S) -> None:
         self._journal = journal
         self._bounds = bounds
         self._hold = hold

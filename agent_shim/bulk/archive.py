@@ -82,7 +82,7 @@ def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
     """Unpack the members below ``subtree``. Return True if there are any."""
     found = not subtree
     with closing(os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-        tree = _Tree(fd)
+        tree = _UnpackedTree(fd)
         for member, path, data in _members(source):
             inner = _below(subtree, path)
             # Skip a file that has the name of the subtree, which must be a directory.
@@ -104,7 +104,7 @@ def _below(directory: str, path: str) -> str | None:
     return path[len(directory) + 1 :] if f"{path}/".startswith(f"{directory}/") else None
 
 
-def _place(tree: _Tree, member: tarfile.TarInfo, path: str, data: Iterator[bytes], subtree: str) -> None:
+def _place(tree: _UnpackedTree, member: tarfile.TarInfo, path: str, data: Iterator[bytes], subtree: str) -> None:
     if member.isdir():
         tree.directory(path, member)
     elif not path:
@@ -232,7 +232,7 @@ def _quoted(name: str) -> str:
 # --- placing --------------------------------------------------------------------------------------------------------
 
 
-class _Tree(msgspec.Struct):
+class _UnpackedTree(msgspec.Struct):
     """The tree unpacked so far into the directory with descriptor ``fd``.
 
     Symbolic links are created after all other entries, so that no path can lead through one. Modes and times of

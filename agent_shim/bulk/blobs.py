@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Self, TypeVar
 
 from agent_shim.bulk.protocol import BlobRef, checked_blob_id
 from agent_shim.bulk.providers import environment, opened, provider, trusted_ca
-from agent_shim.bulk.routes import Timing
+from agent_shim.bulk.routes import TransferTiming
 from agent_shim.core.digest import Hasher, MultipleDigest
 from agent_shim.core.errors import BlobError, DigestError, LastingError, ShimError
 from agent_shim.core.paths import Paths
@@ -33,7 +33,7 @@ TRIES: Final = 3
 class Blobs:
     """Access to the blobs of one agent. As a context manager, it closes the HTTP client if one was used."""
 
-    def __init__(self, store: Blobstore, paths: Paths, timing: Timing = Timing()) -> None:  # noqa: B008 - frozen
+    def __init__(self, store: Blobstore, paths: Paths, timing: TransferTiming = TransferTiming()) -> None:  # noqa: B008 - frozen
         self._store = store
         self._paths = paths
         self._timing = timing

@@ -19,7 +19,7 @@ import msgspec
 from agent_shim.bulk import archive, compression
 from agent_shim.bulk.blobs import Blobs
 from agent_shim.bulk.modes import DIRECTORY_MODE, set_owners_and_modes
-from agent_shim.bulk.protocol import Install, Outcome, Target
+from agent_shim.bulk.protocol import Install, Outcome, UnpackTarget
 from agent_shim.core.errors import ShimError
 from agent_shim.core.paths import Paths
 from agent_shim.host import files
@@ -40,7 +40,7 @@ stalls, because then each blob takes two minutes.
 class Piece(msgspec.Struct):
     """One target. It is unpacked to ``temp``, which is renamed to ``target.path`` when all targets are on disk."""
 
-    target: Target
+    target: UnpackTarget
     temp: Path
     outcome: Outcome = UNREACHED
 

@@ -81,10 +81,10 @@ def pack(
     """
     with ExitStack() as opened:
         sink = opened.enter_context(Sink(out, compressed=compressed, newest=newest))
-        archive = _Archive(sink, is_live=bool(remarks))
+        archive = _ArchiveWriter(sink, is_live=bool(remarks))
         roots = [root for tree in trees if (root := archive.open(tree, opened)) is not None]
         for _ in range(2 if remarks else 1):
-            wanted: dict[str, _Entry] = {}
+            wanted: dict[str, _Listed] = {}
             for root in roots:
                 wanted.update((root.name_of(entry), entry) for entry in archive.chosen(root))
             archive.add_missing(wanted)
@@ -98,11 +98,11 @@ class _Root(msgspec.Struct, frozen=True):
     tree: Tree
     places: tuple[str, ...]
 
-    def name_of(self, entry: _Entry) -> str:
+    def name_of(self, entry: _Listed) -> str:
         return f"./{self.tree.prefix}{entry.path}".removesuffix("/")
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _Listed(msgspec.Struct, frozen=True):
     """An entry below a root directory. ``kind`` is the file type that it had when it was listed."""
 
     root: _Root
@@ -129,7 +129,7 @@ class _Entry(msgspec.Struct, frozen=True):
             os.close(held)
 
 
-class _Archive:
+class _ArchiveWriter:
     """The archive under construction: the packed names, and the remarks."""
 
     def __init__(self, sink: Sink, *, is_live: bool) -> None:
@@ -160,12 +160,12 @@ class _Archive:
         opened.callback(os.close, fd)
         return _Root(fd, tree, (tree.root.rstrip("/"), os.path.realpath(tree.root)))
 
-    def chosen(self, root: _Root) -> Iterator[_Entry]:
+    def chosen(self, root: _Root) -> Iterator[_Listed]:
         """Yield the entries to pack: all of them, including directories, or only the files and links that match a
         pattern.
         """
         if not root.tree.patterns:
-            yield _Entry(root, "", stat.S_IFDIR)
+            yield _Listed(root, "", stat.S_IFDIR)
             yield from self._below(root)
             return
         wanted = _compiled(root.tree.patterns)
@@ -173,7 +173,7 @@ class _Archive:
             if entry.kind != stat.S_IFDIR and wanted.fullmatch(entry.path):
                 yield entry
 
-    def _below(self, root: _Root) -> Iterator[_Entry]:
+    def _below(self, root: _Root) -> Iterator[_Listed]:
         """Yield all directories, files and links below ``root``. In live trees, unreadable directories are skipped."""
         waiting = [""]
         left: dict[str, int] = {}
@@ -185,23 +185,23 @@ class _Archive:
                 found = _listed(root, here, limit + 1)
             except OSError as exc:
                 if exc.errno not in GONE:
-                    self._cannot_read(root.name_of(_Entry(root, here, stat.S_IFDIR)), exc)
+                    self._cannot_read(root.name_of(_Listed(root, here, stat.S_IFDIR)), exc)
                 continue
             if len(found) > limit:
-                name = root.name_of(_Entry(root, here, stat.S_IFDIR))
+                name = root.name_of(_Listed(root, here, stat.S_IFDIR))
                 self._remarks[name] = f"the rest of it is left out: it has more than {MAX_JOB_ENTRIES} files"
                 del found[limit:]
             left[job] = limit - len(found)
             yield from found
             waiting.extend(entry.path for entry in found if entry.kind == stat.S_IFDIR)
 
-    def add_missing(self, wanted: Mapping[str, _Entry]) -> None:
+    def add_missing(self, wanted: Mapping[str, _Listed]) -> None:
         """Pack all entries that are not yet packed, in the order of their names."""
         missing = sorted(wanted.keys() - self.names)
         for (root, here), names in itertools.groupby(missing, lambda name: wanted[name].directory):
             self._add_of_directory(root, here, {name: wanted[name] for name in names})
 
-    def _add_of_directory(self, root: _Root, here: str, found: Mapping[str, _Entry]) -> None:
+    def _add_of_directory(self, root: _Root, here: str, found: Mapping[str, _Listed]) -> None:
         """Pack entries of the directory ``here``, keeping it open meanwhile."""
         try:
             directory = guarded.open_beneath(root.fd, here, os.O_PATH | os.O_DIRECTORY) if here else os.dup(root.fd)
@@ -215,7 +215,7 @@ class _Archive:
                     return
                 self._add(name, entry, directory)
 
-    def _add(self, name: str, entry: _Entry, directory: int) -> None:
+    def _add(self, name: str, entry: _Listed, directory: int) -> None:
         """Pack ``entry`` of the open ``directory``, unless it vanished or was replaced."""
         try:
             fd, status = entry.open(directory)
@@ -242,7 +242,7 @@ class _Archive:
             return True
         return False
 
-    def _add_open(self, name: str, entry: _Entry, fd: int, status: os.stat_result) -> None:
+    def _add_open(self, name: str, entry: _Listed, fd: int, status: os.stat_result) -> None:
         if stat.S_IFMT(status.st_mode) != entry.kind:
             self._remarks[name] = VANISHED
             return
@@ -308,7 +308,7 @@ class _Archive:
         self._files.add(identity)
         return known
 
-    def _target(self, name: str, entry: _Entry, target: str) -> str:
+    def _target(self, name: str, entry: _Listed, target: str) -> str:
         """Return the link target to write, or "" if it leads out of a live tree."""
         if not self._is_live:
             return target
@@ -338,12 +338,12 @@ class _Archive:
         return self._sink.finish()
 
 
-def _listed(root: _Root, here: str, limit: int) -> list[_Entry]:
+def _listed(root: _Root, here: str, limit: int) -> list[_Listed]:
     """List the entries of the directory ``here`` below ``root`` that can be packed, at most ``limit``."""
     with closing(guarded.open_directory(root.fd, here)) as fd, os.scandir(fd) as entries:
         some = itertools.islice(entries, limit)
         front = f"{here}/" if here else ""
-        return [_Entry(root, front + entry.name, kind) for entry in some if (kind := _kind(entry))]
+        return [_Listed(root, front + entry.name, kind) for entry in some if (kind := _kind(entry))]
 
 
 def _kind(entry: os.DirEntry[str]) -> int:
@@ -355,7 +355,7 @@ def _kind(entry: os.DirEntry[str]) -> int:
     return stat.S_IFLNK if entry.is_symlink() else 0
 
 
-def _inner_target(entry: _Entry, target: str) -> str:
+def _inner_target(entry: _Listed, target: str) -> str:
     """Return ``target`` relative to its link if, judging by the names alone, it stays below the root; otherwise "".
 
     An absolute target is made relative, because it would not exist where the archive is unpacked.

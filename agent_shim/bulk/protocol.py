@@ -29,7 +29,7 @@ class BlobRef(msgspec.Struct, frozen=True):
         return f"BlobRef({self.blob_id!r}, digest={self.digest!r})"  # the other fields may be secret
 
 
-class Target(msgspec.Struct, frozen=True):
+class UnpackTarget(msgspec.Struct, frozen=True):
     """A blob to fetch and unpack into the new directory ``path``.
 
     ``kind`` is ``job`` for the job ``name`` in the rendered templates, ``package`` for a compiled package, and
@@ -50,7 +50,7 @@ class Install(msgspec.Struct, frozen=True, tag=True):
     base: str
     store: Blobstore
     parallel: int
-    targets: list[Target]
+    targets: list[UnpackTarget]
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):

@@ -212,12 +212,12 @@ def open_blob(path: Path) -> BinaryIO:
         raise BlobError(f"cannot open {path}: {exc.strerror}") from exc
 
 
-class _Cert(msgspec.Struct, frozen=True):
+class _Ca(msgspec.Struct, frozen=True):
     ca: str = ""
 
 
 class _Tls(msgspec.Struct, frozen=True):
-    cert: _Cert = _Cert()
+    cert: _Ca = _Ca()
 
 
 class _TlsOptions(msgspec.Struct, frozen=True):

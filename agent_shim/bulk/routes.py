@@ -10,7 +10,7 @@ import msgspec
 from agent_shim.core.errors import BlobError
 
 
-class Timing(msgspec.Struct, frozen=True):
+class TransferTiming(msgspec.Struct, frozen=True):
     """Timeouts in seconds, sizes in bytes."""
 
     connect: float = 10.0

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
-from agent_shim.bulk.routes import Timing, proxy_for, trusting
+from agent_shim.bulk.routes import TransferTiming, proxy_for, trusting
 from agent_shim.core import lean_imports
 from agent_shim.core.digest import Hasher
 from agent_shim.core.errors import BlobError, LastingError
@@ -37,7 +37,9 @@ SPACE_CHECK_BYTES: Final = 4 << 20
 class Transfer:
     """The HTTP client of one worker, which trusts the CA in the blobstore settings. It is a context manager."""
 
-    def __init__(self, ca: str, timing: Timing, scratch: Path, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, ca: str, timing: TransferTiming, scratch: Path, environment: Mapping[str, str] = os.environ
+    ) -> None:
         """Store the options. ``ca`` is PEM, or "" for the system's authorities. Temporary files are created in
         ``scratch``.
 
@@ -164,7 +166,7 @@ def _set(waiter: asyncio.Future[bool]) -> None:
 class _Guard:
     """Aborts an attempt that stalls: its deadline is postponed whenever enough bytes were transferred."""
 
-    def __init__(self, timer: asyncio.Timeout, timing: Timing) -> None:
+    def __init__(self, timer: asyncio.Timeout, timing: TransferTiming) -> None:
         self._timer = timer
         self._timing = timing
         self._moved = 0
@@ -180,7 +182,7 @@ class _Guard:
 
 
 @asynccontextmanager
-async def _guarded(timing: Timing) -> AsyncIterator[_Guard]:
+async def _guarded(timing: TransferTiming) -> AsyncIterator[_Guard]:
     async with asyncio.timeout(timing.stall) as timer:
         yield _Guard(timer, timing)
 

@@ -54,7 +54,7 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
     With ``as_json`` print a list of ``{file, kind, is_good, mistakes, warnings}``. With ``is_strict`` statements and
     keys without effect are mistakes. Unknown keys of agent.json always are.
     """
-    reports = [_Report(path, kind or kind_of(path.name)) for path in files]
+    reports = [_FileReport(path, kind or kind_of(path.name)) for path in files]
     unknown = [report.file for report in reports if not report.kind]
     if unknown:
         print(f"agent-shim: cannot check {unknown[0]}: its name does not say what it is (use --as)", file=sys.stderr)
@@ -85,7 +85,7 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
     return MISSING if any(report.is_missing for report in reports) else GOOD
 
 
-def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None:
+def _check(report: _FileReport, parsed: list[MonitFile], unknown: list[str]) -> None:
     """Read a file as the daemon does. Raises ``ConfigError`` with all mistakes in the file.
 
     Keys and statements without effect are appended to ``unknown``, even for a file with mistakes.
@@ -177,7 +177,7 @@ def _wrong_programs(check: Check) -> Iterator[str]:
 
 
 @dataclass
-class _Report:
+class _FileReport:
     """Findings of one file."""
 
     file: Path

@@ -430,7 +430,7 @@ def _daemon(program: str, args: argparse.Namespace, *options: Any) -> int:
     try:
         from agent_shim.daemon import main as daemon
 
-        return daemon.main(daemon.Options(args.config, Paths(args.base.absolute()), *options))
+        return daemon.main(daemon.RunOptions(args.config, Paths(args.base.absolute()), *options))
     except (ShimError, HostError) as exc:
         _complain(str(exc), program)
         return exc.exit_code if isinstance(exc, ShimError) else BootError.exit_code
@@ -440,7 +440,7 @@ def _monit(args: argparse.Namespace) -> int:
     from agent_shim.daemon import monit_daemon
 
     paths = Paths(args.base.absolute())
-    options = monit_daemon.Options(args.control_file.absolute(), paths, args.http, args.log_level, args.bpm)
+    options = monit_daemon.MonitDaemonOptions(args.control_file.absolute(), paths, args.http, args.log_level, args.bpm)
     return monit_daemon.main(options)
 
 
@@ -623,7 +623,7 @@ def _logs(args: argparse.Namespace) -> int:
     wanted = None if args.since is None else since.Since(args.since)
     count = args.lines if args.lines is not None else DEFAULT_LINES if wanted is None else sys.maxsize
 
-    def show(line: tail.Line) -> None:
+    def show(line: tail.LogLine) -> None:
         prefix = "" if args.agent else f"{paint(safetext.line(f'{line.job}/{line.file} |'), 'faint')} "
         # Escape the text for a terminal, which would execute escape sequences. A pipe or file gets the original bytes.
         text = encoded(safetext.lines(line.text)) if is_terminal else line.raw

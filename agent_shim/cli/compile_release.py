@@ -24,7 +24,7 @@ from agent_shim.actions.compilation import Compilation
 from agent_shim.actions.compile import packages_of_jobs
 from agent_shim.bulk.protocol import BlobRef
 from agent_shim.cli import release_tarball
-from agent_shim.cli.release_tarball import CompiledPackage, Manifest, SourcePackage
+from agent_shim.cli.release_tarball import CompiledPackage, ReleaseManifest, SourcePackage
 from agent_shim.core import os_release, safetext
 from agent_shim.core.errors import ConfigError, ShimError, errors_as
 from agent_shim.core.paths import VCAP, Paths
@@ -102,7 +102,7 @@ def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: P
         store = Blobstore("local", {"blobstore_path": str(paths.blobs)})
         compilation = Compilation(bundles, compiler, store, in_use)
         for tarball in tarballs:
-            release = _Release(tarball, output, stemcell, paths, compilation)
+            release = _ReleaseCompilation(tarball, output, stemcell, paths, compilation)
             try:
                 result = release.compile()
             finally:
@@ -111,7 +111,7 @@ def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: P
 
 
 @dataclass(slots=True)
-class _Release:
+class _ReleaseCompilation:
     """The compilation of one release. ``_sources`` and ``_results`` are the blobs in ``data/blobs``, by package."""
 
     tarball: Path
@@ -139,7 +139,7 @@ class _Release:
         for path in [*self._sources.values(), *self._results.values()]:
             files.remove_tree(path)
 
-    def _read(self) -> Manifest:
+    def _read(self) -> ReleaseManifest:
         _log(f"Reading BOSH Release Manifest from tarball {self.tarball}")
         with errors_as("failed to parse release manifest", ShimError, OSError):
             manifest = release_tarball.read_manifest(self.tarball)
@@ -147,7 +147,7 @@ class _Release:
         _log(f"Release {manifest.name}/{manifest.version} has {len(manifest.packages)} packages")
         return manifest
 
-    def _extract(self, manifest: Manifest) -> None:
+    def _extract(self, manifest: ReleaseManifest) -> None:
         _log("Extracting packages")
         with errors_as("failed to extract packages from tarball", ShimError, OSError):
             for name, path in release_tarball.extract_packages(self.tarball, manifest, self.paths.blobs):
@@ -178,7 +178,7 @@ class _Release:
         package = self._compiled[name]
         return Bundle("package", name, package.version, BlobRef(self._results[name].name, digest=package.sha1))
 
-    def _write(self, manifest: Manifest) -> Path:
+    def _write(self, manifest: ReleaseManifest) -> Path:
         path = self.output / f"{manifest.name}-{manifest.version}-{self.stemcell.replace('/', '-', 1)}.tgz"
         changed = release_tarball.compiled_manifest(manifest, list(self._compiled.values()))
         with errors_as(f"failed to write {path}", ShimError, OSError):

@@ -32,7 +32,7 @@ T = TypeVar("T")
 # --- the manifest -----------------------------------------------------------------------------------------------------
 
 
-class Job(msgspec.Struct):
+class DeployedJob(msgspec.Struct):
     """A job of an instance group. Values of ``consumes`` and ``provides`` are mappings or the string ``nil``."""
 
     name: str
@@ -43,7 +43,7 @@ class Job(msgspec.Struct):
     custom_provider_definitions: list[dict[str, Any]] | None = None
 
 
-class Network(msgspec.Struct):
+class GroupNetwork(msgspec.Struct):
     """A network of an instance group. ``default`` lists the purposes for which it is the default."""
 
     name: str
@@ -51,7 +51,7 @@ class Network(msgspec.Struct):
     default: list[str] | None = None
 
 
-class Disk(msgspec.Struct):
+class DiskLink(msgspec.Struct):
     """A disk of ``persistent_disks``, which is a link of type ``disk``."""
 
     name: str
@@ -69,13 +69,13 @@ class Group(msgspec.Struct):
     """An instance group. ``persistent_disk`` is in MiB."""
 
     name: str
-    jobs: list[Job] = []
+    jobs: list[DeployedJob] = []
     instances: int | None = None
     azs: list[str] | None = None
-    networks: list[Network] | None = None
+    networks: list[GroupNetwork] | None = None
     persistent_disk: int | None = None
     persistent_disk_type: str | None = None
-    persistent_disks: list[Disk] | None = None
+    persistent_disks: list[DiskLink] | None = None
     properties: dict[str, Any] | None = None
     vm_resources: Resources | None = None
     lifecycle: str = "service"
@@ -121,7 +121,7 @@ class ReleaseOfManifest(msgspec.Struct):
     version: str | int | float = ""
 
 
-class Manifest(msgspec.Struct):
+class DeploymentManifest(msgspec.Struct):
     """A deployment manifest in which all variables have values."""
 
     instance_groups: list[Group]
@@ -137,7 +137,7 @@ class Manifest(msgspec.Struct):
             raise ConfigError(f"cannot choose an instance group: --group names one of {known or 'none'}")
         return found[0]
 
-    def properties_of(self, group: Group, job: Job) -> dict[str, Any]:
+    def properties_of(self, group: Group, job: DeployedJob) -> dict[str, Any]:
         """Return the properties of a job: its own if it has any, otherwise those of the manifest overridden by those of
         its group.
         """
@@ -148,9 +148,9 @@ class Manifest(msgspec.Struct):
         return next((str(each.version) for each in self.releases or () if each.name == release), "")
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> DeploymentManifest:
     """Read a manifest. Raises ``ConfigError`` for a variable without a value."""
-    manifest = read_yaml(path, Manifest)
+    manifest = read_yaml(path, DeploymentManifest)
     if found := re.search(rb"\(\(([^()]+)\)\)", msgspec.json.encode(manifest)):
         variable = found[0].decode()
         raise ConfigError(f"cannot render {path}: {variable} has no value; fill it by `bosh interpolate`")
@@ -216,7 +216,7 @@ class JobSpec(msgspec.Struct):
         return about.get("default") if isinstance(about, dict) else None
 
 
-class Release(NamedTuple):
+class ReleaseDirectory(NamedTuple):
     """A release in a directory. ``name`` is "" if no file of the release contains the name."""
 
     directory: Path
@@ -230,12 +230,12 @@ class ReleaseJob(NamedTuple):
     spec: JobSpec
 
 
-class _Named(msgspec.Struct):
+class _ReleaseName(msgspec.Struct):
     name: str = ""
     final_name: str = ""
 
 
-def open_release(path: Path, scratch: Path) -> Release:
+def open_release(path: Path, scratch: Path) -> ReleaseDirectory:
     """Return a release. A tarball, and the jobs in it, are unpacked below ``scratch``."""
     if not path.is_dir():
         unpack(path, scratch)
@@ -244,13 +244,13 @@ def open_release(path: Path, scratch: Path) -> Release:
         path = scratch
     for name in ("release.MF", "config/final.yml", "config/dev.yml"):
         if (path / name).is_file():
-            about = read_yaml(path / name, _Named)
+            about = read_yaml(path / name, _ReleaseName)
             if found := about.name or about.final_name:
-                return Release(path, found)
-    return Release(path, "")
+                return ReleaseDirectory(path, found)
+    return ReleaseDirectory(path, "")
 
 
-def find_job(job: Job, releases: Sequence[Release]) -> ReleaseJob | None:
+def find_job(job: DeployedJob, releases: Sequence[ReleaseDirectory]) -> ReleaseJob | None:
     """Return a job from the release that the manifest names, otherwise from the first release that has it, or None."""
     having = [release for release in releases if (release.directory / "jobs" / job.name).is_dir()]
     if not having:
@@ -274,11 +274,11 @@ def unpack(tarball: Path, directory: Path) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
+class _DatelessLoader(yaml.SafeLoader):
     """A YAML loader that reads dates as text, because templates get the values as JSON, which has no dates."""
 
 
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
+_DatelessLoader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
 
 
 def read_text(path: Path) -> str:
@@ -299,7 +299,7 @@ def read_yaml(path: Path, wanted: type[T]) -> T:
 def parse_yaml(text: str, place: str, wanted: type[T]) -> T:
     """Parse YAML text as one document of the type ``wanted``. It may be empty if all members have defaults."""
     try:
-        document = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        document = yaml.load(text, Loader=_DatelessLoader)  # noqa: S506 - a SafeLoader
         return msgspec.convert({} if text.strip() == "" else document, wanted)
     except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as exc:
         raise ConfigError(f"cannot read {place}: {yaml_errors.in_a_line(exc)}") from exc

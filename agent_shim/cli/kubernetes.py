@@ -44,7 +44,7 @@ TEMPORARY: Final = "/tmp"  # noqa: S108 - the path of a mount
 Document = dict[str, Any]
 
 
-class Port(NamedTuple):
+class JobPort(NamedTuple):
     """A port of a job."""
 
     name: str
@@ -52,7 +52,7 @@ class Port(NamedTuple):
     protocol: str = "TCP"
 
 
-class Parts(NamedTuple):
+class ObjectInputs(NamedTuple):
     """The input from which the objects are generated. ``releases`` are paths below the directory in which the image is
     built.
     """
@@ -63,11 +63,11 @@ class Parts(NamedTuple):
     releases: Sequence[str]
     image: str
     renderer: str
-    ports: Sequence[Port]
+    ports: Sequence[JobPort]
     is_privileged: bool
 
 
-def write(parts: Parts, out: Path) -> list[str]:
+def write(parts: ObjectInputs, out: Path) -> list[str]:
     """Write the manifests, a kustomization and the Dockerfile of the init container. Return the names of the files.
 
     Raises ``ConfigError`` for a group that cannot be represented in Kubernetes.
@@ -93,27 +93,29 @@ def write(parts: Parts, out: Path) -> list[str]:
     }
     out.mkdir(parents=True, exist_ok=True)
     for name, (comment, content) in documents.items():
-        text = yaml.dump_all(content, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+        text = yaml.dump_all(content, Dumper=_BlockDumper, sort_keys=False, width=120, allow_unicode=True)
         mode = 0o600 if name == "secret.yaml" else 0o644
         files.write_atomic(out / name, f"# {comment}\n{text}".encode(), mode=mode)
     files.write_atomic(out / "Dockerfile", _dockerfile(parts).encode())
     return [*documents, "Dockerfile"]
 
 
-def ports(jobs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]) -> list[Port]:
+def ports(jobs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]) -> list[JobPort]:
     """Return the ports of jobs: first those listed for fissile and quarks, then the properties called ``port`` in their
     links.
 
     ``jobs`` contains for each job its properties and the properties of each link that it provides.
     """
-    found: dict[tuple[int, str], Port] = {}
+    found: dict[tuple[int, str], JobPort] = {}
     for properties, provided in jobs:
         for name, number, protocol in [*_declared(properties), *(each for link in provided for each in _in_link(link))]:
             if 0 < number < 2**16 and (number, protocol) not in found:
                 label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
                 taken = {"agent", *(port.name for port in found.values())}
                 is_valid = 0 < len(label) <= 15 and re.search("[a-z]", label) and label not in taken
-                found[number, protocol] = Port(label if is_valid else f"{protocol.lower()}-{number}", number, protocol)
+                found[number, protocol] = JobPort(
+                    label if is_valid else f"{protocol.lower()}-{number}", number, protocol
+                )
     return list(found.values())
 
 
@@ -136,7 +138,7 @@ def _in_link(properties: Mapping[str, Any], path: str = "") -> Iterator[tuple[st
             yield (f"{path}-{key.removesuffix('_port')}" if key != "port" else path or key), int(value), "TCP"
 
 
-def _check(parts: Parts) -> None:
+def _check(parts: ObjectInputs) -> None:
     group = parts.group
     reason = ""
     if not DNS_LABEL.fullmatch(group.name):
@@ -153,32 +155,32 @@ def _check(parts: Parts) -> None:
         raise ConfigError(f"cannot make a StatefulSet of the instance group {group.name}: {reason}")
 
 
-def _metadata(parts: Parts, name: str) -> Document:
+def _metadata(parts: ObjectInputs, name: str) -> Document:
     deployment = re.sub(r"[^-A-Za-z0-9_.]", "-", parts.deployment)[:63].strip("-_.")
     return {"name": name, "labels": {**_labels(parts), "app.kubernetes.io/instance": deployment}}
 
 
-def _labels(parts: Parts) -> Document:
+def _labels(parts: ObjectInputs) -> Document:
     return {"app.kubernetes.io/name": parts.group.name, "app.kubernetes.io/part-of": "agent-shim"}
 
 
-def _pods_of(parts: Parts) -> Document:
+def _pods_of(parts: ObjectInputs) -> Document:
     return {"app.kubernetes.io/name": parts.group.name}
 
 
-def _config_map(parts: Parts) -> Document:
+def _config_map(parts: ObjectInputs) -> Document:
     options = f'{{"AgentShim": {{"spec": "/release", "http": "0.0.0.0:{AGENT_PORT}", "grace": {GRACE_S}}}}}\n'
     metadata = _metadata(parts, f"{parts.group.name}-agent")
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"agent.json": options}}
 
 
-def _secret(parts: Parts) -> Document:
+def _secret(parts: ObjectInputs) -> Document:
     metadata = _metadata(parts, f"{parts.group.name}-manifest")
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"manifest.yml": parts.manifest}}
 
 
-def _service(parts: Parts, name: str, *, is_early: bool) -> Document:
-    every = [*parts.ports, Port("agent", AGENT_PORT)]
+def _service(parts: ObjectInputs, name: str, *, is_early: bool) -> Document:
+    every = [*parts.ports, JobPort("agent", AGENT_PORT)]
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": is_early,
@@ -191,13 +193,13 @@ def _service(parts: Parts, name: str, *, is_early: bool) -> Document:
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(parts, name), "spec": spec}
 
 
-def _budget(parts: Parts) -> Document:
+def _budget(parts: ObjectInputs) -> Document:
     spec = {"maxUnavailable": 1, "selector": {"matchLabels": _pods_of(parts)}}
     metadata = _metadata(parts, parts.group.name)
     return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": metadata, "spec": spec}
 
 
-def _stateful_set(parts: Parts) -> Document:
+def _stateful_set(parts: ObjectInputs) -> Document:
     group = parts.group
     changed = hashlib.sha256(parts.manifest.encode()).hexdigest()[:16]
     template = {
@@ -219,7 +221,7 @@ def _stateful_set(parts: Parts) -> Document:
     return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": spec}
 
 
-def _pod(parts: Parts) -> Document:
+def _pod(parts: ObjectInputs) -> Document:
     group = parts.group
     size = group.vm_resources.ephemeral_disk_size if group.vm_resources else 0
     pod: Document = {
@@ -242,7 +244,7 @@ def _pod(parts: Parts) -> Document:
     return pod
 
 
-def _render_container(parts: Parts) -> Document:
+def _render_container(parts: ObjectInputs) -> Document:
     paths = [f"/releases/{Path(release).name}" for release in parts.releases]
     patterns = ["--addresses", ADDRESSES, "--group-address", GROUP_ADDRESS]
     fields = {"AGENT_SHIM_INDEX": "metadata.name", "AGENT_SHIM_ADDRESS": "status.podIP"}
@@ -268,7 +270,7 @@ def _render_container(parts: Parts) -> Document:
     }
 
 
-def _agent_container(parts: Parts) -> Document:
+def _agent_container(parts: ObjectInputs) -> Document:
     confined = {
         "runAsUser": 0,
         "capabilities": {"drop": ["ALL"], "add": list(CAPABILITIES)},
@@ -282,7 +284,7 @@ def _agent_container(parts: Parts) -> Document:
     if parts.group.persistent_disk:
         mounts.append({"name": "store", "mountPath": "/var/vcap/store"})
     command = ["/opt/agent_shim/bin/agent-shim", "drain", "--timeout", str(GRACE_S)]
-    every = [*parts.ports, Port("agent", AGENT_PORT)]
+    every = [*parts.ports, JobPort("agent", AGENT_PORT)]
     return {
         "name": "instance",
         "image": parts.image,
@@ -317,13 +319,13 @@ def _kustomization() -> Document:
     return {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": resources}
 
 
-def _dockerfile(parts: Parts) -> str:
+def _dockerfile(parts: ObjectInputs) -> str:
     copies = "".join(f"COPY {release} /releases/{Path(release).name}\n" for release in parts.releases)
     build = f"# podman build --tag {parts.renderer} --file DIR/Dockerfile .   # where the releases are\n"
     return f"{build}ARG RENDERER=agent-shim-renderer\nFROM ${{RENDERER}}\n{copies}"
 
 
-class _Dumper(yaml.SafeDumper):
+class _BlockDumper(yaml.SafeDumper):
     """A dumper that writes multi-line texts as blocks, and no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - as it is called
@@ -337,4 +339,4 @@ def _represented(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _represented)
+_BlockDumper.add_representer(str, _represented)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from agent_shim.cli.deployment import BPM, Consumed, Group, Job, JobSpec, Manifest
+from agent_shim.cli.deployment import BPM, Consumed, DeployedJob, DeploymentManifest, Group, JobSpec
 from agent_shim.core.errors import ConfigError
 
 NIL: Final = "nil"
@@ -35,7 +35,7 @@ class Addresses(NamedTuple):
     whole: Callable[[Group, str], str]
 
 
-class Provider(NamedTuple):
+class LinkProvider(NamedTuple):
     """A link that a job provides, or a disk, for which ``job`` is ""."""
 
     group: Group
@@ -60,7 +60,9 @@ class Links(NamedTuple):
 class Resolver:
     """Resolves links with all providers in a manifest. ``specs`` contains the available job specs by group and job."""
 
-    def __init__(self, manifest: Manifest, specs: Mapping[tuple[str, str], JobSpec], addresses: Addresses) -> None:
+    def __init__(
+        self, manifest: DeploymentManifest, specs: Mapping[tuple[str, str], JobSpec], addresses: Addresses
+    ) -> None:
         self._manifest, self._specs, self._addresses = manifest, specs, addresses
         self._errors: list[str] = []
         self.warnings: list[str] = []
@@ -73,7 +75,7 @@ class Resolver:
         self.providers = [each for group in manifest.instance_groups for each in self._providers(group)]
         self._raise_errors()
 
-    def resolve(self, group: Group, job: Job) -> Links:
+    def resolve(self, group: Group, job: DeployedJob) -> Links:
         """Return the links of a job. Raises ``ConfigError`` with a line for each that cannot be resolved."""
         links = Links({}, {})
         given = dict(job.consumes or {})
@@ -100,7 +102,7 @@ class Resolver:
         self._raise_errors()
         return links
 
-    def providers_of(self, group: Group, job: Job) -> list[Provider]:
+    def providers_of(self, group: Group, job: DeployedJob) -> list[LinkProvider]:
         """Return the links that a job provides."""
         return [each for each in self.providers if (each.group.name, each.job) == (group.name, job.name)]
 
@@ -129,7 +131,11 @@ class Resolver:
             links.found[wanted.name] = self._content(found[0], network, bool(source.get("ip_addresses")))
 
     def _failure(
-        self, wanted: Consumed, source: Mapping[str, Any], of_type: Sequence[Provider], found: Sequence[Provider]
+        self,
+        wanted: Consumed,
+        source: Mapping[str, Any],
+        of_type: Sequence[LinkProvider],
+        found: Sequence[LinkProvider],
     ) -> str:
         if found:
             several = ", ".join(map(str, found))
@@ -145,7 +151,7 @@ class Resolver:
             return f"{why}, but {unknown}; give their releases, too{block}"
         return f"{why}; {_advice(wanted)}"
 
-    def _content(self, provider: Provider, network: str | None, must_be_ip: bool) -> dict[str, Any]:
+    def _content(self, provider: LinkProvider, network: str | None, must_be_ip: bool) -> dict[str, Any]:
         if not provider.job:
             about = {"deployment_name": self._manifest.name, "properties": provider.properties}
             return {**about, "networks": [], "instances": []}
@@ -180,14 +186,14 @@ class Resolver:
             self._errors.append(f"cannot resolve {where}: `consumes` has no `instances: [{{address: …}}]` for it")
         return {**{key: source.get(key) for key in MANUAL}, "deployment_name": self._manifest.name, "is_manual": True}
 
-    def _providers(self, group: Group) -> Iterator[Provider]:
+    def _providers(self, group: Group) -> Iterator[LinkProvider]:
         for job in group.jobs:
             if spec := self._specs.get((group.name, job.name)):
                 yield from self._provided(group, job, spec)
         for disk in group.persistent_disks or ():
-            yield Provider(group, "", disk.name, disk.name, "disk", {"name": disk.name})
+            yield LinkProvider(group, "", disk.name, disk.name, "disk", {"name": disk.name})
 
-    def _provided(self, group: Group, job: Job, spec: JobSpec) -> Iterator[Provider]:
+    def _provided(self, group: Group, job: DeployedJob, spec: JobSpec) -> Iterator[LinkProvider]:
         given = dict(job.provides or {})
         where = f"{group.name}/{job.name}"
         released = [(each.name, each.type, each.properties) for each in spec.provides or ()]
@@ -211,10 +217,10 @@ class Resolver:
                 self._errors.append(f"cannot read `provides` of {where}: the value of {name} is a mapping with {what}")
                 continue
             properties = self._mapped(group, job, spec, name, paths or ())
-            yield Provider(group, job.name, name, str(source.get("as", name)), kind, properties)
+            yield LinkProvider(group, job.name, name, str(source.get("as", name)), kind, properties)
         self.warnings += [f"{job.name} provides no link {name}, so `provides` of it has no effect" for name in given]
 
-    def _mapped(self, group: Group, job: Job, spec: JobSpec, link: str, paths: Sequence[str]) -> dict[str, Any]:
+    def _mapped(self, group: Group, job: DeployedJob, spec: JobSpec, link: str, paths: Sequence[str]) -> dict[str, Any]:
         """Return the properties of a link: values from the manifest, otherwise defaults, otherwise null."""
         mapped: dict[str, Any] = {}
         for path in paths:

@@ -149,7 +149,7 @@ def _daemon(command: Command) -> int:
 
     path = Path(command.options.get("-c", _control_file(command))).absolute()
     try:
-        return monit_daemon.main(monit_daemon.Options(path, command.paths))
+        return monit_daemon.main(monit_daemon.MonitDaemonOptions(path, command.paths))
     except (ShimError, OSError) as exc:
         raise MonitError(str(exc)) from exc
 

@@ -34,7 +34,7 @@ DIRECTORY_MODE: Final = 0o755
 MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
 
 
-class _Part(msgspec.Struct, frozen=True):
+class _ReleasePart(msgspec.Struct, frozen=True):
     """The members that all parts in release.MF have in common. ``sha1`` is the digest string of the part's tarball."""
 
     name: str = ""
@@ -43,19 +43,19 @@ class _Part(msgspec.Struct, frozen=True):
     sha1: str = ""
 
 
-class Job(_Part, frozen=True):
+class JobPart(_ReleasePart, frozen=True):
     """A job in release.MF."""
 
     packages: list[str] = []
 
 
-class SourcePackage(_Part, frozen=True):
+class SourcePackage(_ReleasePart, frozen=True):
     """A package in release.MF. ``dependencies`` are package names."""
 
     dependencies: list[str] = []
 
 
-class CompiledPackage(_Part, frozen=True):
+class CompiledPackage(_ReleasePart, frozen=True):
     """A compiled package in release.MF. ``stemcell`` is ``OS-CODENAME/VERSION``."""
 
     stemcell: str = ""
@@ -70,32 +70,32 @@ class License(msgspec.Struct, frozen=True):
     sha1: str = ""
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class ReleaseManifest(msgspec.Struct, frozen=True):
     """release.MF. The members are in the order of the file."""
 
     name: str = ""
     version: str = ""
     commit_hash: str = ""
     uncommitted_changes: bool = False
-    jobs: list[Job] = []
+    jobs: list[JobPart] = []
     packages: list[SourcePackage] = []
     compiled_packages: list[CompiledPackage] = []
     license: License | None = None
     no_compression: bool = False
 
 
-class _Loader(yaml.BaseLoader):
+class _TextLoader(yaml.BaseLoader):
     """A YAML loader that reads every scalar except null as text, because the version ``1.10`` must not become a
     number.
     """
 
 
 _NULL: Final = "tag:yaml.org,2002:null"
-_Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-_Loader.add_constructor(_NULL, lambda *_: None)
+_TextLoader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_TextLoader.add_constructor(_NULL, lambda *_: None)
 
 
-class _Dumper(yaml.SafeDumper):
+class _QuotingDumper(yaml.SafeDumper):
     """A YAML dumper that also quotes texts that YAML 1.2 would read as numbers, such as the digest ``12e34``."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - as it is called
@@ -103,13 +103,13 @@ class _Dumper(yaml.SafeDumper):
 
 
 _FLOAT: Final = re.compile(r"[-+]?[0-9][0-9_,]*(?:\.[0-9_,]*)?(?:[eE][-+]?[0-9]+)?$")
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+_QuotingDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_manifest(tarball: Path) -> Manifest:
+def read_manifest(tarball: Path) -> ReleaseManifest:
     """Return the manifest of a source release. Raises ``ArchiveError`` or ``ConfigError``."""
     with _opened(tarball) as source:
         for member, path, data in archive.entries(source):
@@ -120,11 +120,11 @@ def read_manifest(tarball: Path) -> Manifest:
     raise ArchiveError(f"failed to find {MANIFEST} in tarball")
 
 
-def parse_manifest(raw: bytes) -> Manifest:
+def parse_manifest(raw: bytes) -> ReleaseManifest:
     """Read release.MF. Raises ``ConfigError``."""
     try:
-        document = yaml.load(raw, Loader=_Loader)  # noqa: S506 - makes texts, lists and mappings alone
-        return msgspec.convert(_without_nulls({} if document is None else document), Manifest, strict=False)
+        document = yaml.load(raw, Loader=_TextLoader)  # noqa: S506 - makes texts, lists and mappings alone
+        return msgspec.convert(_without_nulls({} if document is None else document), ReleaseManifest, strict=False)
     except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError, RecursionError) as exc:
         raise ConfigError(f"cannot read {MANIFEST}: {yaml_errors.in_a_line(exc)}") from exc
 
@@ -135,7 +135,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _checked(manifest: Manifest) -> Manifest:
+def _checked(manifest: ReleaseManifest) -> ReleaseManifest:
     """Refuse a release without sources, and names that lead out of the directory when they are used as paths."""
     checked_name("release", manifest.name)
     checked_name("release with the version", manifest.version)
@@ -168,7 +168,7 @@ def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
     return list(done.values())
 
 
-def extract_packages(tarball: Path, manifest: Manifest, directory: Path) -> Iterator[tuple[str, Path]]:
+def extract_packages(tarball: Path, manifest: ReleaseManifest, directory: Path) -> Iterator[tuple[str, Path]]:
     """Copy the tarball of each package of ``manifest`` to ``directory/NAME.tgz``. Yields its name and that path.
 
     Raises ``ArchiveError`` or ``DigestError`` for a package that is not in the manifest, is missing, or has another
@@ -213,20 +213,20 @@ def _opened(tarball: Path) -> BinaryIO:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def compiled_manifest(source: Manifest, packages: list[CompiledPackage]) -> Manifest:
+def compiled_manifest(source: ReleaseManifest, packages: list[CompiledPackage]) -> ReleaseManifest:
     """Return ``source`` with compiled packages instead of sources."""
     return msgspec.structs.replace(source, packages=[], compiled_packages=packages)
 
 
-def render_manifest(manifest: Manifest) -> bytes:
+def render_manifest(manifest: ReleaseManifest) -> bytes:
     """Return release.MF as YAML. Empty lists of jobs and packages, and a missing license, are left out."""
     optional = ("jobs", "packages", "compiled_packages", "license")
     document = {name: value for name, value in msgspec.to_builtins(manifest).items() if value or name not in optional}
-    text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(document, Dumper=_QuotingDumper, sort_keys=False, allow_unicode=True)
     return text.encode()
 
 
-def write_compiled(tarball: Path, into: Path, manifest: Manifest, packages: Mapping[str, Path]) -> None:
+def write_compiled(tarball: Path, into: Path, manifest: ReleaseManifest, packages: Mapping[str, Path]) -> None:
     """Write the release ``tarball`` to ``into`` with ``manifest`` and the compiled ``packages``, in their order.
 
     Entries keep their order, and compiled packages replace the sources. ``into`` is either complete or does not exist.

@@ -26,7 +26,7 @@ from typing import Any, Final
 import msgspec
 
 from agent_shim.cli import deployment, kubernetes, links
-from agent_shim.cli.deployment import BPM, Group, Job, Manifest, Release, ReleaseJob
+from agent_shim.cli.deployment import BPM, DeployedJob, DeploymentManifest, Group, ReleaseDirectory, ReleaseJob
 from agent_shim.core.errors import ConfigError, NotThereError
 
 EXECUTABLE: Final = 0o755
@@ -41,14 +41,14 @@ AZ: Final = "AGENT_SHIM_AZ"
 BOOTSTRAP: Final = "AGENT_SHIM_BOOTSTRAP"
 
 
-class Processes(msgspec.Struct):
+class BpmYml(msgspec.Struct):
     """The processes in a bpm.yml."""
 
     processes: list[dict[str, Any]] = []
 
 
 @dataclass(frozen=True)
-class Instance:
+class RenderedInstance:
     """The instance of ``group`` that is to be rendered. ``az`` is None in a group without zones."""
 
     group: Group
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
                 manifest.properties_of(group, job) | given["properties"]
                 for job, given in zip(jobs, inputs, strict=True)
             ]
-            parts = kubernetes.Parts(
+            parts = kubernetes.ObjectInputs(
                 deployment=manifest.name,
                 group=group,
                 manifest=deployment.read_text(args.manifest),
@@ -138,11 +138,11 @@ def _below_here(release: Path) -> str:
 
 def _is_privileged(files: Mapping[str, str]) -> bool:
     """Return True if bpm.yml has an unconfined process."""
-    config = deployment.parse_yaml(files.get("config/bpm.yml", ""), "bpm.yml", Processes)
+    config = deployment.parse_yaml(files.get("config/bpm.yml", ""), "bpm.yml", BpmYml)
     return any((process.get("unsafe") or {}).get("privileged") is True for process in config.processes)
 
 
-def _wanted(group: Group, only: Sequence[str], manifest: Path) -> list[Job]:
+def _wanted(group: Group, only: Sequence[str], manifest: Path) -> list[DeployedJob]:
     wanted = [job for job in group.jobs if not only or job.name in only]
     missing = set(only) - {job.name for job in wanted}
     if missing or not wanted:
@@ -151,13 +151,13 @@ def _wanted(group: Group, only: Sequence[str], manifest: Path) -> list[Job]:
     return wanted
 
 
-def _known(manifest: Manifest, releases: Sequence[Release]) -> dict[tuple[str, str], ReleaseJob]:
+def _known(manifest: DeploymentManifest, releases: Sequence[ReleaseDirectory]) -> dict[tuple[str, str], ReleaseJob]:
     """Return those jobs of all groups that the releases contain, since any of them may provide a link."""
     every = ((group.name, job) for group in manifest.instance_groups for job in group.jobs)
     return {(group, job.name): found for group, job in every if (found := deployment.find_job(job, releases))}
 
 
-def _instance(group: Group, args: argparse.Namespace) -> Instance:
+def _instance(group: Group, args: argparse.Namespace) -> RenderedInstance:
     """Return the instance that options or environment variables select. Raises ``ConfigError``."""
     given = str(os.environ.get(INDEX, "") if args.index is None else args.index)
     number = re.search(r"(?:^|-)([0-9]+)$", given or "0")
@@ -179,7 +179,7 @@ def _instance(group: Group, args: argparse.Namespace) -> Instance:
         if word not in ("", "true", "false"):
             raise ConfigError(f"cannot render {group.name}/{index}: {BOOTSTRAP} is neither true nor false: {word}")
         bootstrap = word == "true" if word else index == 0
-    return Instance(group, index, own, az, bootstrap, group.persistent_disk or 0)
+    return RenderedInstance(group, index, own, az, bootstrap, group.persistent_disk or 0)
 
 
 def _without_size(group: Group) -> list[str]:
@@ -189,7 +189,7 @@ def _without_size(group: Group) -> list[str]:
     return [f"{size}, so spec.persistent_disk of {group.name} is 0; give `persistent_disk: MEBIBYTES` instead"]
 
 
-def _addresses(manifest: Manifest, instance: Instance, one: str, whole: str) -> links.Addresses:
+def _addresses(manifest: DeploymentManifest, instance: RenderedInstance, one: str, whole: str) -> links.Addresses:
     """Return how to find addresses: from the patterns in the options, the address of ``instance``, and static IPs."""
 
     def of_instance(group: Group, index: int, network: str, must_be_ip: bool) -> str | None:
@@ -202,7 +202,7 @@ def _addresses(manifest: Manifest, instance: Instance, one: str, whole: str) -> 
     return links.Addresses(of_instance, lambda group, network: _filled(whole, manifest, group, network, 0))
 
 
-def _filled(pattern: str, manifest: Manifest, group: Group, network: str, index: int) -> str:
+def _filled(pattern: str, manifest: DeploymentManifest, group: Group, network: str, index: int) -> str:
     """Return a pattern with its fields in braces replaced."""
     fields = {
         "deployment": manifest.name,
@@ -218,7 +218,11 @@ def _filled(pattern: str, manifest: Manifest, group: Group, network: str, index:
 
 
 def _input(
-    manifest: Manifest, instance: Instance, job: Job, found: ReleaseJob, resolver: links.Resolver
+    manifest: DeploymentManifest,
+    instance: RenderedInstance,
+    job: DeployedJob,
+    found: ReleaseJob,
+    resolver: links.Resolver,
 ) -> dict[str, Any]:
     """Return a job in the form in which ``render.rb`` reads it."""
     group = instance.group
@@ -245,7 +249,7 @@ def _input(
     }
 
 
-def _bound(manifest: Manifest, group: Group, job: Job, found: ReleaseJob) -> dict[str, Any]:
+def _bound(manifest: DeploymentManifest, group: Group, job: DeployedJob, found: ReleaseJob) -> dict[str, Any]:
     """Return the properties in the job's spec, with values from the manifest or defaults.
 
     A Director gives no other properties to a template. The keys of mappings are sorted, as in the Director.
@@ -274,7 +278,7 @@ def _sorted(value: Any) -> Any:
     return {key: _sorted(value[key]) for key in sorted(value, key=str)} if isinstance(value, dict) else value
 
 
-def _spec(manifest: Manifest, instance: Instance, job: Job) -> dict[str, Any]:
+def _spec(manifest: DeploymentManifest, instance: RenderedInstance, job: DeployedJob) -> dict[str, Any]:
     """Return ``spec`` for the templates. Networks without a static address all have the same address."""
     group = instance.group
     return {
@@ -298,7 +302,7 @@ def _spec(manifest: Manifest, instance: Instance, job: Job) -> dict[str, Any]:
     }
 
 
-def _network(manifest: Manifest, instance: Instance, name: str) -> dict[str, Any]:
+def _network(manifest: DeploymentManifest, instance: RenderedInstance, name: str) -> dict[str, Any]:
     group = instance.group
     is_default = name == group.default_network
     address = (None if is_default else group.static_ip(instance.index, name)) or instance.address
@@ -347,7 +351,7 @@ def _write(home: Path, files: Mapping[str, str]) -> None:
 
 
 def _without_packages(
-    group: Group, jobs: Sequence[Job], known: Mapping[tuple[str, str], ReleaseJob], out: Path
+    group: Group, jobs: Sequence[DeployedJob], known: Mapping[tuple[str, str], ReleaseJob], out: Path
 ) -> list[str]:
     """Return a warning for each missing package."""
     return [

@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from agent_shim.cli import deployment, render
-from agent_shim.cli.deployment import JobSpec, Release
+from agent_shim.cli.deployment import JobSpec, ReleaseDirectory
 from agent_shim.core.errors import ConfigError, NotThereError, ShimError
 
 TOOLS: Final = ("podman", "docker")
@@ -109,7 +109,7 @@ def _compiled(tool: str, image: str, release: Path, out: Path) -> Path:
     return next(out.glob("*.tgz"))
 
 
-def _manifest(release: Release, version: str, only: Sequence[str] | None, path: Path) -> Path:
+def _manifest(release: ReleaseDirectory, version: str, only: Sequence[str] | None, path: Path) -> Path:
     """Write a manifest of one instance with the jobs of a release, except errands, and their defaults."""
     jobs = sorted(each.name for each in (release.directory / "jobs").iterdir() if each.is_dir())
     specs = {name: deployment.read_yaml(release.directory / "jobs" / name / "job.MF", JobSpec) for name in jobs}

@@ -270,13 +270,13 @@ class Network(msgspec.Struct, frozen=True):
         return self.type == "dynamic" or self.use_dhcp or self.resolved or not (self.ip and self.netmask)
 
 
-class Disks(msgspec.Struct, frozen=True):
+class DisksOfSettings(msgspec.Struct, frozen=True):
     system: Any = None
     ephemeral: Any = None
     persistent: dict[str, Any] = {}
 
 
-class Vm(msgspec.Struct, frozen=True):
+class VmSettings(msgspec.Struct, frozen=True):
     name: str = ""
 
 
@@ -284,12 +284,12 @@ class Settings(msgspec.Struct, frozen=True):
     """The settings document of a CPI."""
 
     agent_id: str = ""
-    vm: Vm = Vm()
+    vm: VmSettings = VmSettings()
     mbus: str = ""
     blobstore: Blobstore = Blobstore()
     ntp: list[str] = []
     networks: dict[str, Network] = {}
-    disks: Disks = Disks()
+    disks: DisksOfSettings = DisksOfSettings()
     env: Env = Env()
 
 

@@ -23,7 +23,7 @@ class Template(msgspec.Struct, frozen=True):
     version: str = ""
 
 
-class Job(msgspec.Struct, frozen=True):
+class InstanceGroup(msgspec.Struct, frozen=True):
     """The instance group. ``templates`` are its jobs. ``template`` and ``version`` are those of the first job."""
 
     name: str | None = None
@@ -33,7 +33,7 @@ class Job(msgspec.Struct, frozen=True):
     templates: list[Template] | None = None
 
 
-class Package(msgspec.Struct, frozen=True):
+class AppliedPackage(msgspec.Struct, frozen=True):
     name: str = ""
     version: str = ""
     sha1: DigestText = ""
@@ -73,8 +73,8 @@ class ApplySpec(msgspec.Struct, frozen=True):
     """The stored form. Its members come first, in this order, in the value of ``get_state``."""
 
     properties: Properties = Properties()
-    job: Job = Job()
-    packages: dict[str, Package] = {}
+    job: InstanceGroup = InstanceGroup()
+    packages: dict[str, AppliedPackage] = {}
     configuration_hash: str = ""
     networks: dict[str, dict[str, Any] | None] = {}
     resource_pool: Any = {}

@@ -34,7 +34,7 @@ GO_FIRST: Final = frozenset({"apply", "drain", "migrate_disk", "run_script", "st
 """Actions of the Director that end an attempt."""
 
 
-class Pace(msgspec.Struct, frozen=True):
+class RecoveryPace(msgspec.Struct, frozen=True):
     """Timing in seconds: the first and the longest pause between attempts, and how often to check for waiting requests
     of the Director.
     """
@@ -49,7 +49,7 @@ class JobRecovery:
     with each new obstacle.
     """
 
-    def __init__(self, agent: Agent, alert: Callable[[Event], None], *, pace: Pace = Pace()) -> None:
+    def __init__(self, agent: Agent, alert: Callable[[Event], None], *, pace: RecoveryPace = RecoveryPace()) -> None:
         self.obstacle = ""
         """The reason why the jobs cannot be started, or ""."""
         self._agent = agent

@@ -45,7 +45,7 @@ RIVAL_POLL_S: Final = 1.0
 """While another agent uses the same volumes, the interval in seconds of checks whether it has ended."""
 
 
-class Options(msgspec.Struct, frozen=True):
+class RunOptions(msgspec.Struct, frozen=True):
     """The command line of ``agent-shim run``. None or "" means that the value in agent.json is used."""
 
     config: Path | None
@@ -56,7 +56,7 @@ class Options(msgspec.Struct, frozen=True):
     job_logs: bool = False
 
 
-def main(options: Options) -> int:
+def main(options: RunOptions) -> int:
     """Run until told to stop, then return the exit code."""
     unknown: list[str] = []
     config = _read_config(options.config, unknown)
@@ -102,7 +102,7 @@ def _read_config(path: Path | None, unknown: list[str]) -> settings.AgentConfig:
 class Daemon:
     """The state of the daemon process."""
 
-    def __init__(self, options: Options, config: settings.AgentConfig) -> None:
+    def __init__(self, options: RunOptions, config: settings.AgentConfig) -> None:
         self._options = options
         self._config = config
         self._paths = options.paths

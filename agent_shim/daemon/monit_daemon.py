@@ -51,7 +51,7 @@ QUEUE: Final = "agent_shim.json"
 """Name of the file with unsent mails in the directory named by ``set eventqueue``."""
 
 
-class Options(msgspec.Struct, frozen=True):
+class MonitDaemonOptions(msgspec.Struct, frozen=True):
     """The command line. ``http`` is the address of metrics and probes. Without ``has_bpm``, bpm is run like any other
     program.
     """
@@ -63,7 +63,7 @@ class Options(msgspec.Struct, frozen=True):
     has_bpm: bool = False
 
 
-def main(options: Options) -> int:
+def main(options: MonitDaemonOptions) -> int:
     """Run until told to stop, then return the exit code. Raises ``ConfigError`` for an invalid control file."""
     control = control_file.read(options.control_file)
     log.setup(level=options.log_level, form="text", file=control.logfile)
@@ -74,7 +74,7 @@ def main(options: Options) -> int:
 class MonitDaemon:
     """The state of the daemon process."""
 
-    def __init__(self, options: Options, control: control_file.Control) -> None:
+    def __init__(self, options: MonitDaemonOptions, control: control_file.Control) -> None:
         self._options, self._paths = options, options.paths
         # Do not store this on a disk, because the agent unmounts disks.
         self._paths.supervisor_state = self._paths.bosh / "monit.json"

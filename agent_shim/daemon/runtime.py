@@ -47,7 +47,7 @@ from agent_shim.services.dns import Dns
 from agent_shim.services.firewall import Firewall
 from agent_shim.services.logs import rotation
 from agent_shim.services.logs.archives import Logs
-from agent_shim.services.logs.rotation import Limits, Rotation
+from agent_shim.services.logs.rotation import Rotation, RotationLimits
 from agent_shim.services.scripts import Scripts
 from agent_shim.services.settings_store import SettingsStore
 from agent_shim.services.spec_store import SpecStore
@@ -208,7 +208,7 @@ class Runtime:
         }
         wanted, spec = self._shim.logs, agent.spec
         if wanted.rotate:
-            limits = Limits(rotation.size(wanted.size), wanted.keep, rotation.size(wanted.total), wanted.period)
+            limits = RotationLimits(rotation.size(wanted.size), wanted.keep, rotation.size(wanted.total), wanted.period)
             roots["logs of jobs"] = Rotation(
                 agent.paths, limits, lambda: spec.current.properties.logging.max_log_file_size
             ).run

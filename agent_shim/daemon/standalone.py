@@ -31,7 +31,7 @@ from agent_shim.core.bus_stats import Stats
 from agent_shim.core.errors import ActionError, ConfigError, HostError, ShimError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Mbus
-from agent_shim.core.spec import ApplySpec, Archive, Job, Package, Template
+from agent_shim.core.spec import AppliedPackage, ApplySpec, Archive, InstanceGroup, Template
 from agent_shim.host import files
 from agent_shim.services.bundles import BPM, Kind, checked_name
 
@@ -46,7 +46,7 @@ POLL_S: Final = 0.2
 """Interval of checks whether all jobs run, in seconds."""
 
 
-class Instance(msgspec.Struct, frozen=True):
+class InstanceNames(msgspec.Struct, frozen=True):
     """``instance.json``: the Director's names for this instance. ``persistent_disk`` in MiB, for drain scripts."""
 
     deployment: str = "standalone"
@@ -68,13 +68,13 @@ class Rendered(msgspec.Struct, frozen=True):
 # --- the directory ----------------------------------------------------------------------------------------------------
 
 
-def instance(directory: Path) -> Instance:
+def instance(directory: Path) -> InstanceNames:
     """Read ``instance.json``. Without the file, the instance gets the host name as its name. Raises ``ConfigError``."""
     path = directory / INSTANCE
     try:
-        found = wire.decode(files.read(path), Instance)
+        found = wire.decode(files.read(path), InstanceNames)
     except FileNotFoundError:
-        found = Instance()
+        found = InstanceNames()
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read {path}: {exc}") from exc
     return msgspec.structs.replace(found, id=found.id or socket.gethostname(), name=found.name or "standalone")
@@ -101,8 +101,8 @@ def read(directory: Path) -> Rendered:
     who = instance(directory)
     templates = [Template(name, version) for name, version in versions["job"].items()]
     spec = ApplySpec(
-        job=Job(name=who.name, template=templates[0].name, version=whole[:16], templates=templates),
-        packages={name: Package(name=name, version=version) for name, version in versions["package"].items()},
+        job=InstanceGroup(name=who.name, template=templates[0].name, version=whole[:16], templates=templates),
+        packages={name: AppliedPackage(name=name, version=version) for name, version in versions["package"].items()},
         configuration_hash=whole,
         deployment=who.deployment,
         name=who.name,

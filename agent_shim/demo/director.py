@@ -44,7 +44,7 @@ class RpcRemoteError(ShimError):
 OnMessage = Callable[[str, bytes], None]
 
 
-class Peer:
+class BusClient:
     """A bus client that subscribes before it publishes anything, and reconnects automatically. Use ``joined`` to create
     one.
     """
@@ -120,9 +120,9 @@ class Peer:
 
 
 @asynccontextmanager
-async def joined(mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -> AsyncIterator[Peer]:
+async def joined(mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -> AsyncIterator[BusClient]:
     """Connect a client to the bus for the duration of the block."""
-    peer = Peer(mbus, subjects, on_message)
+    peer = BusClient(mbus, subjects, on_message)
     serving = asyncio.create_task(peer.serve(), name="peer")
     try:
         async with asyncio.timeout(30):
@@ -145,7 +145,7 @@ class Director:
         self.poll = poll
         self.polls = 0
         """Number of task queries so far."""
-        self.peer: Peer | None = None
+        self.peer: BusClient | None = None
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
 
     @asynccontextmanager

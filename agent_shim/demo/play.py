@@ -35,7 +35,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
-from agent_shim.demo.release import Release
+from agent_shim.demo.release import DemoRelease
 from agent_shim.edges import control_client
 from agent_shim.host import process
 
@@ -129,7 +129,7 @@ class Story:
         self.director = director
         self.monitor = monitor
         store, web, flaky, self.http = _free_ports(4)
-        self.release = Release(self.base, {"store": store, "web": web, "flaky": flaky})
+        self.release = DemoRelease(self.base, {"store": store, "web": web, "flaky": flaky})
         self.begun_at = time.monotonic()
         self.steps = 0
         self._agent: process.Process | None = None

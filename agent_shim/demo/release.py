@@ -115,7 +115,7 @@ def archive(files: Mapping[str, str | bytes]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Release:
+class DemoRelease:
     """The release: three jobs with servers, an errand and two packages.
 
     ``blobs`` are uploaded to the blobstore, while ``templates`` are sent over the bus.

@@ -54,7 +54,7 @@ _STATUS: Final = {
 }
 
 
-class Request(msgspec.Struct, frozen=True):
+class HttpRequest(msgspec.Struct, frozen=True):
     """A request. ``target`` is the path with the query, and header names are in lower case."""
 
     method: str
@@ -63,7 +63,7 @@ class Request(msgspec.Struct, frozen=True):
     body: bytes = b""
 
 
-class Response(msgspec.Struct, frozen=True):
+class HttpResponse(msgspec.Struct, frozen=True):
     """An answer. ``headers`` are sent in addition to the common ones."""
 
     status: int
@@ -72,11 +72,11 @@ class Response(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-Answer: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
+Answer: TypeAlias = Callable[[HttpRequest], HttpResponse | Awaitable[HttpResponse]]
 """A function that answers a request, directly or with an awaitable."""
 
-_BAD: Final = Response(400, b"not an HTTP/1.1 request\n")
-_TOO_LONG: Final = Response(431, b"a request has at most 8192 bytes\n")
+_BAD: Final = HttpResponse(400, b"not an HTTP/1.1 request\n")
+_TOO_LONG: Final = HttpResponse(431, b"a request has at most 8192 bytes\n")
 
 
 class _Head:
@@ -119,12 +119,12 @@ class _Head:
         self.is_whole = True
 
 
-class _Connection(asyncio.Protocol):
+class _HttpConnection(asyncio.Protocol):
     """A connection with one request and one answer. A timer closes it if it stalls; a task is created only for an
     awaitable answer.
     """
 
-    def __init__(self, answer: Answer, methods: Sequence[str], connections: dict[_Connection, str]) -> None:
+    def __init__(self, answer: Answer, methods: Sequence[str], connections: dict[_HttpConnection, str]) -> None:
         self._answer = answer
         self._methods = methods
         self._connections = connections
@@ -157,7 +157,7 @@ class _Connection(asyncio.Protocol):
         elif not self._is_taken and (refusal := self._read(data[:room], is_over=len(data) > room)):
             self._send(refusal)
 
-    def _read(self, data: bytes, *, is_over: bool) -> Response | None:
+    def _read(self, data: bytes, *, is_over: bool) -> HttpResponse | None:
         """Feed data to the parser. Answer a complete request, or return the refusal of an invalid one."""
         request = self._request
         try:
@@ -173,27 +173,27 @@ class _Connection(asyncio.Protocol):
             return refusal
         if request.is_whole:
             target = request.target.decode("latin-1")
-            self._respond(Request(request.method, target, request.headers, bytes(request.body)))
+            self._respond(HttpRequest(request.method, target, request.headers, bytes(request.body)))
             return None
         return _TOO_LONG if is_over else None
 
-    def _refusal(self) -> Response | None:
+    def _refusal(self) -> HttpResponse | None:
         """Return the refusal of an invalid request head."""
         request = self._request
         if request.version not in VERSIONS or not request.target.startswith(b"/"):
             return _BAD
         if request.method not in self._methods:
             allowed = ", ".join(self._methods)
-            return Response(405, f"only {' and '.join(self._methods)}\n".encode(), headers={"Allow": allowed})
+            return HttpResponse(405, f"only {' and '.join(self._methods)}\n".encode(), headers={"Allow": allowed})
         # The parser ensures that there are only digits, but allows leading zeros and thousands of digits.
         length = request.headers.get("content-length", "").lstrip("0")
         if len(length) > len(str(MAX_REQUEST_BYTES)) or int(length or 0) >= MAX_REQUEST_BYTES:
             return _TOO_LONG
         return None
 
-    def _respond(self, request: Request) -> None:
+    def _respond(self, request: HttpRequest) -> None:
         found = self._answer(request)
-        if isinstance(found, Response):
+        if isinstance(found, HttpResponse):
             self._send(found)
             return
         self._is_taken = True
@@ -201,12 +201,12 @@ class _Connection(asyncio.Protocol):
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
 
-        async def send(later: Awaitable[Response]) -> None:
+        async def send(later: Awaitable[HttpResponse]) -> None:
             self._send(await later)
 
         self._task = asyncio.create_task(send(found), name="http answer")
 
-    def _send(self, response: Response) -> None:
+    def _send(self, response: HttpResponse) -> None:
         self._is_taken = True
         self._timer.cancel()
         if self.transport.is_closing():
@@ -223,7 +223,7 @@ class _Connection(asyncio.Protocol):
 
 def connection(answer: Answer, methods: Sequence[str]) -> asyncio.Protocol:
     """Create the protocol for a single connection."""
-    return _Connection(answer, methods, {})
+    return _HttpConnection(answer, methods, {})
 
 
 def parse_address(text: str) -> tuple[str, int] | None:
@@ -243,8 +243,8 @@ async def listening(
     """Serve on ``address`` for the duration of the block. Yields the bound address, or None if it is off or
     unavailable.
     """
-    connections: dict[_Connection, str] = {}
-    async with serving(address, lambda: _Connection(answer, methods, connections), purpose) as where:
+    connections: dict[_HttpConnection, str] = {}
+    async with serving(address, lambda: _HttpConnection(answer, methods, connections), purpose) as where:
         try:
             yield where
         finally:

@@ -24,7 +24,7 @@ from agent_shim import __revision__, __version__
 from agent_shim.core import lean_imports, safetext
 from agent_shim.core.bus_stats import Stats
 from agent_shim.edges import http_server
-from agent_shim.edges.http_server import Request, Response
+from agent_shim.edges.http_server import HttpRequest, HttpResponse
 from agent_shim.host import clock, proc
 from agent_shim.services.vitals import Figures
 from agent_shim.supervisor.ownership.ending import KINDS
@@ -377,28 +377,30 @@ class Routes(msgspec.Struct, frozen=True):
     ready: Callable[[str], tuple[bool, str]]
     read: Callable[[], Readings]
 
-    def answer(self, request: Request) -> Response | Awaitable[Response]:
+    def answer(self, request: HttpRequest) -> HttpResponse | Awaitable[HttpResponse]:
         """Answer a request such as ``GET /readyz?level=agent``."""
         path, _, query = request.target.partition("?")
         if path == "/":
-            return Response(200, landing_page(self.read(), self.ready("jobs")).encode("utf-8", "replace"), HTML)
+            return HttpResponse(200, landing_page(self.read(), self.ready("jobs")).encode("utf-8", "replace"), HTML)
         if path == "/metrics":
             is_openmetrics = "application/openmetrics-text" in request.headers.get("accept", "").lower()
             return self._page(is_openmetrics, is_packed=_takes_gzip(request.headers.get("accept-encoding", "")))
         if path == "/healthz":
-            return Response(200, b"ok\n")
+            return HttpResponse(200, b"ok\n")
         if path == "/readyz":
             level = urllib.parse.parse_qs(query).get("level", ["jobs"])[0]
             if level not in ("jobs", "agent", "boot"):
-                return Response(400, b"level must be jobs, agent or boot\n")
+                return HttpResponse(400, b"level must be jobs, agent or boot\n")
             is_ready, reason = self.ready(level)
-            return Response(200 if is_ready else 503, f"{reason}\n".encode("utf-8", "replace"))
-        return Response(404, b"not found; available: /, /metrics, /healthz, /readyz\n")
+            return HttpResponse(200 if is_ready else 503, f"{reason}\n".encode("utf-8", "replace"))
+        return HttpResponse(404, b"not found; available: /, /metrics, /healthz, /readyz\n")
 
-    async def _page(self, is_openmetrics: bool, *, is_packed: bool) -> Response:
+    async def _page(self, is_openmetrics: bool, *, is_packed: bool) -> HttpResponse:
         kind = openmetrics.CONTENT_TYPE_LATEST if is_openmetrics else PLAIN
         coding = {"Content-Encoding": "gzip"} if is_packed else {}
-        return Response(200, await self.render(is_openmetrics, is_packed), kind, coding | {"Vary": "Accept-Encoding"})
+        return HttpResponse(
+            200, await self.render(is_openmetrics, is_packed), kind, coding | {"Vary": "Accept-Encoding"}
+        )
 
 
 def _takes_gzip(accepted: str) -> bool:

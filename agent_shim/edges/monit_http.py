@@ -28,7 +28,7 @@ import msgspec
 
 from agent_shim.core import safetext
 from agent_shim.edges import http_server, monit_text
-from agent_shim.edges.http_server import Request, Response
+from agent_shim.edges.http_server import HttpRequest, HttpResponse
 from agent_shim.host import clock, files, host_stats, proc
 from agent_shim.supervisor.event_kinds import BITS, HINTS
 
@@ -79,7 +79,7 @@ class Api:
         self._users = users
         self._about = about
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, request: HttpRequest) -> HttpResponse:
         """Answer an authenticated status or action request."""
         may_act = await asyncio.to_thread(self._rights, request.headers.get("authorization", ""))
         if may_act is None:
@@ -116,14 +116,14 @@ class Api:
         except (OSError, binascii.Error, ValueError):
             return None
 
-    def _status(self, name: str, query: Mapping[str, list[str]], shown: Mapping[str, Any]) -> Response:
+    def _status(self, name: str, query: Mapping[str, list[str]], shown: Mapping[str, Any]) -> HttpResponse:
         if query.get("format") != ["xml"]:
             layout = monit_text.summary if query.get("level") == ["summary"] else monit_text.status
-            return Response(200, layout(shown, monit_text.Machine.now()).encode(), "text/plain")
+            return HttpResponse(200, layout(shown, monit_text.Machine.now()).encode(), "text/plain")
         text = document(shown, self._here, version=2 if name == "_status2" else 1, daemon=self._about())
-        return Response(200, text.encode("latin-1", "xmlcharrefreplace"), XML)
+        return HttpResponse(200, text.encode("latin-1", "xmlcharrefreplace"), XML)
 
-    async def _run_action(self, name: str, body: bytes) -> Response:
+    async def _run_action(self, name: str, body: bytes) -> HttpResponse:
         action = urllib.parse.parse_qs(body.decode("latin-1")).get("action", [""])[0]
         shown = await self._ask({"action": "show"})
         is_known = _named(shown, name) is not None
@@ -143,14 +143,14 @@ def _named(shown: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     return next((each for each in shown.get("services", ()) if each["name"].lower() == name.lower()), None)
 
 
-def _refused(status: int, why: str) -> Response:
+def _refused(status: int, why: str) -> HttpResponse:
     """Return an error page. It must contain ``</h2>`` and ``<p>``: the command ``monit`` 5.2.5 shows the text between
     them, and crashes without ``</h2>`` (control.c).
     """
-    return Response(status, f"<html><body><h2>{status}</h2>{_escaped(why)}<p></body></html>\n".encode(), HTML)
+    return HttpResponse(status, f"<html><body><h2>{status}</h2>{_escaped(why)}<p></body></html>\n".encode(), HTML)
 
 
-def _page(shown: Mapping[str, Any], name: str, pending: str) -> Response:
+def _page(shown: Mapping[str, Any], name: str, pending: str) -> HttpResponse:
     """Render a service. The requested action is shown as pending even if it is already done, because scripts search for
     that.
     """
@@ -163,9 +163,9 @@ def _page(shown: Mapping[str, Any], name: str, pending: str) -> Response:
     return _table([("Name", name), ("Status", words)])
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> Response:
+def _table(rows: Iterable[tuple[str, str]]) -> HttpResponse:
     text = "".join(f"<tr><td>{_escaped(name)}</td><td>{_escaped(value)}</td></tr>" for name, value in rows)
-    return Response(200, f"<html><body><table>{text}</table></body></html>\n".encode(), HTML)
+    return HttpResponse(200, f"<html><body><table>{text}</table></body></html>\n".encode(), HTML)
 
 
 # --- the document -----------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def _service(service: Mapping[str, Any]) -> dict[str, Any]:
         }
     if monitor == 1 and phase == "running":
         members |= _load() if service["kind"] == "system" else {}
-        members["responses"] = _Parts(_response(each) for each in service["responses"])
+        members["responses"] = _Siblings(_response(each) for each in service["responses"])
     return members
 
 
@@ -316,7 +316,7 @@ class _Data(str):
     __slots__ = ()
 
 
-class _Parts(tuple[tuple[str, Any], ...]):
+class _Siblings(tuple[tuple[str, Any], ...]):
     """Elements, each with a name, that are not enclosed in a common parent element."""
 
     __slots__ = ()
@@ -327,7 +327,7 @@ def _members(members: Mapping[str, Any]) -> str:
 
 
 def _element(name: str, value: Any) -> str:
-    if isinstance(value, _Parts):
+    if isinstance(value, _Siblings):
         return "".join(_element(*part) for part in value)
     if isinstance(value, Mapping):
         content = _members(value)

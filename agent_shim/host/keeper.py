@@ -87,7 +87,7 @@ class Program(msgspec.Struct, frozen=True):
     limits: Mapping[int, tuple[int, int]] = {}
     """Soft and hard limits by the constants of the module ``resource`` (``RLIMIT_NOFILE``). -1 means unlimited."""
     cgroups: Sequence[int] = ()
-    """Descriptors of ``cgroup.procs`` files. A cgroup that cannot be joined is reported in ``State.skipped``."""
+    """Descriptors of ``cgroup.procs`` files. A cgroup that cannot be joined is reported in ``KeeperState.skipped``."""
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -100,14 +100,14 @@ class Exit(msgspec.Struct, frozen=True):
     """When the process ended, in seconds since boot as returned by ``clock.boot_time``."""
 
 
-class Failure(msgspec.Struct, frozen=True):
+class StartFailure(msgspec.Struct, frozen=True):
     """A failed step during the preparation or execution of a program."""
 
     step: str
     errno: int
 
 
-class State(msgspec.Struct, frozen=True):
+class KeeperState(msgspec.Struct, frozen=True):
     """The state that a keeper reports. A field that is missing from the report has its default value."""
 
     keeper: int
@@ -119,8 +119,8 @@ class State(msgspec.Struct, frozen=True):
     """``starting`` until the program is executed, then ``running`` (even after it has ended), or ``failed`` if it was
     not executed.
     """
-    failed: Failure | None = None
-    skipped: Failure | None = None
+    failed: StartFailure | None = None
+    skipped: StartFailure | None = None
     exits: Mapping[int, Exit] = {}
     """How watched processes ended, by slot. Slot 0 is the program."""
     reaped: int = 0
@@ -161,7 +161,7 @@ class Keeper:
         """Name of the keeper's socket."""
         self.label: Final = label_of(name)
         """What the program belongs to: a service, or the scripts of a job. A very long label is shortened."""
-        self.state = State(0, 0)
+        self.state = KeeperState(0, 0)
         """The latest report of the keeper."""
         self.since = clock.boot_ticks()
         """Tick at or before which the keeper started."""
@@ -177,7 +177,7 @@ class Keeper:
         self.is_released = False
         """True if the keeper was asked to exit once it has no descendants, and the connection is closed."""
         self._changed = asyncio.Event()
-        self._answers: deque[asyncio.Future[State]] = deque()
+        self._answers: deque[asyncio.Future[KeeperState]] = deque()
         self._slots: dict[int, tuple[int, int]] = {}
         self._attach(connection)
 
@@ -290,7 +290,7 @@ class Keeper:
             await self._answer(answer)
         return self.exit_of(identity)
 
-    def _watch(self, identity: tuple[int, int]) -> asyncio.Future[State] | None:
+    def _watch(self, identity: tuple[int, int]) -> asyncio.Future[KeeperState] | None:
         """Ask the keeper to record how this process ends. Return None if the keeper already does so."""
         pid, start_ticks = identity
         if identity in self._slots.values() or self.exit_of(identity) is not None:
@@ -359,23 +359,23 @@ class Keeper:
             self._connection.close()
         self._fail()
 
-    async def request(self, text: str) -> State:
+    async def request(self, text: str) -> KeeperState:
         """Send a request and return the state in the answer. Raises ``HostError`` if this fails or the keeper refuses
         the request.
         """
         return await self._answer(self._send(text))
 
-    def _send(self, text: str) -> asyncio.Future[State]:
+    def _send(self, text: str) -> asyncio.Future[KeeperState]:
         try:
             self._connection.send(text.encode())
         except OSError as exc:
             raise files.failed(f"ask the keeper of {self.label}", exc) from exc
-        answer: asyncio.Future[State] = self._loop.create_future()
+        answer: asyncio.Future[KeeperState] = self._loop.create_future()
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting for it
         self._answers.append(answer)
         return answer
 
-    async def _answer(self, answer: asyncio.Future[State]) -> State:
+    async def _answer(self, answer: asyncio.Future[KeeperState]) -> KeeperState:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await answer
@@ -490,7 +490,7 @@ async def start(
             raise
     keeper = Keeper(directory, name, connection)
     keeper.since, keeper.parent = child.start_ticks, os.getpid()
-    keeper.state = State(child.pid, 0, phase="starting")
+    keeper.state = KeeperState(child.pid, 0, phase="starting")
     made(keeper)
     try:
         # Do not use wait_for, which may swallow a cancellation before Python 3.12.
@@ -566,7 +566,7 @@ def _begun(path: Path) -> int:
     return clock.boot_ticks() - int((age + 1) * clock.TICKS)
 
 
-def living(directory: Path) -> list[State]:
+def living(directory: Path) -> list[KeeperState]:
     """Return the states of the keepers that still have descendants. Blocks for at most a second per keeper.
 
     A keeper serves only the latest client, so an agent that is connected to a keeper loses its connection.
@@ -596,7 +596,7 @@ def owner(identity: tuple[int, int], keepers: Collection[Keeper]) -> Keeper | No
     return None if found is None else by_pid[found]
 
 
-def parse(packet: str) -> tuple[str, State]:
+def parse(packet: str) -> tuple[str, KeeperState]:
     """Parse a packet from a keeper. Return its kind and the state. Unknown words are skipped."""
     kind, *words = packet.split(" ")
     state: dict[str, object] = {"keeper": 0, "program": 0}
@@ -611,12 +611,12 @@ def parse(packet: str) -> tuple[str, State]:
             state[key] = value
         elif key in ("failed", "skipped"):
             step, _, number = value.partition(":")
-            state[key] = Failure(step, int(number))
+            state[key] = StartFailure(step, int(number))
         elif key == "exit":
             slot, pid, status, at_ms = map(int, value.split(":")[:4])
             code = os.waitstatus_to_exitcode(status)
             exits[slot] = Exit(pid, code if code >= 0 else 128 - code, at_ms / 1000)
-    return kind, State(exits=exits, **state)  # type: ignore[arg-type]
+    return kind, KeeperState(exits=exits, **state)  # type: ignore[arg-type]
 
 
 def label_of(name: str) -> str:
@@ -733,7 +733,7 @@ def spec_file(instructions: Iterator[str]) -> int:
 _ARGUMENT: Final = {"cwd": "its directory", "uid": "its user", "gid": "its group", "groups": "its groups"}
 
 
-def _cannot_run(program: Program, failure: Failure) -> HostError:
+def _cannot_run(program: Program, failure: StartFailure) -> HostError:
     """Describe which step failed and why."""
     name, why = program.argv[0], os.strerror(failure.errno)
     if failure.step == "exec":

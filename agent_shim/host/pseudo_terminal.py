@@ -48,7 +48,7 @@ def run(argv: Argv, pid: int) -> int:
     terminals = [number for number in (0, 1, 2) if os.isatty(number)]
     if not terminals:
         command, inherited = argv(None)
-        return _Program(command, {}, inherited, new_session=True).wait()
+        return _Child(command, {}, inherited, new_session=True).wait()
     master, slave = open_pair(f"/proc/{pid}/root")
     with closing(slave):
         if 0 not in terminals:  # the operator's terminal already translates line feeds
@@ -61,7 +61,7 @@ def run(argv: Argv, pid: int) -> int:
         # raw mode and the program running.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         # The program itself creates the session and makes the pseudo-terminal its controlling terminal.
-        running = _Program(command, dict.fromkeys(terminals, slave), inherited, new_session=False)
+        running = _Child(command, dict.fromkeys(terminals, slave), inherited, new_session=False)
     with _raw(0 if 0 in terminals else None), _signals(terminals[0], master, running):
         _relay(master, running, keys=0 in terminals, out=1 if 1 in terminals else terminals[-1])
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -75,7 +75,7 @@ def run(argv: Argv, pid: int) -> int:
     return running.wait()
 
 
-class _Program:
+class _Child:
     """A child process. ``streams`` maps its standard streams to descriptors. The other streams are inherited."""
 
     def __init__(self, argv: list[str], streams: Mapping[int, int], inherited: int, *, new_session: bool) -> None:
@@ -145,7 +145,7 @@ def _code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _relay(master: int, running: _Program, *, keys: bool, out: int) -> None:
+def _relay(master: int, running: _Child, *, keys: bool, out: int) -> None:
     """Copy until the program has ended or the operator's terminal is gone. After a hang-up signal, continue for a few
     seconds.
 
@@ -204,7 +204,7 @@ def _raw(terminal: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals(terminal: int, master: int, running: _Program) -> Iterator[None]:
+def _signals(terminal: int, master: int, running: _Child) -> Iterator[None]:
     """Forward changes of the window size. A signal that would end this process hangs up the program instead, and the
     block is left normally.
 

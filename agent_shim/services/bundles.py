@@ -88,7 +88,8 @@ class Bundles:
         if not missing:
             return
         targets = [
-            protocol.Target(bundle.kind, bundle.name, str(path), bundle.source) for path, bundle in missing.items()
+            protocol.UnpackTarget(bundle.kind, bundle.name, str(path), bundle.source)
+            for path, bundle in missing.items()
         ]
         try:
             done = await self._work(protocol.Install(str(self._paths.base), store, parallel, targets))

@@ -120,7 +120,7 @@ class Compiler:
         with errors_as(f"Fetching package {package.name}", ActionError):
             if not package.source.blob_id and not package.source.signed_url:
                 raise ActionError(f"No blobstore reference for package '{package.name}'")
-            target = protocol.Target("source", package.name, str(self._directory(package)), package.source)
+            target = protocol.UnpackTarget("source", package.name, str(self._directory(package)), package.source)
             done = await self._work(protocol.Install(str(self._paths.base), store, 1, [target]))
             if done.outcomes[0].error:
                 raise ActionError(done.outcomes[0].error)

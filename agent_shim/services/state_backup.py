@@ -356,11 +356,11 @@ def _read(path: Path) -> Stamp | None:
 def _agent_id(settings_cache: Path) -> str:
     """Return the agent id in the settings on this root file system, or ""."""
 
-    class Named(msgspec.Struct):
+    class SettingsOwner(msgspec.Struct):
         agent_id: str = ""
 
     try:
-        return wire.convert(wire.decode_json(files.read(settings_cache, is_own=True)), Named).agent_id
+        return wire.convert(wire.decode_json(files.read(settings_cache, is_own=True)), SettingsOwner).agent_id
     except (OSError, ValueError):
         return ""
 

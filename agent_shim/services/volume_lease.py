@@ -68,7 +68,7 @@ class Lease(msgspec.Struct, frozen=True):
         return f"agent {self.agent_id or '(without settings yet)'} on {self.host or 'an unnamed host'}"
 
 
-class Pace(msgspec.Struct, frozen=True):
+class LeasePace(msgspec.Struct, frozen=True):
     """Timing of leases, in seconds: the interval between renewals, and the time without a change after which a lease
     expires.
     """
@@ -102,7 +102,7 @@ class VolumeLeases:
     id of its kernel.
     """
 
-    def __init__(self, *, pace: Pace = Pace(), host: str | None = None, boot: str | None = None) -> None:
+    def __init__(self, *, pace: LeasePace = LeasePace(), host: str | None = None, boot: str | None = None) -> None:
         self._agent_id = ""
         self._pace = pace
         self._holder = secrets.token_hex(8)

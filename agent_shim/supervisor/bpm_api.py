@@ -70,7 +70,7 @@ def _tree(pid: int) -> list[int]:
     return [pid, *sorted(proc.descent(proc.children(proc.table()), [pid]) - {pid})]
 
 
-async def _defined(runner: Bpm, job: str, name: str) -> config.Process:
+async def _defined(runner: Bpm, job: str, name: str) -> config.ProcessConfig:
     try:
         return await asyncio.to_thread(runner.definition, job, name)
     except UnknownProcessError:

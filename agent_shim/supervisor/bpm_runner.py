@@ -80,7 +80,7 @@ class MemoryKill(msgspec.Struct, frozen=True):
     limit: int
 
 
-class Entry:
+class BpmProcess:
     """A bpm.yml process, running or not: its files, its cgroups, and the agent's state for it."""
 
     def __init__(self, paths: Paths, job: str, name: str) -> None:
@@ -117,7 +117,7 @@ class Bpm:
         self._programs = programs
         self._user = user
         self._is_strict = is_strict
-        self._entries: dict[tuple[str, str], Entry] = {}
+        self._entries: dict[tuple[str, str], BpmProcess] = {}
         self._has_started = asyncio.Event()
         self._isolation: sandbox.Isolation | None = None
         self._trying = asyncio.Lock()
@@ -127,9 +127,11 @@ class Bpm:
         self._unknown_keys: dict[Path, list[str]] = {}
         """The unknown keys that were already logged, by file."""
 
-    def _entry(self, job: str, name: str) -> Entry:
+    def _entry(self, job: str, name: str) -> BpmProcess:
         # Add the entry in one atomic step, because threads look up entries too.
-        return self._entries.get((job, name)) or self._entries.setdefault((job, name), Entry(self._paths, job, name))
+        return self._entries.get((job, name)) or self._entries.setdefault(
+            (job, name), BpmProcess(self._paths, job, name)
+        )
 
     async def isolation(self) -> sandbox.Isolation:
         """Return the isolation that is available to new processes. The container is probed only once."""
@@ -142,7 +144,7 @@ class Bpm:
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def definition(self, job: str, name: str) -> bpm.Process:
+    def definition(self, job: str, name: str) -> bpm.ProcessConfig:
         """Look up the process in its bpm.yml. Raises ``ConfigError`` or ``HostError``."""
         found = self._file(job).process(name)
         if found is None:
@@ -295,7 +297,9 @@ class Bpm:
         except OSError as exc:
             logger.warning("cannot write the bpm log of %s: %s", call.job, exc)
 
-    async def _launch(self, entry: Entry, wanted: bpm.Process, *, has_pidfile: bool = True) -> process.Process:
+    async def _launch(
+        self, entry: BpmProcess, wanted: bpm.ProcessConfig, *, has_pidfile: bool = True
+    ) -> process.Process:
         from agent_shim.host import sandbox
 
         isolation = await self.isolation()
@@ -320,7 +324,7 @@ class Bpm:
                 await asyncio.to_thread(files.write_atomic, entry.pidfile, str(running.pid).encode())
         return running
 
-    async def _run_hook(self, entry: Entry, wanted: bpm.Process) -> None:
+    async def _run_hook(self, entry: BpmProcess, wanted: bpm.ProcessConfig) -> None:
         """Run the pre_start hook as root, without isolation, in the working directory of bpm. Raises ``HostError`` if
         it fails.
 
@@ -335,7 +339,7 @@ class Bpm:
 
     # --- execution --------------------------------------------------------------------------------------------------
 
-    def order(self, job: str, wanted: bpm.Process, isolation: sandbox.Isolation) -> sandbox_exec.ExecSpec:
+    def order(self, job: str, wanted: bpm.ProcessConfig, isolation: sandbox.Isolation) -> sandbox_exec.ExecSpec:
         """Build the exec spec of a process and create its cgroups. Raises ``HostError``."""
         from agent_shim.host import sandbox
 
@@ -372,7 +376,7 @@ class Bpm:
             may_signal=wanted.unsafe.host_pid_namespace,
         )
 
-    async def shell_order(self, job: str, wanted: bpm.Process) -> sandbox_exec.ExecSpec:
+    async def shell_order(self, job: str, wanted: bpm.ProcessConfig) -> sandbox_exec.ExecSpec:
         """Build the exec spec of a shell in the namespaces of the running process. Raises ``HostError`` if it does not
         run.
         """
@@ -385,7 +389,7 @@ class Bpm:
         order["enter"] = found[0] if order["namespaces"] else None
         return order
 
-    def _env(self, job: str, wanted: bpm.Process) -> dict[str, str]:
+    def _env(self, job: str, wanted: bpm.ProcessConfig) -> dict[str, str]:
         home = self._paths.data / job
         return {
             "TMPDIR": str(home / "tmp"),
@@ -395,7 +399,7 @@ class Bpm:
             **wanted.env,
         }
 
-    def _places(self, job: str, wanted: bpm.Process, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
+    def _places(self, job: str, wanted: bpm.ProcessConfig, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
         """Return the accessible paths. The first entry for a path counts, so a volume cannot give access to a path that
         bpm restricts.
         """
@@ -439,7 +443,7 @@ class Bpm:
         own = [os.path.realpath(each) for each in (self._paths.packages, self._paths.data_packages)]
         return sorted(end for end in ends if not any(f"{end}/".startswith(f"{each}/") for each in own))
 
-    def _remove_cgroup(self, entry: Entry) -> None:
+    def _remove_cgroup(self, entry: BpmProcess) -> None:
         """Remove the cgroups of an exited process, after recording an OOM kill in them."""
         if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
@@ -449,7 +453,7 @@ class Bpm:
         with self._counting:
             entry.oom_kills = (entry.cgroup.memory() or (0, 0))[0]
 
-    def _killed_by_kernel(self, entry: Entry) -> MemoryKill | None:
+    def _killed_by_kernel(self, entry: BpmProcess) -> MemoryKill | None:
         """Return the OOM kill in the cgroup since the last call, or None."""
         with self._counting:
             kills, peak = entry.cgroup.memory() or (0, 0)
@@ -458,7 +462,7 @@ class Bpm:
             return None
         return MemoryKill(entry.job, entry.name, peak, self._memory_limit(entry))
 
-    def _make_directories(self, entry: Entry, wanted: bpm.Process) -> None:
+    def _make_directories(self, entry: BpmProcess, wanted: bpm.ProcessConfig) -> None:
         """Create directories and log files with bpm's modes. Raises ``HostError``."""
         paths, job = self._paths, entry.job
         own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
@@ -481,7 +485,7 @@ class Bpm:
             with files.attempting(f"make the log file {log}"):
                 os.close(guarded.open_log(log, 0o600, owner=files.owner_ids(theirs)))
 
-    def _complain(self, entry: Entry, wanted: bpm.Process, isolation: sandbox.Isolation) -> None:
+    def _complain(self, entry: BpmProcess, wanted: bpm.ProcessConfig, isolation: sandbox.Isolation) -> None:
         """Warn of requests in bpm.yml that cannot be met, or raise ``HostError`` in strict mode."""
         held = capabilities.privileges().effective if os.geteuid() == 0 else frozenset[str]()
         lacking = [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
@@ -573,7 +577,7 @@ class Bpm:
         is_victim, entry.is_victim = entry.is_victim, False
         return is_victim
 
-    def _memory_limit(self, entry: Entry) -> int:
+    def _memory_limit(self, entry: BpmProcess) -> int:
         """Return the memory limit in bytes, or 0 for none. The file is read again only if it has changed."""
         try:
             modified = (self._paths.jobs / entry.job / "config/bpm.yml").stat().st_mtime_ns
@@ -619,7 +623,7 @@ def _make_kept(path: Path, mode: int, owner: str | None) -> None:
     files.make_dir(path, path.stat().st_mode & 0o7777 if path.is_dir() else mode, owner)
 
 
-def _require_volumes(wanted: bpm.Process) -> None:
+def _require_volumes(wanted: bpm.ProcessConfig) -> None:
     """Raise ``HostError`` if a ``mount_only`` volume is missing, because the process would not see it if another job
     created it later.
     """

@@ -19,7 +19,7 @@ from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
 from agent_shim.host import guarded, keeper
 from agent_shim.host.process import Process
-from agent_shim.supervisor.monit.ast import Program
+from agent_shim.supervisor.monit.ast import MonitProgram
 from agent_shim.supervisor.ownership.keepers import Keepers, Left, script_label
 from agent_shim.supervisor.ownership.process_record import Identity
 
@@ -63,7 +63,7 @@ class Programs:
     async def run(
         self,
         name: str,
-        program: Program,
+        program: MonitProgram,
         event: str,
         *,
         description: str = "",

@@ -9,7 +9,7 @@ import msgspec
 from agent_shim.supervisor.monit import ast as values
 
 
-class Kind(msgspec.Struct, frozen=True):
+class EventKind(msgspec.Struct, frozen=True):
     """An event kind. ``bit`` is its ``status`` bit in the XML, and the texts are its names in alerts."""
 
     bit: int
@@ -18,26 +18,26 @@ class Kind(msgspec.Struct, frozen=True):
     changed: str = ""
 
 
-def _kind(bit: int, word: str, changed: str = "") -> Kind:
-    return Kind(bit, f"{word} failed", f"{word} succeeded", changed or f"{word} changed")
+def _kind(bit: int, word: str, changed: str = "") -> EventKind:
+    return EventKind(bit, f"{word} failed", f"{word} succeeded", changed or f"{word} changed")
 
 
 CHECKSUM: Final = _kind(0x1, "Checksum")
 CONNECTION: Final = _kind(0x20, "Connection")
 CONTENT: Final = _kind(0x8000, "Content", "Content match")
-DATA: Final = Kind(0x800, "Data access error", "Data access succeeded")
+DATA: Final = EventKind(0x800, "Data access error", "Data access succeeded")
 EXECUTION: Final = _kind(0x1000, "Execution")
-EXISTENCE: Final = Kind(0x200, "Does not exist", "Exists")
+EXISTENCE: Final = EventKind(0x200, "Does not exist", "Exists")
 FSFLAG: Final = _kind(0x2000, "Filesystem flags")
 GID: Final = _kind(0x100, "GID")
 ICMP: Final = _kind(0x4000, "ICMP")
-INVALID: Final = Kind(0x400, "Invalid type", "Type succeeded")
+INVALID: Final = EventKind(0x400, "Invalid type", "Type succeeded")
 PERMISSION: Final = _kind(0x40, "Permission")
 PID: Final = _kind(0x40000, "PID")
 PPID: Final = _kind(0x80000, "PPID")
-RESOURCE: Final = Kind(0x2, "Resource limit matched", "Resource limit succeeded")
+RESOURCE: Final = EventKind(0x2, "Resource limit matched", "Resource limit succeeded")
 SIZE: Final = _kind(0x10, "Size")
-TIMEOUT: Final = Kind(0x4, "Timeout", "Timeout recovery")
+TIMEOUT: Final = EventKind(0x4, "Timeout", "Timeout recovery")
 TIMESTAMP: Final = _kind(0x8, "Timestamp")
 UID: Final = _kind(0x80, "UID")
 
@@ -57,7 +57,7 @@ BITS: Final = {kind.failed: kind.bit for kind in ORDER} | HINTS
 class Complaint(msgspec.Struct, frozen=True):
     """A failed rule of a running service."""
 
-    kind: Kind
+    kind: EventKind
     text: str
     is_change: bool = False
 
@@ -66,7 +66,7 @@ class Complaint(msgspec.Struct, frozen=True):
         return self.kind.changed if self.is_change else self.kind.failed
 
 
-_KINDS: Final[dict[type[values.Test], Kind]] = {
+_KINDS: Final[dict[type[values.Test], EventKind]] = {
     values.Limit: RESOURCE,
     values.PidChanged: PID,
     values.Connection: CONNECTION,
@@ -89,7 +89,7 @@ _SUBJECTS: Final = {
 }
 
 
-def kind_of(test: values.Test) -> Kind:
+def kind_of(test: values.Test) -> EventKind:
     """Return monit's event kind for the outcome of a test."""
     if isinstance(test, values.Changed | values.Unlike):
         return _SUBJECTS[test.what]

@@ -86,7 +86,7 @@ async def probe(connection: Connection) -> str:
 # --- connection -------------------------------------------------------------------------------------------------------
 
 
-class _Line:
+class _Conversation:
     """A connected socket and its unread data."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -113,7 +113,7 @@ class _Line:
 
 
 @contextlib.asynccontextmanager
-async def _opened(connection: Connection) -> AsyncIterator[_Line]:
+async def _opened(connection: Connection) -> AsyncIterator[_Conversation]:
     """Connect. Raises ``OSError`` on failure."""
     kind = socket.SOCK_DGRAM if connection.is_udp else socket.SOCK_STREAM
     if connection.unixsocket:
@@ -133,7 +133,7 @@ async def _opened(connection: Connection) -> AsyncIterator[_Line]:
             sock.close()
             raise
         with sock:
-            yield _Line(sock)
+            yield _Conversation(sock)
         return
     raise refused
 
@@ -171,7 +171,7 @@ async def _addresses(host: str, port: int, kind: socket.SocketKind) -> list[tupl
 # --- protocols --------------------------------------------------------------------------------------------------------
 
 
-async def _unrefused(line: _Line) -> None:
+async def _unrefused(line: _Conversation) -> None:
     """Send a byte, and wait a while for the kernel to report that nobody listens."""
     await line.send(b"\0")
     with contextlib.suppress(TimeoutError):
@@ -179,7 +179,7 @@ async def _unrefused(line: _Line) -> None:
             await line.more()
 
 
-async def _dialogue(line: _Line, protocol: Protocol) -> None:
+async def _dialogue(line: _Conversation, protocol: Protocol) -> None:
     """Carry out the ``send`` and ``expect`` steps in order. An expected answer may arrive in pieces."""
     for verb, text in protocol.dialogue:
         if verb == "send":
@@ -198,7 +198,7 @@ def wire_text(text: str) -> bytes:
     return spelled.encode("latin-1", "replace") if spelled != text else text.encode("utf-8", "surrogateescape")
 
 
-class Response:
+class PageReader:
     """Receives the parser's events for an HTTP response. The page is kept only if it is ``wanted``."""
 
     def __init__(self, wanted: Protocol) -> None:
@@ -251,7 +251,7 @@ class Response:
             self.has_head = self.is_whole = True
 
 
-async def _http(line: _Line, connection: Connection) -> None:
+async def _http(line: _Conversation, connection: Connection) -> None:
     """Send one GET request. Redirects are not followed. Any status from 400 on is a failure, even if it reports a
     missing permission.
     """
@@ -263,7 +263,7 @@ async def _http(line: _Line, connection: Connection) -> None:
         secret = base64.b64encode(protocol.credentials.encode("utf-8", "surrogateescape")).decode()
         head.append(f"Authorization: Basic {secret}")
     await line.send("".join(f"{each}\r\n" for each in [*head, ""]).encode("utf-8", "surrogateescape"))
-    response, received = Response(protocol), 0
+    response, received = PageReader(protocol), 0
     while not response.has_head:
         if received > MAX_HEAD_BYTES or not await line.more():
             raise _WrongError("does not answer like an http server")

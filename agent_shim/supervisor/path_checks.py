@@ -25,7 +25,7 @@ from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.filesystem_usage import usage
 from agent_shim.supervisor.monit.ast import Algorithm, Changed, Match, Rule, Unlike, Unreadable, WrongType
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.rule_counter import MAX_HISTORY, Finding, judge
+from agent_shim.supervisor.rule_counter import MAX_HISTORY, CheckResult, judge
 
 MAX_DIGEST_S: Final = 30.0
 """Maximum seconds for the checksum of one file, which may grow faster than it is read."""
@@ -39,7 +39,7 @@ MAX_LINE_BYTES: Final = 511
 MAX_HITS: Final = 20
 """Maximum number of matching lines per cycle, because each may run a program. Further lines wait for the next cycle."""
 
-Numbered: TypeAlias = tuple[int, Finding]
+Numbered: TypeAlias = tuple[int, CheckResult]
 """The number of a rule, and its finding."""
 Opener: TypeAlias = Callable[[], int]
 """A function that opens the file for reading, or raises ``OSError``."""
@@ -82,7 +82,7 @@ class PathWatch:
             else:
                 troubles.append(exc.strerror or str(exc))
         text = f"cannot read {self._path}: {'; '.join(troubles)}" if troubles else f"{self._path} can be read"
-        return [*found, *((number, Finding(bool(troubles), text)) for number, _ in self._rules(Unreadable))]
+        return [*found, *((number, CheckResult(bool(troubles), text)) for number, _ in self._rules(Unreadable))]
 
     def _rules(self, *kinds: type) -> Iterator[tuple[int, Rule]]:
         return ((number, rule) for number, rule in enumerate(self._spec.rules) if isinstance(rule.test, kinds))
@@ -92,7 +92,7 @@ class PathWatch:
             is_right, noun = _TYPES[self._spec.kind]
             is_wrong = not is_right(status.st_mode)
             for number, _ in self._rules(WrongType):
-                yield number, Finding(is_wrong, f"{self._path} is {'not ' if is_wrong else ''}{noun}")
+                yield number, CheckResult(is_wrong, f"{self._path} is {'not ' if is_wrong else ''}{noun}")
             if is_wrong:
                 return
         figures = self._figures(status)
@@ -119,7 +119,7 @@ class PathWatch:
     ) -> Iterator[Numbered]:
         if isinstance(test, Unlike):
             wanted, actual = self._wanted(number, test, opened, status)
-            yield number, Finding(wanted != actual, f"{test.what} of {self._path} is {actual}, not {wanted}")
+            yield number, CheckResult(wanted != actual, f"{test.what} of {self._path} is {actual}, not {wanted}")
         elif isinstance(test, Changed):
             now: object
             match test.what:
@@ -135,7 +135,7 @@ class PathWatch:
             has = "was changed" if before != now else "was not changed"
             # monit reports each change of flags, but not that they have stopped changing.
             if before != now or test.what != "fsflag":
-                yield number, Finding(before != now, f"{test.what} {has} for {self._path}")
+                yield number, CheckResult(before != now, f"{test.what} {has} for {self._path}")
 
     def _wanted(self, number: int, test: Unlike, opened: Opener, status: os.stat_result) -> tuple[object, object]:
         """Return the wanted and the actual value."""
@@ -205,7 +205,7 @@ class PathWatch:
             if has and any(_has(test, line) for test in self._spec.passed_over):
                 return
             shown = line.partition(b"\0")[0].decode(errors="replace")  # because monit's strings end there
-            yield number, Finding(has, f"content {'matches' if has else 'does not match'} [{shown}]")
+            yield number, CheckResult(has, f"content {'matches' if has else 'does not match'} [{shown}]")
 
 
 def _refuse(why: OSError) -> int:

@@ -50,8 +50,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     pattern: posix_regex.Pattern | None = None
     path: Path | None = None
     address: str = ""
-    start: values.Program | None = None
-    stop: values.Program | None = None
+    start: values.MonitProgram | None = None
+    stop: values.MonitProgram | None = None
     start_call: BpmCall | None = None
     """The call of bpm if the start program is bpm."""
     stop_call: BpmCall | None = None

@@ -127,7 +127,7 @@ class _Look(NamedTuple):
 _NO_LOOK: Final = _Look({}, {})
 
 
-class _Processes:
+class _ProcessReader:
     """All processes of the machine. If there are few, they are read directly, otherwise in a thread, within
     ``PASS_SHARE``.
 
@@ -174,7 +174,7 @@ class ProcessStats:
     def __init__(self) -> None:
         self.memory_total: Callable[[], int] = _ContainerMemory()
         self._samples: dict[str, _Sample] = {}
-        self._processes = _Processes()
+        self._processes = _ProcessReader()
 
     def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
         """Describe services. Figures are 0 if monit shows none, which is while a service is unmonitored or has no

@@ -14,7 +14,7 @@ MAX_HISTORY: Final = 64
 HISTORY_MASK: Final = (1 << MAX_HISTORY) - 1
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of one test. ``text`` describes it, whether good or bad."""
 
     fails: bool
@@ -96,7 +96,7 @@ def percent(part: float, whole: float) -> float:
     return round(100 * part / whole, 1) if whole > 0 else 0.0
 
 
-def judge(rules: Iterable[Rule], figures: Mapping[str, float]) -> Iterator[tuple[int, Finding]]:
+def judge(rules: Iterable[Rule], figures: Mapping[str, float]) -> Iterator[tuple[int, CheckResult]]:
     """Compare the figures with the limits of the rules. Yield rule numbers and findings. There is no finding if the
     figure is missing.
     """
@@ -109,7 +109,7 @@ def judge(rules: Iterable[Rule], figures: Mapping[str, float]) -> Iterator[tuple
         bad = exceeds(value, test)
         figure, limit = (_worded(each, test) for each in (value, test.limit))
         verb = "matches" if bad else "does not match"
-        yield number, Finding(bad, f"{test.metric} of {figure} {verb} the resource limit {test.operator} {limit}")
+        yield number, CheckResult(bad, f"{test.metric} of {figure} {verb} the resource limit {test.operator} {limit}")
 
 
 _UNITS: Final = {"size": " B", "timestamp": " seconds"}

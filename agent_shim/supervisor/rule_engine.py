@@ -23,7 +23,7 @@ from agent_shim.supervisor.monit.ast import CHANGES, Changed, Connection, Echo
 from agent_shim.supervisor.ownership.process_record import Identity
 from agent_shim.supervisor.path_checks import Numbered, PathWatch
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.rule_counter import Cycles, Finding, RuleCounter, RuleTransition, judge, percent
+from agent_shim.supervisor.rule_counter import CheckResult, Cycles, RuleCounter, RuleTransition, judge, percent
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.state import MONITORED, UP, State
 
@@ -44,7 +44,7 @@ Look: TypeAlias = Callable[[], Awaitable[Iterable[Numbered]]]
 """A function that tests some rules of a service once."""
 
 
-class _Table:
+class _CycleProcesses:
     """All processes at the start of a cycle."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class _Table:
         return [self.processes[root], *(self.processes[pid] for pid in below)]
 
 
-class _Watch:
+class _ServiceChecks:
     """The state of a service's tests, for one process and one set of rules."""
 
     def __init__(self, service: Service, period: float) -> None:
@@ -82,7 +82,7 @@ class _Watch:
         """Return True while the process and the rules are still the same. Otherwise, a new watch is created."""
         return self.spec is service.spec and self.identity == _identity(service)
 
-    async def process(self, table: _Table, memory_total: int) -> list[Numbered]:
+    async def process(self, table: _CycleProcesses, memory_total: int) -> list[Numbered]:
         """Judge the figures of the process and its tree. Return nothing if it has just exited."""
         pid, start = self.identity
         root = table.processes.get(pid)
@@ -105,7 +105,7 @@ class _Watch:
             whole = seconds * clock.TICKS * (os.cpu_count() or 1)
             figures |= {"cpu %": percent(used[0], whole), "totalcpu %": percent(sum(used), whole)}
         known, self._parent = self._parent, root.parent
-        changed = Finding(known not in (None, root.parent), f"the parent of process {pid} is {root.parent}")
+        changed = CheckResult(known not in (None, root.parent), f"the parent of process {pid} is {root.parent}")
         parent_rules = [number for number, rule in enumerate(self.spec.rules) if rule.test == Changed("ppid")]
         return [*judge(self.spec.rules, figures), *((number, changed) for number in parent_rules)]
 
@@ -136,7 +136,7 @@ class RuleEngine:
         self._services = services
         self._memory_total = memory_total
         self._period = period
-        self._watches: dict[str, _Watch] = {}
+        self._watches: dict[str, _ServiceChecks] = {}
         self.plan_changed = asyncio.Event()
         """Set when services change, to wake the engine, because there may be rules now."""
 
@@ -163,20 +163,22 @@ class RuleEngine:
             if service.state in UP:
                 watch = before.get(service.name)
                 if watch is None or not watch.is_of(service):
-                    watch = _Watch(service, self._period)
+                    watch = _ServiceChecks(service, self._period)
                 self._watches[service.name] = watch
                 if watch.cycles.is_due(time.monotonic()):
                     due.append((service, watch))
                 elif service.awaits_answers and ANSWERS not in watch.busy:
                     checks.create_task(_await_answers(service, watch), name="check")
-        table = await asyncio.to_thread(_Table) if any(service.spec.is_process for service, _ in due) else None
+        table = await asyncio.to_thread(_CycleProcesses) if any(service.spec.is_process for service, _ in due) else None
         for service, watch in due:
             for key, look in self._looks(service, watch, table):
                 if key not in watch.busy:  # the previous test may still hang
                     checks.create_task(_check(service, watch, key, look), name="check")
         return table.cost if table is not None else 0.0
 
-    def _looks(self, service: Service, watch: _Watch, table: _Table | None) -> Iterator[tuple[object, Look]]:
+    def _looks(
+        self, service: Service, watch: _ServiceChecks, table: _CycleProcesses | None
+    ) -> Iterator[tuple[object, Look]]:
         """Yield the tests of a service. Each has a key, and tests with the same key never overlap."""
         spec = watch.spec
         if spec.kind == "host":
@@ -192,7 +194,7 @@ class RuleEngine:
             yield "process", partial(watch.process, table, self._memory_total())
 
 
-async def _check(service: Service, watch: _Watch, key: object, look: Look) -> None:
+async def _check(service: Service, watch: _ServiceChecks, key: object, look: Look) -> None:
     """Run one test of a service, count its findings and act on them."""
     watch.busy.add(key)
     try:
@@ -220,7 +222,7 @@ async def _check(service: Service, watch: _Watch, key: object, look: Look) -> No
         service.is_checked = True
 
 
-async def _await_answers(service: Service, watch: _Watch) -> None:
+async def _await_answers(service: Service, watch: _ServiceChecks) -> None:
     """Test the ports of a new process. The results do not count for any rule."""
     watch.busy.add(ANSWERS)
     try:
@@ -247,7 +249,7 @@ async def _ask(service: Service, test: Connection, number: int) -> list[Numbered
     begun_at = time.monotonic()
     why = await network_checks.probe(test)
     service.responses[number] = -1.0 if why else time.monotonic() - begun_at
-    return [(number, Finding(bool(why), why or f"connection succeeded to {network_checks.where(test)}"))]
+    return [(number, CheckResult(bool(why), why or f"connection succeeded to {network_checks.where(test)}"))]
 
 
 async def _echo(service: Service, test: Echo, number: int) -> list[Numbered]:
@@ -257,7 +259,7 @@ async def _echo(service: Service, test: Echo, number: int) -> list[Numbered]:
     if why is None:
         return []
     service.responses[number] = -1.0 if why else time.monotonic() - begun_at
-    return [(number, Finding(bool(why), why or f"{address} answers echo requests"))]
+    return [(number, CheckResult(bool(why), why or f"{address} answers echo requests"))]
 
 
 async def _aside(name: str, look: Callable[[], Iterable[Numbered]]) -> Iterable[Numbered]:

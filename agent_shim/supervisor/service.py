@@ -72,7 +72,7 @@ class Event(msgspec.Struct, frozen=True):
     description: str
 
 
-class Record(msgspec.Struct):
+class ServiceRecord(msgspec.Struct):
     """The persistent state of a service, which outlives the agent."""
 
     state: State = State.STOPPED
@@ -153,7 +153,7 @@ class Service:
 
     def __init__(self, spec: ProcessSpec, shared: ServiceContext) -> None:
         self.spec = spec
-        self.record = Record()
+        self.record = ServiceRecord()
         self.prerequisites: Sequence[Service] = ()
         self.dependants: Sequence[Service] = ()
         self.complaints: dict[int, Complaint] = {}
@@ -393,7 +393,7 @@ class Service:
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def resume(self, record: Record, *, same_world: bool) -> None:
+    def resume(self, record: ServiceRecord, *, same_world: bool) -> None:
         """Resume from the record of an earlier agent, or of this one before an apply.
 
         ``same_world`` means that recorded pids are still valid, because there was no reboot and the container is the

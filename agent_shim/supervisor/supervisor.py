@@ -38,7 +38,7 @@ from agent_shim.supervisor.ownership.process_finder import Timing
 from agent_shim.supervisor.ownership.tie import was_written_after
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
-from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
+from agent_shim.supervisor.service import Event, Service, ServiceContext, ServiceRecord, StopRequest
 from agent_shim.supervisor.state import ENDING, MONITORED, TO_RUN, UNDERWAY, State, Trigger, job_state
 
 __all__ = ["Event", "JobFile", "ProcessInfo", "ServiceInfo", "Supervisor", "Timing"]
@@ -73,7 +73,7 @@ class Saved(msgspec.Struct):
     incarnation: str
     is_wanted: bool
     files: list[JobFile]
-    services: dict[str, Record]
+    services: dict[str, ServiceRecord]
 
 
 class Supervisor:
@@ -129,7 +129,7 @@ class Supervisor:
         self._has_bug = asyncio.Event()
         self._files: Sequence[JobFile] = ()
         self._planned: Sequence[plan.ProcessSpec] = ()
-        self._memory: dict[str, Record] = {}
+        self._memory: dict[str, ServiceRecord] = {}
         """Records of services that are not in the current plan. An apply forgets all services, then configures them
         again.
         """

@@ -89,7 +89,7 @@ async def test_audit_duration_is_the_execution_time(
     async def work(agent: Any, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    action = dispatch.Action("work", Mode.TASK, work, (("seconds", float),), 1, {"agent": Agent}, 0, False)
+    action = dispatch.RegisteredAction("work", Mode.TASK, work, (("seconds", float),), 1, {"agent": Agent}, 0, False)
     monkeypatch.setitem(ACTIONS, "work", action)
     await world.call("work", 0.3)
     await world.run("work", 0)
@@ -104,7 +104,7 @@ async def test_audit_logs_the_reason_for_an_interrupted_task(
     async def work(agent: Any) -> None:
         raise asyncio.CancelledError
 
-    action = dispatch.Action("work", Mode.TASK, work, (), 0, {"agent": Agent}, 0, False)
+    action = dispatch.RegisteredAction("work", Mode.TASK, work, (), 0, {"agent": Agent}, 0, False)
     monkeypatch.setitem(ACTIONS, "work", action)
     await world.run("work")
 
@@ -126,7 +126,7 @@ async def test_audit_contains_no_arguments_results_or_exception_texts(
     async def broken(agent: Any, secret: str) -> None:
         raise ValueError(secret)
 
-    action = dispatch.Action("broken", Mode.NOW, broken, (("secret", str),), 1, {"agent": Agent}, 0, False)
+    action = dispatch.RegisteredAction("broken", Mode.NOW, broken, (("secret", str),), 1, {"agent": Agent}, 0, False)
     monkeypatch.setitem(ACTIONS, "broken", action)
     await world.call("broken", SECRET)
     await world.run("add_persistent_disk", "d", {"path": "/dev/null", "password": SECRET})

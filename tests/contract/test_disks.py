@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agent_shim.host import volumes
-from agent_shim.services.disks.service import Timeouts
+from agent_shim.services.disks.service import DiskTimeouts
 from tests.support.volumes import HASTY
 from tests.support.world import World, write_settings
 
@@ -215,7 +215,7 @@ async def test_a23_disk_without_a_cid_is_never_stored(world: World, cid: str | N
 @pytest.mark.parametrize("hint", ["/dev/sdz", {"path": "/dev/disk/by-id/none"}])
 async def test_a20_mount_of_a_block_device_is_rejected_at_once_with_advice(world: World, hint: Any) -> None:
     """The agent does not wait for the device, because a container needs a directory that the CPI has mounted."""
-    world.agent.disks.timeouts = Timeouts(arrival=3600)
+    world.agent.disks.timeouts = DiskTimeouts(arrival=3600)
     await world.value("add_persistent_disk", "disk-a", hint)
 
     async with asyncio.timeout(30):

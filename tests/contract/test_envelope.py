@@ -257,7 +257,7 @@ async def test_internal_error_in_an_action_is_reported_and_the_agent_continues(
     async def broken(agent: Any) -> None:
         raise ZeroDivisionError("secret detail")
 
-    action = dispatch.Action("broken", Mode.NOW, broken, (), 0, {"agent": Agent}, 0, False)
+    action = dispatch.RegisteredAction("broken", Mode.NOW, broken, (), 0, {"agent": Agent}, 0, False)
     monkeypatch.setitem(ACTIONS, "broken", action)
 
     text = await world.error("broken")

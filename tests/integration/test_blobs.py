@@ -13,15 +13,15 @@ import pytest
 
 from agent_shim.bulk.blobs import Blobs
 from agent_shim.bulk.protocol import BlobRef
-from agent_shim.bulk.routes import Timing
+from agent_shim.bulk.routes import TransferTiming
 from agent_shim.core.errors import BlobError, DigestError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from tests.support import http
 from tests.support.http import Server, http_proxy
 
-FAST = Timing(stall=1.0, least=1024, pause=0.01)
-SURE = Timing(pause=0.01)
+FAST = TransferTiming(stall=1.0, least=1024, pause=0.01)
+SURE = TransferTiming(pause=0.01)
 """Timeouts that are long enough that a server on a busy machine does not count as stalled."""
 ID = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
 SHARD = "d7"
@@ -39,12 +39,12 @@ def server(server: Server) -> Server:
 
 
 @pytest.fixture
-def timing() -> Timing:
+def timing() -> TransferTiming:
     return SURE
 
 
 @pytest.fixture
-async def blobs(paths: Paths, server: Server, timing: Timing) -> AsyncIterator[Blobs]:
+async def blobs(paths: Paths, server: Server, timing: TransferTiming) -> AsyncIterator[Blobs]:
     async with Blobs(Blobstore("dav", {"endpoint": server.url}), paths, timing) as blobs:
         yield blobs
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agent_shim.bulk.providers import Provider, harmless, provider, trusted_ca
-from agent_shim.bulk.routes import Timing
+from agent_shim.bulk.routes import TransferTiming
 from agent_shim.bulk.transfer import Transfer
 from agent_shim.core.errors import BlobError, HostError
 from agent_shim.core.paths import Paths
@@ -39,7 +39,7 @@ def paths(tmp_path: Path) -> Paths:
 
 @pytest.fixture
 async def transfer(paths: Paths) -> AsyncIterator[Transfer]:
-    async with Transfer("", Timing(), paths.tmp) as transfer:
+    async with Transfer("", TransferTiming(), paths.tmp) as transfer:
         yield transfer
 
 

@@ -10,7 +10,7 @@ import pytest
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.settings import Mbus
 from agent_shim.demo import broker
-from agent_shim.demo.director import HealthMonitor, Peer, joined
+from agent_shim.demo.director import BusClient, HealthMonitor, joined
 from agent_shim.demo.pki import DIRECTOR, HEALTH_MONITOR
 from tests.support.broker import NatsServer, knowing
 from tests.support.waiting import until
@@ -67,7 +67,7 @@ async def test_broker_admits_agents_by_their_certificates(tmp_path: Path) -> Non
 
 async def lets_in(server: NatsServer, mbus: Mbus, subject: str) -> bool:
     """Return whether a client with these credentials can connect. Waits until it has connected or was refused."""
-    peer = Peer(mbus, (subject,), lambda *_: None)
+    peer = BusClient(mbus, (subject,), lambda *_: None)
 
     def refusals() -> int:
         return server.log.read_text().count("authentication error")

@@ -17,7 +17,7 @@ import pytest
 
 from agent_shim.cli import release_tarball
 from agent_shim.cli.compile_release import duration, stemcell_slug
-from agent_shim.cli.release_tarball import Job, Manifest, SourcePackage
+from agent_shim.cli.release_tarball import JobPart, ReleaseManifest, SourcePackage
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
 from agent_shim.demo.release import archive
@@ -60,7 +60,9 @@ def release(path: Path, version: str = "1.10", **packages: tuple[str, list[str]]
         SourcePackage(name, f"v-{name}", f"f-{name}", hashlib.sha1(blobs[name]).hexdigest(), needed)
         for name, (_, needed) in packages.items()
     ]
-    manifest = Manifest("small", version, "abc", jobs=[Job("web", "1", "1", "1", list(packages))], packages=refs)
+    manifest = ReleaseManifest(
+        "small", version, "abc", jobs=[JobPart("web", "1", "1", "1", list(packages))], packages=refs
+    )
     entries = {"release.MF": release_tarball.render_manifest(manifest), "jobs/web.tgz": b"web"}
     entries |= {f"packages/{name}.tgz": blob for name, blob in blobs.items()}
     with tarfile.open(path, "w:gz") as packed:

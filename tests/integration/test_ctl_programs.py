@@ -14,7 +14,7 @@ import pytest
 from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
 from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES, Programs, last_word
-from agent_shim.supervisor.monit.ast import Program
+from agent_shim.supervisor.monit.ast import MonitProgram
 from tests.support.programs import end_kept
 
 pytestmark = pytest.mark.usefixtures("keepers_are_closed")
@@ -39,14 +39,14 @@ async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path:
     paths = Paths(tmp_path)
     output, programs = paths.shim_run / "output", Programs(paths)
     for script in ("echo one", "echo two >&2; echo"):
-        program = await programs.run("a/b", Program(("/bin/sh", "-c", script)), "Started")
+        program = await programs.run("a/b", MonitProgram(("/bin/sh", "-c", script)), "Started")
         await program.wait()
 
     assert (output / "a_b.log").read_text() == "one\ntwo\n\n"
     assert output.stat().st_mode & 0o777 == 0o700
     assert (output / "a_b.log").stat().st_mode & 0o7777 == 0o640
     assert str(output / "a_b.log") not in [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
-    stopper = await programs.run("a/b", Program(("/bin/sh", "-c", "echo stopping >&2")), "Stopped")
+    stopper = await programs.run("a/b", MonitProgram(("/bin/sh", "-c", "echo stopping >&2")), "Stopped")
     await stopper.wait()
     assert last_word(await programs.printed("a/b")) == "two"
     assert last_word(await programs.printed("other")) == ""
@@ -61,16 +61,16 @@ async def test_program_runs_without_an_output_directory(tmp_path: Path) -> None:
     paths.shim_run.mkdir(parents=True)
     (paths.shim_run / "output").write_text("no directory")
     programs = Programs(Paths(tmp_path))
-    program = await programs.run("web", Program(("/bin/sh", "-c", "echo one")), "Started")
+    program = await programs.run("web", MonitProgram(("/bin/sh", "-c", "echo one")), "Started")
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
 
     assert await program.wait() == 0
     with pytest.raises(HostError, match="cannot run /no/such"):
-        await programs.run("web", Program(("/no/such",)), "Started")
+        await programs.run("web", MonitProgram(("/no/such",)), "Started")
     with pytest.raises(HostError, match=r"cannot run .*/script: the interpreter that it names is missing"):
-        await programs.run("web", Program((str(script),)), "Started")
+        await programs.run("web", MonitProgram((str(script),)), "Started")
 
 
 async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) 
     nowhere = tmp_path / "empty"
     nowhere.mkdir()
     programs = Programs(Paths(tmp_path))
-    program = await programs.run("web", Program(("/bin/sh", "-c", "pwd; exec ls -A")), "Started")
+    program = await programs.run("web", MonitProgram(("/bin/sh", "-c", "pwd; exec ls -A")), "Started")
     await program.wait()
     script = await programs.run_script("web", ["/bin/pwd"], env={}, stdout=tmp_path / "said", stderr=tmp_path / "said")
     await script.wait()
@@ -155,7 +155,7 @@ async def test_ulimit_that_a_script_could_not_set_is_reported(tmp_path: Path, sh
     programs = Programs(Paths(tmp_path))
     script = "ulimit -n 64; ulimit -n 100000; echo on"
     user = "nobody" if os.geteuid() == 0 else None
-    program = await programs.run("web", Program((shell, "-c", script), uid=user or ""), "Started")
+    program = await programs.run("web", MonitProgram((shell, "-c", script), uid=user or ""), "Started")
     await program.wait()
 
     assert "ulimit: " in await programs.refused_limit("web")
@@ -170,10 +170,10 @@ from pathlib import Path
 from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
 from agent_shim.supervisor.ctl_programs import Programs
-from agent_shim.supervisor.monit.ast import Program
+from agent_shim.supervisor.monit.ast import MonitProgram
 async def become():
     try:
-        await Programs(Paths(Path("{tmp_path}"))).run("web", Program(("/bin/true",), uid="nobody"), "Started")
+        await Programs(Paths(Path("{tmp_path}"))).run("web", MonitProgram(("/bin/true",), uid="nobody"), "Started")
     except HostError as exc:
         print(exc)
 asyncio.run(become())"""

@@ -11,25 +11,25 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 import pytest
 
 from agent_shim.edges import http_server
-from agent_shim.edges.http_server import Request, Response
+from agent_shim.edges.http_server import HttpRequest, HttpResponse
 
 Where = tuple[str, int]
 
 
 @pytest.fixture
-async def heard() -> list[Request]:
+async def heard() -> list[HttpRequest]:
     return []
 
 
 @pytest.fixture
-async def where(heard: list[Request]) -> AsyncIterator[Where]:
+async def where(heard: list[HttpRequest]) -> AsyncIterator[Where]:
     """Provide a server that accepts the same requests as monit's HTTP endpoint, and records them."""
 
-    def answer(request: Request) -> Response:
+    def answer(request: HttpRequest) -> HttpResponse:
         # Require a password, because clients of another test may still connect to a port that its server had before.
         if "authorization" not in request.headers:
             heard.append(request)
-        return Response(200, b"here")
+        return HttpResponse(200, b"here")
 
     async with http_server.listening("127.0.0.1:0", answer, "a test", ("GET", "HEAD", "POST")) as found:
         assert found is not None
@@ -128,7 +128,7 @@ AMBIGUOUS = {
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
 @pytest.mark.parametrize("headers", AMBIGUOUS.values(), ids=AMBIGUOUS)
-async def test_ambiguous_http_requests_are_rejected(where: Where, heard: list[Request], headers: bytes) -> None:
+async def test_ambiguous_http_requests_are_rejected(where: Where, heard: list[HttpRequest], headers: bytes) -> None:
     answer = await ask(where, b"POST /web HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n0\r\n\r\n")
 
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -139,13 +139,13 @@ async def test_ambiguous_http_requests_are_rejected(where: Where, heard: list[Re
 @pytest.mark.parametrize(
     "line", [b"GET / HTTP/0.9", b"GET / HTTP/2.0", b"GET / HTTP/1.2", b"GET /\0 HTTP/1.1", b"GET /"]
 )
-async def test_http_server_rejects_other_protocols(where: Where, heard: list[Request], line: bytes) -> None:
+async def test_http_server_rejects_other_protocols(where: Where, heard: list[HttpRequest], line: bytes) -> None:
     assert (await ask(where, line + b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
     assert heard == []
 
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
-async def test_second_http_request_on_a_connection_is_ignored(where: Where, heard: list[Request]) -> None:
+async def test_second_http_request_on_a_connection_is_ignored(where: Where, heard: list[HttpRequest]) -> None:
     answer = await ask(where, b"GET /1 HTTP/1.1\r\n\r\nPOST /2 HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
 
     assert [(request.method, request.target) for request in heard] == [("GET", "/1")]
@@ -154,7 +154,7 @@ async def test_second_http_request_on_a_connection_is_ignored(where: Where, hear
 
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
-async def test_bytes_after_an_http_request_do_not_change_it(where: Where, heard: list[Request]) -> None:
+async def test_bytes_after_an_http_request_do_not_change_it(where: Where, heard: list[HttpRequest]) -> None:
     for follows in (b"HEAD /2 HTTP/1.1\r\n\r\n", b"DELETE /2 HTTP/1.1\r\n\r\n", b"GET /2 HTTP/0.9\r\n\r\n"):
         answer = await ask(where, b"POST /1 HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody" + follows)
 
@@ -173,7 +173,7 @@ async def test_bytes_after_an_http_request_do_not_change_it(where: Where, heard:
     ],
 )
 async def test_http_request_parses_the_same_in_one_piece_or_byte_by_byte(
-    where: Where, heard: list[Request], request_: bytes
+    where: Where, heard: list[HttpRequest], request_: bytes
 ) -> None:
     whole = await ask(where, request_)
     await ask(where, *(request_[at : at + 1] for at in range(len(request_))))
@@ -223,7 +223,7 @@ async def test_closed_http_connections_do_not_count_towards_the_limit(
 
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
-async def test_http_trailer_is_not_read_as_a_header(where: Where, heard: list[Request]) -> None:
+async def test_http_trailer_is_not_read_as_a_header(where: Where, heard: list[HttpRequest]) -> None:
     """A proxy in front of the server may have checked the password only in the headers."""
     head = b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -496,7 +496,7 @@ async def test_https_port_in_use_is_retried(agent: Agent, tmp_path: Path, caplog
     """The agent logs the error only once, and listens as soon as the port is free."""
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
-    bus = HttpsBus(mbus(port), agent.handle, tmp_path, bounds=https.Bounds(retry=0.05))
+    bus = HttpsBus(mbus(port), agent.handle, tmp_path, bounds=https.CallerLimits(retry=0.05))
     running = asyncio.create_task(bus.run())
     try:
         async with asyncio.timeout(20):

@@ -368,7 +368,7 @@ def test_unknown_fields_in_a_keeper_state_are_skipped() -> None:
     kind, state = keeper.parse("state version=9 keeper=1 program=2 new=3 exit=0:2:256:5000:more childless=1")
 
     assert kind == "state"
-    assert state == keeper.State(1, 2, 9, exits={0: keeper.Exit(2, 1, 5.0)}, is_childless=True)
+    assert state == keeper.KeeperState(1, 2, 9, exits={0: keeper.Exit(2, 1, 5.0)}, is_childless=True)
 
 
 @pytest.mark.parametrize("sig", [signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGUSR1, signal.SIGTERM])

@@ -305,12 +305,12 @@ async def test_event_loop_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_metrics_handler_that_never_answers_ends_only_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "ANSWER_TIMEOUT_S", 0.2)
 
-    async def late(_request: http_server.Request) -> http_server.Response:
+    async def late(_request: http_server.HttpRequest) -> http_server.HttpResponse:
         await asyncio.Event().wait()
         raise AssertionError
 
-    def answer(request: http_server.Request) -> http_server.Response | Awaitable[http_server.Response]:
-        return late(request) if request.target == "/late" else http_server.Response(200, b"here")
+    def answer(request: http_server.HttpRequest) -> http_server.HttpResponse | Awaitable[http_server.HttpResponse]:
+        return late(request) if request.target == "/late" else http_server.HttpResponse(200, b"here")
 
     async with http_server.listening("127.0.0.1:0", answer, "a test") as found:
         assert found is not None

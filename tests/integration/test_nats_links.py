@@ -22,7 +22,7 @@ from agent_shim.core.settings import Mbus
 from agent_shim.demo.director import Director
 from agent_shim.demo.pki import SERVER, Authority
 from agent_shim.edges.bus import link
-from agent_shim.edges.bus.nats import REREAD_AFTER_FAILURES, NatsBus, Timing
+from agent_shim.edges.bus.nats import REREAD_AFTER_FAILURES, BusTiming, NatsBus
 from tests.support.broker import NatsServer, knowing
 from tests.support.bus import FAST, Wire, connected, echo, facing, on_bus, sockets_to, talking
 from tests.support.proxy import Proxy
@@ -405,7 +405,7 @@ def test_t2_bus_pauses_grow_up_to_ten_seconds() -> None:
 
     After a lost connection the next attempt comes soon, and after a refusal in about 1 s.
     """
-    timing = Timing()
+    timing = BusTiming()
     for _ in range(100):
         for failures, least, most in [(1, 0.4, 2), (2, 0.8, 4), (3, 1.2, 6), (4, 1.6, 8), (5, 5, 10), (50, 5, 10)]:
             assert least <= timing.pause(failures) <= most
@@ -416,7 +416,7 @@ def test_t2_bus_pauses_grow_up_to_ten_seconds() -> None:
 
 def test_reconnects_of_a_thousand_agents_are_spread_over_time() -> None:
     """If a thousand agents lose their server at the same time, at most 200 retry in any second from the twelfth on."""
-    timing, chance, tries = Timing(), random.getstate(), [0] * 40
+    timing, chance, tries = BusTiming(), random.getstate(), [0] * 40
     random.seed(6)
     try:
         for _ in range(1000):

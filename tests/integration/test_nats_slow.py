@@ -10,12 +10,12 @@ import pytest
 
 from agent_shim.core.settings import Mbus
 from agent_shim.demo.pki import Authority
-from agent_shim.edges.bus.nats import NatsBus, Timing
+from agent_shim.edges.bus.nats import BusTiming, NatsBus
 from tests.support.bus import Wire, connected, echo, facing
 from tests.support.waiting import until
 
 
-class Hasty(Timing, frozen=True):
+class Hasty(BusTiming, frozen=True):
     """Short timeouts that also record, for each attempt, how many slow attempts preceded it."""
 
     connect: float = 0.3
@@ -31,7 +31,7 @@ class Hasty(Timing, frozen=True):
 
 def test_bus_pauses_and_timeouts_grow_up_to_threefold() -> None:
     """They stay well below the 45 s for which a Director waits for an agent."""
-    timing = Timing()
+    timing = BusTiming()
 
     assert [timing.handshake_timeout_s(slow) for slow in (0, 1, 2, 9)] == [10, 20, 30, 30]
     for slow, most in ((0, 10), (1, 20), (9, 30)):

@@ -19,10 +19,10 @@ from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, process
 from agent_shim.services.logs import rotation
-from agent_shim.services.logs.rotation import Limits, Rotation
+from agent_shim.services.logs.rotation import Rotation, RotationLimits
 from tests.support.waiting import until
 
-SMALL = Limits(size=100, keep=2, total=1 << 20)
+SMALL = RotationLimits(size=100, keep=2, total=1 << 20)
 MOST = 1 << 30
 
 
@@ -43,7 +43,7 @@ def good(logs: Path) -> Path:
     return path
 
 
-def rotator(logs: Path, limits: Limits = SMALL, told: str = "") -> Rotation:
+def rotator(logs: Path, limits: RotationLimits = SMALL, told: str = "") -> Rotation:
     return Rotation(Paths(logs.parents[2]), limits, lambda: told)
 
 
@@ -98,7 +98,7 @@ async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
         (logs / name).write_bytes(os.urandom(8192))
         os.utime(logs / name, (0, 1_000_000 - age))
 
-    await rotator(logs, Limits(size=1 << 20, total=9000)).rotate()
+    await rotator(logs, RotationLimits(size=1 << 20, total=9000)).rotate()
 
     left = sorted(path.name for path in logs.rglob("*.*") if path.is_file())
     assert left == ["new.log.1.gz", "x.log"]
@@ -161,7 +161,7 @@ async def test_rotation_of_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.L
     older.write_bytes(os.urandom(400_000))
     content = os.urandom(5_000_000)
     log.write_bytes(content)
-    limits = Limits(size=200_000, total=1_000_000)
+    limits = RotationLimits(size=200_000, total=1_000_000)
     await rotator(logs, limits).rotate()
     kept = archived(log)
 
@@ -171,7 +171,7 @@ async def test_rotation_of_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.L
     told = "web/runaway.log was too large to keep: its first 4500000 bytes are lost, the last 500000 are in its archive"
     assert told in caplog.text
     large.write_bytes(b"x" * 150_000)
-    await rotator(logs, Limits(size=100_000, total=100_000)).rotate()
+    await rotator(logs, RotationLimits(size=100_000, total=100_000)).rotate()
     assert archived(large) == b"x" * 150_000
 
 
@@ -183,7 +183,7 @@ async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pyte
 
     caplog.set_level("INFO")
 
-    await rotator(logs, Limits(size=1000)).rotate()
+    await rotator(logs, RotationLimits(size=1000)).rotate()
 
     assert "rotating b.log, web/a.log, a.log" in caplog.messages
 
@@ -213,12 +213,12 @@ async def test_hole_left_by_a_non_appending_writer_is_not_counted(logs: Path) ->
     log = logs / "web/web.log"
     with log.open("wb", buffering=0) as out:
         out.write(b"x" * 2_000_000)
-        await rotator(logs, Limits(size=100_000)).rotate()
+        await rotator(logs, RotationLimits(size=100_000)).rotate()
         out.write(b"y" * 50_000)
-        await rotator(logs, Limits(size=100_000)).rotate()
+        await rotator(logs, RotationLimits(size=100_000)).rotate()
         assert not log.with_name("web.log.2.gz").exists()
         out.write(b"z" * 150_000)
-        await rotator(logs, Limits(size=100_000)).rotate()
+        await rotator(logs, RotationLimits(size=100_000)).rotate()
 
     assert archived(log, 2) == b"x" * 2_000_000
     assert archived(log, 1).lstrip(b"\0") == b"y" * 50_000 + b"z" * 150_000
@@ -284,7 +284,7 @@ async def test_logrotate_rule_is_disabled_while_the_agent_rotates(logs: Path) ->
     log = logs / "web/web.log"
     log.write_text("x" * 200)
 
-    task = asyncio.create_task(rotator(logs, Limits(size=100, period=0.01)).run())
+    task = asyncio.create_task(rotator(logs, RotationLimits(size=100, period=0.01)).run())
     await until(lambda: log.with_name("web.log.1.gz").exists() and not log.stat().st_size)
     assert [path.name for path in rule.parent.iterdir()] == ["vcap.disabled"]
     task.cancel()
@@ -309,7 +309,7 @@ async def test_agent_does_not_rotate_if_logrotate_cannot_be_disabled(
     log = logs / "web/web.log"
     log.write_text("x" * 200)
 
-    task = asyncio.create_task(rotator(logs, Limits(size=100, period=0.01)).run())
+    task = asyncio.create_task(rotator(logs, RotationLimits(size=100, period=0.01)).run())
     await until(lambda: caplog.text.count("logrotate rotates the logs of jobs") > 1)
     task.cancel()
     await asyncio.wait([task])
@@ -381,7 +381,7 @@ async def test_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: p
     assert archived(logs / "web/good.log") == b"x" * 1000
     assert "web/\\udcff\\n\\x1b[2J.log" in caplog.text
     (logs / "web" / f"{evil.name}.1.gz").write_bytes(os.urandom(8192))
-    await rotator(logs, Limits(size=1 << 20, total=4096)).rotate()
+    await rotator(logs, RotationLimits(size=1 << 20, total=4096)).rotate()
     assert not evil.with_name(f"{evil.name}.1.gz").exists()
 
 
@@ -400,7 +400,7 @@ async def test_rotation_handles_hundreds_of_thousands_of_archives(logs: Path, mo
 
     assert found.size == 250
     assert [each.path for each in found.oldest] == [f"web/x{number}.log.1.gz" for number in range(0, 20, 2)]
-    await rotator(logs, Limits(size=1 << 20, total=245)).rotate()
+    await rotator(logs, RotationLimits(size=1 << 20, total=245)).rotate()
     assert len(list(logs.glob("web/x*.gz"))) == 495
 
 
@@ -454,7 +454,7 @@ async def test_archives_of_one_job_do_not_displace_those_of_another(logs: Path, 
             path.write_bytes(os.urandom(8192))
             os.utime(path, (1 << 32, 1 << 32))
 
-    await rotator(logs, Limits(size=1 << 20, total=40_000)).rotate()
+    await rotator(logs, RotationLimits(size=1 << 20, total=40_000)).rotate()
 
     assert good.exists()
     assert len(list(logs.glob("web/*.gz"))) == (8 if planted == "second names" else 3)

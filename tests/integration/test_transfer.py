@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from agent_shim.bulk import transfer as transfers
-from agent_shim.bulk.routes import Timing
+from agent_shim.bulk.routes import TransferTiming
 from agent_shim.bulk.transfer import Transfer
 from agent_shim.core.errors import BlobError, LastingError
 from agent_shim.demo.pki import EXPIRED, Authority
@@ -24,7 +24,7 @@ from tests.support import http
 from tests.support.http import Server, http_proxy, http_server
 from tests.support.serving import serving
 
-FAST = Timing(stall=0.4, least=1024, hesitate=0.05, pause=0.01)
+FAST = TransferTiming(stall=0.4, least=1024, hesitate=0.05, pause=0.01)
 SURE = msgspec.structs.replace(FAST, stall=30)
 """Timeouts that are long enough that a server on a busy machine does not count as stalled."""
 BLOB = os.urandom(200_000)

@@ -36,8 +36,8 @@ from agent_shim.bulk.protocol import (
     Pack,
     Put,
     Request,
-    Target,
     Tree,
+    UnpackTarget,
 )
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
@@ -75,8 +75,8 @@ def kept(paths: Paths, data: bytes) -> BlobRef:
     return BlobRef(blob_id, digest=sha1(data))
 
 
-def package(paths: Paths, name: str, source: BlobRef) -> Target:
-    return Target("package", name, str(paths.data_packages / name / "digest"), source)
+def package(paths: Paths, name: str, source: BlobRef) -> UnpackTarget:
+    return UnpackTarget("package", name, str(paths.data_packages / name / "digest"), source)
 
 
 def tree(path: Path) -> dict[str, tuple[int, bytes]]:
@@ -89,7 +89,7 @@ def left_half_made(paths: Paths) -> list[Path]:
     return [path for path in paths.base.rglob("*") if files.is_leftover(path.name)]
 
 
-async def install(paths: Paths, *targets: Target, parallel: int = 5, store: Blobstore = DUMMY) -> list[Outcome]:
+async def install(paths: Paths, *targets: UnpackTarget, parallel: int = 5, store: Blobstore = DUMMY) -> list[Outcome]:
     return (await workers.work(Install(str(paths.base), store, parallel, list(targets)))).outcomes
 
 
@@ -104,9 +104,13 @@ async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
     )
     compiled = kept(paths, tgz({"./bin/tool": b"t"}, mode=0o4755))
     source = kept(paths, tgz({"./packaging": b"p"}, compress=bytes))
-    web, db = (Target("job", name, str(paths.data_jobs / name / "d"), templates) for name in ("web", "db"))
+    web, db = (UnpackTarget("job", name, str(paths.data_jobs / name / "d"), templates) for name in ("web", "db"))
     outcomes = await install(
-        paths, web, package(paths, "tool", compiled), db, Target("source", "src", str(paths.compile / "src"), source)
+        paths,
+        web,
+        package(paths, "tool", compiled),
+        db,
+        UnpackTarget("source", "src", str(paths.compile / "src"), source),
     )
 
     assert outcomes == [Outcome(), Outcome(), Outcome(), Outcome(compressed=False, newest=1_600_000_000)]
@@ -131,7 +135,9 @@ async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, serv
     server.blobs["/templates"] = data
     source = BlobRef(signed_url=f"{server.url}/templates?sig=x", digest=sha1(data))
     names = [f"job{number}" for number in range(8)]
-    outcomes = await install(paths, *(Target("job", name, str(paths.data_jobs / name / "d"), source) for name in names))
+    outcomes = await install(
+        paths, *(UnpackTarget("job", name, str(paths.data_jobs / name / "d"), source) for name in names)
+    )
 
     assert outcomes == [Outcome()] * 8
     assert len(server.requests) == 1
@@ -167,9 +173,9 @@ async def test_failed_bundle_of_a_worker_does_not_affect_the_others(paths: Paths
         package(paths, "good", good),
         package(paths, "missing", missing),
         package(paths, "wrong", wrong),
-        Target("job", "web", str(paths.data_jobs / "web" / "d"), good),
-        Target("job", "db", str(paths.data_jobs / "db" / "d"), missing),
-        Target("source", "src", str(paths.compile / "src"), missing),
+        UnpackTarget("job", "web", str(paths.data_jobs / "web" / "d"), good),
+        UnpackTarget("job", "db", str(paths.data_jobs / "db" / "d"), missing),
+        UnpackTarget("source", "src", str(paths.compile / "src"), missing),
     )
 
     mismatch = f"Expected stream to have digest '00' but was '{good.digest}'"
@@ -217,7 +223,7 @@ async def test_worker_keeps_a_bundle_installed_meanwhile_and_replaces_sources(
         (place / "theirs").touch()
     ours = kept(paths, tgz({"ours": b""}))
     outcomes = await install(
-        paths, package(paths, "p", ours), Target("source", "src", str(paths.compile / "src"), ours)
+        paths, package(paths, "p", ours), UnpackTarget("source", "src", str(paths.compile / "src"), ours)
     )
 
     assert [outcome.error for outcome in outcomes] == ["", ""]

@@ -231,11 +231,11 @@ def test_log_archive_is_fetched_by_scp_as_the_cli_does(alone: Alone) -> None:
     """Only the operator who requested the archive can read it."""
     alone.setup("bosh_cli")
     bundle = alone.agent(
-        "from agent_shim.actions.logs import Bundle, bundle_logs\n"
+        "from agent_shim.actions.logs import LogBundle, bundle_logs\n"
         "from agent_shim.services.logs.archives import Logs\n"
         "agent.logs = Logs(paths)\n"
         "(paths.log / 'a.log').write_text('line')\n"
-        "return await bundle_logs(agent, Bundle('bosh_cli', 'job', []))"
+        "return await bundle_logs(agent, LogBundle('bosh_cli', 'job', []))"
     )
     got = alone.copy("bosh_cli", bundle["logs_tar_path"], f"{Machine.SCRATCH}/got.tgz")
     other = alone.setup("bosh_other") and alone.copy("bosh_other", bundle["logs_tar_path"], "/dev/null")

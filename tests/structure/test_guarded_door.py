@@ -119,7 +119,7 @@ RAW: Mapping[str, Raw] = {
     "services.volume_lease": Raw(OWN, frozenset({"_created"})),
     "daemon.handback": Raw(OWN, frozenset({"_disks", "_jobs", "hand_back"})),
     "bulk.archive": Raw(
-        "a new directory of ours, by descriptor, O_EXCL and O_NOFOLLOW", frozenset({"_Tree.file", "_unpack"})
+        "a new directory of ours, by descriptor, O_EXCL and O_NOFOLLOW", frozenset({"_UnpackedTree.file", "_unpack"})
     ),
     "host.job_cgroups": Raw(
         KERNEL,
@@ -187,7 +187,16 @@ RAW: Mapping[str, Raw] = {
     "host.network": Raw(KERNEL, frozenset({"listeners", "is_of_machine"})),
     "bulk.packing": Raw(
         "roots that the agent names; below them the door, and what it holds",
-        frozenset({"_Archive._add_open", "_Archive.finish", "Sink.__init__", "_Archive.open", "_listed", "pack"}),
+        frozenset(
+            {
+                "_ArchiveWriter._add_open",
+                "_ArchiveWriter.finish",
+                "Sink.__init__",
+                "_ArchiveWriter.open",
+                "_listed",
+                "pack",
+            }
+        ),
     ),
     "host.proc": Raw(
         KERNEL,

@@ -18,11 +18,11 @@ from agent_shim.core.settings import Mbus
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR, Authority, Pair
 from agent_shim.edges.bus import Handle, tls
-from agent_shim.edges.bus.nats import NatsBus, Timing
+from agent_shim.edges.bus.nats import BusTiming, NatsBus
 from tests.support.broker import NatsServer
 from tests.support.serving import serving
 
-FAST = Timing(
+FAST = BusTiming(
     connect=10.0,
     ping=60.0,
     step=0.02,
@@ -47,7 +47,7 @@ async def echo(data: bytes) -> tuple[str, bytes] | None:
 
 @asynccontextmanager
 async def on_bus(
-    mbus: Mbus, agent_id: str = "agent", handle: Handle = echo, *, timing: Timing = FAST, **options: Any
+    mbus: Mbus, agent_id: str = "agent", handle: Handle = echo, *, timing: BusTiming = FAST, **options: Any
 ) -> AsyncIterator[NatsBus]:
     """Run a ``NatsBus`` for the duration of the block. The block may start before the bus is connected."""
     bus = NatsBus(agent_id, mbus, handle, timing=timing, **options)

@@ -21,7 +21,7 @@ from typing import Any
 from agent_shim.core.settings import Mbus
 from agent_shim.demo.pki import Authority, Pair
 from agent_shim.edges.bus import Handle
-from agent_shim.edges.bus.https import Bounds, HttpsBus
+from agent_shim.edges.bus.https import CallerLimits, HttpsBus
 
 USER = "mbus"
 PASSWORD = "p/ss:w%rd"
@@ -49,7 +49,7 @@ def mbus(port: int = 0, **changes: Any) -> Mbus:
 async def on_https(handle: Handle, blobs: Path, wanted: Mbus | None = None, **bounds: Any) -> AsyncIterator[HttpsBus]:
     """Run a listening ``HttpsBus`` for the duration of the block."""
     listening = asyncio.Event()
-    bus = HttpsBus(wanted or mbus(), handle, blobs, on_connected=listening.set, bounds=Bounds(**bounds))
+    bus = HttpsBus(wanted or mbus(), handle, blobs, on_connected=listening.set, bounds=CallerLimits(**bounds))
     running = asyncio.create_task(bus.run(), name="bus")
     try:
         async with asyncio.timeout(10):

@@ -79,7 +79,7 @@ def _action(action: values.Action) -> str:
     return f"{action.kind} {_program(action.program)}" if action.program else action.kind
 
 
-def _program(program: values.Program) -> str:
+def _program(program: values.MonitProgram) -> str:
     text = f'"{" ".join(map(_argument, program.argv))}"'
     if program.uid:
         text += f" as uid {_identity(program.uid)}"

@@ -17,7 +17,7 @@ from agent_shim.supervisor import ctl_programs as programs_module
 from agent_shim.supervisor import launcher as launcher_module
 from agent_shim.supervisor import service as service_module
 from agent_shim.supervisor.ctl_programs import TokenBucket
-from agent_shim.supervisor.monit.ast import Program
+from agent_shim.supervisor.monit.ast import MonitProgram
 from agent_shim.supervisor.ownership.ending import Code, Ending
 from agent_shim.supervisor.ownership.keepers import Left
 from agent_shim.supervisor.ownership.process_finder import LateError, Timing
@@ -31,8 +31,8 @@ SPEC: Final = ProcessSpec(
     name="web",
     job="web",
     pidfile="/web.pid",
-    start=Program(("/start",)),
-    stop=Program(("/stop",)),
+    start=MonitProgram(("/start",)),
+    stop=MonitProgram(("/stop",)),
 )
 START_TAKES: Final = {"well": 0.0, "slowly": 2.2, "not": 0.4, "late": 45.0}
 STOP_TAKES: Final = {"well": 0.0, "slowly": 3.3, "not": 1.1, "hangs": 1000.0}
@@ -279,7 +279,7 @@ class PlayedPrograms:
         self._machine = machine
         self.keepers = PlayedKeepers(machine)
 
-    async def run(self, _name: str, _program: Program, event: str, **_: Any) -> Played:
+    async def run(self, _name: str, _program: MonitProgram, event: str, **_: Any) -> Played:
         return self._machine.run(event)
 
     async def refused_limit(self, _: str) -> str:

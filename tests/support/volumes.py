@@ -30,7 +30,7 @@ from agent_shim.core import settings
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Effective, UpdateSettings
 from agent_shim.host import files, mounts, volumes
-from agent_shim.services.disks import Disks, Timeouts, markers
+from agent_shim.services.disks import Disks, DiskTimeouts, markers
 from agent_shim.services.disks.markers import OURS, Marker
 from agent_shim.services.disks.service import Copy, in_worker
 
@@ -194,7 +194,7 @@ def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> It
 
 # --- an instance ----------------------------------------------------------------------------------------------------
 
-HASTY = Timeouts(arrival=0.3, use=0.3, grace=1.0, look=0.02, rival=0.3)
+HASTY = DiskTimeouts(arrival=0.3, use=0.3, grace=1.0, look=0.02, rival=0.3)
 PATIENT = msgspec.structs.replace(HASTY, arrival=60.0)
 """Waits long enough for a volume that appears late, even on a busy machine."""
 

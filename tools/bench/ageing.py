@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from agent_shim.core.settings import Mbus
-from agent_shim.edges.bus.nats import NatsBus, Timing
+from agent_shim.edges.bus.nats import BusTiming, NatsBus
 from tests.support.broker import NatsServer
 from tests.support.instance import AGENT, COMMAND, World, world
 from tests.support.readings import own_memory
@@ -110,7 +110,7 @@ async def lose_links(own: dict[str, object], count: int) -> float:
         return None
 
     mbus = Mbus(tuple(own["urls"]), str(own["ca"]), str(own["cert"]), str(own["key"]))  # type: ignore[arg-type]
-    bus = NatsBus(AGENT, mbus, nobody, timing=Timing(step=0.001, longest=0.002, early_step=0.001))
+    bus = NatsBus(AGENT, mbus, nobody, timing=BusTiming(step=0.001, longest=0.002, early_step=0.001))
     running = asyncio.create_task(bus.run())
     before = 0.0
     while bus.stats.connects < count:

@@ -29,7 +29,7 @@ from agent_shim.core.settings import Mbus
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.edges import heartbeat
-from agent_shim.edges.bus.nats import NatsBus, Timing
+from agent_shim.edges.bus.nats import BusTiming, NatsBus
 from tests.support.broker import NatsServer
 from tests.support.readings import cpu_seconds, pss
 from tools.bench.measuring import Stopwatch
@@ -304,7 +304,7 @@ async def main_async(counts: Sequence[int], kept: Path | None) -> dict[str, Any]
     return {
         "cores": os.cpu_count(),
         "beat_bytes": beat,
-        "timing": {"connect": Timing().connect, "longest": Timing().longest},
+        "timing": {"connect": BusTiming().connect, "longest": BusTiming().longest},
         "measured": points,
     }
 

@@ -220,12 +220,12 @@ def _asked(data: bytes) -> None:
 def _http(data: bytes) -> None:
     """Check that an HTTP request is parsed in the same way whether it arrives in one piece or in two."""
 
-    async def read(*pieces: bytes) -> list[http_server.Request]:
-        heard: list[http_server.Request] = []
+    async def read(*pieces: bytes) -> list[http_server.HttpRequest]:
+        heard: list[http_server.HttpRequest] = []
 
-        def answer(request: http_server.Request) -> http_server.Response:
+        def answer(request: http_server.HttpRequest) -> http_server.HttpResponse:
             heard.append(request)
-            return http_server.Response(200, b"")
+            return http_server.HttpResponse(200, b"")
 
         connection = http_server.connection(answer, ("GET", "HEAD", "POST"))
         connection.connection_made(_Unheard())
@@ -515,7 +515,12 @@ TARGETS: Final[dict[str, Target]] = {
     "saved": Target(
         _saved,
         (),
-        (msgspec.json.encode(supervisor.Saved(supervisor.SCHEMA, "boot", True, [], {"web": service.Record()})), _DEEP),
+        (
+            msgspec.json.encode(
+                supervisor.Saved(supervisor.SCHEMA, "boot", True, [], {"web": service.ServiceRecord()})
+            ),
+            _DEEP,
+        ),
         (b"null", b"[]", b"1e999", b'"down"', b"-1"),
     ),
     "journal": Target(

@@ -24,7 +24,7 @@ from typing import Any, Final
 from urllib.parse import SplitResult
 
 from agent_shim.cli.doctor import limits
-from agent_shim.cli.doctor.finding import GOOD, LIMITED, WRONG, Finding, Limit, Report, Runtime, filled
+from agent_shim.cli.doctor.finding import GOOD, LIMITED, WRONG, Consequence, Finding, Report, Runtime, filled
 from agent_shim.core import wire, x509
 from agent_shim.core.errors import ConfigError, HostError, NoAgentError, ShimError
 from agent_shim.core.paths import Paths
@@ -101,7 +101,7 @@ class ContainerView:
     def is_root(self) -> bool:
         return os.geteuid() == 0
 
-    def judged(self, topic: str, found: str, limit: str | Limit = "", *, good: str = "", **words: str) -> Finding:
+    def judged(self, topic: str, found: str, limit: str | Consequence = "", *, good: str = "", **words: str) -> Finding:
         """Return a finding. It is good without a ``limit``, or if nothing was ``found``. A ``limit`` given as text is
         the name of a row in ``LIMITS``.
 

@@ -30,7 +30,7 @@ NO_PATCH: Final[Mapping[str, Any]] = {}
 ON_HOST: Final = "the host of Garden: the warden CPI has no cloud property but ports"
 
 
-class Limit(NamedTuple):
+class Consequence(NamedTuple):
     """The consequence of a limit, and the change for each creator. "" means the same change as for a pod, except for
     LXD, where it means the same change as for a CPI.
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from agent_shim.cli.doctor.finding import CLOUD_PROPERTIES, LIMITED, NO_PATCH, WRONG, Limit
+from agent_shim.cli.doctor.finding import CLOUD_PROPERTIES, LIMITED, NO_PATCH, WRONG, Consequence
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - that very directory
 
@@ -230,14 +230,14 @@ bus not reached = wrong: the Director does not reach this instance
 """
 
 
-def capabilities(*names: str, follows: str, more: str = "", verdict: str = LIMITED) -> Limit:
+def capabilities(*names: str, follows: str, more: str = "", verdict: str = LIMITED) -> Consequence:
     """Return the limit that applies to a container without these capabilities."""
     options = " ".join(f"--cap-add={name}" for name in names)
     pod = f"securityContext.capabilities.add: [{', '.join(names)}]{more}"
     lxd = f'{CLOUD_PROPERTIES}: config: {{security.privileged: "true"}}, and no lxc.cap.drop in raw.lxc{more}'
     needed = {"container": {"securityContext": {"capabilities": {"add": list(names)}}}}
     patch = NO_PATCH if STRONG.keys() & {*names} else needed
-    return Limit(
+    return Consequence(
         verdict, follows, pod, cpi=f"{_PRIVILEGED_BY_CPI}{more}", engine=f"{options}{more}", lxd=lxd, patch=patch
     )
 
@@ -260,7 +260,7 @@ PATCHES: Final[Mapping[str, Mapping[str, Any]]] = {
 """The patches for those rows of the table that have one."""
 
 
-def _rows(table: str) -> Iterator[tuple[str, Limit]]:
+def _rows(table: str) -> Iterator[tuple[str, Consequence]]:
     """Yield the name and limit of each row: ``NAME = VERDICT: CONSEQUENCE``, followed by one line per place with the
     change.
     """
@@ -269,10 +269,10 @@ def _rows(table: str) -> Iterator[tuple[str, Limit]]:
         name, _, rest = head.partition(" = ")
         verdict, _, follows = rest.partition(": ")
         texts: Mapping[str, Any] = dict(change.split(": ", 1) for change in changes)
-        yield name, Limit(verdict, follows, **texts, patch=PATCHES.get(name, NO_PATCH))
+        yield name, Consequence(verdict, follows, **texts, patch=PATCHES.get(name, NO_PATCH))
 
 
-LIMITS: Final[Mapping[str, Limit]] = {
+LIMITS: Final[Mapping[str, Consequence]] = {
     **dict(_rows(_TABLE)),
     "no other user": capabilities(
         "CHOWN", "SETGID", "SETUID", follows="no job that runs as vcap starts", verdict=WRONG

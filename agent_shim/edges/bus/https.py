@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 TEXT: Final = {"Content-Type": "text/plain; charset=utf-8"}
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class CallerLimits(msgspec.Struct, frozen=True):
     """Limits for callers. Tests shrink them."""
 
     request: int = 16 * 1024 * 1024
@@ -90,7 +90,7 @@ class HttpsBus:
         blobs: Path,
         *,
         on_connected: Callable[[], None] = lambda: None,
-        bounds: Bounds | None = None,
+        bounds: CallerLimits | None = None,
     ) -> None:
         self.stats = Stats()
         self.mbus = mbus
@@ -98,7 +98,7 @@ class HttpsBus:
         self._handle = handle
         self._blobs = blobs
         self._on_connected = on_connected
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds or CallerLimits()
         self._web = web.Server(
             self._serve,
             handler_cancellation=True,

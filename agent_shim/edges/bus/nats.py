@@ -57,7 +57,7 @@ REREAD_AFTER_FAILURES: Final = 3
 """Number of consecutive failures before the settings are read again, because the bus may have moved."""
 
 
-class Timing(msgspec.Struct, frozen=True):
+class BusTiming(msgspec.Struct, frozen=True):
     """Timeouts and intervals of the bus. Tests shrink them."""
 
     connect: float = 10.0
@@ -137,7 +137,7 @@ class NatsBus:
         *,
         on_connected: Callable[[], None] = lambda: None,
         reread: Callable[[Mbus], Mbus] = lambda refused: refused,
-        timing: Timing | None = None,
+        timing: BusTiming | None = None,
     ) -> None:
         self.stats = Stats()
         self._agent_id = agent_id
@@ -146,7 +146,7 @@ class NatsBus:
         self._handle = handle
         self._on_connected = on_connected
         self._reread = reread
-        self._timing = timing or Timing()
+        self._timing = timing or BusTiming()
         self._link: Link | None = None
         self._links: set[Link] = set()
         """All connections, including those being established and the old one during a rotation."""

@@ -5,6 +5,6 @@ mounted at ``/var/vcap/store``.
 there, ``service`` is the interface for actions.
 """
 
-from agent_shim.services.disks.service import Disks, Timeouts
+from agent_shim.services.disks.service import Disks, DiskTimeouts
 
-__all__ = ["Disks", "Timeouts"]
+__all__ = ["DiskTimeouts", "Disks"]

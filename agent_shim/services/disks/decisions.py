@@ -148,7 +148,7 @@ class View(msgspec.Struct, frozen=True):
 # --- where disks belong ---------------------------------------------------------------------------------------------
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Placement(msgspec.Struct, frozen=True):
     """The disks (cids, or "") that belong on the store and on the migration target.
 
     ``replaced`` are disks that are still marked for the store although a finished copy of them is too. If there is a
@@ -161,12 +161,12 @@ class Plan(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def plan_of(view: View) -> Plan:
+def plan_of(view: View) -> Placement:
     """Decide where the disks of a view belong."""
     return plan(view.disks.values(), on_store=view.on_store, managed=view.managed, instance=view.instance)
 
 
-def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str) -> Plan:
+def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str) -> Placement:
     """Decide by the markers, then by the disk mounted last (``managed``), then by the disk mounted now
     (``on_store``).
     """
@@ -200,7 +200,7 @@ def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str)
     elif last:
         said = last.role or "unmounted"
         problem = f"disk {managed} was mounted last, but its marker says {said} (mount_disk {managed} mounts it again)"
-    return Plan(store, target, replaced, problem)
+    return Placement(store, target, replaced, problem)
 
 
 def _is_strange(disk: Disk, instance: str) -> bool:
@@ -273,13 +273,13 @@ class Sync(msgspec.Struct, frozen=True):
     volume: Path
 
 
-class Release(msgspec.Struct, frozen=True):
+class ReleaseVolume(msgspec.Struct, frozen=True):
     """Give up the lease of a volume, so that another agent may take it."""
 
     volume: Path
 
 
-Step = Take | Show | TakeAway | Mark | Claim | Unclaim | Sync | Release
+Step = Take | Show | TakeAway | Mark | Claim | Unclaim | Sync | ReleaseVolume
 
 # --- decisions ------------------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ def restore(view: View) -> list[Step]:
     for cid in (decided.store, decided.target, *sorted(decided.replaced)):
         steps += _take(disks[cid]) if cid in disks else []
     for cid in sorted(decided.replaced):
-        steps += [*_unclaim(view, disks[cid]), Release(disks[cid].there)]
+        steps += [*_unclaim(view, disks[cid]), ReleaseVolume(disks[cid].there)]
     there = view.on_store
     if decided.store in disks:
         disk = disks[decided.store]
@@ -381,7 +381,7 @@ def unmount(view: View, cid: str) -> list[Step]:
     elif point is not None or volume is None or view.managed == cid:
         steps.append(Unclaim(cid, is_managed=view.managed == cid))
     if volume is not None:
-        steps.append(Release(volume))
+        steps.append(ReleaseVolume(volume))
     return steps
 
 
@@ -419,7 +419,7 @@ def swap(view: View, old: str, new: str) -> list[Step]:
         Show(target.there, store, target.options),
         Mark(target.there, _copied(view, source, target, "store")),
         *_unclaim(view, source),
-        Release(source.there),
+        ReleaseVolume(source.there),
         TakeAway(view.target.path),
     ]
 

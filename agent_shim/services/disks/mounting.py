@@ -39,7 +39,7 @@ _SYSTEM: Final = frozenset(
 _KERNEL: Final = (Path("/proc"), Path("/sys"))
 
 
-class InUseError(ActionError):
+class VolumeInUseError(ActionError):
     """Another agent uses the volume, or its lease has not expired yet (``volume_lease``)."""
 
 
@@ -74,7 +74,7 @@ class DiskMounts:
         """Examine the disks unless a ``view`` is given, decide, carry out the steps, and examine the disks again if
         there were any steps.
 
-        Raises ``ActionError`` if the request is refused, and ``InUseError`` or ``OSError`` if a step fails.
+        Raises ``ActionError`` if the request is refused, and ``VolumeInUseError`` or ``OSError`` if a step fails.
         """
         view = self.look() if view is None else view
         steps = decide(view, *which)
@@ -243,7 +243,7 @@ class DiskMounts:
             case decisions.Take(cid, volume):
                 markers.set_aside(volume)
                 if rival := self._hold(volume / markers.DIRECTORY):
-                    raise InUseError(f"disk {cid} is in use by {rival}")
+                    raise VolumeInUseError(f"disk {cid} is in use by {rival}")
             case decisions.Show(volume, place, options):
                 volumes.show(volume, place, bind=self._may_bind())
                 with _logged(errno.EPERM):
@@ -265,7 +265,7 @@ class DiskMounts:
             case decisions.Sync(volume):
                 with _logged():
                     files.sync_filesystem(volume)
-            case decisions.Release(volume):
+            case decisions.ReleaseVolume(volume):
                 self._release(volume / markers.DIRECTORY)
 
     def _claim(self, step: decisions.Claim) -> None:

@@ -30,7 +30,7 @@ from agent_shim.services.disks import decisions, hints
 from agent_shim.services.disks.decisions import View
 from agent_shim.services.disks.hints import DiskSettings
 from agent_shim.services.disks.markers import OURS
-from agent_shim.services.disks.mounting import Decision, DiskMounts, InUseError, plain
+from agent_shim.services.disks.mounting import Decision, DiskMounts, VolumeInUseError, plain
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ async def in_worker(source: Path, target: Path, report: Report) -> list[str]:
     return (await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)).losses
 
 
-class Timeouts(msgspec.Struct, frozen=True):
+class DiskTimeouts(msgspec.Struct, frozen=True):
     """Timeouts in seconds."""
 
     arrival: float = 30.0
@@ -59,7 +59,7 @@ class Timeouts(msgspec.Struct, frozen=True):
     look: float = 0.2
     rival: float = 40.0
     """How long to wait for another agent's lease to expire. The agent of a deleted VM may have lost the disk without
-    releasing the lease, which expires if it is not renewed after the request begins (``volume_lease.Pace``).
+    releasing the lease, which expires if it is not renewed after the request begins (``volume_lease.LeasePace``).
     """
 
 
@@ -84,7 +84,7 @@ class Disks:
         release: Callable[[Path], None] = lambda _: None,
         is_held: Callable[[Path], bool] = lambda _: False,
         copy: Copy = in_worker,
-        timeouts: Timeouts = Timeouts(),
+        timeouts: DiskTimeouts = DiskTimeouts(),
         binds: bool | None = None,
     ) -> None:
         self._paths = paths
@@ -196,7 +196,7 @@ class Disks:
                     view = await self._fulfil(decisions.restore, view=view)
                     view = await self._fulfil(decisions.mount, cid, view=view)
                     break
-                except InUseError:
+                except VolumeInUseError:
                     if time.monotonic() > deadline:
                         raise
                 await asyncio.sleep(self.timeouts.look)

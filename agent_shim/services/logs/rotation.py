@@ -58,7 +58,7 @@ def size(text: str) -> int:
     return int(found[1]) * UNITS[found[2].lower()]
 
 
-class Limits(msgspec.Struct, frozen=True):
+class RotationLimits(msgspec.Struct, frozen=True):
     """Rotation limits: ``size`` in bytes above which a file is rotated, ``keep``, the number of archives per file, and
     ``total``, the size of all archives. ``period`` is in seconds.
     """
@@ -113,7 +113,7 @@ class Findings(NamedTuple):
 class Rotation:
     """Rotates the logs. ``spec_size`` returns the size in the deployed spec, or ""."""
 
-    def __init__(self, paths: Paths, limits: Limits, spec_size: Callable[[], str]) -> None:
+    def __init__(self, paths: Paths, limits: RotationLimits, spec_size: Callable[[], str]) -> None:
         self._root = paths.log
         self._rule = paths.logrotate_rule
         self._limits = limits

@@ -37,7 +37,7 @@ JOB_FILES: Final = (".log", ".out", ".err")
 AGENT_FILES: Final = ("current",)
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """A line of a log. ``file`` is the path below the directory of the job, ``raw`` the line without its line break."""
 
     job: str
@@ -92,13 +92,13 @@ class Follower:
         self._searched_at = float("-inf")
         self._looked_at = clock()
 
-    def last(self, count: int) -> Iterator[Line]:
+    def last(self, count: int) -> Iterator[LogLine]:
         """Yield the last ``count`` lines of each file, file by file. ``poll`` continues after them."""
         yield from self._search(at_end=True)
         for name in sorted(self._files):
             yield from (self._line(name, text) for text in self._files[name].last(count))
 
-    def poll(self) -> Iterator[Line]:
+    def poll(self) -> Iterator[LogLine]:
         """Yield the lines written since the last call. New files are read from the start."""
         now = self._clock()
         elapsed, self._looked_at = now - self._looked_at, now
@@ -110,7 +110,7 @@ class Follower:
             if not self._files[name].is_open:
                 del self._files[name]
 
-    def changed_at(self, line: Line) -> float:
+    def changed_at(self, line: LogLine) -> float:
         """Return the modification time of the line's file."""
         one = next((one for name, one in self._files.items() if self._line(name, b"")[:2] == line[:2]), None)
         return one.changed_at() if one else self._clock()
@@ -121,11 +121,11 @@ class Follower:
             one.close()
         self._files.clear()
 
-    def _line(self, name: str, text: bytes) -> Line:
+    def _line(self, name: str, text: bytes) -> LogLine:
         job, _, file = name.partition("/")
-        return Line(job, guarded.shown(file), text)
+        return LogLine(job, guarded.shown(file), text)
 
-    def _search(self, *, at_end: bool) -> Iterator[Line]:
+    def _search(self, *, at_end: bool) -> Iterator[LogLine]:
         """Open new files, preferring the most recently written files of each job. Yields a line for each job with too
         many files.
         """
@@ -142,7 +142,7 @@ class Follower:
                     self._open(each.path, at_end=at_end)
                 if len(wanted) > max(0, room) and job not in self._crowded:
                     self._crowded.add(job)
-                    yield Line(job, "*", b"(only %d files of this job are followed: it has more)" % share)
+                    yield LogLine(job, "*", b"(only %d files of this job are followed: it has more)" % share)
 
     def _jobs(self, top: int) -> list[str]:
         with closing(guarded.open_directory(top, "")) as directory:

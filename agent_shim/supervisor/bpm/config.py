@@ -65,7 +65,7 @@ class Unsafe(msgspec.Struct, frozen=True):
     host_pid_namespace: bool = False
 
 
-class Process(msgspec.Struct, frozen=True):
+class ProcessConfig(msgspec.Struct, frozen=True):
     """One process. ``env`` overrides the defaults. An empty ``workdir`` is the job's directory.
 
     ``pre_start`` runs before the process, as root and outside the sandbox; "" means none. ``capabilities`` have no
@@ -91,9 +91,9 @@ class Process(msgspec.Struct, frozen=True):
 class BpmFile(msgspec.Struct, frozen=True):
     """The processes that a bpm.yml defines. An empty file defines none."""
 
-    processes: tuple[Process, ...] = ()
+    processes: tuple[ProcessConfig, ...] = ()
 
-    def process(self, name: str) -> Process | None:
+    def process(self, name: str) -> ProcessConfig | None:
         """Return the first process with this name, which is the argument of ``-p`` or the name of the job."""
         return next((process for process in self.processes if process.name == name), None)
 
@@ -128,12 +128,12 @@ def parse(
 # --- the schema -----------------------------------------------------------------------------------------------------
 
 
-def _process(entry: _Map, root: str, disks: frozenset[str]) -> Process:
+def _process(entry: _Map, root: str, disks: frozenset[str]) -> ProcessConfig:
     signal = entry.text("shutdown_signal") or "TERM"
     if signal not in ("TERM", "INT"):
         entry.wrong("shutdown_signal", "TERM or INT")
     volumes = [_additional(volume, root, disks) for volume in entry.maps("additional_volumes")]
-    return Process(
+    return ProcessConfig(
         name=entry.required("name"),
         executable=entry.required("executable"),
         args=entry.texts("args"),

@@ -21,7 +21,7 @@ NET_TIMEOUT: Final = 5
 ECHO_COUNT: Final = 3
 
 
-class Program(msgspec.Struct, frozen=True):
+class MonitProgram(msgspec.Struct, frozen=True):
     """A command that is run without a shell. ``uid`` and ``gid`` are names or numbers ("" means root), and ``timeout``
     is in seconds.
     """
@@ -36,7 +36,7 @@ class Action(msgspec.Struct, frozen=True):
     """The action of a rule. Only ``exec`` has a ``program``. ``ignore``, which a file cannot contain, has no effect."""
 
     kind: ActionKind
-    program: Program | None = None
+    program: MonitProgram | None = None
 
 
 ALERT: Final = Action("alert")
@@ -201,8 +201,8 @@ class Check(_Placed, frozen=True):
     matching: str = ""
     path: str = ""
     address: str = ""
-    start: Program | None = None
-    stop: Program | None = None
+    start: MonitProgram | None = None
+    stop: MonitProgram | None = None
     groups: tuple[str, ...] = ()
     depends: tuple[str, ...] = ()
     mode: Mode = "active"

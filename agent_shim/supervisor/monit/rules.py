@@ -45,7 +45,7 @@ DIGESTS: Final[Mapping[int, values.Algorithm]] = {32: "md5", 40: "sha1"}
 NO_TLS: Final = "monit on a BOSH machine has no TLS"
 
 
-def read_program(reader: Reader, *, timed: bool = True) -> values.Program:
+def read_program(reader: Reader, *, timed: bool = True) -> values.MonitProgram:
     """Parse the words after ``start``, ``stop`` or ``exec``, then user and group and, if ``timed``, the timeout."""
     reader.skip()
     argv = [reader.need("a program and its arguments", "STRING", "PATH").value]
@@ -60,11 +60,11 @@ def read_program(reader: Reader, *, timed: bool = True) -> values.Program:
         else:
             gid = _owner(reader, "a group")
     if not timed:
-        return values.Program(tuple(argv), uid, gid)
+        return values.MonitProgram(tuple(argv), uid, gid)
     timeout = reader.timeout(values.START_TIMEOUT)
     if reader.kind in ("uid", "gid"):
         raise reader.error(f"'{reader.kind}' before 'timeout'")
-    return values.Program(tuple(argv), uid, gid, timeout)
+    return values.MonitProgram(tuple(argv), uid, gid, timeout)
 
 
 def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | None:

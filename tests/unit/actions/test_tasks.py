@@ -17,7 +17,7 @@ from agent_shim.actions.tasks import (
     MAX_HELD,
     MAX_JOURNAL_BYTES,
     MAX_WAITING_BYTES,
-    Bounds,
+    TaskLimits,
     Tasks,
 )
 from agent_shim.core import wire
@@ -165,7 +165,7 @@ async def test_task_results_are_bounded_by_number_size_and_age(tmp_path: Path) -
     async def work() -> str:
         return "x" * 98
 
-    async def made(bounds: Bounds) -> list[str]:
+    async def made(bounds: TaskLimits) -> list[str]:
         lane = Tasks(tmp_path / "t", bounds=bounds)
         running = asyncio.ensure_future(lane.run(failure))
         tasks = [lane.submit("m", work) for _ in range(5)]
@@ -175,11 +175,11 @@ async def test_task_results_are_bounded_by_number_size_and_age(tmp_path: Path) -
         running.cancel()
         return [task.id for task in tasks if is_known(lane, task.id)]
 
-    assert len(await made(Bounds(number=2))) == 2
-    assert len(await made(Bounds(age=-1))) == 0
-    assert len(await made(Bounds(size=350))) == 3
-    assert len(await made(Bounds(size=10))) == 1
-    assert len(await made(Bounds())) == 5
+    assert len(await made(TaskLimits(number=2))) == 2
+    assert len(await made(TaskLimits(age=-1))) == 0
+    assert len(await made(TaskLimits(size=350))) == 3
+    assert len(await made(TaskLimits(size=10))) == 1
+    assert len(await made(TaskLimits())) == 5
 
 
 async def test_persistent_task_resumes_under_its_id_after_a_restart(tmp_path: Path) -> None:

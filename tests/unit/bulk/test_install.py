@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.bulk import install
-from agent_shim.bulk.protocol import BlobRef, Target
+from agent_shim.bulk.protocol import BlobRef, UnpackTarget
 from agent_shim.host import files
 
 
@@ -22,7 +22,7 @@ def test_bundle_gets_its_name_only_after_it_is_synced(tmp_path: Path, monkeypatc
         seen.append(bundle.exists())
 
     monkeypatch.setattr(files, "sync_filesystem", synced)
-    install.finish([install.Piece(Target("package", "p", str(bundle), BlobRef()), temp)])
+    install.finish([install.Piece(UnpackTarget("package", "p", str(bundle), BlobRef()), temp)])
 
     assert seen == [False, True]
     assert (bundle / "file").read_text() == "x"

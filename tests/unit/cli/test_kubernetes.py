@@ -11,25 +11,25 @@ import yaml
 
 from agent_shim.cli import kubernetes
 from agent_shim.cli.deployment import Group
-from agent_shim.cli.kubernetes import Port
+from agent_shim.cli.kubernetes import JobPort
 from agent_shim.core.errors import ConfigError
 
 
-def parts(**group: Any) -> kubernetes.Parts:
+def parts(**group: Any) -> kubernetes.ObjectInputs:
     """Return the input for a group with these members."""
-    return kubernetes.Parts(
+    return kubernetes.ObjectInputs(
         deployment="My shop!",
         group=msgspec.convert({"name": "web", **group}, Group),
         manifest="name: shop\ninstance_groups: []\n",
         releases=["releases/web.tgz"],
         image="registry.example/agent-shim:1",
         renderer="registry.example/web:1",
-        ports=[Port("http", 8080), Port("udp-53", 53, "UDP")],
+        ports=[JobPort("http", 8080), JobPort("udp-53", 53, "UDP")],
         is_privileged=False,
     )
 
 
-def written(where: Path, made: kubernetes.Parts) -> dict[str, Any]:
+def written(where: Path, made: kubernetes.ObjectInputs) -> dict[str, Any]:
     """Return the objects in the files that the kustomization lists, by kind and name."""
     kubernetes.write(made, where)
     names = yaml.safe_load((where / "kustomization.yaml").read_text())["resources"]
@@ -79,7 +79,7 @@ def test_secret_file_is_private_even_if_an_older_one_was_not(tmp_path: Path) -> 
 
 
 def test_changed_manifest_replaces_the_pods(tmp_path: Path) -> None:
-    def annotations(made: kubernetes.Parts) -> Any:
+    def annotations(made: kubernetes.ObjectInputs) -> Any:
         return written(tmp_path, made)["StatefulSet/web"]["spec"]["template"]["metadata"]["annotations"]
 
     assert annotations(parts()) != annotations(parts()._replace(manifest="other"))
@@ -91,20 +91,24 @@ def test_changed_manifest_replaces_the_pods(tmp_path: Path) -> None:
         (
             {"quarks": {"ports": [{"name": "api_port", "internal": "80-81", "protocol": "tcp"}]}},
             [],
-            [Port("api-port", 80), Port("tcp-81", 81)],
+            [JobPort("api-port", 80), JobPort("tcp-81", 81)],
         ),
         (
             {"bosh_containerization": {"ports": [{"name": "d", "internal": 53, "protocol": "UDP"}]}},
             [],
-            [Port("d", 53, "UDP")],
+            [JobPort("d", 53, "UDP")],
         ),
         (
             {},
             [{"nats": {"port": 4222, "cluster_port": "4223", "monitor_port": 0, "user": "x", "report": 7}}],
-            [Port("nats", 4222), Port("nats-cluster", 4223)],
+            [JobPort("nats", 4222), JobPort("nats-cluster", 4223)],
         ),
-        ({}, [{"port": 1}, {"x": {"port": 1}}, {"a_very_long_name_of_a_port": 2}], [Port("port", 1), Port("tcp-2", 2)]),
-        ({}, [{"agent": {"port": 3}}], [Port("tcp-3", 3)]),
+        (
+            {},
+            [{"port": 1}, {"x": {"port": 1}}, {"a_very_long_name_of_a_port": 2}],
+            [JobPort("port", 1), JobPort("tcp-2", 2)],
+        ),
+        ({}, [{"agent": {"port": 3}}], [JobPort("tcp-3", 3)]),
     ],
 )
 def test_service_ports_come_from_properties_and_links(properties: Any, links: Any, found: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from agent_shim.cli import links
-from agent_shim.cli.deployment import JobSpec, Manifest
+from agent_shim.cli.deployment import DeploymentManifest, JobSpec
 from agent_shim.core.errors import ConfigError
 
 MANIFEST = """
@@ -59,14 +59,14 @@ def resolved(
 
 
 def _consumer(manifest: Any) -> Any:
-    group = msgspec.convert(manifest, Manifest).instance_groups[1]
+    group = msgspec.convert(manifest, DeploymentManifest).instance_groups[1]
     return group, group.jobs[0]
 
 
 def resolver(manifest: Any, specs: Any) -> links.Resolver:
     read = {(key.split("/")[0], key.split("/")[1]): msgspec.convert(spec, JobSpec) for key, spec in specs.items()}
     addresses = links.Addresses(lambda group, index, network, _: group.static_ip(index, network), lambda *_: "")
-    return links.Resolver(msgspec.convert(manifest, Manifest), read, addresses)
+    return links.Resolver(msgspec.convert(manifest, DeploymentManifest), read, addresses)
 
 
 def test_implicit_link_has_the_content_that_a_director_gives_it() -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from agent_shim.cli import release_tarball
-from agent_shim.cli.release_tarball import CompiledPackage, Job, License, Manifest, SourcePackage
+from agent_shim.cli.release_tarball import CompiledPackage, JobPart, License, ReleaseManifest, SourcePackage
 from agent_shim.core.errors import ActionError, ArchiveError, ConfigError, DigestError
 
 
@@ -52,8 +52,8 @@ def test_release_manifest_values_are_read_as_text() -> None:
         b"packages: [{name: p, sha1: 0777, dependencies: ~}]\nlicense:\n"
     )
 
-    assert manifest == Manifest(
-        "a", "1.10", "12e34", True, [Job("j", "010", packages=["p"])], [SourcePackage("p", sha1="0777")]
+    assert manifest == ReleaseManifest(
+        "a", "1.10", "12e34", True, [JobPart("j", "010", packages=["p"])], [SourcePackage("p", sha1="0777")]
     )
 
 
@@ -65,7 +65,7 @@ def test_invalid_release_manifest_is_rejected(raw: bytes) -> None:
 
 def test_compiled_release_manifest_has_the_members_of_the_go_agent() -> None:
     """The members are in the Go agent's order. A text that some YAML parser could read as a number is quoted."""
-    manifest = Manifest("a", "1.10", "12e34", license=License("l", "l", "l"), packages=[source("p")])
+    manifest = ReleaseManifest("a", "1.10", "12e34", license=License("l", "l", "l"), packages=[source("p")])
     compiled = release_tarball.compiled_manifest(manifest, [CompiledPackage("p", "1", "1", "5", "debian-x/1", ["q"])])
     raw = release_tarball.render_manifest(compiled)
 
@@ -119,7 +119,7 @@ def test_release_manifest_is_found_in_any_tarball(tmp_path: Path, mode: Literal[
     """The tarball may be compressed, and names in it may begin with ``./``."""
     path = tarball(tmp_path / "r", ("jobs/release.MF", b"name: no"), (name, b"name: a\nversion: 1"), mode=mode)
 
-    assert release_tarball.read_manifest(path) == Manifest("a", "1")
+    assert release_tarball.read_manifest(path) == ReleaseManifest("a", "1")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_release_that_cannot_be_compiled_is_rejected(tmp_path: Path, manifest: b
 
 def test_release_packages_are_extracted_and_verified(tmp_path: Path) -> None:
     """A file with a wrong digest is deleted. A package that is unknown or missing is an error."""
-    manifest = Manifest("a", "1", packages=[source("p"), source("q")])
+    manifest = ReleaseManifest("a", "1", packages=[source("p"), source("q")])
     good = tarball(tmp_path / "good.tgz", ("packages/", None), ("./packages/q.tgz", b"q"), ("packages/p.tgz", b"p"))
     into = tmp_path / "blobs"
     into.mkdir()
@@ -188,7 +188,7 @@ def test_compiled_packages_replace_the_sources_in_the_release(
     path = tarball(tmp_path / "r.tgz", *before, *packages, *REST)
     (tmp_path / "blob").write_bytes(b"compiled")
     out = tmp_path / "out.tgz"
-    release_tarball.write_compiled(path, out, Manifest("b"), {"p": tmp_path / "blob"})
+    release_tarball.write_compiled(path, out, ReleaseManifest("b"), {"p": tmp_path / "blob"})
 
     with tarfile.open(out, "r:gz") as packed:
         members = packed.getmembers()
@@ -203,7 +203,7 @@ def test_compiled_packages_replace_the_sources_in_the_release(
         ("./LICENSE", 0o644),
     ]
     assert {(each.uid, each.uname, each.mtime) for each in members} == {(0, "root", 0)}
-    assert release_tarball.parse_manifest(found.pop("./release.MF")) == Manifest("b")
+    assert release_tarball.parse_manifest(found.pop("./release.MF")) == ReleaseManifest("b")
     assert found == {
         "./jobs/web.tgz": b"web",
         "./compiled_packages/p.tgz": b"compiled",
@@ -214,7 +214,7 @@ def test_compiled_packages_replace_the_sources_in_the_release(
 
 def test_uncompressed_release_stays_uncompressed(tmp_path: Path) -> None:
     path = tarball(tmp_path / "r.tar", ("release.MF", b"name: a"), mode="w")
-    release_tarball.write_compiled(path, tmp_path / "out", Manifest("a", no_compression=True), {})
+    release_tarball.write_compiled(path, tmp_path / "out", ReleaseManifest("a", no_compression=True), {})
 
     with tarfile.open(tmp_path / "out", "r:") as packed:
         assert packed.getnames() == ["./release.MF"]
@@ -226,5 +226,5 @@ def test_release_tarball_is_removed_if_writing_it_fails(tmp_path: Path) -> None:
     out.mkdir()
 
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        release_tarball.write_compiled(path, out / "r.tgz", Manifest("a"), {"p": tmp_path / "nowhere"})
+        release_tarball.write_compiled(path, out / "r.tgz", ReleaseManifest("a"), {"p": tmp_path / "nowhere"})
     assert list(out.iterdir()) == []

@@ -95,7 +95,7 @@ def test_alert_text_is_safe_to_send_and_show(text: str) -> None:
 @nasty
 def test_control_characters_in_job_output_are_escaped(text: str) -> None:
     written = f"said{text}".encode(errors="surrogatepass")
-    line = tail.Line(f"web{text}", f"a{text}.log", written)
+    line = tail.LogLine(f"web{text}", f"a{text}.log", written)
 
     assert is_safe(line.plain().replace("\n", "").replace("\t", ""))
     assert is_safe(line.as_json())

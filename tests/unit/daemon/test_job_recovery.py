@@ -13,9 +13,9 @@ import pytest
 
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.tasks import Tasks
-from agent_shim.daemon.job_recovery import JobRecovery, Pace
+from agent_shim.daemon.job_recovery import JobRecovery, RecoveryPace
 
-PACE = Pace(first=60, limit=60, look=0.01)
+PACE = RecoveryPace(first=60, limit=60, look=0.01)
 
 
 class Coming:

@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agent_shim.core.spec import ApplySpec, Archive, Job, Package, Template
+from agent_shim.core.spec import AppliedPackage, ApplySpec, Archive, InstanceGroup, Template
 from agent_shim.services import scripts
 from agent_shim.services.scripts import drain_arguments, drain_environment
 
 
-def packages(**digests: str) -> dict[str, Package]:
-    return {name: Package(name=name, sha1=digest) for name, digest in digests.items()}
+def packages(**digests: str) -> dict[str, AppliedPackage]:
+    return {name: AppliedPackage(name=name, sha1=digest) for name, digest in digests.items()}
 
 
 NOW = ApplySpec(
-    job=Job(name="web", templates=[Template("web")]),
+    job=InstanceGroup(name="web", templates=[Template("web")]),
     configuration_hash="aaa",
     packages=packages(ruby="sha1", nginx="sha1;sha256:x", old="1"),
     persistent_disk=1024,
@@ -42,7 +42,7 @@ FRESH = ApplySpec()
             replace(NOW, packages=packages(zlib="1", ruby="2", old="1")),
             ["job_changed", "hash_unchanged", "ruby", "zlib"],
         ),
-        (replace(NOW, job=Job()), NOW, ["job_new", "hash_unchanged"]),
+        (replace(NOW, job=InstanceGroup()), NOW, ["job_new", "hash_unchanged"]),
     ],
 )
 def test_drain_arguments_of_an_update_list_changed_packages(

@@ -17,10 +17,10 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import clock as clock_of_agent
 from agent_shim.host import guarded, mounts
 from agent_shim.services import volume_lease
-from agent_shim.services.volume_lease import Lease, Pace, VolumeLeases
+from agent_shim.services.volume_lease import Lease, LeasePace, VolumeLeases
 from tests.support.waiting import until
 
-SHORT = Pace(period=0.02, patience=0.15, restart=0.08)
+SHORT = LeasePace(period=0.02, patience=0.15, restart=0.08)
 
 
 def leases(host: str = "pod-0", boot: str = "kernel 1", agent_id: str = "a-1") -> VolumeLeases:

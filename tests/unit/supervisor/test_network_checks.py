@@ -78,7 +78,7 @@ def test_http_check_reads_small_chunks_without_copying_the_page() -> None:
 
     def seconds(before: int) -> float:
         """Return the processor time for the same chunks, arriving after ``before`` bytes."""
-        response = network_checks.Response(Protocol("http", content="x"))
+        response = network_checks.PageReader(Protocol("http", content="x"))
         response.read(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % before + b"a" * before + b"\r\n")
         begun = time.thread_time()
         response.read(b"1\r\na\r\n" * 2000)

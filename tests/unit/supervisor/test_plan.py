@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agent_shim.supervisor.monit import control_file, parser
-from agent_shim.supervisor.monit.ast import Action, JobFile, Program
+from agent_shim.supervisor.monit.ast import Action, JobFile, MonitProgram
 from agent_shim.supervisor.plan import MAX_FILES, ProcessSpec, RestartLimit, plan
 
 WEB = """
@@ -36,8 +36,8 @@ def test_plan_reads_the_programs_pidfile_and_group_of_a_process() -> None:
         name="web",
         job="web",
         pidfile="/var/vcap/sys/run/web/web.pid",
-        start=Program(("/var/vcap/jobs/web/bin/ctl", "start"), "vcap", "vcap", 60),
-        stop=Program(("/var/vcap/jobs/web/bin/ctl", "stop")),
+        start=MonitProgram(("/var/vcap/jobs/web/bin/ctl", "start"), "vcap", "vcap", 60),
+        stop=MonitProgram(("/var/vcap/jobs/web/bin/ctl", "stop")),
     )
     assert spec.is_vcap
     assert spec.is_restartable
@@ -70,7 +70,7 @@ def test_plan_compiles_the_pattern_of_a_process_without_a_pidfile() -> None:
     ("statement", "member", "value"),
     [
         ("if does not exist then alert", "absence", Action("alert")),
-        ('if not exist then exec "/bin/tell me"', "absence", Action("exec", Program(("/bin/tell", "me")))),
+        ('if not exist then exec "/bin/tell me"', "absence", Action("exec", MonitProgram(("/bin/tell", "me")))),
         ("if does not exist for 3 cycles then restart", "absence_cycles", 3),
         ("if changed pid then restart", "change", Action("restart")),
         ("if 3 restarts within 5 cycles then unmonitor", "limits", (RestartLimit(3, 5, Action("unmonitor")),)),

@@ -16,7 +16,7 @@ from agent_shim.supervisor import process_stats
 from agent_shim.supervisor.event_kinds import CONNECTION, RESOURCE, Complaint
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_stats import ProcessStats
-from agent_shim.supervisor.service import Record
+from agent_shim.supervisor.service import ServiceRecord
 from agent_shim.supervisor.state import State
 
 TABLE = {
@@ -36,7 +36,7 @@ def service(**changes: Any) -> Any:
         "state": State.RUNNING,
         "complaints": complaints,
         "spec": ProcessSpec("web", "job"),
-        "record": Record(reason="it ended"),
+        "record": ServiceRecord(reason="it ended"),
         "retry_at": None,
     }
     return SimpleNamespace(**members | changes)

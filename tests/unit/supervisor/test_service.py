@@ -20,15 +20,15 @@ from agent_shim.core.errors import HostError
 from agent_shim.supervisor.bpm.calls import BpmCall
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
-from agent_shim.supervisor.monit.ast import ALERT, Action, Connection, Limit, Program, Rule
+from agent_shim.supervisor.monit.ast import ALERT, Action, Connection, Limit, MonitProgram, Rule
 from agent_shim.supervisor.ownership.ending import Code, Ending, Signal
 from agent_shim.supervisor.ownership.keepers import Left
 from agent_shim.supervisor.plan import ProcessSpec, RestartLimit
-from agent_shim.supervisor.service import Event, Record, Service, StopRequest
+from agent_shim.supervisor.service import Event, Service, ServiceRecord, StopRequest
 from agent_shim.supervisor.state import State, Trigger
 from tests.support.played import SPEC, START_TAKES, TIMING, Machine, played, service_on
 
-CTL: Final = Program(("ctl",))
+CTL: Final = MonitProgram(("ctl",))
 CALL: Final = BpmCall("start", "web", "web")
 STOP_S: Final = 30
 """Timeout of the stop program."""
@@ -430,7 +430,7 @@ async def test_stop_program_runs_once_and_only_if_the_service_was_started(is_res
     for state, programs in ((State.STOPPED, 0), (State.RUNNING, 1), (State.UNMONITORED, 1)):
         service = service_on(machine := Machine(how_starts="not"))
         if is_resumed:
-            service.resume(Record(state=state), same_world=True)
+            service.resume(ServiceRecord(state=state), same_world=True)
         elif programs:
             service.start()
         async with running(service):

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.service import Event, Record, Service
+from agent_shim.supervisor.service import Event, Service, ServiceRecord
 from agent_shim.supervisor.state import ENDING, State
 from tests.support.played import SPEC, START_TAKES, TIMING, Machine, Played, played, service_on
 
@@ -166,7 +166,7 @@ class Walk:
         # even know that program. It repeats an unfinished stop instead.
         self.machine.stopper = None
         self.service = self.made()
-        self.service.resume(msgspec.json.decode(saved, type=Record), same_world=same_world)
+        self.service.resume(msgspec.json.decode(saved, type=ServiceRecord), same_world=same_world)
         self.running = asyncio.create_task(self.service.run())
 
     async def step(self, step: Step) -> None:

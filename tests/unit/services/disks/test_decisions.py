@@ -16,8 +16,8 @@ from agent_shim.services.disks.decisions import (
     Disk,
     Mark,
     MountPoint,
-    Plan,
-    Release,
+    Placement,
+    ReleaseVolume,
     Show,
     TakeAway,
     Unclaim,
@@ -61,53 +61,55 @@ STRANGE = "disk a belongs to another instance and the Director has not had it mo
 @pytest.mark.parametrize(
     ("disks", "managed", "on_store", "decided"),
     [
-        ([], "", "", Plan()),
-        ([], "a", "", Plan()),
-        ([marked("a", "store")], "", "", Plan("a")),
-        ([marked("a", "store"), unmarked("b")], "", "", Plan("a")),
-        ([marked("a", "store"), unmarked("b")], "b", "", Plan("a")),
-        ([marked("a", "store"), marked("b", "target")], "", "", Plan("a", "b")),
-        ([marked("a", "store"), marked("b", "target", "a")], "", "b", Plan("a", "b")),
-        ([marked("a", "store"), marked("b", "store", "a")], "a", "a", Plan("b", replaced=frozenset("a"))),
-        ([marked("a", ""), marked("b", "store", "a")], "a", "", Plan("b")),
+        ([], "", "", Placement()),
+        ([], "a", "", Placement()),
+        ([marked("a", "store")], "", "", Placement("a")),
+        ([marked("a", "store"), unmarked("b")], "", "", Placement("a")),
+        ([marked("a", "store"), unmarked("b")], "b", "", Placement("a")),
+        ([marked("a", "store"), marked("b", "target")], "", "", Placement("a", "b")),
+        ([marked("a", "store"), marked("b", "target", "a")], "", "b", Placement("a", "b")),
+        ([marked("a", "store"), marked("b", "store", "a")], "a", "a", Placement("b", replaced=frozenset("a"))),
+        ([marked("a", ""), marked("b", "store", "a")], "a", "", Placement("b")),
         (
             [marked("a", "store", "b", generation=2), marked("b", "store", "a")],
             "b",
             "b",
-            Plan("a", replaced=frozenset("b")),
+            Placement("a", replaced=frozenset("b")),
         ),
-        ([marked("a", "store"), marked("b", "store")], "", "", Plan(problem=BOTH)),
-        ([marked("a", "store"), marked("b", "store")], "b", "a", Plan("b")),
-        ([marked("a", "store"), marked("b", "store")], "", "a", Plan("a")),
-        ([marked("b", "target")], "", "", Plan("", "b")),
-        ([marked("a", "")], "", "", Plan()),
-        ([marked("a", "")], "a", "", Plan(problem=UNMOUNTED)),
-        ([marked("a", "target")], "a", "", Plan("", "a", problem=UNMOUNTED.replace("unmounted", "target"))),
-        ([marked("a", "store", says="b")], "a", "", Plan(problem=RENAMED)),
-        ([marked("a", "store", says="b"), marked("c", "store")], "a", "", Plan(problem=RENAMED)),
-        ([unmarked("a")], "", "", Plan()),
-        ([unmarked("a")], "a", "", Plan("a")),
-        ([unmarked("a"), unmarked("b")], "b", "a", Plan("a")),
-        ([unmarked("a"), unmarked("b")], "", "", Plan()),
-        ([marked("a", "store", says="b")], "", "", Plan()),
-        ([absent("a")], "", "", Plan()),
-        ([absent("a")], "a", "", Plan(problem=GONE)),
-        ([absent("a"), marked("b", "store")], "a", "", Plan(problem=GONE)),
-        ([absent("a"), marked("b", "store", "a")], "a", "", Plan("b", replaced=frozenset())),
-        ([marked("a", "store", instance="i-1")], "", "", Plan("a")),
-        ([marked("a", "store", instance="i-2")], "", "", Plan(problem=STRANGE)),
-        ([marked("a", "target", instance="i-2"), marked("b", "store")], "", "", Plan("b")),
-        ([marked("a", "", instance="i-2")], "", "", Plan()),
-        ([marked("a", "store", instance="i-2"), marked("b", "store", instance="i-1")], "", "", Plan("b")),
+        ([marked("a", "store"), marked("b", "store")], "", "", Placement(problem=BOTH)),
+        ([marked("a", "store"), marked("b", "store")], "b", "a", Placement("b")),
+        ([marked("a", "store"), marked("b", "store")], "", "a", Placement("a")),
+        ([marked("b", "target")], "", "", Placement("", "b")),
+        ([marked("a", "")], "", "", Placement()),
+        ([marked("a", "")], "a", "", Placement(problem=UNMOUNTED)),
+        ([marked("a", "target")], "a", "", Placement("", "a", problem=UNMOUNTED.replace("unmounted", "target"))),
+        ([marked("a", "store", says="b")], "a", "", Placement(problem=RENAMED)),
+        ([marked("a", "store", says="b"), marked("c", "store")], "a", "", Placement(problem=RENAMED)),
+        ([unmarked("a")], "", "", Placement()),
+        ([unmarked("a")], "a", "", Placement("a")),
+        ([unmarked("a"), unmarked("b")], "b", "a", Placement("a")),
+        ([unmarked("a"), unmarked("b")], "", "", Placement()),
+        ([marked("a", "store", says="b")], "", "", Placement()),
+        ([absent("a")], "", "", Placement()),
+        ([absent("a")], "a", "", Placement(problem=GONE)),
+        ([absent("a"), marked("b", "store")], "a", "", Placement(problem=GONE)),
+        ([absent("a"), marked("b", "store", "a")], "a", "", Placement("b", replaced=frozenset())),
+        ([marked("a", "store", instance="i-1")], "", "", Placement("a")),
+        ([marked("a", "store", instance="i-2")], "", "", Placement(problem=STRANGE)),
+        ([marked("a", "target", instance="i-2"), marked("b", "store")], "", "", Placement("b")),
+        ([marked("a", "", instance="i-2")], "", "", Placement()),
+        ([marked("a", "store", instance="i-2"), marked("b", "store", instance="i-1")], "", "", Placement("b")),
     ],
 )
-def test_disk_markers_determine_the_mount_points(disks: list[Disk], managed: str, on_store: str, decided: Plan) -> None:
+def test_disk_markers_determine_the_mount_points(
+    disks: list[Disk], managed: str, on_store: str, decided: Placement
+) -> None:
     assert plan(disks, on_store=on_store, managed=managed, instance="i-1") == decided
 
 
 def test_disk_of_any_instance_is_used_before_the_instance_id_is_known() -> None:
     """Until the first apply, the agent does not know its instance id."""
-    assert plan([marked("a", "store", instance="i-2")], on_store="", managed="", instance="") == Plan("a")
+    assert plan([marked("a", "store", instance="i-2")], on_store="", managed="", instance="") == Placement("a")
 
 
 # --- steps ----------------------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def test_swap_marks_the_copy_before_its_source() -> None:
         Show(HERE / "b", HERE / "store"),
         Mark(HERE / "b", Marker("b", "store", "a", 4, "")),
         Unclaim("a", HERE / "a", Marker("a", "", "", 3, "")),
-        Release(HERE / "a"),
+        ReleaseVolume(HERE / "a"),
         TakeAway(HERE / "target"),
     ]
 

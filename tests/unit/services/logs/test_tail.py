@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.services.logs import log_file, tail
-from agent_shim.services.logs.tail import Follower, Line
+from agent_shim.services.logs.tail import Follower, LogLine
 
 
 class Clock:
@@ -150,7 +150,7 @@ def test_tail_splits_an_endless_line(tmp_path: Path, follower: Follower, clock: 
     assert [len(text) for text in found] == [log_file.MAX_LINE_BYTES] * 2
 
 
-def _after(follower: Follower, clock: Clock) -> list[Line]:
+def _after(follower: Follower, clock: Clock) -> list[LogLine]:
     clock.now += tail.SEARCH_PERIOD_S
     return list(follower.poll())
 
@@ -167,7 +167,7 @@ def test_tail_shows_the_last_lines_and_then_new_ones(tmp_path: Path, clock: Cloc
 
 
 def test_tail_escapes_invalid_utf_8_and_keeps_json_valid() -> None:
-    line = Line("web", "a.log", b'\xff\x00"')
+    line = LogLine("web", "a.log", b'\xff\x00"')
 
     assert json.loads(line.as_json()) == {"logger": "job", "job": "web", "file": "a.log", "message": '\ufffd\0"'}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.bpm import config
-from agent_shim.supervisor.bpm.config import BpmFile, Limits, Process, Unsafe, Volume
+from agent_shim.supervisor.bpm.config import BpmFile, Limits, ProcessConfig, Unsafe, Volume
 
 WHOLE = """
 other: [ignored, {a: 1, a: 2}]
@@ -54,7 +54,7 @@ def parse(text: str) -> BpmFile:
     return config.parse(text, origin="server/bpm.yml", job="server")
 
 
-def one(text: str) -> Process:
+def one(text: str) -> ProcessConfig:
     """Parse a file with a single process that has the keys in ``text``, and return the process."""
     lines = "".join(f"  {line}\n" for line in text.splitlines())
     (process,) = parse(f"processes:\n- name: p\n  executable: x\n{lines}").processes
@@ -80,7 +80,7 @@ def test_every_bpm_key_is_parsed() -> None:
     """Keys that bpm does not know are ignored."""
     file = parse(WHOLE)
 
-    assert file.processes[0] == Process(
+    assert file.processes[0] == ProcessConfig(
         name="server",
         executable="/var/vcap/packages/server/bin/server",
         args=("--port", "2424", "--on=yes"),
@@ -98,7 +98,7 @@ def test_every_bpm_key_is_parsed() -> None:
         unsafe=Unsafe(privileged=True, unrestricted_volumes=(Volume("/etc/*"),), host_pid_namespace=True),
         shutdown_signal="INT",
     )
-    assert file.processes[1] == Process(name="worker", executable="work")
+    assert file.processes[1] == ProcessConfig(name="worker", executable="work")
 
 
 def test_bpm_process_is_found_by_its_name() -> None:
@@ -240,8 +240,8 @@ processes:
     )
 
     assert file.processes == (
-        Process("a", "/base", workdir="/own", env={"A": "b"}),
-        Process("b", "/more", workdir="/base", args=("x",), env={"A": "b"}),
+        ProcessConfig("a", "/base", workdir="/own", env={"A": "b"}),
+        ProcessConfig("b", "/more", workdir="/base", args=("x",), env={"A": "b"}),
     )
 
 
@@ -384,7 +384,7 @@ def test_bpm_config_reads_nested_merges_once() -> None:
     levels = "".join(f"l{number + 1}: &l{number + 1} {{<<: [*l{number}, *l{number}]}}\n" for number in range(60))
 
     (process,) = parse(f"l0: &l0 {{name: a, executable: b}}\n{levels}processes: [*l60]").processes
-    assert process == Process("a", "b")
+    assert process == ProcessConfig("a", "b")
 
 
 @given(st.text("abc:-[]{}&*!|>'\"\n #,~<?%@` 1\t", max_size=40))

@@ -16,7 +16,7 @@ from agent_shim.supervisor.monit.ast import (
     Limit,
     Missing,
     MonitFile,
-    Program,
+    MonitProgram,
     Rate,
     Restarts,
     Rule,
@@ -63,8 +63,8 @@ def test_parser_reads_every_part_of_a_check() -> None:
                 kind="process",
                 name="worker",
                 pidfile="/var/vcap/sys/run/worker/worker.pid",
-                start=Program(("/var/vcap/jobs/worker/bin/ctl", "start", "a b"), "vcap", "100", 60),
-                stop=Program(("/var/vcap/jobs/worker/bin/ctl", "stop")),
+                start=MonitProgram(("/var/vcap/jobs/worker/bin/ctl", "start", "a b"), "vcap", "100", 60),
+                stop=MonitProgram(("/var/vcap/jobs/worker/bin/ctl", "stop")),
                 depends=("db", "Cache"),
                 groups=("vcap", "other"),
                 mode="manual",
@@ -73,7 +73,7 @@ def test_parser_reads_every_part_of_a_check() -> None:
                     Rule(Missing(), Action("restart"), Rate(2, 2)),
                     Rule(
                         Limit("totalmemory", ">", 1.5 * 2**30),
-                        Action("exec", Program(("/bin/bash", "-c", "kill -9 1"), "root")),
+                        Action("exec", MonitProgram(("/bin/bash", "-c", "kill -9 1"), "root")),
                         Rate(3, 5),
                         Action("start"),
                         Rate(2, 2),
@@ -131,7 +131,7 @@ def test_host_check_address_is_the_default_for_connections() -> None:
 def test_last_of_several_start_programs_of_a_check_is_used() -> None:
     (check,) = parse('check a pidfile /p start "/x" start "/y"').services
 
-    assert check.start == Program(("/y",))
+    assert check.start == MonitProgram(("/y",))
 
 
 def test_parser_lists_ignored_statements_with_their_lines() -> None:

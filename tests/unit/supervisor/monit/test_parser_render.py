@@ -24,8 +24,8 @@ from agent_shim.supervisor.monit.ast import (
     Match,
     Missing,
     MonitFile,
+    MonitProgram,
     PidChanged,
-    Program,
     Protocol,
     Rate,
     Restarts,
@@ -81,7 +81,7 @@ def test_rendered_monit_file_is_canonical() -> None:
     ],
 )
 def test_any_program_argument_can_be_rendered(word: str, spelled: str) -> None:
-    file = MonitFile((Check("process", "a", pidfile="/p", start=Program(("/x", word))),))
+    file = MonitFile((Check("process", "a", pidfile="/p", start=MonitProgram(("/x", word))),))
 
     assert f'  start program "{spelled}"\n' in monit_render.render(file)
     assert parser.parse(monit_render.render(file), origin="x") == file
@@ -110,9 +110,11 @@ UNITS = st.sampled_from([1, 2**10, 2**20, 2**30])
 REAL = st.floats(0, 10**9, allow_nan=False)
 OPERATOR = st.sampled_from([">", "<", "=", "!="])
 PROGRAM = st.builds(
-    Program, st.lists(TEXT, min_size=1, max_size=5).map(tuple), st.just("") | OWNER, st.just("") | OWNER, NUMBER
+    MonitProgram, st.lists(TEXT, min_size=1, max_size=5).map(tuple), st.just("") | OWNER, st.just("") | OWNER, NUMBER
 )
-EXEC = st.builds(Program, st.lists(TEXT, min_size=1, max_size=5).map(tuple), st.just("") | OWNER, st.just("") | OWNER)
+EXEC = st.builds(
+    MonitProgram, st.lists(TEXT, min_size=1, max_size=5).map(tuple), st.just("") | OWNER, st.just("") | OWNER
+)
 ACTION = st.builds(Action, st.sampled_from(["alert", "restart", "start", "stop", "unmonitor"])) | st.builds(
     Action, st.just("exec"), EXEC
 )

@@ -14,8 +14,8 @@ from agent_shim.supervisor.monit.ast import (
     Limit,
     Match,
     Missing,
+    MonitProgram,
     PidChanged,
-    Program,
     Protocol,
     Rate,
     Restarts,
@@ -92,11 +92,11 @@ def test_rule_protocols_without_options_are_parsed(protocol: str) -> None:
         ("then unmonitor else if succeeded then stop", Rule(Missing(), Action("unmonitor"), recovery=Action("stop"))),
         (
             "then alert else if passed for 2 cycles then exec '/x'",
-            Rule(Missing(), ALERT, recovery=Action("exec", Program(("/x",))), recovery_rate=Rate(2, 2)),
+            Rule(Missing(), ALERT, recovery=Action("exec", MonitProgram(("/x",))), recovery_rate=Rate(2, 2)),
         ),
         (
             'then exec "/x y" as uid u and gid g every 5 cycles',
-            Rule(Missing(), Action("exec", Program(("/x", "y"), "u", "g"))),
+            Rule(Missing(), Action("exec", MonitProgram(("/x", "y"), "u", "g"))),
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_rule_keywords_of_newer_monit_versions_are_ordinary_words() -> None:
     (check,) = parser.parse(text, origin="x").services
 
     assert check.every == 5
-    assert check.rules[0].action.program == Program(("/x", "repeat"))
+    assert check.rules[0].action.program == MonitProgram(("/x", "repeat"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import proc
-from agent_shim.supervisor.monit.ast import Program
+from agent_shim.supervisor.monit.ast import MonitProgram
 from agent_shim.supervisor.ownership import process_finder
 from agent_shim.supervisor.ownership.process_finder import ProcessFinder, Timing
 from agent_shim.supervisor.ownership.process_record import ProcessRecord, read
@@ -59,7 +59,7 @@ async def test_found_process_is_recorded_and_saved(
     relation.append(tie)
     finder = finder_of(changes, is_there=is_there)
     monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, "S", 1, number, 6, 0, 80, 0))
-    traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(path), start=Program(("ctl",)))
+    traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(path), start=MonitProgram(("ctl",)))
 
     assert await finder.look(spec, traces) is is_there
 
@@ -73,7 +73,7 @@ async def test_found_process_is_recorded_and_saved(
     ("pid", "state", "start", "is_only_named"),
     [
         (UNUSED, "S", None, True),
-        (UNUSED, "S", Program(("ctl",)), False),
+        (UNUSED, "S", MonitProgram(("ctl",)), False),
         (UNUSED, "Z", None, None),
         (1, "S", None, True),
         (0, "S", None, None),
@@ -84,7 +84,7 @@ async def test_pidfile_alone_identifies_the_process_of_a_service_without_a_start
     monkeypatch: pytest.MonkeyPatch,
     pid: int,
     state: str,
-    start: Program | None,
+    start: MonitProgram | None,
     is_only_named: bool | None,
     relation: list[Tie],
 ) -> None:
@@ -105,7 +105,7 @@ async def test_process_finder_reports_why_it_rejected_a_process(tmp_path: Path, 
     relation.append(Tie.NONE)
     (tmp_path / "pid").write_text("1")
     finder = finder_of([])
-    spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=Program(("ctl",)))
+    spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=MonitProgram(("ctl",)))
 
     assert not await finder.look(spec, ProcessRecord())
     assert finder.refused == f"the pidfile names process 1 ({proc.name(1)}): it is foreign"
@@ -136,7 +136,7 @@ async def test_process_finder_waits_for_a_process_until_the_start_timeout() -> N
         return finder.process is not None
 
     finder.look = look  # type: ignore[method-assign,assignment]
-    await finder.arrival(ProcessSpec(name="web", job="web", start=Program(("ctl",))), ProcessRecord())
+    await finder.arrival(ProcessSpec(name="web", job="web", start=MonitProgram(("ctl",))), ProcessRecord())
 
     assert finder.process is program
 
@@ -225,7 +225,7 @@ async def test_start_fails_when_no_process_can_appear_any_more(
     monkeypatch.setattr(proc, "stat", {2: proc.Stat(2, "Z", 0, 1, 1, 0, 1, 0)}.get)
     finder = ProcessFinder(cast("Any", None), Timing(linger=linger), lambda: None)
     finder.program = cast("Any", Handle("program", [], is_alive=False, status=status))
-    spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=Program(("ctl",)))
+    spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=MonitProgram(("ctl",)))
 
     expected = pytest.raises(TimeoutError) if why is WAITING else pytest.raises(HostError, match=f"^{why}$")
     with expected:
