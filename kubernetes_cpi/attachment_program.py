@@ -84,7 +84,7 @@ class Mount(NamedTuple):
     point: str
 
 
-class View(NamedTuple):
+class FsDirectory(NamedTuple):
     """A directory of a file system, regardless of the mount through which it is seen."""
 
     device: str
@@ -186,7 +186,7 @@ def points(disk: Mount, target: str) -> list[str]:
     return [target if point == above + name else point for point in found]
 
 
-def parents_in_vm(disk: Mount, uid: str) -> Iterator[View]:
+def parents_in_vm(disk: Mount, uid: str) -> Iterator[FsDirectory]:
     """Return the mounts below which threads of the VM have the disk, or a part of it, mounted.
 
     The view is empty for a mount without a parent, and for a mount that is in no mount table but that a thread keeps
@@ -203,12 +203,12 @@ def parents_in_vm(disk: Mount, uid: str) -> Iterator[View]:
         for one in mounts(thread) if parents else ():
             if one.number in parents:
                 parents.remove(one.number)
-                yield View(one.device, one.root)
+                yield FsDirectory(one.device, one.root)
         if parents:
-            yield View("", "")
+            yield FsDirectory("", "")
     # A job with its own mount namespace may have open descriptors of mounts that its mount table does not list.
     if any(device == disk.device for pid in pids for device in devices_of_unlisted_mounts(pid, listed)):
-        yield View("", "")
+        yield FsDirectory("", "")
 
 
 def devices_of_unlisted_mounts(pid: int, listed: bytearray) -> Iterator[str]:
@@ -281,12 +281,12 @@ def add(numbers: bytearray, number: int) -> None:
     numbers[number] = 1
 
 
-def directory_of(path: str) -> View:
+def directory_of(path: str) -> FsDirectory:
     """Return the device and root of a directory, which do not depend on the mount it is reached through."""
     real = os.path.realpath(path)
     around = (one for one in mounts() if real == one.point or real.startswith(one.point.rstrip("/") + "/"))
     inner = max(around, key=lambda one: len(one.point))
-    return View(inner.device, (inner.root.rstrip("/") + real[len(inner.point.rstrip("/")) :]) or "/")
+    return FsDirectory(inner.device, (inner.root.rstrip("/") + real[len(inner.point.rstrip("/")) :]) or "/")
 
 
 def disk_of(holder: str) -> Mount:

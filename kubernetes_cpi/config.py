@@ -44,7 +44,7 @@ class Cluster(Strict, frozen=True):
     context: Annotated[str, doc("Context of the kubeconfig. Empty: its current one.")] = ""
 
 
-class Agent(Strict, frozen=True):
+class AgentOptions(Strict, frozen=True):
     """Agent settings that are not part of requests."""
 
     mbus: Annotated[
@@ -54,7 +54,7 @@ class Agent(Strict, frozen=True):
     blobstore: Annotated[dict[str, Any], doc("Blobstore, where `env.bosh.blobstores` does not name it.")] = {}
 
 
-class Disks(Strict, frozen=True):
+class DiskOptions(Strict, frozen=True):
     """Settings for persistent disks."""
 
     attach: Annotated[
@@ -138,8 +138,8 @@ class Config(Strict, frozen=True):
         str,
         doc("Namespace of VMs and disks, at most 40 characters. Empty: from the kubeconfig or service account."),
     ] = ""
-    agent: Annotated[Agent, doc("Settings of the agents.")] = Agent()
-    disks: Annotated[Disks, doc("Persistent disks.")] = Disks()
+    agent: Annotated[AgentOptions, doc("Settings of the agents.")] = AgentOptions()
+    disks: Annotated[DiskOptions, doc("Persistent disks.")] = DiskOptions()
     networks: Annotated[Networks, doc("Defaults of networks.")] = Networks()
     stemcells: Annotated[Stemcells, doc("Images.")] = Stemcells()
     vms: Annotated[dict[str, Any], doc("Defaults for the cloud properties of VMs, the next list.")] = {}

@@ -40,7 +40,7 @@ TIERS: Final = ("restricted", "base", "userns", "privileged")
 APPLY: Final = "kubectl apply -k deploy/cpi/LEVEL"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckRow(msgspec.Struct, frozen=True):
     """A line of the table."""
 
     subject: str
@@ -49,15 +49,15 @@ class Finding(msgspec.Struct, frozen=True):
     change: str = ""
 
 
-def findings(session: Session) -> Iterator[Finding]:
+def findings(session: Session) -> Iterator[CheckRow]:
     """Check everything that does not need a VM. If the cluster cannot be reached, that is the only finding."""
     try:
         session.client.find(PODS, session.namespace, "doctor")
     except CpiError as exc:
         if not (isinstance(exc, ApiError) and exc.status == http.client.FORBIDDEN):
-            yield Finding("cluster", WRONG, str(exc), "`cluster` of the configuration: address, CA, token")
+            yield CheckRow("cluster", WRONG, str(exc), "`cluster` of the configuration: address, CA, token")
             return
-    yield Finding("cluster", OK, f"{session.client.access.server}, namespace {session.namespace}")
+    yield CheckRow("cluster", OK, f"{session.client.access.server}, namespace {session.namespace}")
     yield from _permissions(session)
     yield _bus(session)
     yield from _tiers(session)
@@ -65,7 +65,7 @@ def findings(session: Session) -> Iterator[Finding]:
     yield from _extras(session)
 
 
-def _permissions(session: Session) -> Iterator[Finding]:
+def _permissions(session: Session) -> Iterator[CheckRow]:
     missing = []
     for name, verbs in PERMISSIONS.items():
         resource, _, group = name.partition(".")
@@ -75,11 +75,11 @@ def _permissions(session: Session) -> Iterator[Finding]:
             if not _may(session, wanted | ({"subresource": part} if part else {})):
                 missing.append(f"{verb} {name}")
     if missing:
-        yield Finding("account", WRONG, f"may not {', '.join(missing)}", APPLY)
+        yield CheckRow("account", WRONG, f"may not {', '.join(missing)}", APPLY)
     else:
-        yield Finding("account", OK, "has all permissions of the Role")
+        yield CheckRow("account", OK, "has all permissions of the Role")
     if _may(session, {"namespace": session.namespace, "verb": "list", "resource": "secrets"}):
-        yield Finding("account", LIMITED, "may list Secrets, which the CPI does not need", APPLY)
+        yield CheckRow("account", LIMITED, "may list Secrets, which the CPI does not need", APPLY)
 
 
 def _may(session: Session, attributes: Object) -> bool:
@@ -92,30 +92,30 @@ def _may(session: Session, attributes: Object) -> bool:
     return bool(session.client.create(ACCESS_REVIEWS, "", body).get("status", {}).get("allowed"))
 
 
-def _bus(session: Session) -> Finding:
+def _bus(session: Session) -> CheckRow:
     try:
         vms.bus_schemes(session.config.agent.mbus, {})
     except InputError as exc:
-        return Finding("agent.mbus", WRONG, str(exc), "or `env.bosh.mbus.urls` of the Director's `agent.env`")
-    return Finding("agent.mbus", OK, "an address; create_vm checks that the agent reaches it")
+        return CheckRow("agent.mbus", WRONG, str(exc), "or `env.bosh.mbus.urls` of the Director's `agent.env`")
+    return CheckRow("agent.mbus", OK, "an address; create_vm checks that the agent reaches it")
 
 
-def _tiers(session: Session) -> Iterator[Finding]:
+def _tiers(session: Session) -> Iterator[CheckRow]:
     default = schema.read(session.config.vms, VmProperties, origin="`vms` of the configuration").tier
     for tier in TIERS:
         refusal = _refusal(session, tier)
         state = OK if not refusal else WRONG if tier == default else LIMITED
         change = "" if not refusal else "another `tier`, or a namespace of a higher Pod Security level"
-        yield Finding(f"tier {tier}", state, refusal or "admitted", change)
+        yield CheckRow(f"tier {tier}", state, refusal or "admitted", change)
     body = manifests.pod(_vm(session, default))
     refusal = attachments.refusal(session, session.namespace, body)
     way = session.config.disks.attach
     if not refusal:
-        yield Finding("disks.attach", OK, f"{way}: disks reach running VMs live")
+        yield CheckRow("disks.attach", OK, f"{way}: disks reach running VMs live")
         return
     state = WRONG if way == "live" else OK if way in ("recreate", "never") else LIMITED
     change = "a namespace of the level `privileged`, reserved disks, `disks.attach: recreate`, or a manual network"
-    yield Finding("disks.attach", state, f"{way}; no live disks: {refusal}", change if state != OK else "")
+    yield CheckRow("disks.attach", state, f"{way}; no live disks: {refusal}", change if state != OK else "")
 
 
 def _refusal(session: Session, tier: str) -> str:
@@ -137,7 +137,7 @@ def _vm(session: Session, tier: str) -> Vm:
         image=IMAGE,
         architecture="",
         properties=properties,
-        networks=networks.Plan(settings={}),
+        networks=networks.NetworkPlan(settings={}),
         groups=[],
         attach="never",
         pull_policy=session.config.stemcells.pull_policy,
@@ -146,26 +146,26 @@ def _vm(session: Session, tier: str) -> Vm:
     )
 
 
-def _classes(session: Session) -> Iterator[Finding]:
+def _classes(session: Session) -> Iterator[CheckRow]:
     name = session.config.disks.storage_class
     if not name:
-        yield Finding(
+        yield CheckRow(
             "disks.storage_class", OK, "empty: the cluster's default, if it has one (kubectl get storageclass)"
         )
         return
     try:
         found = session.client.find(STORAGE_CLASSES, "", name)
     except ApiError as exc:
-        yield Finding("disks.storage_class", LIMITED, str(exc), "kubectl apply -k deploy/cpi/cluster-reader")
+        yield CheckRow("disks.storage_class", LIMITED, str(exc), "kubectl apply -k deploy/cpi/cluster-reader")
         return
     if found is None:
-        yield Finding("disks.storage_class", WRONG, f"no StorageClass is named {name!r}", "kubectl get storageclass")
+        yield CheckRow("disks.storage_class", WRONG, f"no StorageClass is named {name!r}", "kubectl get storageclass")
         return
     grows = "grows" if found.get("allowVolumeExpansion") else "does not grow: the Director copies to a larger disk"
-    yield Finding("disks.storage_class", OK, f"{name}: {found.get('provisioner')}, {grows}")
+    yield CheckRow("disks.storage_class", OK, f"{name}: {found.get('provisioner')}, {grows}")
 
 
-def _extras(session: Session) -> Iterator[Finding]:
+def _extras(session: Session) -> Iterator[CheckRow]:
     for subject, resource, namespace, lost in (
         ("snapshots", SNAPSHOTS, session.namespace, "snapshot_disk is not implemented"),
         ("nodes", NODES, "", "delete_vm cannot distinguish a healthy node from a dead one"),
@@ -177,6 +177,6 @@ def _extras(session: Session) -> Iterator[Finding]:
                 session.client.find(resource, namespace, "doctor")
         except ApiError as exc:
             change = "kubectl apply -k deploy/cpi/cluster-reader" if subject == "nodes" else ""
-            yield Finding(subject, LIMITED, f"{lost}: {exc}", change)
+            yield CheckRow(subject, LIMITED, f"{lost}: {exc}", change)
         else:
-            yield Finding(subject, OK, "readable")
+            yield CheckRow(subject, OK, "readable")

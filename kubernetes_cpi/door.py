@@ -23,7 +23,7 @@ configuration.
 USAGE: Final = "usage: python -m kubernetes_cpi [--config FILE] <REQUEST >RESPONSE"
 
 
-class Request(msgspec.Struct, frozen=True):
+class CpiRequest(msgspec.Struct, frozen=True):
     """A request from a Director or the CLI. Unknown members are ignored."""
 
     method: str
@@ -38,7 +38,7 @@ class Failure(msgspec.Struct, frozen=True):
     ok_to_retry: bool
 
 
-class Response(msgspec.Struct, frozen=True):
+class CpiResponse(msgspec.Struct, frozen=True):
     result: Any
     error: Failure | None
     log: str
@@ -64,26 +64,26 @@ def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
         told = f"cannot {name}: {type(exc).__name__} in {frames[-1].name}, a fault of this CPI; its log has the place"
         log.say("".join(frames.format()) + told)
         error = Failure(CpiError.type_name, told, False)
-    return _encoded(Response(result, error, log.summary(name, time.monotonic() - began)))
+    return _encoded(CpiResponse(result, error, log.summary(name, time.monotonic() - began)))
 
 
-def _called(request: Request, config: str) -> Any:
+def _called(request: CpiRequest, config: str) -> Any:
     from kubernetes_cpi import methods
 
     return methods.call(request.method, request.arguments, request.context or {}, config)
 
 
-def _encoded(response: Response) -> bytes:
+def _encoded(response: CpiResponse) -> bytes:
     try:
         return msgspec.json.encode(response)
     except (TypeError, ValueError, RecursionError, msgspec.EncodeError) as exc:
         failure = Failure(CpiError.type_name, f"cannot write the result: {exc}", False)
-        return msgspec.json.encode(Response(None, failure, ""))
+        return msgspec.json.encode(CpiResponse(None, failure, ""))
 
 
-def _decoded(raw: bytes) -> Request:
+def _decoded(raw: bytes) -> CpiRequest:
     try:
-        return msgspec.json.decode(raw, type=Request)
+        return msgspec.json.decode(raw, type=CpiRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise InputError(f"cannot read the request: {exc}") from None
 

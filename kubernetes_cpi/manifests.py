@@ -12,14 +12,14 @@ import msgspec
 
 from kubernetes_cpi import names, networks, schema
 from kubernetes_cpi.client import CLAIMS, INGRESSES, PODS, POLICIES, SERVICES, Object
-from kubernetes_cpi.config import Agent, Config
-from kubernetes_cpi.networks import Plan
+from kubernetes_cpi.config import AgentOptions, Config
+from kubernetes_cpi.networks import NetworkPlan
 from kubernetes_cpi.properties import (
     AgentImage,
     DiskProperties,
     Ingress,
+    KubernetesService,
     NetworkPolicy,
-    Service,
     Size,
     VmProperties,
 )
@@ -73,7 +73,7 @@ class Vm(msgspec.Struct, frozen=True):
     architecture: str
     """Architecture of the nodes that can run the image, or "" if the stemcell names none."""
     properties: VmProperties
-    networks: Plan
+    networks: NetworkPlan
     groups: Sequence[str]
     """`env.bosh.groups`: director, deployment, instance group, and combinations of them."""
     attach: str
@@ -97,7 +97,7 @@ class Vm(msgspec.Struct, frozen=True):
         return names.digest(*self.groups[:3]) if len(self.groups) >= 3 else ""
 
 
-def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: Agent) -> Object:
+def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: AgentOptions) -> Object:
     """Return the agent's settings document (settings/settings.go).
 
     It contains no disks, because the Director announces those over the bus.
@@ -209,7 +209,7 @@ def text(document: Object) -> str:
     return msgspec.json.encode(document).decode()
 
 
-def group_service(service: Service, vm: Vm) -> Object:
+def group_service(service: KubernetesService, vm: Vm) -> Object:
     """Return a Service for the VM's instance group. An annotation names the VM, so that each VM of the group modifies
     the Service.
     """
@@ -228,7 +228,7 @@ def group_service(service: Service, vm: Vm) -> Object:
     return SERVICES.document(service.name, labels, spec, annotations)
 
 
-def group_ingress(service: Service, ingress: Ingress, vm: Vm) -> Object:
+def group_ingress(service: KubernetesService, ingress: Ingress, vm: Vm) -> Object:
     """Return the Ingress in front of a Service."""
     backend = {"service": {"name": service.name, "port": {"number": ingress.port or service.ports[0].port}}}
     rule: Object = {"http": {"paths": [{"path": ingress.path, "pathType": "Prefix", "backend": backend}]}}
@@ -570,7 +570,7 @@ def _require_node(affinity: Object, term: Object) -> None:
     ]
 
 
-def _dns(networks: Plan) -> Object:
+def _dns(networks: NetworkPlan) -> Object:
     if not networks.nameservers:
         return {}
     return {"dnsPolicy": "None", "dnsConfig": {"nameservers": networks.nameservers}}

@@ -23,7 +23,7 @@ ADDRESS_OF_FORMER_VM: Final = ("ip", "netmask", "gateway")
 """
 
 
-class Network(msgspec.Struct, frozen=True):
+class RequestedNetwork(msgspec.Struct, frozen=True):
     """A network of a create_vm request. Unknown members are passed on to the agent."""
 
     type: str = "manual"
@@ -54,7 +54,7 @@ class Vip(msgspec.Struct, frozen=True):
         return "vip-" + self.ip.replace(".", "-").replace(":", "-")
 
 
-class Plan(msgspec.Struct, frozen=True):
+class NetworkPlan(msgspec.Struct, frozen=True):
     """The pod's settings that follow from the networks of a VM."""
 
     settings: dict[str, Any]
@@ -65,9 +65,9 @@ class Plan(msgspec.Struct, frozen=True):
     vips: list[Vip] = []
 
 
-def plan(networks: Mapping[str, Any], defaults: Networks) -> Plan:
+def plan(networks: Mapping[str, Any], defaults: Networks) -> NetworkPlan:
     """Read the networks of a request and derive the pod's annotations, DNS settings and Services."""
-    plan = Plan(settings={})
+    plan = NetworkPlan(settings={})
     annotations: dict[str, str] = {}
     interfaces: list[Object] = []
     primary, address = "", ""
@@ -103,7 +103,7 @@ def plan(networks: Mapping[str, Any], defaults: Networks) -> Plan:
             annotations |= properties.annotations
     if interfaces:
         annotations[MULTUS] = msgspec.json.encode(interfaces).decode()
-    return Plan(plan.settings, annotations, nameservers, address, plan.vips)
+    return NetworkPlan(plan.settings, annotations, nameservers, address, plan.vips)
 
 
 def service(vip: Vip, vm: str, director: str) -> Object:
@@ -128,9 +128,9 @@ def ports(given: list[Port]) -> list[Object]:
     ]
 
 
-def _read(name: str, given: object) -> tuple[Network, NetworkProperties]:
+def _read(name: str, given: object) -> tuple[RequestedNetwork, NetworkProperties]:
     try:
-        network = msgspec.convert(given, Network)
+        network = msgspec.convert(given, RequestedNetwork)
     except msgspec.ValidationError as exc:
         raise InputError(f"cannot use the network {name!r}: {exc}") from None
     if network.type not in ("manual", "dynamic", "vip"):
@@ -139,13 +139,13 @@ def _read(name: str, given: object) -> tuple[Network, NetworkProperties]:
     return network, schema.read(network.cloud_properties or {}, NetworkProperties, origin=origin)
 
 
-def _settings(given: Mapping[str, Any], network: Network) -> dict[str, Any]:
+def _settings(given: Mapping[str, Any], network: RequestedNetwork) -> dict[str, Any]:
     """Return the network in the agent's form. It needs no configuration, because the pod's interfaces already exist."""
     dropped = ADDRESS_OF_FORMER_VM if network.type == "dynamic" else ()
     return {**{key: value for key, value in given.items() if key not in dropped}, "preconfigured": True}
 
 
-def _vip(name: str, network: Network, properties: NetworkProperties) -> Vip:
+def _vip(name: str, network: RequestedNetwork, properties: NetworkProperties) -> Vip:
     if not network.ip or not properties.ports:
         raise InputError(
             f"cannot use the vip network {name!r}: it needs an address, and `ports` in its cloud properties"
@@ -154,7 +154,7 @@ def _vip(name: str, network: Network, properties: NetworkProperties) -> Vip:
 
 
 def _address_annotations(
-    name: str, network: Network, properties: NetworkProperties, defaults: Networks
+    name: str, network: RequestedNetwork, properties: NetworkProperties, defaults: Networks
 ) -> dict[str, str]:
     """Return the annotations that make the CNI give a pod this address."""
     cni = properties.cni or defaults.cni
@@ -189,7 +189,7 @@ def _address_annotations(
     return annotations
 
 
-def _interface(name: str, network: Network, properties: NetworkProperties) -> Object:
+def _interface(name: str, network: RequestedNetwork, properties: NetworkProperties) -> Object:
     if not properties.name:
         raise InputError(f"cannot use the network {name!r}: `cni: multus` needs `name`, a NetworkAttachmentDefinition")
     namespace, _, definition = properties.name.rpartition("/")
@@ -204,7 +204,7 @@ def _interface(name: str, network: Network, properties: NetworkProperties) -> Ob
     return interface
 
 
-def _refuse_prefix(name: str, network: Network) -> None:
+def _refuse_prefix(name: str, network: RequestedNetwork) -> None:
     """Refuse a delegated prefix. The VM would only have its first address, while its jobs would use all of them."""
     if network.prefix and network.prefix != str(_single(network)):
         raise NotSupportedError(
@@ -214,12 +214,12 @@ def _refuse_prefix(name: str, network: Network) -> None:
         )
 
 
-def _single(network: Network) -> int:
+def _single(network: RequestedNetwork) -> int:
     """Return the prefix length that stands for a single address."""
     return 128 if ":" in network.ip else 32
 
 
-def _prefix(network: Network) -> int:
+def _prefix(network: RequestedNetwork) -> int:
     """Return the prefix length of the netmask. The request's `prefix` means something else."""
     import ipaddress
 

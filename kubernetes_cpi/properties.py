@@ -41,7 +41,7 @@ class Ingress(Strict, frozen=True):
     annotations: Annotated[dict[str, str], doc("Annotations.")] = {}
 
 
-class Service(Strict, frozen=True):
+class KubernetesService(Strict, frozen=True):
     """A Service in front of all VMs of an instance group."""
 
     name: Annotated[str, doc("Name of the Service; VMs with the same name share it.")]
@@ -58,7 +58,7 @@ class Service(Strict, frozen=True):
             raise ValueError(f"`ports` of the Service {self.name!r} is empty")
 
 
-class Volume(Strict, frozen=True):
+class PodVolume(Strict, frozen=True):
     """An additional volume of the pod."""
 
     name: Annotated[str, doc("Name, a DNS label.")]
@@ -165,9 +165,9 @@ class VmProperties(Strict, frozen=True):
     labels: Annotated[dict[str, str], doc("Labels of the pod.")] = {}
     annotations: Annotated[dict[str, str], doc("Annotations of the pod.")] = {}
     sysctls: Annotated[dict[str, str], doc("Sysctls of the pod.")] = {}
-    volumes: Annotated[list[Volume], doc("Volumes beside the CPI's.")] = []
+    volumes: Annotated[list[PodVolume], doc("Volumes beside the CPI's.")] = []
     ports: Annotated[list[Port], doc("Ports of the pod, for `host_port`.")] = []
-    services: Annotated[list[Service], doc("Services in front of the instance group.")] = []
+    services: Annotated[list[KubernetesService], doc("Services in front of the instance group.")] = []
     network_policy: Annotated[
         NetworkPolicy | None, doc("A NetworkPolicy of the instance group, until its last VM is deleted.")
     ] = None

@@ -59,11 +59,11 @@ class _Deployment(msgspec.Struct):
     name: str
 
 
-class _Vm(msgspec.Struct):
+class _VmRow(msgspec.Struct):
     cid: str
 
 
-class _Disk(msgspec.Struct):
+class _DiskRow(msgspec.Struct):
     disk_cid: str
 
 
@@ -71,7 +71,7 @@ class _Snapshot(msgspec.Struct):
     snapshot_cid: str
 
 
-class _Task(msgspec.Struct):
+class _TaskRow(msgspec.Struct):
     id: int
     description: str
 
@@ -99,7 +99,7 @@ def check_idle() -> None:
     """Raise ``InputError`` while the Director has unfinished tasks, because a task creates VMs before it records
     them.
     """
-    for task in _get(UNFINISHED, list[_Task]):
+    for task in _get(UNFINISHED, list[_TaskRow]):
         raise InputError(
             f"cannot delete anything while the Director works: task {task.id}, {task.description}, is not finished"
         )
@@ -113,15 +113,15 @@ def read() -> Records:
     for deployment in _get("/deployments", list[_Deployment]):
         path = f"/deployments/{urllib.parse.quote(deployment.name, safe='')}"
         # Active VMs, and those of an interrupted create-swap-delete update.
-        vms |= {vm.cid for vm in _get(f"{path}/vms", list[_Vm])}
+        vms |= {vm.cid for vm in _get(f"{path}/vms", list[_VmRow])}
         snapshots |= {one.snapshot_cid for one in _get(f"{path}/snapshots", list[_Snapshot])}
         for row in _instances(deployment.name):
             vms |= {row["vm_cid"]} if row["vm_cid"] else set()
             disks |= set(row["disk_cids"].split())
-    orphaned = frozenset(disk.disk_cid for disk in _get("/disks", list[_Disk]))
-    vms |= {vm.cid for vm in _get("/orphaned_vms", list[_Vm])}
+    orphaned = frozenset(disk.disk_cid for disk in _get("/disks", list[_DiskRow]))
+    vms |= {vm.cid for vm in _get("/orphaned_vms", list[_VmRow])}
     try:
-        dynamic = _get("/dynamic_disks", list[_Disk])
+        dynamic = _get("/dynamic_disks", list[_DiskRow])
     except _RefusedError as exc:
         if NOT_FOUND not in exc.told:
             raise

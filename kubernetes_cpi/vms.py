@@ -59,15 +59,15 @@ BOOT_S: Final = 2.0
 """Seconds that an agent gets to reach the bus after its container has started. Most need less than one."""
 
 
-class Mbus(msgspec.Struct, frozen=True):
+class MbusEnv(msgspec.Struct, frozen=True):
     urls: list[str] = []
 
 
 class OfBosh(msgspec.Struct, frozen=True):
-    mbus: Mbus = Mbus()
+    mbus: MbusEnv = MbusEnv()
 
 
-class Env(msgspec.Struct, frozen=True):
+class VmEnv(msgspec.Struct, frozen=True):
     """The part of `env` that names the bus."""
 
     bosh: OfBosh = OfBosh()
@@ -325,7 +325,7 @@ def _is_same_pod(found: Object, wanted: Object) -> bool:
 def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
     """Return the URL schemes of the bus addresses. Errors do not quote the addresses, since they contain passwords."""
     try:
-        given = msgspec.convert(env, Env).bosh.mbus.urls or [mbus]
+        given = msgspec.convert(env, VmEnv).bosh.mbus.urls or [mbus]
         parts = [urllib.parse.urlsplit(url) for url in given]
         is_good = all(
             one.scheme == "https" or (one.scheme == "nats" and one.hostname and one.port != 0) for one in parts

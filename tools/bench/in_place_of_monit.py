@@ -53,10 +53,12 @@ async def measure(_command: str, scale: float, found: Figures) -> None:
         for size in SIZES:
             port = free_port()
             with tempfile.TemporaryDirectory(prefix="agent-shim-monit-") as where:
-                await asyncio.to_thread(Place(Path(where), size, port).measure, f"{name} {size}", argv, scale, found)
+                await asyncio.to_thread(
+                    MonitFiles(Path(where), size, port).measure, f"{name} {size}", argv, scale, found
+                )
 
 
-class Place:
+class MonitFiles:
     """The directory and the configuration of a supervisor with ``size`` services."""
 
     def __init__(self, base: Path, size: int, port: int) -> None:

@@ -55,7 +55,7 @@ _CYCLES: Final = re.compile(r"(\d+)\s+cycles?", re.IGNORECASE)
 
 
 @dataclass
-class Service:
+class MonitCheck:
     """A check of a monit file."""
 
     name: str
@@ -71,7 +71,7 @@ class Plan:
     """Everything that the lifecycle of a job needs."""
 
     job: Job
-    services: list[Service]
+    services: list[MonitCheck]
     files: dict[str, dict[str, str]] = field(default_factory=dict)
     """By package, the contents of its files."""
     system: set[str] = field(default_factory=set)
@@ -333,7 +333,7 @@ def _learn_paths(made: Plan, said: str) -> bool:
     return found
 
 
-def _services(text: str) -> Iterable[Service]:
+def _services(text: str) -> Iterable[MonitCheck]:
     parts = re.split(r"(?m)^[ \t]*check\s+(?=\w+\s)", text, flags=re.IGNORECASE)[1:]
     for part in parts:
         head = part.split(None, 2)
@@ -345,7 +345,7 @@ def _services(text: str) -> Iterable[Service]:
         ]
         ports += [{"path": path} for path in dict.fromkeys(_SOCKET.findall(part))]
         command = next((found for found in start.groups() if found), "") if start else ""
-        yield Service(
+        yield MonitCheck(
             head[1].strip("\"'"),
             head[0].lower(),
             pidfile[1] if pidfile else "",

@@ -57,10 +57,10 @@ def chosen(runner: Runner, wanted: str | None) -> Node:
     installed.
     """
     kind = wanted or ("own" if (runner.state / "own").exists() or shutil.which("kind") is None else "kind")
-    return Kind(runner) if kind == "kind" else Own(runner)
+    return KindNode(runner) if kind == "kind" else Own(runner)
 
 
-class Kind:
+class KindNode:
     """A node created by kind in a container of docker or podman."""
 
     def __init__(self, runner: Runner) -> None:
