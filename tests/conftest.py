@@ -26,7 +26,7 @@ from agent_shim.supervisor.ownership.keepers import Keepers
 from tests.support.differences import differences, has_structs
 from tests.support.programs import argv
 from tests.support.programs.end_left import end_kept, end_left
-from tests.support.programs.jobs import World
+from tests.support.programs.jobs import JobTree
 from tests.support.residue import remove_cgroups
 
 GUARDED_START = str(Path(__file__).parent / "support/guarded_start")
@@ -94,9 +94,9 @@ def _waiting(item: pytest.Item) -> Iterator[str]:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def world(tmp_path: Path) -> Iterator[JobTree]:
     """Provide a scratch directory for jobs, and kill the jobs' processes afterwards."""
-    world = World(tmp_path / "w")
+    world = JobTree(tmp_path / "w")
     yield world
     world.end()
 

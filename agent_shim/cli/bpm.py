@@ -66,13 +66,13 @@ class Flag(NamedTuple):
 class Verb(NamedTuple):
     """A command of bpm, with its flags other than ``--help``."""
 
-    run: Callable[[Call], int]
+    run: Callable[[CommandLine], int]
     about: str
     flags: Sequence[Flag] = ()
     of_job: bool = True
 
 
-class Call(NamedTuple):
+class CommandLine(NamedTuple):
     """A parsed command line: the base directory, the verb, the words after it, and the values of flags."""
 
     base: str
@@ -143,7 +143,7 @@ def _may_ask(base: str) -> bool:
 # --- the command line -----------------------------------------------------------------------------------------------
 
 
-def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
+def _read(base: str, arguments: list[str]) -> tuple[CommandLine, Verb | None]:
     """Parse flags and words in any order. Raises ``UsageError`` with the error texts of pflag, the flag parser of
     cobra.
     """
@@ -177,7 +177,7 @@ def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
         if word.startswith("--"):
             raise UsageError(f"unknown flag: {word.partition('=')[0]}")
         raise UsageError(f"unknown shorthand flag: {word[1]!r} in {word}")
-    return Call(base, name if verb else "", flags.words, flags), verb
+    return CommandLine(base, name if verb else "", flags.words, flags), verb
 
 
 def _joined(known: Sequence[Flag], words: Sequence[str]) -> list[str]:
@@ -242,7 +242,7 @@ def _flags(flags: Sequence[Flag]) -> str:
 # --- verbs ----------------------------------------------------------------------------------------------------------
 
 
-def _ask(call: Call, verb: str = "", **more: Any) -> Any:
+def _ask(call: CommandLine, verb: str = "", **more: Any) -> Any:
     from agent_shim.edges import control_client
 
     request = {"command": "bpm", "verb": verb or call.name, "job": call.job, "process": call.process}
@@ -252,24 +252,24 @@ def _ask(call: Call, verb: str = "", **more: Any) -> Any:
     return reply["value"]
 
 
-def _order(call: Call) -> int:
+def _order(call: CommandLine) -> int:
     _ask(call)
     return 0
 
 
-def _pid(call: Call) -> int:
+def _pid(call: CommandLine) -> int:
     print(_running(call))
     return 0
 
 
-def _running(call: Call) -> int:
+def _running(call: CommandLine) -> int:
     found: int = _ask(call, "pid")
     if not found:
         raise BpmError(NOT_RUNNING)
     return found
 
 
-def _list(call: Call) -> int:
+def _list(call: CommandLine) -> int:
     from agent_shim.edges import control_client
 
     reply = control_client.ask(f"{call.base}/{SOCKET}", {"command": "bpm", "verb": "list"})
@@ -284,7 +284,7 @@ def _list(call: Call) -> int:
     return 0
 
 
-def _version(call: Call) -> int:
+def _version(call: CommandLine) -> int:
     if call.words:
         print(_usage("version"), file=sys.stderr)
         return FAILED
@@ -292,7 +292,7 @@ def _version(call: Call) -> int:
     return 0
 
 
-def _logs(call: Call) -> int:
+def _logs(call: CommandLine) -> int:
     from agent_shim.cli import bpm_logs
 
     flags = call.flags
@@ -306,7 +306,7 @@ def _logs(call: Call) -> int:
     return 0
 
 
-def _log(call: Call, stream: str) -> Log:
+def _log(call: CommandLine, stream: str) -> Log:
     from agent_shim.cli.bpm_logs import Log
 
     if any("/" in word or word.startswith(".") for word in (call.job, call.process)):
@@ -315,7 +315,7 @@ def _log(call: Call, stream: str) -> Log:
     return Log(f"{root}/{call.job}/{call.process}.{stream}.log", root)
 
 
-def _trace(call: Call) -> int:
+def _trace(call: CommandLine) -> int:
     """Trace the process and its children with strace (bpm itself traces the container's init). Ctrl-C ends the trace
     with exit code 0.
     """
@@ -332,7 +332,7 @@ def _trace(call: Call) -> int:
     return 0 if code in (0, pseudo_terminal.INTERRUPTED) else FAILED
 
 
-def _shell(call: Call) -> int:
+def _shell(call: CommandLine) -> int:
     import json
 
     from agent_shim.host import pseudo_terminal
@@ -354,7 +354,7 @@ def _shell(call: Call) -> int:
     return pseudo_terminal.run(argv, pid)
 
 
-def _run(call: Call) -> int:
+def _run(call: CommandLine) -> int:
     """Run the process, and print its logs until it ends. If this command gets a signal, it ends the process."""
     import contextlib
     import signal

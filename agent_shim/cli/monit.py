@@ -19,7 +19,7 @@ from agent_shim.core import safetext
 from agent_shim.core.errors import ConfigError, NoAgentError
 from agent_shim.core.paths import VCAP, Paths
 from agent_shim.edges import control_client
-from agent_shim.edges.monit_text import VERSION, Machine, status, summary
+from agent_shim.edges.monit_text import VERSION, HostFacts, status, summary
 
 FAILED: Final = 1
 NOT_RUNNING: Final = "the monit daemon is not running"
@@ -280,7 +280,7 @@ def _show(command: Command) -> int:
     except NoAgentError:
         print(f"{command.name}: no status available -- {NOT_RUNNING}", file=sys.stderr)
         return 0
-    here = Machine.now()
+    here = HostFacts.now()
     print(summary(shown, here) if command.words[0] == "summary" else status(shown, here))
     return 0
 

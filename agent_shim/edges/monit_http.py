@@ -119,7 +119,7 @@ class Api:
     def _status(self, name: str, query: Mapping[str, list[str]], shown: Mapping[str, Any]) -> HttpResponse:
         if query.get("format") != ["xml"]:
             layout = monit_text.summary if query.get("level") == ["summary"] else monit_text.status
-            return HttpResponse(200, layout(shown, monit_text.Machine.now()).encode(), "text/plain")
+            return HttpResponse(200, layout(shown, monit_text.HostFacts.now()).encode(), "text/plain")
         text = document(shown, self._here, version=2 if name == "_status2" else 1, daemon=self._about())
         return HttpResponse(200, text.encode("latin-1", "xmlcharrefreplace"), XML)
 

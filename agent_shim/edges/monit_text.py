@@ -29,7 +29,7 @@ _WORDS: Final = {
 }
 
 
-class Machine(NamedTuple):
+class HostFacts(NamedTuple):
     """Facts about the machine, and the time of the report."""
 
     name: str
@@ -41,7 +41,7 @@ class Machine(NamedTuple):
         return cls(os.uname().nodename, os.getloadavg(), time.ctime())
 
 
-def summary(shown: Mapping[str, Any], machine: Machine) -> str:
+def summary(shown: Mapping[str, Any], machine: HostFacts) -> str:
     """Format a header and a line per service. The system comes last, unless a job has a check for it."""
     shown = safetext.value(shown)
     rows = [(_title(service), words(service)) for service in shown["services"]]
@@ -50,7 +50,7 @@ def summary(shown: Mapping[str, Any], machine: Machine) -> str:
     return "\n".join([_header(shown), "", *(f"{title:<35} {text}" for title, text in rows)])
 
 
-def status(shown: Mapping[str, Any], machine: Machine) -> str:
+def status(shown: Mapping[str, Any], machine: HostFacts) -> str:
     """Format a header and a paragraph per service. The system comes last, unless a job has a check for it."""
     shown = safetext.value(shown)
     lines = [_header(shown), ""]

@@ -63,7 +63,7 @@ class UnknownProcessError(ConfigError):
     """The job's bpm.yml does not define a process with this name."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class BpmListRow(msgspec.Struct, frozen=True):
     """A line of ``bpm list``. ``pid`` is 0 unless the process is running."""
 
     name: str
@@ -175,7 +175,7 @@ class Bpm:
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
         return found.identity if -0.1 < age < MAX_PIDFILE_DELAY_S else None
 
-    def rows(self) -> tuple[list[Row], list[str]]:
+    def rows(self) -> tuple[list[BpmListRow], list[str]]:
         """Return all processes of all jobs as ``bpm list`` does, and the errors of invalid bpm.yml files."""
         rows, complaints = [], []
         for directory in sorted(self._paths.jobs.glob("*")):
@@ -191,7 +191,7 @@ class Bpm:
                 found = self.find(job, each.name)
                 left = "failed" if self._entry(job, each.name).pidfile.exists() else "stopped"
                 shown = job if job == each.name else f"{job}.{each.name}"
-                rows.append(Row(shown, found[0] if found else 0, "running" if found else left))
+                rows.append(BpmListRow(shown, found[0] if found else 0, "running" if found else left))
         return rows, complaints
 
     async def last_words(self, call: BpmCall) -> str:

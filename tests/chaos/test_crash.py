@@ -25,7 +25,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError
 from agent_shim.demo.release import archive
 from tests.chaos.case import case
-from tests.support.instance import AGENT, World
+from tests.support.instance import AGENT, RunningAgent
 from tests.support.kills import Told, changes, killed, places_of_state, recorded, sweep, tidied
 from tests.support.programs import HERE as PROGRAMS
 from tests.support.stand import CannotInjectError, NotHeldError, Stand, asked, at_most, commands, expect, refused, until
@@ -94,7 +94,7 @@ async def _ask(stand: Stand, method: str, *arguments: object) -> None:
     await stand.world.run(method, *arguments)
 
 
-def _installed(world: World, version: str) -> dict[str, tuple[int, bytes]]:
+def _installed(world: RunningAgent, version: str) -> dict[str, tuple[int, bytes]]:
     """Return the modes and contents of all package and job files, with the version numbers in them removed."""
     found = {}
     for place in (world.base / "packages", world.base / "jobs"):

@@ -20,7 +20,7 @@ from agent_shim.core.settings import Mbus
 from agent_shim.demo.pki import SERVER
 from agent_shim.edges.bus.nats import NatsBus
 from tests.chaos.case import case
-from tests.support.bus import FakeServer, Wire
+from tests.support.bus import ClientConnection, FakeServer
 from tests.support.instance import AGENT
 from tests.support.proxy import Proxy
 from tests.support.readings import cpu_seconds
@@ -340,7 +340,7 @@ async def test_agent_survives_invalid_server_messages(stand: Stand) -> None:
     todo, pieces = list(_nonsense().items()), 0
     done = asyncio.Event()
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         nonlocal pieces
         for start in ("CONNECT ", "PING", "SUB agent.", "PING"):
             await wire.expect(start)
@@ -376,7 +376,7 @@ async def test_agent_survives_invalid_server_messages(stand: Stand) -> None:
     )
 
 
-async def _in_pieces(wire: Wire) -> int:
+async def _in_pieces(wire: ClientConnection) -> int:
     """Send a ping in two pieces, once for each position where it can be split. Return the number of answers."""
     reply_to = f"director.x.{AGENT}.y"
     request = json.dumps({"protocol": 3, "method": "ping", "arguments": [], "reply_to": reply_to}).encode()

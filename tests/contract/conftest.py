@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.http import Server, http_server
-from tests.support.world import World
+from tests.support.http import BlobServer, http_server
+from tests.support.world import LocalAgent
 from tests.support.world import world as made
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+async def world(tmp_path: Path) -> AsyncIterator[LocalAgent]:
     async with made(tmp_path) as one:
         yield one
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Server]:
+async def server() -> AsyncIterator[BlobServer]:
     """Run an HTTP server that stores blobs."""
     async with http_server() as server:
         yield server

@@ -22,11 +22,11 @@ from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.monit.ast import JobFile
 from tests.support import jobs
 from tests.support.waiting import until
-from tests.support.world import World
+from tests.support.world import LocalAgent
 from tests.support.world import world as made
 
 
-def store_of(world: World) -> Path:
+def store_of(world: LocalAgent) -> Path:
     return Path(world.agent.settings.current.blobstore.options["blobstore_path"])
 
 
@@ -34,7 +34,7 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-async def deployed(world: World, *names: str, **files: dict[str, str]) -> dict[str, Any]:
+async def deployed(world: LocalAgent, *names: str, **files: dict[str, str]) -> dict[str, Any]:
     """Apply sleeping jobs with these names, and further jobs given by their ``files``. Return the spec."""
     wanted = jobs.spec(
         store_of(world),
@@ -45,28 +45,28 @@ async def deployed(world: World, *names: str, **files: dict[str, str]) -> dict[s
     return wanted
 
 
-async def running(world: World) -> dict[str, Any]:
+async def running(world: LocalAgent) -> dict[str, Any]:
     async with asyncio.timeout(20):
         while (state := await world.value("get_state"))["job_state"] != "running":
             await asyncio.sleep(0.01)
     return state  # type: ignore[no-any-return]
 
 
-async def test_a1_ping_is_answered_with_pong(world: World) -> None:
+async def test_a1_ping_is_answered_with_pong(world: LocalAgent) -> None:
     assert await world.call("ping") == {"value": "pong"}
 
 
-async def test_a2_info_returns_the_api_version(world: World) -> None:
+async def test_a2_info_returns_the_api_version(world: LocalAgent) -> None:
     assert await world.call("info") == {"value": {"api_version": 1}}
 
 
-async def test_a7_update_settings_without_bus_or_blobstores_changes_no_connection(world: World) -> None:
+async def test_a7_update_settings_without_bus_or_blobstores_changes_no_connection(world: LocalAgent) -> None:
     assert await world.value("update_settings", {"trusted_certs": "", "disk_associations": []}) == "ok"
     assert world.asked == []
     assert json.loads(world.paths.update_settings.read_bytes())["mbus"]["urls"] == []
 
 
-async def test_a7_new_bus_credentials_are_stored_and_used_once(world: World) -> None:
+async def test_a7_new_bus_credentials_are_stored_and_used_once(world: LocalAgent) -> None:
     news = {"mbus": {"cert": {"ca": "ca", "certificate": "cert", "private_key": "key"}}}
 
     assert await world.value("update_settings", news) == "ok"
@@ -76,7 +76,7 @@ async def test_a7_new_bus_credentials_are_stored_and_used_once(world: World) -> 
     assert world.agent.settings.current.mbus.certificate == "cert"
 
 
-async def test_a7_rejected_bus_credentials_are_not_stored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a7_rejected_bus_credentials_are_not_stored(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[str] = []
     monkeypatch.setattr(TrustedCas, "install", lambda _, bundle: installed.append(bundle))
     before = world.agent.settings.current
@@ -88,12 +88,12 @@ async def test_a7_rejected_bus_credentials_are_not_stored(world: World, monkeypa
     assert installed == []
 
 
-async def test_a8_shutdown_is_answered_with_an_empty_string(world: World) -> None:
+async def test_a8_shutdown_is_answered_with_an_empty_string(world: LocalAgent) -> None:
     assert await world.call("shutdown") == {"value": ""}
     assert world.asked == ["shut_down"]
 
 
-async def test_a9_prepare_installs_without_enabling_and_may_be_repeated(world: World) -> None:
+async def test_a9_prepare_installs_without_enabling_and_may_be_repeated(world: LocalAgent) -> None:
     wanted = jobs.spec(store_of(world), {"web": jobs.sleeper(world.paths, "web")}, {"tool": {"bin/tool": "x"}})
 
     assert await world.value("prepare", wanted) == "prepared"
@@ -107,14 +107,14 @@ async def test_a9_prepare_installs_without_enabling_and_may_be_repeated(world: W
     assert await world.value("prepare", wanted) == "prepared"
 
 
-async def test_a9_prepare_without_jobs_installs_packages_only(world: World) -> None:
+async def test_a9_prepare_without_jobs_installs_packages_only(world: LocalAgent) -> None:
     wanted = jobs.spec(store_of(world), {}, {"tool": {"bin/tool": "x"}}, job={}, rendered_templates_archive=None)
 
     assert await world.value("prepare", wanted) == "prepared"
     assert [path.name for path in world.paths.data_packages.iterdir()] == ["tool"]
 
 
-async def test_a9_uploaded_templates_are_deleted_by_prepare_and_can_be_resent(world: World) -> None:
+async def test_a9_uploaded_templates_are_deleted_by_prepare_and_can_be_resent(world: LocalAgent) -> None:
     wanted = jobs.spec(store_of(world), {"web": jobs.sleeper(world.paths, "web")})
     content = (store_of(world) / wanted["rendered_templates_archive"]["blobstore_id"]).read_bytes()
     for blob_id in ("upload-1", "upload-2"):
@@ -129,7 +129,7 @@ async def test_a9_uploaded_templates_are_deleted_by_prepare_and_can_be_resent(wo
         assert not (world.paths.sensitive_blobs / blob_id).exists()
 
 
-async def test_a10_apply_without_configuration_hash_only_stores_the_spec(world: World) -> None:
+async def test_a10_apply_without_configuration_hash_only_stores_the_spec(world: LocalAgent) -> None:
     await deployed(world, "web")
     partial = {
         "deployment": "dep",
@@ -148,7 +148,7 @@ async def test_a10_apply_without_configuration_hash_only_stores_the_spec(world: 
     assert texts == {"id": "instance-id", "az": "", "name": "", "deployment": "dep"}
 
 
-async def test_a10_apply_installs_links_and_removes_jobs_and_packages(world: World) -> None:
+async def test_a10_apply_installs_links_and_removes_jobs_and_packages(world: LocalAgent) -> None:
     await deployed(world, "web", "worker")
     gone = (world.paths.jobs / "worker").resolve()
 
@@ -173,18 +173,18 @@ async def test_a10_apply_installs_links_and_removes_jobs_and_packages(world: Wor
     assert list(world.paths.monit_job.parent.glob("job/*")) == []
 
 
-async def test_a10_apply_with_an_unknown_network_does_not_store_the_spec(world: World) -> None:
+async def test_a10_apply_with_an_unknown_network_does_not_store_the_spec(world: LocalAgent) -> None:
     text = await world.error("apply", {"networks": {"other": {"type": "manual"}}, "id": "x"})
 
     assert text.endswith("result: Resolving dynamic networks: Network 'other' is not found in settings")
     assert not world.paths.spec.exists()
 
 
-async def test_a10_loopback_network_of_create_env_needs_no_settings(world: World) -> None:
+async def test_a10_loopback_network_of_create_env_needs_no_settings(world: LocalAgent) -> None:
     assert await world.value("apply", {"networks": {"local": {"ip": "127.0.0.1"}}}) == "applied"
 
 
-async def test_a10_failed_apply_changes_nothing(world: World) -> None:
+async def test_a10_failed_apply_changes_nothing(world: LocalAgent) -> None:
     await deployed(world, "web")
     await world.value("start")
     before = await running(world)
@@ -201,14 +201,14 @@ async def test_a10_failed_apply_changes_nothing(world: World) -> None:
     assert list(world.paths.data_packages.glob("*/.*")) == []
 
 
-async def test_a10_apply_rejects_a_package_without_a_version(world: World) -> None:
+async def test_a10_apply_rejects_a_package_without_a_version(world: LocalAgent) -> None:
     wanted = jobs.spec(store_of(world), {}, {"tool": {"x": "y"}})
     wanted["packages"]["tool"]["version"] = ""
 
     assert "cannot install the package tool: it has no version" in await world.error("apply", wanted)
 
 
-async def test_a11_start_is_answered_before_processes_run(world: World) -> None:
+async def test_a11_start_is_answered_before_processes_run(world: LocalAgent) -> None:
     gate, pidfile = world.paths.base / "gate", world.paths.run / "web/web.pid"
     slow = jobs.sleeper(world.paths, "web")
     slow["bin/ctl"] = slow["bin/ctl"].replace("start)", f"start) while [ ! -e {gate} ]; do sleep 0.02; done;")
@@ -222,7 +222,7 @@ async def test_a11_start_is_answered_before_processes_run(world: World) -> None:
     assert pidfile.exists()
 
 
-async def test_a11_start_writes_monit_files_in_reverse_and_removes_the_marker(world: World) -> None:
+async def test_a11_start_writes_monit_files_in_reverse_and_removes_the_marker(world: LocalAgent) -> None:
     await deployed(world, "first", "second")
     await world.value("stop")
     assert (await world.value("get_state"))["job_state"] == "stopped"
@@ -238,7 +238,7 @@ async def test_a11_start_writes_monit_files_in_reverse_and_removes_the_marker(wo
     assert json.loads(world.paths.health.read_bytes())["state"] in ("starting", "running", "failing")
 
 
-async def test_a11_start_is_saved_in_the_backup_at_once(world: World) -> None:
+async def test_a11_start_is_saved_in_the_backup_at_once(world: LocalAgent) -> None:
     """The backup no longer contains the stopped marker when ``start`` has been answered.
 
     Otherwise, if the container ended right afterwards, the agent of the next one would not start the jobs.
@@ -255,7 +255,7 @@ async def test_a11_start_is_saved_in_the_backup_at_once(world: World) -> None:
     assert spec.read_bytes() == world.paths.spec.read_bytes()
 
 
-async def test_a10_apply_is_saved_before_its_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a10_apply_is_saved_before_its_answer(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor's state is saved before ``apply`` is answered. In a new container, an agent without saved state
     would start the jobs even though they had never been started.
     """
@@ -266,7 +266,7 @@ async def test_a10_apply_is_saved_before_its_answer(world: World, monkeypatch: p
     assert supervisor.read_saved(world.paths.supervisor_state) is not None
 
 
-async def test_a10_apply_forgets_processes_of_the_previous_spec(world: World) -> None:
+async def test_a10_apply_forgets_processes_of_the_previous_spec(world: LocalAgent) -> None:
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -280,7 +280,7 @@ async def test_a10_apply_forgets_processes_of_the_previous_spec(world: World) ->
 
 
 async def test_a11_too_large_or_too_many_monit_files_fail_only_their_job(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parsing one megabyte used to block the event loop for 17 s. Now larger files are rejected, and the others are
     parsed in a thread.
@@ -310,7 +310,7 @@ async def test_a11_too_large_or_too_many_monit_files_fail_only_their_job(
     assert threading.current_thread() not in threads
 
 
-async def test_a12_stop_ends_all_processes_and_writes_marker_and_health_state(world: World) -> None:
+async def test_a12_stop_ends_all_processes_and_writes_marker_and_health_state(world: LocalAgent) -> None:
     """Without the health state "stopped", bosh-dns would resolve names to the instance until the next heartbeat."""
     await deployed(world, "web")
     await world.value("start")
@@ -327,7 +327,7 @@ async def test_a12_stop_ends_all_processes_and_writes_marker_and_health_state(wo
     assert [process["state"] for process in state["processes"]] == ["unknown"]
 
 
-async def test_a12_stop_returns_at_once_before_protocol_3(world: World) -> None:
+async def test_a12_stop_returns_at_once_before_protocol_3(world: LocalAgent) -> None:
     """Callers with an older protocol, such as the bosh CLI in create-env, get the reply before the jobs have stopped.
     With protocol 3 the reply is sent when all jobs have stopped.
     """
@@ -351,12 +351,12 @@ async def test_a12_stop_returns_at_once_before_protocol_3(world: World) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_a12_stop_without_jobs_succeeds(world: World) -> None:
+async def test_a12_stop_without_jobs_succeeds(world: LocalAgent) -> None:
     assert await world.value("stop") == "stopped"
     assert await world.value("stop", protocol=0) == "stopped"
 
 
-async def test_a13_drain_handles_each_type(world: World) -> None:
+async def test_a13_drain_handles_each_type(world: LocalAgent) -> None:
     assert await world.value("drain", "shutdown") == 0
     assert world.asked == ["announce_shutdown"]
     assert await world.value("drain", "shutdown", {}) == 0
@@ -367,7 +367,7 @@ async def test_a13_drain_handles_each_type(world: World) -> None:
     assert "explode" in await world.error("drain", "explode", {})
 
 
-async def test_a13_drain_scripts_get_arguments_and_may_request_more_time(world: World) -> None:
+async def test_a13_drain_scripts_get_arguments_and_may_request_more_time(world: LocalAgent) -> None:
     trace = world.paths.base / "trace"
     drain = f"""#!/bin/sh
 echo "$@ | $BOSH_JOB_STATE | $BOSH_JOB_NEXT_STATE | $PATH $(pwd) $(nice)" >> {trace}
@@ -389,7 +389,7 @@ exit 7
     ]
 
 
-async def test_a13_drain_leaves_processes_running_but_unmonitored(world: World) -> None:
+async def test_a13_drain_leaves_processes_running_but_unmonitored(world: LocalAgent) -> None:
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -402,7 +402,7 @@ async def test_a13_drain_leaves_processes_running_but_unmonitored(world: World) 
     assert Path(f"/proc/{pid}").exists()
 
 
-async def test_a13_drain_error_names_the_failed_jobs(world: World) -> None:
+async def test_a13_drain_error_names_the_failed_jobs(world: LocalAgent) -> None:
     await deployed(world, good={"bin/drain": "#!/bin/sh\necho 0\n"}, bad={"bin/drain": "#!/bin/sh\necho hello\n"})
 
     text = await world.error("drain", "shutdown")
@@ -410,7 +410,7 @@ async def test_a13_drain_error_names_the_failed_jobs(world: World) -> None:
     assert text.endswith("1 of 2 drain scripts failed. Failed Jobs: bad. Successful Jobs: good.")
 
 
-async def test_a14_scripts_get_their_environment_and_append_to_the_job_logs(world: World) -> None:
+async def test_a14_scripts_get_their_environment_and_append_to_the_job_logs(world: LocalAgent) -> None:
     script = '#!/bin/sh\necho "$0 $# $NAME $PATH $TMPDIR"\necho err >&2\n'
     await deployed(world, web={"bin/pre-start": script}, worker={})
 
@@ -438,7 +438,7 @@ async def test_a14_scripts_inherit_no_variable_of_the_agent(tmp_path: Path, monk
     assert [line for line in seen if line.startswith(("AGENT_SHIM_", "MALLOC_"))] == []
 
 
-async def test_a14_scripts_of_jobs_run_in_parallel(world: World) -> None:
+async def test_a14_scripts_of_jobs_run_in_parallel(world: LocalAgent) -> None:
     meet = "#!/bin/sh\ntouch {here}\nwhile [ ! -e {there} ]; do sleep 0.01; done\n"
     here, there = world.paths.base / "here", world.paths.base / "there"
     await deployed(
@@ -450,7 +450,7 @@ async def test_a14_scripts_of_jobs_run_in_parallel(world: World) -> None:
     assert await world.value("run_script", "pre-start", {}) == {}
 
 
-async def test_a14_error_names_the_failed_scripts(world: World) -> None:
+async def test_a14_error_names_the_failed_scripts(world: LocalAgent) -> None:
     await deployed(world, good={"bin/post-start": "#!/bin/sh\n"}, bad={"bin/post-start": "#!/bin/sh\nexit 3\n"})
 
     text = await world.error("run_script", "post-start", {})
@@ -458,7 +458,7 @@ async def test_a14_error_names_the_failed_scripts(world: World) -> None:
     assert text.endswith("1 of 2 post-start scripts failed. Failed Jobs: bad. Successful Jobs: good.")
 
 
-async def test_a15_errand_runs_the_first_or_the_named_job(world: World) -> None:
+async def test_a15_errand_runs_the_first_or_the_named_job(world: LocalAgent) -> None:
     run = "#!/bin/sh\necho out; echo err >&2; exit 3\n"
     await deployed(world, smoke={"bin/run": run}, web={"bin/run": "#!/bin/sh\n"})
 
@@ -467,19 +467,19 @@ async def test_a15_errand_runs_the_first_or_the_named_job(world: World) -> None:
     assert (await world.error("run_errand", "nope")).endswith("result: Could not find errand nope")
 
 
-async def test_a15_errand_without_jobs_is_an_error(world: World) -> None:
+async def test_a15_errand_without_jobs_is_an_error(world: LocalAgent) -> None:
     assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")
     assert (await world.error("run_errand", "")).endswith(" result: Could not find errand ")
 
 
-async def test_a15_errand_of_a_spec_without_a_template_name_is_an_error(world: World) -> None:
+async def test_a15_errand_of_a_spec_without_a_template_name_is_an_error(world: LocalAgent) -> None:
     """The bosh CLI sends such a spec in create-env."""
     await world.value("apply", {"job": {"templates": [{"name": "web", "version": "1"}]}})
 
     assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")
 
 
-async def test_a15_errand_that_cannot_start_is_an_error(world: World) -> None:
+async def test_a15_errand_that_cannot_start_is_an_error(world: LocalAgent) -> None:
     await deployed(world, "web")
 
     path = world.paths.jobs / "web/bin/run"
@@ -488,7 +488,7 @@ async def test_a15_errand_that_cannot_start_is_an_error(world: World) -> None:
     assert not list(world.paths.tmp.glob("errand-*"))
 
 
-async def test_a15_large_errand_output_is_truncated_to_fit_a_reply(world: World) -> None:
+async def test_a15_large_errand_output_is_truncated_to_fit_a_reply(world: LocalAgent) -> None:
     run = "#!/bin/sh\nhead -c 3000000 /dev/zero | tr '\\0' '\"'\necho; echo the end\n"
     await deployed(world, smoke={"bin/run": run})
 
@@ -499,7 +499,7 @@ async def test_a15_large_errand_output_is_truncated_to_fit_a_reply(world: World)
     assert result["stdout"].endswith("the end\n")
 
 
-async def test_a18_upload_accepts_line_breaks_and_rejects_a_wrong_checksum(world: World) -> None:
+async def test_a18_upload_accepts_line_breaks_and_rejects_a_wrong_checksum(world: LocalAgent) -> None:
     content = os.urandom(200)
     upload = {
         "blob_id": "b-1",
@@ -519,26 +519,28 @@ async def test_a18_upload_accepts_line_breaks_and_rejects_a_wrong_checksum(world
 
 @pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize("blob_id", ["../x", "a/b", "", ".", ".."])
-async def test_a18_upload_rejects_blob_ids_that_are_not_file_names(world: World, blob_id: str) -> None:
+async def test_a18_upload_rejects_blob_ids_that_are_not_file_names(world: LocalAgent, blob_id: str) -> None:
     upload = {"blob_id": blob_id, "checksum": hashlib.sha1(b"x").hexdigest(), "payload": "eA=="}
 
     assert "exception" in await world.run("upload_blob", upload)
 
 
-async def test_a19_list_disk_without_disks_is_empty(world: World) -> None:
+async def test_a19_list_disk_without_disks_is_empty(world: LocalAgent) -> None:
     assert await world.call("list_disk", protocol=0) == {"value": []}
     assert await world.value("list_disk") == []
 
 
 @pytest.mark.attack("a request puts orders for `ip` into an address")
-async def test_a25_delete_arp_entries_never_fails(world: World) -> None:
+async def test_a25_delete_arp_entries_never_fails(world: LocalAgent) -> None:
     assert await world.call("delete_arp_entries", {"ips": ["192.0.2.1", "not an address; rm -rf /", ""]}) == {
         "value": {}
     }
     assert await world.call("delete_arp_entries", {}) == {"value": {}}
 
 
-async def test_a25_many_arp_entries_are_deleted_by_one_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a25_many_arp_entries_are_deleted_by_one_process(
+    world: LocalAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``ip`` reads one command per line, so strings in the request that are not addresses must not be passed on."""
     given: list[str] = []
 
@@ -555,7 +557,7 @@ async def test_a25_many_arp_entries_are_deleted_by_one_process(world: World, mon
     assert [text.splitlines() for text in given] == [[f"neigh flush to {address}" for address in addresses]]
 
 
-async def test_a25_flood_of_arp_requests_runs_one_program_at_a_time(world: World) -> None:
+async def test_a25_flood_of_arp_requests_runs_one_program_at_a_time(world: LocalAgent) -> None:
     """Concurrent requests used to run their programs at the same time, which took four file descriptors each."""
 
     def opened() -> int:
@@ -570,13 +572,13 @@ async def test_a25_flood_of_arp_requests_runs_one_program_at_a_time(world: World
     assert peak - before < 20
 
 
-def _records(world: World, version: int, *, told: int | None = None) -> list[Any]:
+def _records(world: LocalAgent, version: int, *, told: int | None = None) -> list[Any]:
     content = json.dumps({"version": version if told is None else told, "records": [["10.0.0.9", "a.b.bosh"]]}).encode()
     named = jobs.blob(store_of(world), content)
     return [named["blobstore_id"], f"sha256:{hashlib.sha256(content).hexdigest()}", version]
 
 
-async def test_a26_sync_dns_stores_only_newer_valid_records(world: World) -> None:
+async def test_a26_sync_dns_stores_only_newer_valid_records(world: LocalAgent) -> None:
     assert await world.call("sync_dns", *_records(world, 2)) == {"value": "synced"}
     assert json.loads(world.paths.dns_records.read_bytes())["version"] == 2
     assert mode_of(world.paths.dns_records) == 0o640
@@ -589,7 +591,7 @@ async def test_a26_sync_dns_stores_only_newer_valid_records(world: World) -> Non
     assert "exception" in await world.call("sync_dns", blob_id, "sha256:" + "0" * 64, version)
 
 
-async def test_quick_requests_are_answered_while_a_script_hangs_and_tasks_wait(world: World) -> None:
+async def test_quick_requests_are_answered_while_a_script_hangs_and_tasks_wait(world: LocalAgent) -> None:
     ready, gate = world.paths.base / "ready", world.paths.base / "gate"
     hang = f"#!/bin/sh\ntouch {ready}\nwhile [ ! -e {gate} ]; do sleep 0.01; done\n"
     await deployed(world, web={"bin/pre-start": hang})

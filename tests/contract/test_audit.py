@@ -14,7 +14,7 @@ import pytest
 from agent_shim.actions import dispatch
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import ACTIONS, Mode
-from tests.support.world import World
+from tests.support.world import LocalAgent
 
 SECRET = "c4n4ry"
 
@@ -46,7 +46,7 @@ def without_seconds(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name != "seconds"}
 
 
-async def test_audit_logs_a_request_that_is_answered_at_once(world: World, lines: list[dict[str, Any]]) -> None:
+async def test_audit_logs_a_request_that_is_answered_at_once(world: LocalAgent, lines: list[dict[str, Any]]) -> None:
     await world.call("ping")
 
     assert [without_seconds(line) for line in lines] == [
@@ -54,7 +54,9 @@ async def test_audit_logs_a_request_that_is_answered_at_once(world: World, lines
     ]
 
 
-async def test_audit_logs_a_task_when_accepted_and_when_finished(world: World, lines: list[dict[str, Any]]) -> None:
+async def test_audit_logs_a_task_when_accepted_and_when_finished(
+    world: LocalAgent, lines: list[dict[str, Any]]
+) -> None:
     """Both lines contain the task id, so that they can be correlated. The poll that fetched the result has its own
     line.
     """
@@ -71,7 +73,9 @@ async def test_audit_logs_a_task_when_accepted_and_when_finished(world: World, l
     ]
 
 
-async def test_audit_logs_unknown_methods_and_unreadable_requests(world: World, lines: list[dict[str, Any]]) -> None:
+async def test_audit_logs_unknown_methods_and_unreadable_requests(
+    world: LocalAgent, lines: list[dict[str, Any]]
+) -> None:
     """Long method names are truncated to 100 characters, and errors to 300."""
     await world.call("x" * 5000)
     await world.dispatcher.handle(b"{")
@@ -82,7 +86,7 @@ async def test_audit_logs_unknown_methods_and_unreadable_requests(world: World, 
 
 
 async def test_audit_duration_is_the_execution_time(
-    world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    world: LocalAgent, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The duration excludes the time that a task waited in the queue."""
 
@@ -99,7 +103,7 @@ async def test_audit_duration_is_the_execution_time(
 
 
 async def test_audit_logs_the_reason_for_an_interrupted_task(
-    world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    world: LocalAgent, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(agent: Any) -> None:
         raise asyncio.CancelledError
@@ -114,7 +118,7 @@ async def test_audit_logs_the_reason_for_an_interrupted_task(
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_audit_contains_no_arguments_results_or_exception_texts(
-    world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: LocalAgent, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither the audit lines nor the rest of the log contain values from requests, because any value may be a secret,
     even in a disk hint.

@@ -23,13 +23,13 @@ from tests.support import bpm_keys
 from tests.support.programs import end_kept, is_alive
 from tests.support.terminals import Terminal
 from tests.support.waiting import until
-from tests.support.world import World, world
+from tests.support.world import LocalAgent, world
 
 pytestmark = pytest.mark.slow
 
 
 @contextlib.asynccontextmanager
-async def machine(base: Path) -> AsyncIterator[World]:
+async def machine(base: Path) -> AsyncIterator[LocalAgent]:
     """Run a booted agent that answers ``bpm`` requests on its control socket."""
     async with world(base) as found:
 
@@ -54,7 +54,7 @@ def deploy(base: Path, script: str, more: str = "") -> None:
     (job / "config/bpm.yml").write_text(f"processes: [{{name: web, executable: {job}/bin/web{more}}}]\n")
 
 
-async def bpm(found: World, line: str, **env: str) -> tuple[int, str, str]:
+async def bpm(found: LocalAgent, line: str, **env: str) -> tuple[int, str, str]:
     """Run a ``bpm`` command line. Return its exit code, stdout and stderr."""
     running = _spawn(found, line, env=env)
     status = await running.wait()
@@ -63,7 +63,12 @@ async def bpm(found: World, line: str, **env: str) -> tuple[int, str, str]:
 
 
 def _spawn(
-    found: World, line: str, *, stdout: int | None = None, stderr: int | None = None, env: dict[str, str] | None = None
+    found: LocalAgent,
+    line: str,
+    *,
+    stdout: int | None = None,
+    stderr: int | None = None,
+    env: dict[str, str] | None = None,
 ) -> process.Process:
     """Start a ``bpm`` command line. Its output goes to files, unless descriptors are given."""
     for name in ("out", "err"):

@@ -11,26 +11,26 @@ import pytest
 from tests.support import jobs
 from tests.support.programs import is_alive, number_in
 from tests.support.waiting import until
-from tests.support.world import World
+from tests.support.world import LocalAgent
 
 FAMILY = "#!/bin/sh\nsh -c 'sleep 600; sleep 600' & sleep 600 & echo $! >{started}; wait\n"
 """A script that starts children and a grandchild in its process group."""
 
 
 @pytest.fixture
-def started(world: World) -> Path:
+def started(world: LocalAgent) -> Path:
     """Return the file to which a script writes the pid of a process that it has started."""
     return world.paths.base / "started"
 
 
-async def deployed(world: World, **scripts: str) -> None:
+async def deployed(world: LocalAgent, **scripts: str) -> None:
     """Apply a job ``web`` with only these scripts."""
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     files = {f"bin/{name.replace('_', '-')}": text for name, text in scripts.items()}
     assert await world.value("apply", jobs.spec(store, {"web": {"monit": "", **files}})) == "applied"
 
 
-async def cancelled(world: World, task_id: str) -> Any:
+async def cancelled(world: LocalAgent, task_id: str) -> Any:
     """Cancel a task, which would otherwise take ten minutes, and return its value."""
     assert await world.value("cancel_task", task_id) == "canceled"
     return await world.value("get_task", task_id)
@@ -41,7 +41,7 @@ async def task_of(asked: Awaitable[dict[str, Any]]) -> str:
     return task_id
 
 
-async def test_a15_cancelled_errand_ends_with_all_its_processes(world: World, started: Path) -> None:
+async def test_a15_cancelled_errand_ends_with_all_its_processes(world: LocalAgent, started: Path) -> None:
     await deployed(world, run=FAMILY.format(started=started))
     task_id = await task_of(world.call("run_errand"))
     child = await until(lambda: number_in(started))
@@ -50,7 +50,7 @@ async def test_a15_cancelled_errand_ends_with_all_its_processes(world: World, st
     assert not is_alive(child)
 
 
-async def test_a13_cancelled_drain_ends_with_all_its_processes(world: World, started: Path) -> None:
+async def test_a13_cancelled_drain_ends_with_all_its_processes(world: LocalAgent, started: Path) -> None:
     await deployed(world, drain=FAMILY.format(started=started))
     task_id = await task_of(world.call("drain", "shutdown"))
     child = await until(lambda: number_in(started))
@@ -60,7 +60,7 @@ async def test_a13_cancelled_drain_ends_with_all_its_processes(world: World, sta
 
 
 @pytest.mark.parametrize("seconds", ["600", "-600", "-999999999999999999"])
-async def test_a13_cancelled_drain_stops_waiting(world: World, started: Path, seconds: str) -> None:
+async def test_a13_cancelled_drain_stops_waiting(world: LocalAgent, started: Path, seconds: str) -> None:
     """A drain script prints how long the agent must wait for it. With a negative number it is then called again."""
     await deployed(world, drain=f"#!/bin/sh\necho $$ >{started}; echo {seconds}\n")
     task_id = await task_of(world.call("drain", "shutdown"))
@@ -70,7 +70,7 @@ async def test_a13_cancelled_drain_stops_waiting(world: World, started: Path, se
     assert await cancelled(world, task_id) == 0
 
 
-async def test_e10_cancelled_queued_errand_never_begins(world: World, started: Path) -> None:
+async def test_e10_cancelled_queued_errand_never_begins(world: LocalAgent, started: Path) -> None:
     """The tasks before and after it in the queue are still executed."""
     begun, gate = started.with_name("begun"), started.with_name("gate")
     pre_start = f"#!/bin/sh\necho $$ >{started}; until [ -e {gate} ]; do sleep 0.02; done\n"

@@ -23,10 +23,10 @@ from agent_shim.demo.release import archive
 from agent_shim.services.compiler import Package
 from tests.contract.test_actions import store_of
 from tests.support import jobs
-from tests.support.http import Server
+from tests.support.http import BlobServer
 from tests.support.programs import end_kept, is_alive, number_in
 from tests.support.waiting import until
-from tests.support.world import World, is_running
+from tests.support.world import LocalAgent, is_running
 
 pytestmark = pytest.mark.slow
 
@@ -35,13 +35,13 @@ LINKS = "$(dirname $BOSH_INSTALL_TARGET)"
 """Shell expression for the directory with the links to enabled packages, ``/var/vcap/packages`` on a machine."""
 
 
-def source(world: World, packaging: str, **files: str) -> tuple[str, str]:
+def source(world: LocalAgent, packaging: str, **files: str) -> tuple[str, str]:
     """Store the source of a package in the blobstore. Return the blob's id and digest."""
     blob = jobs.blob(store_of(world), archive({"packaging": packaging, **files}))
     return blob["blobstore_id"], blob["sha1"]
 
 
-def dependency(world: World, name: str, version: str = "1", **files: str) -> dict[str, str]:
+def dependency(world: LocalAgent, name: str, version: str = "1", **files: str) -> dict[str, str]:
     """Store a compiled package in the blobstore. Return its entry for the dependencies in a compile request."""
     content = archive(files or {"bin/tool": f"#!/bin/sh\necho {name} {version}\n"})
     return {"name": name, "version": version, **jobs.blob(store_of(world), content)}
@@ -55,11 +55,11 @@ def members(content: bytes) -> dict[str, bytes | None]:
         }
 
 
-def printed(world: World, stream: str = "stdout") -> str:
+def printed(world: LocalAgent, stream: str = "stdout") -> str:
     return (world.paths.log / f"compilation/packaging.{stream}.log").read_text()
 
 
-def left(world: World) -> list[Path]:
+def left(world: LocalAgent) -> list[Path]:
     """Return everything that compilations have left behind, except their logs and the parent directories of package
     versions.
     """
@@ -68,12 +68,12 @@ def left(world: World) -> list[Path]:
     return [*found, *paths.tmp.glob(".*"), *paths.data_packages.glob("*/*")]
 
 
-async def compiled(world: World, packaging: str, name: str = "p", **deps: dict[str, str]) -> bytes:
+async def compiled(world: LocalAgent, packaging: str, name: str = "p", **deps: dict[str, str]) -> bytes:
     """Compile a package and return the resulting archive."""
     return await compiled_from(world, *source(world, packaging), name, deps)
 
 
-async def compiled_from(world: World, blob_id: str, digest: str, name: str = "p", deps: Any = None) -> bytes:
+async def compiled_from(world: LocalAgent, blob_id: str, digest: str, name: str = "p", deps: Any = None) -> bytes:
     """Compile a package whose source is in a blob, and return the resulting archive."""
     value = await world.value("compile_package", blob_id, digest, name, "1.1", deps)
     content: bytes = (store_of(world) / value["result"]["blobstore_id"]).read_bytes()
@@ -83,7 +83,7 @@ async def compiled_from(world: World, blob_id: str, digest: str, name: str = "p"
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a16_compile_returns_id_and_sha1_of_a_new_blob(world: World) -> None:
+async def test_a16_compile_returns_id_and_sha1_of_a_new_blob(world: LocalAgent) -> None:
     arguments = source(world, INSTALL + "cp src $BOSH_INSTALL_TARGET/bin/", src="content")
     value = await world.value("compile_package", *arguments, "p", "1.1", {})
 
@@ -99,7 +99,7 @@ async def test_a16_compile_returns_id_and_sha1_of_a_new_blob(world: World) -> No
         assert {(member.uid, member.gid, member.uname) for member in packed.getmembers()} == {(0, 0, "root")}
 
 
-async def test_a16_packaging_script_gets_its_documented_environment(world: World) -> None:
+async def test_a16_packaging_script_gets_its_documented_environment(world: LocalAgent) -> None:
     """The script gets the same variables as from the Go agent, a temporary directory, and the agent's programs first in
     PATH.
 
@@ -121,7 +121,7 @@ async def test_a16_packaging_script_gets_its_documented_environment(world: World
     assert listed == "packaging"
 
 
-async def test_a16_compile_links_only_the_package_and_its_dependencies(world: World) -> None:
+async def test_a16_compile_links_only_the_package_and_its_dependencies(world: LocalAgent) -> None:
     """Entries that earlier compilations left are removed, because a script could use them by mistake."""
     stray = world.paths.packages / "golang-1.19-linux"
     stray.mkdir()
@@ -140,7 +140,7 @@ async def test_a16_compile_links_only_the_package_and_its_dependencies(world: Wo
     assert left(world) == []
 
 
-async def test_a16_compilation_logs_are_those_of_the_last_compilation(world: World) -> None:
+async def test_a16_compilation_logs_are_those_of_the_last_compilation(world: LocalAgent) -> None:
     log = world.paths.log / "compilation"
     log.mkdir()
     (log / "old").touch()
@@ -154,13 +154,13 @@ async def test_a16_compilation_logs_are_those_of_the_last_compilation(world: Wor
     assert {stat.S_IMODE(path.stat().st_mode) for path in log.iterdir()} == {0o640}
 
 
-async def test_a16_compile_accepts_null_dependencies_and_no_packaging_script(world: World) -> None:
+async def test_a16_compile_accepts_null_dependencies_and_no_packaging_script(world: LocalAgent) -> None:
     blob = jobs.blob(store_of(world), archive({"file": "x"}))
 
     assert members(await compiled_from(world, blob["blobstore_id"], blob["sha1"])) == {".": None}
 
 
-async def test_a16_uncompressed_source_gives_an_uncompressed_package(world: World) -> None:
+async def test_a16_uncompressed_source_gives_an_uncompressed_package(world: LocalAgent) -> None:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as packed:
         packed.addfile(tarfile.TarInfo("./file"))
@@ -174,7 +174,7 @@ def compressed(data: bytes, program: str) -> bytes:
 
 
 @pytest.mark.parametrize("program", ["bzip2", "xz", "zstd"])
-async def test_a16_source_in_another_compression_gives_a_gzipped_package(world: World, program: str) -> None:
+async def test_a16_source_in_another_compression_gives_a_gzipped_package(world: LocalAgent, program: str) -> None:
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
     bare = gzip.decompress(archive({"packaging": "cp file $BOSH_INSTALL_TARGET", "file": "x"}))
@@ -183,7 +183,9 @@ async def test_a16_source_in_another_compression_gives_a_gzipped_package(world: 
     assert members(await compiled_from(world, blob["blobstore_id"], blob["sha1"])) == {".": None, "./file": b"x"}
 
 
-async def test_a17_compile_downloads_and_uploads_by_signed_urls_with_headers(world: World, server: Server) -> None:
+async def test_a17_compile_downloads_and_uploads_by_signed_urls_with_headers(
+    world: LocalAgent, server: BlobServer
+) -> None:
     """The result is uploaded to the signed URL, so the reply contains only digests and no blob id."""
     tool, src = archive({"bin/tool": "x"}), archive({"packaging": f"{INSTALL} cp {LINKS}/pcre/bin/tool src"})
     server.blobs = {"/pcre": tool, "/src": src}
@@ -224,7 +226,7 @@ async def test_a17_compile_downloads_and_uploads_by_signed_urls_with_headers(wor
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-async def failed(world: World, *arguments: Any) -> str:
+async def failed(world: LocalAgent, *arguments: Any) -> str:
     """Compile a package p, which must fail. Return the error without its constant prefix."""
     text = await world.error("compile_package", *arguments)
     found = re.fullmatch(r"Action Failed get_task: Task \S+ result: Compiling package p: (.*)", text, re.DOTALL)
@@ -232,7 +234,7 @@ async def failed(world: World, *arguments: Any) -> str:
     return found[1]
 
 
-async def test_a16_failed_packaging_script_is_reported_with_its_output(world: World) -> None:
+async def test_a16_failed_packaging_script_is_reported_with_its_output(world: LocalAgent) -> None:
     """Afterwards, neither files that the script has installed nor its dependencies remain."""
     packaging = INSTALL + "set +x; echo out; echo err >&2; exit 7"
     tool = dependency(world, "tool")
@@ -245,7 +247,7 @@ async def test_a16_failed_packaging_script_is_reported_with_its_output(world: Wo
     assert left(world) == []
 
 
-async def test_a16_long_packaging_output_is_truncated_at_a_line_start(world: World) -> None:
+async def test_a16_long_packaging_output_is_truncated_at_a_line_start(world: LocalAgent) -> None:
     """The error contains at most the last 10 KiB of each stream, while the logs contain everything."""
     packaging = "set +x; seq 100000; head -c 20000 /dev/zero | tr '\\0' é >&2; kill -9 $$"
     text = await failed(world, *source(world, packaging), "p", "1", {})
@@ -269,7 +271,7 @@ async def test_a16_long_packaging_output_is_truncated_at_a_line_start(world: Wor
     ],
 )
 async def test_a16_other_compilation_failures_are_reported(
-    world: World, change: dict[str, str], text: str | None
+    world: LocalAgent, change: dict[str, str], text: str | None
 ) -> None:
     blob_id, digest = source(world, "")
     given = {"blob_id": blob_id, "digest": digest, "name": "p", "version": "1"} | change
@@ -280,7 +282,7 @@ async def test_a16_other_compilation_failures_are_reported(
     assert left(world) == []
 
 
-async def test_a16_compile_names_an_unavailable_dependency(world: World) -> None:
+async def test_a16_compile_names_an_unavailable_dependency(world: LocalAgent) -> None:
     deps = {"good": dependency(world, "good"), "bad": {**dependency(world, "bad"), "blobstore_id": "gone"}}
     text = await failed(world, *source(world, ""), "p", "1", deps)
 
@@ -288,7 +290,7 @@ async def test_a16_compile_names_an_unavailable_dependency(world: World) -> None
     assert left(world) == []
 
 
-async def test_a16_compile_reports_a_result_that_cannot_be_stored(world: World) -> None:
+async def test_a16_compile_reports_a_result_that_cannot_be_stored(world: LocalAgent) -> None:
     store = store_of(world)
     packaging = f"rm -rf {store}; touch {store}"
     text = await failed(world, *source(world, packaging), "p", "1", {})
@@ -299,7 +301,7 @@ async def test_a16_compile_reports_a_result_that_cannot_be_stored(world: World) 
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_signed_urls_of_a_compilation_appear_in_no_log_or_repr(
-    world: World, server: Server, caplog: pytest.LogCaptureFixture
+    world: LocalAgent, server: BlobServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither the log nor the ``repr`` of the task and the package contain the URLs or their headers."""
     caplog.set_level("DEBUG")
@@ -322,7 +324,7 @@ async def test_signed_urls_of_a_compilation_appear_in_no_log_or_repr(
     assert not any("s3cr3t" in said for said in (caplog.text, repr(task), repr(package)))
 
 
-async def test_compilation_keeps_the_packages_of_deployed_jobs(world: World) -> None:
+async def test_compilation_keeps_the_packages_of_deployed_jobs(world: LocalAgent) -> None:
     wanted = jobs.spec(store_of(world), {"web": {"monit": ""}}, {"tool": {"bin/tool": "x"}})
     assert await world.value("apply", wanted) == "applied"
     paths = world.paths
@@ -342,7 +344,7 @@ async def test_compilation_keeps_the_packages_of_deployed_jobs(world: World) -> 
 
 
 @pytest.mark.parametrize("clashing", ["dependency", "package"])
-async def test_compilation_refuses_to_replace_a_package_that_jobs_use(world: World, clashing: str) -> None:
+async def test_compilation_refuses_to_replace_a_package_that_jobs_use(world: LocalAgent, clashing: str) -> None:
     wanted = jobs.spec(store_of(world), {"web": {"monit": ""}}, {"tool": {"bin/tool": "x"}})
     assert await world.value("apply", wanted) == "applied"
     before = (world.paths.packages / "tool").readlink()
@@ -358,7 +360,7 @@ async def test_compilation_refuses_to_replace_a_package_that_jobs_use(world: Wor
     assert (world.paths.packages / "tool/bin/tool").is_file()
 
 
-async def test_compilation_works_after_the_apply_of_a_compilation_vm(world: World) -> None:
+async def test_compilation_works_after_the_apply_of_a_compilation_vm(world: LocalAgent) -> None:
     """The spec of a compilation VM has no configuration hash. The first spec of create-env has a hash but no jobs."""
     await world.value(
         "apply", {"deployment": "d", "job": {"name": "compilation-1"}, "index": 0, "id": "i", "packages": {}}
@@ -378,7 +380,7 @@ async def test_compilation_works_after_the_apply_of_a_compilation_vm(world: Worl
 # --- while it runs ----------------------------------------------------------------------------------------------------
 
 
-async def begun(world: World, packaging: str) -> tuple[str, int]:
+async def begun(world: LocalAgent, packaging: str) -> tuple[str, int]:
     """Start a compilation whose script waits. Return its task id and the pid of a process that the script has
     started.
     """
@@ -388,7 +390,7 @@ async def begun(world: World, packaging: str) -> tuple[str, int]:
     return reply["value"]["agent_task_id"], await until(lambda: number_in(started))
 
 
-async def test_compilation_progress_is_reported(world: World) -> None:
+async def test_compilation_progress_is_reported(world: LocalAgent) -> None:
     """The running task states the package, the current step and the start time."""
     task_id, _ = await begun(world, "sleep 600 & echo $! >{}; wait")
     task = world.agent.tasks.running
@@ -411,7 +413,7 @@ async def test_compilation_progress_is_reported(world: World) -> None:
         "(setsid -f sh -c 'echo $$ >{}; exec sleep 600'); sleep 600",
     ],
 )
-async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World, packaging: str) -> None:
+async def test_cancelled_compilation_leaves_no_process_and_no_file(world: LocalAgent, packaging: str) -> None:
     """The script's processes end even if they ignore SIGTERM, leave the session, drop their environment or are
     orphaned.
     """
@@ -427,7 +429,7 @@ async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World,
         end_kept(world.paths)
 
 
-async def test_processes_of_a_packaging_script_end_with_it(world: World) -> None:
+async def test_processes_of_a_packaging_script_end_with_it(world: LocalAgent) -> None:
     """A process that survived could write into the directory while it is being packed."""
     started = world.paths.base / "started"
     await compiled(world, f"sleep 600 & setsid sleep 600 & echo $! >{started}; sleep 600 & echo $! >>{started}")
@@ -439,7 +441,7 @@ async def test_processes_of_a_packaging_script_end_with_it(world: World) -> None
 # --- reproducible results ---------------------------------------------------------------------------------------------
 
 
-async def test_compiled_files_older_than_the_source_keep_their_time(world: World) -> None:
+async def test_compiled_files_older_than_the_source_keep_their_time(world: LocalAgent) -> None:
     """Files with an older modification time than the source keep it. All others get the time of the source, so that
     compiling again gives the same archive.
     """

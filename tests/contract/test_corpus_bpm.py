@@ -13,7 +13,7 @@ ENTRIES = corpus.entries("bpm")
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_check_of_corpus_bpm_files_gives_the_expected_verdict(
-    entry: corpus.Entry, capsys: pytest.CaptureFixture[str]
+    entry: corpus.CorpusEntry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``agent-shim check`` accepts valid files, and rejects the others with the location of the error."""
     verdict = check.main([entry.path], "bpm")

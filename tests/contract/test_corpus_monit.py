@@ -16,7 +16,7 @@ ACCEPTED = [entry for entry in ENTRIES if entry.is_accepted]
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_check_of_corpus_monit_files_gives_the_verdict_of_monit(
-    entry: corpus.Entry, capsys: pytest.CaptureFixture[str]
+    entry: corpus.CorpusEntry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``agent-shim check`` accepts files that monit loads, and rejects others with the location of the error."""
     verdict = check.main([entry.path], "monit")
@@ -30,7 +30,7 @@ def test_check_of_corpus_monit_files_gives_the_verdict_of_monit(
 
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
-def test_rendered_corpus_monit_file_is_equivalent(entry: corpus.Entry) -> None:
+def test_rendered_corpus_monit_file_is_equivalent(entry: corpus.CorpusEntry) -> None:
     """Parsing the rendered file gives the same values and the same plan as the original."""
     file = parser.parse(entry.text, origin=entry.file)
 
@@ -43,7 +43,7 @@ def test_rendered_corpus_monit_file_is_equivalent(entry: corpus.Entry) -> None:
 
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
-def test_corpus_monit_files_depend_only_on_existing_services_or_other_jobs(entry: corpus.Entry) -> None:
+def test_corpus_monit_files_depend_only_on_existing_services_or_other_jobs(entry: corpus.CorpusEntry) -> None:
     """Files that monit accepts contain neither duplicates nor cycles. Only files with a "stub-dep" verdict in the index
     depend on services that are not in the file.
     """

@@ -7,7 +7,7 @@ import hashlib
 
 import pytest
 
-from tests.support.world import World
+from tests.support.world import LocalAgent
 
 CONTENT = b"a blob"
 SHA1 = hashlib.sha1(CONTENT).hexdigest()
@@ -17,7 +17,7 @@ WRONG = "0" * 40
 ARGUMENT = "Extracting method arguments from payload: Unmarshalling action argument: "
 
 
-async def refused(world: World, checksum: str | None) -> str:
+async def refused(world: LocalAgent, checksum: str | None) -> str:
     """Return the error with which the content is rejected for this digest, or "" if it is accepted."""
     upload = {"blob_id": "b", "checksum": checksum, "payload": base64.b64encode(CONTENT).decode()}
     reply = await world.run("upload_blob", upload)
@@ -28,7 +28,7 @@ async def refused(world: World, checksum: str | None) -> str:
     return text.partition(" result: ")[2].removeprefix(ARGUMENT)
 
 
-async def test_d1_a_bare_digest_is_a_sha1(world: World) -> None:
+async def test_d1_a_bare_digest_is_a_sha1(world: LocalAgent) -> None:
     for wrong in (WRONG, SHA1.upper()):
         assert await refused(world, wrong) == (
             f"Payload corrupted. Checksum mismatch. Expected '{wrong}': "
@@ -41,12 +41,12 @@ async def test_d1_a_bare_digest_is_a_sha1(world: World) -> None:
 @pytest.mark.parametrize(
     "good", [f"{WRONG};sha256:{SHA256}", f"sha256:00;sha512:{SHA512};{WRONG}", f"sha512:{SHA512};sha256:00"]
 )
-async def test_d2_only_the_strongest_digest_is_checked(world: World, good: str) -> None:
+async def test_d2_only_the_strongest_digest_is_checked(world: LocalAgent, good: str) -> None:
     assert await refused(world, good) == ""
     assert "but was 'sha512:" in await refused(world, f"{SHA1};sha512:{'0' * 128};sha256:{SHA256}")
 
 
-async def test_d3_unknown_digest_algorithm_is_ignored_unless_it_is_the_only_one(world: World) -> None:
+async def test_d3_unknown_digest_algorithm_is_ignored_unless_it_is_the_only_one(world: LocalAgent) -> None:
     assert await refused(world, "md5:0123") == (
         "Payload corrupted. Checksum mismatch. Expected 'md5:0123': "
         "Computing digest from stream: Unable to create digest of unknown algorithm 'md5'"
@@ -54,7 +54,7 @@ async def test_d3_unknown_digest_algorithm_is_ignored_unless_it_is_the_only_one(
     assert await refused(world, f"md5:0123;{SHA1}") == ""
 
 
-async def test_d4_two_digests_of_one_algorithm_are_rejected(world: World) -> None:
+async def test_d4_two_digests_of_one_algorithm_are_rejected(world: LocalAgent) -> None:
     assert await refused(world, f"{SHA1};sha1:{SHA1}") == (
         f"Multiple digests of the same algorithm 'sha1' found in digests '{SHA1};{SHA1}'"
     )
@@ -62,15 +62,15 @@ async def test_d4_two_digests_of_one_algorithm_are_rejected(world: World) -> Non
 
 @pytest.mark.attack("a blobstore delivers another blob than the requested one")
 @pytest.mark.parametrize("empty", ["", ";", ";;;"])
-async def test_d5_blob_without_a_digest_is_rejected(world: World, empty: str | None) -> None:
+async def test_d5_blob_without_a_digest_is_rejected(world: LocalAgent, empty: str | None) -> None:
     assert await refused(world, empty) == "no digest algorithm found. Supported algorithms: sha1, sha256, sha512"
 
 
-async def test_d5_null_digest_is_rejected(world: World) -> None:
+async def test_d5_null_digest_is_rejected(world: LocalAgent) -> None:
     assert (await refused(world, None)).startswith("Payload corrupted. Checksum mismatch. Expected 'null': ")
 
 
-async def test_invalid_digests_are_rejected_before_any_work(world: World) -> None:
+async def test_invalid_digests_are_rejected_before_any_work(world: LocalAgent) -> None:
     """Invalid digests are rejected even in requests that fetch no blob, such as an old DNS version or a spec without a
     configuration hash.
     """
@@ -91,7 +91,7 @@ async def test_invalid_digests_are_rejected_before_any_work(world: World) -> Non
     assert await world.value("sync_dns", "blob", WRONG, 4) == "synced"
 
 
-async def test_apply_rejects_a_package_without_a_digest(world: World) -> None:
+async def test_apply_rejects_a_package_without_a_digest(world: LocalAgent) -> None:
     package = {"name": "nginx", "version": "1", "blobstore_id": "not fetched"}
 
     error = await world.error("apply", {"packages": {"nginx": package}})
@@ -99,7 +99,7 @@ async def test_apply_rejects_a_package_without_a_digest(world: World) -> None:
     assert error.endswith("Persisting apply spec: package nginx: no digests have been provided")
 
 
-async def test_templates_without_id_and_digest_are_reported_as_by_the_go_agent(world: World) -> None:
+async def test_templates_without_id_and_digest_are_reported_as_by_the_go_agent(world: LocalAgent) -> None:
     assert await world.value("apply", {"rendered_templates_archive": {"sha1": "", "blobstore_id": ""}}) == "applied"
 
     stored = (await world.value("get_state"))["rendered_templates_archive"]
@@ -107,13 +107,13 @@ async def test_templates_without_id_and_digest_are_reported_as_by_the_go_agent(w
 
 
 @pytest.mark.parametrize("text", ["sha1:a:b", "sha1:", ":abc", "sha-1:abc", "abc def", "abc\n", "sha256=00"])
-async def test_d6_digest_with_invalid_characters_is_rejected(world: World, text: str) -> None:
+async def test_d6_digest_with_invalid_characters_is_rejected(world: LocalAgent, text: str) -> None:
     assert await refused(world, text) == (
         "unable to parse digest string. Digest and algorithm key can only contain alpha-numeric characters"
     )
 
 
-async def test_d7_digests_are_reported_in_their_original_order(world: World) -> None:
+async def test_d7_digests_are_reported_in_their_original_order(world: LocalAgent) -> None:
     text = await refused(world, f"sha512:00;sha1:{WRONG};;md5:ab;sha256:{SHA256}")
 
     assert text.startswith(

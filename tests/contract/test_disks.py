@@ -16,7 +16,7 @@ import pytest
 from agent_shim.host import volumes
 from agent_shim.services.disks.service import DiskTimeouts
 from tests.support.volumes import HASTY
-from tests.support.world import World, write_settings
+from tests.support.world import LocalAgent, write_settings
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +24,14 @@ def links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(volumes, "can_bind", lambda _: False)
 
 
-def volume(world: World, cid: str) -> dict[str, str]:
+def volume(world: LocalAgent, cid: str) -> dict[str, str]:
     """Create the directory of a volume, and return the hint that a CPI would send for it."""
     path = world.paths.base.parent / "volumes" / cid
     path.mkdir(parents=True)
     return {"path": str(path)}
 
 
-async def mounted(world: World, cid: str) -> Path:
+async def mounted(world: LocalAgent, cid: str) -> Path:
     """Attach and mount a disk as the Director does. Return the directory of its volume."""
     hint = volume(world, cid)
     assert await world.value("add_persistent_disk", cid, hint) == {}
@@ -39,7 +39,7 @@ async def mounted(world: World, cid: str) -> Path:
     return Path(hint["path"])
 
 
-async def test_a19_list_disk_lists_a_mounted_disk_at_once_or_as_a_task(world: World) -> None:
+async def test_a19_list_disk_lists_a_mounted_disk_at_once_or_as_a_task(world: LocalAgent) -> None:
     await mounted(world, "disk-a")
 
     assert await world.call("list_disk", protocol=2) == {"value": ["disk-a"]}
@@ -47,7 +47,7 @@ async def test_a19_list_disk_lists_a_mounted_disk_at_once_or_as_a_task(world: Wo
     assert await world.value("list_disk") == ["disk-a"]
 
 
-async def test_a20_mount_disk_uses_the_store_and_then_the_migration_target(world: World) -> None:
+async def test_a20_mount_disk_uses_the_store_and_then_the_migration_target(world: LocalAgent) -> None:
     first = await mounted(world, "disk-a")
     assert world.paths.store.resolve() == first
     assert world.paths.managed_disk.read_text() == "disk-a"
@@ -57,7 +57,7 @@ async def test_a20_mount_disk_uses_the_store_and_then_the_migration_target(world
     assert (world.paths.store.resolve(), world.paths.store_migration_target.resolve()) == (first, second)
 
 
-async def test_a21_unmount_disk_reply_names_the_disk(world: World) -> None:
+async def test_a21_unmount_disk_reply_names_the_disk(world: LocalAgent) -> None:
     await mounted(world, "disk-a")
 
     assert (await world.value("unmount_disk", "disk-a"))["message"].startswith("Unmounted partition of {ID:disk-a ")
@@ -67,7 +67,7 @@ async def test_a21_unmount_disk_reply_names_the_disk(world: World) -> None:
     assert await world.value("list_disk") == []
 
 
-async def test_a22_migrate_disk_without_arguments_moves_all_files(world: World) -> None:
+async def test_a22_migrate_disk_without_arguments_moves_all_files(world: LocalAgent) -> None:
     await mounted(world, "disk-a")
     (world.paths.store / "data").write_text("precious")
     second = await mounted(world, "disk-b")
@@ -79,7 +79,7 @@ async def test_a22_migrate_disk_without_arguments_moves_all_files(world: World) 
     assert await world.value("list_disk") == ["disk-b"]
 
 
-async def test_a22_migrate_disk_accepts_the_names_of_both_disks(world: World) -> None:
+async def test_a22_migrate_disk_accepts_the_names_of_both_disks(world: LocalAgent) -> None:
     await mounted(world, "disk-a")
     await mounted(world, "disk-b")
 
@@ -110,14 +110,14 @@ NOT_FOUND = "Persistent disk with volume id 'x' could not be found"
     ],
 )
 async def test_disk_errors_have_the_text_of_the_go_agent(
-    world: World, method: str, arguments: list[Any], text: str
+    world: LocalAgent, method: str, arguments: list[Any], text: str
 ) -> None:
     world.agent.disks.timeouts = HASTY
 
     assert text in await world.error(method, *arguments)
 
 
-async def test_disk_requests_reread_the_settings(world: World) -> None:
+async def test_disk_requests_reread_the_settings(world: LocalAgent) -> None:
     """A CPI that attaches disks to a running VM writes the settings just before the Director sends the request."""
     base = world.paths.base.parent
     write_settings(base, disks={"persistent": {"disk-a": volume(world, "disk-a")["path"]}})
@@ -146,7 +146,7 @@ async def test_disk_requests_reread_the_settings(world: World) -> None:
         ),
     ],
 )
-async def test_a23_disk_hint_of_any_form_is_stored(world: World, hint: Any, told: dict[str, Any]) -> None:
+async def test_a23_disk_hint_of_any_form_is_stored(world: LocalAgent, hint: Any, told: dict[str, Any]) -> None:
     assert await world.value("add_persistent_disk", "disk-a", hint) == {}
 
     stored = json.loads(world.paths.disk_hints.read_bytes())["disk-a"]
@@ -154,7 +154,7 @@ async def test_a23_disk_hint_of_any_form_is_stored(world: World, hint: Any, told
     assert world.paths.disk_hints.stat().st_mode & 0o077 == 0
 
 
-async def test_a23_removing_a_missing_disk_hint_succeeds(world: World) -> None:
+async def test_a23_removing_a_missing_disk_hint_succeeds(world: LocalAgent) -> None:
     await world.value("add_persistent_disk", "disk-a", "/dev/sdz")
 
     for _ in range(2):
@@ -162,7 +162,7 @@ async def test_a23_removing_a_missing_disk_hint_succeeds(world: World) -> None:
     assert "disk-a" not in json.loads(world.paths.disk_hints.read_bytes())
 
 
-async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world: World) -> None:
+async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world: LocalAgent) -> None:
     hint = volume(world, "disk-d")
     link = world.paths.dynamic_disks / "disk-d"
 
@@ -176,7 +176,7 @@ async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world: 
 
 
 @pytest.mark.parametrize("hint", ["disk-d", "dev/vdb", {"path": "volume"}])
-async def test_a24_dynamic_disk_without_an_absolute_path_is_rejected_at_once(world: World, hint: Any) -> None:
+async def test_a24_dynamic_disk_without_an_absolute_path_is_rejected_at_once(world: LocalAgent, hint: Any) -> None:
     """Waiting would be pointless, because the agent only waits for absolute paths, which may still appear.
 
     The Go agent would link to any string, even if it is not a path.
@@ -190,7 +190,7 @@ async def test_a24_dynamic_disk_without_an_absolute_path_is_rejected_at_once(wor
 @pytest.mark.attack("a request names no disk")
 @pytest.mark.parametrize("cid", ["", None])
 @pytest.mark.parametrize("method", ["mount_disk", "unmount_disk"])
-async def test_a21_disk_request_without_a_cid_changes_no_disk(world: World, method: str, cid: str | None) -> None:
+async def test_a21_disk_request_without_a_cid_changes_no_disk(world: LocalAgent, method: str, cid: str | None) -> None:
     stranger = Path(volume(world, "of-the-operator")["path"])
     world.paths.store.rmdir() if world.paths.store.is_dir() else None
     world.paths.store.symlink_to(stranger)
@@ -201,7 +201,7 @@ async def test_a21_disk_request_without_a_cid_changes_no_disk(world: World, meth
 
 @pytest.mark.attack("a request names no disk")
 @pytest.mark.parametrize("cid", ["", None])
-async def test_a23_disk_without_a_cid_is_never_stored(world: World, cid: str | None) -> None:
+async def test_a23_disk_without_a_cid_is_never_stored(world: LocalAgent, cid: str | None) -> None:
     hint = volume(world, "nameless")
 
     assert (await world.error("add_persistent_disk", cid, hint)).endswith("cannot keep the hint: the disk has no cid")
@@ -213,7 +213,7 @@ async def test_a23_disk_without_a_cid_is_never_stored(world: World, cid: str | N
 
 
 @pytest.mark.parametrize("hint", ["/dev/sdz", {"path": "/dev/disk/by-id/none"}])
-async def test_a20_mount_of_a_block_device_is_rejected_at_once_with_advice(world: World, hint: Any) -> None:
+async def test_a20_mount_of_a_block_device_is_rejected_at_once_with_advice(world: LocalAgent, hint: Any) -> None:
     """The agent does not wait for the device, because a container needs a directory that the CPI has mounted."""
     world.agent.disks.timeouts = DiskTimeouts(arrival=3600)
     await world.value("add_persistent_disk", "disk-a", hint)

@@ -14,7 +14,7 @@ import pytest
 
 from agent_shim.actions.dispatch import ACTIONS
 from tests.support import jobs
-from tests.support.world import World
+from tests.support.world import LocalAgent
 
 DEEP: Final[list[Any]] = []
 _level = DEEP
@@ -54,7 +54,7 @@ NEEDED: Final = {"tool": {"name": "tool", "version": "1", "sha1": DIGEST, "blobs
 CERT: Final = {"ca": "", "certificate": "c", "private_key": "p"}
 
 
-def arguments(world: World) -> dict[str, list[Any]]:
+def arguments(world: LocalAgent) -> dict[str, list[Any]]:
     """Return valid arguments for each action, with every member that the action reads."""
     store = world.paths.base.parent / "blobstore"
     spec = jobs.spec(
@@ -133,7 +133,7 @@ def changed(value: Any, way: tuple[Any, ...], new: Any) -> Any:
     return made
 
 
-def tree(world: World) -> dict[str, bytes]:
+def tree(world: LocalAgent) -> dict[str, bytes]:
     """Return the paths of installed files, and the contents of persistent state files."""
     base = world.paths.base
     kept = [path for path in base.glob("bosh/*.json") if path.name != "supervisor.json"]
@@ -153,7 +153,7 @@ UNTRIED: Final = {"add_dynamic_disk": [1]}
 """Positions of arguments that are not tried, because the action waits for the path in them to appear."""
 
 
-def test_hostile_arguments_cover_each_action(world: World) -> None:
+def test_hostile_arguments_cover_each_action(world: LocalAgent) -> None:
     assert arguments(world).keys() == ACTIONS.keys()
 
 
@@ -161,7 +161,7 @@ def test_hostile_arguments_cover_each_action(world: World) -> None:
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in WORKING)) for name in sorted(ACTIONS)]
 )
-async def test_hostile_arguments_cause_an_error_and_no_change(world: World, method: str) -> None:
+async def test_hostile_arguments_cause_an_error_and_no_change(world: LocalAgent, method: str) -> None:
     """The error has a limited length and an expected reason, and the next request is answered."""
     valid = arguments(world)[method]
     outside, before = sorted(world.paths.base.parent.iterdir()), tree(world)
@@ -185,7 +185,7 @@ async def test_hostile_arguments_cause_an_error_and_no_change(world: World, meth
     assert sorted(world.paths.base.parent.iterdir()) == outside
 
 
-async def test_requests_queued_behind_an_errand_use_bounded_memory(world: World) -> None:
+async def test_requests_queued_behind_an_errand_use_bounded_memory(world: LocalAgent) -> None:
     """180 KB of empty lists take up three megabytes once they are decoded, and the queue used to be unbounded."""
     blocked = asyncio.Event()
     world.agent.tasks.submit("run_errand", blocked.wait)

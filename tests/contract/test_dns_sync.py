@@ -11,8 +11,8 @@ import pytest
 
 from agent_shim.daemon import boot
 from agent_shim.daemon.job_recovery import JobRecovery
-from tests.support.http import Server
-from tests.support.world import World
+from tests.support.http import BlobServer
+from tests.support.world import LocalAgent
 
 HEADERS = {"x-ms-blob-type": "blockblob"}
 
@@ -21,7 +21,7 @@ def records(version: int, *names: str) -> bytes:
     return json.dumps({"version": version, "records": [["10.0.0.9", name] for name in names or ["a.b.bosh"]]}).encode()
 
 
-def signed(server: Server, content: bytes, version: int, **members: Any) -> dict[str, Any]:
+def signed(server: BlobServer, content: bytes, version: int, **members: Any) -> dict[str, Any]:
     """Store the records on the server, and return a request that refers to them."""
     server.blobs[f"/{version}"] = content
     return {
@@ -32,11 +32,11 @@ def signed(server: Server, content: bytes, version: int, **members: Any) -> dict
     } | members
 
 
-async def sync(world: World, request: dict[str, Any]) -> dict[str, Any]:
+async def sync(world: LocalAgent, request: dict[str, Any]) -> dict[str, Any]:
     return await world.call("sync_dns_with_signed_url", request)
 
 
-async def test_a27_dns_records_are_fetched_from_a_signed_url(world: World, server: Server) -> None:
+async def test_a27_dns_records_are_fetched_from_a_signed_url(world: LocalAgent, server: BlobServer) -> None:
     content = records(7, "one.bosh", "two.bosh")
 
     assert await sync(world, signed(server, content, 7)) == {"value": "synced"}
@@ -46,7 +46,7 @@ async def test_a27_dns_records_are_fetched_from_a_signed_url(world: World, serve
     assert (get.method, get.target, get.headers["x-ms-blob-type"]) == ("GET", "/7?st=secret", "blockblob")
 
 
-async def test_a27_known_dns_records_are_not_fetched_by_either_method(world: World, server: Server) -> None:
+async def test_a27_known_dns_records_are_not_fetched_by_either_method(world: LocalAgent, server: BlobServer) -> None:
     await sync(world, signed(server, records(7), 7))
     for version in (6, 7):
         assert await sync(world, signed(server, b"", version)) == {"value": "synced"}
@@ -55,7 +55,9 @@ async def test_a27_known_dns_records_are_not_fetched_by_either_method(world: Wor
     assert len(server.requests) == 1
 
 
-async def test_a27_dns_sync_with_a_wrong_version_or_digest_changes_nothing(world: World, server: Server) -> None:
+async def test_a27_dns_sync_with_a_wrong_version_or_digest_changes_nothing(
+    world: LocalAgent, server: BlobServer
+) -> None:
     await sync(world, signed(server, records(7), 7))
     wrong = await world.error("sync_dns_with_signed_url", signed(server, records(9), 8))
     broken = await world.error("sync_dns_with_signed_url", signed(server, records(8), 8, multi_digest="sha1:a:b"))
@@ -70,7 +72,7 @@ async def test_a27_dns_sync_with_a_wrong_version_or_digest_changes_nothing(world
 
 @pytest.mark.slow
 async def test_a27_unavailable_dns_url_is_reported_without_signature_after_three_attempts(
-    world: World, server: Server
+    world: LocalAgent, server: BlobServer
 ) -> None:
     """The error does not contain the URL's signature.
 
@@ -97,34 +99,34 @@ async def test_a27_unavailable_dns_url_is_reported_without_signature_after_three
         ({"multi_digest": "00"}, "Both signedURL and blobID are blank which is invalid"),
     ],
 )
-async def test_a27_incomplete_dns_sync_request_is_an_error(world: World, request_: Any, why: str) -> None:
+async def test_a27_incomplete_dns_sync_request_is_an_error(world: LocalAgent, request_: Any, why: str) -> None:
     error = await world.error("sync_dns_with_signed_url", request_)
 
     assert error.startswith(f"Action Failed sync_dns_with_signed_url: fetching new DNS records: {why}")
 
 
-async def test_a26_dns_sync_with_a_missing_blob_is_an_error(world: World) -> None:
+async def test_a26_dns_sync_with_a_missing_blob_is_an_error(world: LocalAgent) -> None:
     error = await world.error("sync_dns", "no-such-blob", "00", 7)
 
     assert error.startswith("Action Failed sync_dns: getting no-such-blob from blobstore: Getting blob from inner ")
 
 
 @pytest.mark.parametrize("version", [-1, "7", 7.5])
-async def test_a26_dns_version_is_a_64_bit_number(world: World, server: Server, version: Any) -> None:
+async def test_a26_dns_version_is_a_64_bit_number(world: LocalAgent, server: BlobServer, version: Any) -> None:
     request = signed(server, b"", 7) | {"version": version}
 
     assert "Unmarshalling action argument: " in await world.error("sync_dns_with_signed_url", request)
     assert "Unmarshalling action argument: " in await world.error("sync_dns", "id", "00", version)
 
 
-async def test_a26_dns_records_with_a_large_version_are_stored(world: World, server: Server) -> None:
+async def test_a26_dns_records_with_a_large_version_are_stored(world: LocalAgent, server: BlobServer) -> None:
     version = 2**64 - 1
 
     assert await sync(world, signed(server, records(version), version)) == {"value": "synced"}
     assert json.loads(world.paths.dns_records.read_bytes())["version"] == version
 
 
-async def test_dns_names_are_restored_in_a_new_container(world: World, server: Server) -> None:
+async def test_dns_names_are_restored_in_a_new_container(world: LocalAgent, server: BlobServer) -> None:
     await sync(world, signed(server, records(7, "one.bosh"), 7))
     (world.paths.etc / "hosts").write_text("127.0.0.1 localhost\n")
 

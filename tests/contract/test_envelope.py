@@ -19,7 +19,7 @@ from agent_shim.actions.dispatch import ACTIONS, Mode
 from agent_shim.core import wire
 from tests.support import jobs, protocol
 from tests.support.waiting import until
-from tests.support.world import World, is_running
+from tests.support.world import LocalAgent, is_running
 
 UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
@@ -35,12 +35,12 @@ UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
     ],
     ids=["cut", "protocol", "reply_to", "deep"],
 )
-async def test_t5_undecodable_message_is_dropped_and_counted(world: World, request_bytes: bytes) -> None:
+async def test_t5_undecodable_message_is_dropped_and_counted(world: LocalAgent, request_bytes: bytes) -> None:
     assert await world.dispatcher.handle(request_bytes) is None
     assert await world.call("ping") == {"value": "pong"}
 
 
-async def test_t5_json_that_go_tolerates_is_answered(world: World) -> None:
+async def test_t5_json_that_go_tolerates_is_answered(world: LocalAgent) -> None:
     deep = b'{"method":"ping","reply_to":"r","ignored":' + b"[" * 300 + b"]" * 300 + b"}"
     for request, told in (
         (deep, b"pong"),
@@ -52,7 +52,7 @@ async def test_t5_json_that_go_tolerates_is_answered(world: World) -> None:
         assert told in answer[1]
 
 
-async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: World) -> None:
+async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: LocalAgent) -> None:
     answer = await world.dispatcher.handle(json.dumps({"method": "get_task", "arguments": ["<é" * 400_000]}).encode())
     assert answer is not None
 
@@ -63,14 +63,14 @@ async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: Wor
     assert message.endswith("could not be found")
 
 
-async def test_t6_oversized_value_becomes_a_fixed_exception(world: World) -> None:
+async def test_t6_oversized_value_becomes_a_fixed_exception(world: LocalAgent) -> None:
     """Here the spec fits into a request, but not into the ``get_state`` reply, which has further members."""
     await world.value("apply", {"az": "x" * (wire.MAX_REPLY_BYTES - 300)})
 
     assert await world.call("get_state") == {"exception": {"message": "Response exceeded maximum allowed length"}}
 
 
-async def test_t8_concurrent_tasks_get_ids_and_run_one_after_the_other(world: World) -> None:
+async def test_t8_concurrent_tasks_get_ids_and_run_one_after_the_other(world: LocalAgent) -> None:
     replies = await asyncio.gather(*(world.call("run_script", "nothing", {}) for _ in range(10)))
 
     ids = [reply["value"]["agent_task_id"] for reply in replies]
@@ -81,7 +81,7 @@ async def test_t8_concurrent_tasks_get_ids_and_run_one_after_the_other(world: Wo
 
 
 @pytest.mark.parametrize("method", ["explode", "", "PING", "ping "])
-async def test_e1_unknown_method_is_an_exception(world: World, method: str) -> None:
+async def test_e1_unknown_method_is_an_exception(world: LocalAgent, method: str) -> None:
     assert await world.call(method) == {"exception": {"message": f"unknown message {method}"}}
 
 
@@ -89,21 +89,21 @@ OLD = "release_apply_spec configure_networks prepare_configure_networks prepare_
 
 
 @pytest.mark.parametrize("method", OLD.split())
-async def test_a28_obsolete_actions_are_unknown(world: World, method: str) -> None:
+async def test_a28_obsolete_actions_are_unknown(world: LocalAgent, method: str) -> None:
     assert await world.call(method, {}) == {"exception": {"message": f"unknown message {method}"}}
 
 
-async def test_e1_missing_method_is_an_exception(world: World) -> None:
+async def test_e1_missing_method_is_an_exception(world: LocalAgent) -> None:
     assert await world.raw({}) == {"exception": {"message": "unknown message "}}
 
 
-async def test_e2_failed_immediate_action_is_an_exception(world: World) -> None:
+async def test_e2_failed_immediate_action_is_an_exception(world: LocalAgent) -> None:
     reply = await world.call("ssh", "explode", {})
 
     assert reply == {"exception": {"message": "Action Failed ssh: Unknown command for SSH method"}}
 
 
-async def test_e3_failed_task_is_an_exception_of_get_task(world: World) -> None:
+async def test_e3_failed_task_is_an_exception_of_get_task(world: LocalAgent) -> None:
     task_id = (await world.call("run_errand", "nope"))["value"]["agent_task_id"]
 
     assert await world.run("get_task", task_id) == {
@@ -112,17 +112,17 @@ async def test_e3_failed_task_is_an_exception_of_get_task(world: World) -> None:
 
 
 @pytest.mark.parametrize("method", ["get_task", "cancel_task"])
-async def test_e4_unknown_task_is_an_exception(world: World, method: str) -> None:
+async def test_e4_unknown_task_is_an_exception(world: LocalAgent, method: str) -> None:
     assert await world.error(method, "nope") == f"Action Failed {method}: Task with id nope could not be found"
 
 
-async def test_e5_too_few_arguments_of_an_immediate_action_are_an_exception(world: World) -> None:
+async def test_e5_too_few_arguments_of_an_immediate_action_are_an_exception(world: LocalAgent) -> None:
     assert await world.error("get_task") == (
         "Action Failed get_task: Extracting method arguments from payload: Not enough arguments, expected 1, got 0"
     )
 
 
-async def test_e5_too_few_arguments_of_a_task_appear_in_the_task(world: World) -> None:
+async def test_e5_too_few_arguments_of_a_task_appear_in_the_task(world: LocalAgent) -> None:
     reply = await world.call("run_script", "pre-start")
 
     assert is_running(reply)
@@ -133,11 +133,11 @@ async def test_e5_too_few_arguments_of_a_task_appear_in_the_task(world: World) -
     )
 
 
-async def test_e6_surplus_arguments_are_ignored(world: World) -> None:
+async def test_e6_surplus_arguments_are_ignored(world: LocalAgent) -> None:
     assert await world.call("ping", 1, {"a": "b"}, None) == {"value": "pong"}
 
 
-async def test_e7_member_names_match_in_any_case_and_unknown_ones_are_ignored(world: World) -> None:
+async def test_e7_member_names_match_in_any_case_and_unknown_ones_are_ignored(world: LocalAgent) -> None:
     """Variants of the request on the protocol page are all accepted."""
     request = protocol.message("request")
     spellings = [
@@ -151,14 +151,14 @@ async def test_e7_member_names_match_in_any_case_and_unknown_ones_are_ignored(wo
     assert [await world.run("get_task", task_id) for task_id in ids] == [{"value": {}}] * 3
 
 
-async def test_e7_null_argument_list_is_empty(world: World) -> None:
+async def test_e7_null_argument_list_is_empty(world: LocalAgent) -> None:
     assert await world.raw({"method": "ping", "arguments": None}) == {"value": "pong"}
     assert (
         "Not enough arguments, expected 1, got 0" in (await world.raw({"method": "get_task"}))["exception"]["message"]
     )
 
 
-async def test_e7_null_argument_is_a_zero_value(world: World) -> None:
+async def test_e7_null_argument_is_a_zero_value(world: LocalAgent) -> None:
     assert await world.value("get_state", None) == await world.value("get_state")
     assert "Task with id  could not be found" in await world.error("get_task", None)
 
@@ -174,7 +174,7 @@ async def test_e7_null_argument_is_a_zero_value(world: World) -> None:
     ],
 )
 async def test_e8_argument_of_a_wrong_type_is_named(
-    world: World, method: str, arguments: list[Any], named: str
+    world: LocalAgent, method: str, arguments: list[Any], named: str
 ) -> None:
     text = await world.error(method, *arguments)
 
@@ -184,17 +184,17 @@ async def test_e8_argument_of_a_wrong_type_is_named(
     assert named in text
 
 
-async def test_e8_arguments_that_are_not_a_list_are_rejected(world: World) -> None:
+async def test_e8_arguments_that_are_not_a_list_are_rejected(world: LocalAgent) -> None:
     reply = await world.raw({"method": "get_task", "arguments": "x"})
 
     assert reply["exception"]["message"].startswith("Action Failed get_task: Extracting json arguments: ")
 
 
-async def test_e8_value_that_is_not_a_string_in_a_string_map_is_rejected(world: World) -> None:
+async def test_e8_value_that_is_not_a_string_in_a_string_map_is_rejected(world: LocalAgent) -> None:
     assert "Expected `str`, got `int`" in await world.error("run_script", "pre-start", {"env": {"A": 1}})
 
 
-async def test_e9_task_ids_are_lower_case_uuids_and_results_are_repeatable(world: World) -> None:
+async def test_e9_task_ids_are_lower_case_uuids_and_results_are_repeatable(world: LocalAgent) -> None:
     reply = await world.call("run_script", "nothing", {})
     task_id = reply["value"]["agent_task_id"]
 
@@ -203,7 +203,7 @@ async def test_e9_task_ids_are_lower_case_uuids_and_results_are_repeatable(world
     assert [await world.run("get_task", task_id) for _ in range(3)] == [{"value": {}}] * 3
 
 
-async def test_e9_failed_task_results_are_repeated_for_every_poll(world: World) -> None:
+async def test_e9_failed_task_results_are_repeated_for_every_poll(world: LocalAgent) -> None:
     task_id = (await world.call("run_errand", "nope"))["value"]["agent_task_id"]
     first = await world.run("get_task", task_id)
 
@@ -217,7 +217,7 @@ async def test_e10_only_drains_errands_and_compilations_are_cancellable() -> Non
     assert cancellable == {"drain", "run_errand", "compile_package", "compile_package_with_signed_url"}
 
 
-async def test_e10_cancelling_another_task_is_refused_only_while_it_runs(world: World) -> None:
+async def test_e10_cancelling_another_task_is_refused_only_while_it_runs(world: LocalAgent) -> None:
     gate = world.paths.base / "gate"
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     script = f"#!/bin/sh\nwhile [ ! -e {gate} ]; do sleep 0.02; done\n"
@@ -232,7 +232,7 @@ async def test_e10_cancelling_another_task_is_refused_only_while_it_runs(world: 
         assert await world.call("cancel_task", task_id) == {"value": "canceled"}
 
 
-async def test_e11_only_update_settings_tasks_are_stored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_e11_only_update_settings_tasks_are_stored(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for name, action in ACTIONS.items() if action.persistent} == {"update_settings"}
     seen: list[dict[str, Any]] = []
     update = world.agent.settings.save_update
@@ -252,7 +252,7 @@ async def test_e11_only_update_settings_tasks_are_stored(world: World, monkeypat
 
 
 async def test_internal_error_in_an_action_is_reported_and_the_agent_continues(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(agent: Any) -> None:
         raise ZeroDivisionError("secret detail")
@@ -279,7 +279,7 @@ def test_agent_has_only_actions_of_the_go_agent() -> None:
     assert set(ACTIONS) <= known
 
 
-async def test_action_modes_equal_those_of_the_go_agent(world: World, tmp_path: Path) -> None:
+async def test_action_modes_equal_those_of_the_go_agent(world: LocalAgent, tmp_path: Path) -> None:
     now = {name for name, action in ACTIONS.items() if action.mode is Mode.NOW or action.task_from_protocol > 3}
 
     assert now <= set(
@@ -289,7 +289,7 @@ async def test_action_modes_equal_those_of_the_go_agent(world: World, tmp_path: 
     assert ACTIONS["list_disk"].task_from_protocol == 3
 
 
-async def test_answered_task_takes_less_than_two_kilobytes(world: World) -> None:
+async def test_answered_task_takes_less_than_two_kilobytes(world: LocalAgent) -> None:
     """The agent remembers a thousand finished tasks with their requests, so these must not keep asyncio tasks alive."""
     request = {"method": "list_disk", "arguments": [], "protocol": 3}
     await world.run("list_disk")
@@ -309,7 +309,7 @@ async def test_answered_task_takes_less_than_two_kilobytes(world: World) -> None
         tracemalloc.stop()
 
 
-async def test_changes_by_an_action_are_backed_up_before_its_reply(world: World) -> None:
+async def test_changes_by_an_action_are_backed_up_before_its_reply(world: LocalAgent) -> None:
     """If the container ends right after the reply, the agent in the next one must know about the change."""
     await world.value("add_persistent_disk", "cid", "/dev/sdx")
 
@@ -318,14 +318,14 @@ async def test_changes_by_an_action_are_backed_up_before_its_reply(world: World)
     assert copy.read_bytes() == world.paths.disk_hints.read_bytes()
 
 
-async def test_changes_by_an_action_are_backed_up_without_a_further_request(world: World) -> None:
+async def test_changes_by_an_action_are_backed_up_without_a_further_request(world: LocalAgent) -> None:
     await world.call("add_persistent_disk", "cid", "/dev/sdx")
 
     copy = world.paths.mirror / "persistent_disk_hints.json"
     await until(copy.exists)
 
 
-async def test_stored_task_runs_again_from_its_request_after_a_restart(world: World) -> None:
+async def test_stored_task_runs_again_from_its_request_after_a_restart(world: LocalAgent) -> None:
     """This is how a task continues that was interrupted by a restart of the agent."""
     request = {"method": "update_settings", "arguments": [{"trusted_certs": ""}], "reply_to": "x", "protocol": 3}
     stored = world.dispatcher.resumed()
@@ -334,7 +334,7 @@ async def test_stored_task_runs_again_from_its_request_after_a_restart(world: Wo
     assert await stored["update_settings"](json.dumps(request).encode())() == "ok"
 
 
-async def test_persistent_task_is_backed_up_before_its_id_is_reported(world: World) -> None:
+async def test_persistent_task_is_backed_up_before_its_id_is_reported(world: LocalAgent) -> None:
     blocked = asyncio.Event()
     world.agent.tasks.submit("blocker", blocked.wait)
     reply = await world.call("update_settings", {"trusted_certs": ""})
@@ -343,7 +343,7 @@ async def test_persistent_task_is_backed_up_before_its_id_is_reported(world: Wor
     blocked.set()
 
 
-async def test_actions_are_counted_by_outcome(world: World) -> None:
+async def test_actions_are_counted_by_outcome(world: LocalAgent) -> None:
     seen = []
     dispatcher = dispatch.Dispatcher(world.agent, world.agent.tasks, on_done=lambda *one: seen.append(one))
     for method in ("ping", "get_task"):

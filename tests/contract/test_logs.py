@@ -19,7 +19,7 @@ from agent_shim.bulk import protocol, workers
 from agent_shim.services.logs import archives
 from tests.contract.test_actions import store_of
 from tests.support.http import http_server
-from tests.support.world import World, is_running
+from tests.support.world import LocalAgent, is_running
 from tests.support.world import world as made
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ UNIX_DAY = 86400
 
 
 @pytest.fixture(autouse=True)
-def trees(world: World) -> None:
+def trees(world: LocalAgent) -> None:
     """Write a few files into the directories of the three log kinds."""
     for place, names in (
         (world.paths.log, ["web/web.stdout.log", "web/sub/deep.log", "both"]),
@@ -48,7 +48,7 @@ def unpacked(data: bytes) -> dict[str, str]:
         return {m.name: content.read().decode() for m in tar if (content := tar.extractfile(m)) is not None}
 
 
-async def fetched(world: World, kinds: str, filters: Any = None) -> dict[str, str]:
+async def fetched(world: LocalAgent, kinds: str, filters: Any = None) -> dict[str, str]:
     """Run ``fetch_logs`` and return the files in the archive that it stores in the blobstore."""
     value = await world.value("fetch_logs", kinds, filters)
     assert set(value) == {"blobstore_id", "sha1"}
@@ -59,7 +59,7 @@ async def fetched(world: World, kinds: str, filters: Any = None) -> dict[str, st
     return unpacked(data)
 
 
-def scratch(world: World) -> list[str]:
+def scratch(world: LocalAgent) -> list[str]:
     """Return the temporary files that remain. The directory for bundles counts only if it is not empty."""
     below = [path for path in world.paths.tmp.rglob("*") if path != world.paths.bundled_logs]
     return sorted(str(path.relative_to(world.paths.tmp)) for path in below)
@@ -75,12 +75,12 @@ SYSTEM = {"./var/log/syslog", "./var/log/audit/audit.log"}
     ("kinds", "names"), [("job", JOB), ("agent", AGENT), ("system", SYSTEM), ("agent,job,system", JOB | AGENT | SYSTEM)]
 )
 async def test_a5_fetch_logs_packs_each_kind_without_filters(
-    world: World, kinds: str, names: set[str], filters: Any
+    world: LocalAgent, kinds: str, names: set[str], filters: Any
 ) -> None:
     assert set(await fetched(world, kinds, filters)) == names
 
 
-async def test_a5_log_kind_named_many_times_is_packed_once(world: World) -> None:
+async def test_a5_log_kind_named_many_times_is_packed_once(world: LocalAgent) -> None:
     blob = (await world.value("fetch_logs", ",".join(["system", *["job"] * 10_000]), []))["blobstore_id"]
 
     with tarfile.open(store_of(world) / blob) as tar:
@@ -92,7 +92,7 @@ async def test_a5_log_kind_named_many_times_is_packed_once(world: World) -> None
     ("kinds", "text"),
     [("agent,job", "both of log\n"), ("job,agent", "both of the agent\n"), ("job,job", "both of log\n")],
 )
-async def test_a5_later_log_kind_wins_for_equal_names(world: World, kinds: str, text: str) -> None:
+async def test_a5_later_log_kind_wins_for_equal_names(world: LocalAgent, kinds: str, text: str) -> None:
     assert (await fetched(world, kinds))["./both"] == text
 
 
@@ -105,12 +105,12 @@ async def test_a5_later_log_kind_wins_for_equal_names(world: World, kinds: str, 
         (["../../../../etc/passwd", "/etc/passwd"], set()),
     ],
 )
-async def test_a5_log_filters_apply_to_each_kind(world: World, filters: list[str], names: set[str]) -> None:
+async def test_a5_log_filters_apply_to_each_kind(world: LocalAgent, filters: list[str], names: set[str]) -> None:
     assert set(await fetched(world, "job,system", filters)) == names
 
 
 @pytest.mark.parametrize("kinds", ["", "jobs", "job,", "job, agent", "job,nope", "JOB"])
-async def test_a5_unknown_log_kind_is_rejected(world: World, kinds: str) -> None:
+async def test_a5_unknown_log_kind_is_rejected(world: LocalAgent, kinds: str) -> None:
     for method, arguments in (
         ("fetch_logs", [kinds, []]),
         ("fetch_logs_with_signed_url", [{"log_type": kinds}]),
@@ -120,14 +120,14 @@ async def test_a5_unknown_log_kind_is_rejected(world: World, kinds: str) -> None
     assert scratch(world) == []
 
 
-async def test_a5_invalid_log_filter_is_reported(world: World) -> None:
+async def test_a5_invalid_log_filter_is_reported(world: LocalAgent) -> None:
     error = await world.error("fetch_logs", "job", ["[z-a]"])
 
     assert ": Making logs tarball: cannot read the pattern '[z-a]': " in error
     assert scratch(world) == []
 
 
-async def test_a5_missing_logs_give_an_empty_archive(world: World) -> None:
+async def test_a5_missing_logs_give_an_empty_archive(world: LocalAgent) -> None:
     (world.paths.system_log / "syslog").unlink()
     (world.paths.system_log / "audit/audit.log").unlink()
     (world.paths.system_log / "audit").rmdir()
@@ -137,7 +137,7 @@ async def test_a5_missing_logs_give_an_empty_archive(world: World) -> None:
 
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
-async def test_a5_job_cannot_get_files_outside_its_logs_packed(world: World) -> None:
+async def test_a5_job_cannot_get_files_outside_its_logs_packed(world: LocalAgent) -> None:
     (world.paths.log / "web/secret.log").symlink_to(world.paths.settings_cache)
     (world.paths.log / "web/all").symlink_to(world.paths.bosh)
     os.mkfifo(world.paths.log / "web/pipe")
@@ -153,7 +153,7 @@ async def test_a5_job_cannot_get_files_outside_its_logs_packed(world: World) -> 
     ]
 
 
-async def test_a5_failed_log_upload_is_reported_and_leaves_no_file(world: World) -> None:
+async def test_a5_failed_log_upload_is_reported_and_leaves_no_file(world: LocalAgent) -> None:
     store = store_of(world)
     store.rmdir()
     store.write_text("no directory")
@@ -162,7 +162,7 @@ async def test_a5_failed_log_upload_is_reported_and_leaves_no_file(world: World)
     assert scratch(world) == []
 
 
-async def test_a6_logs_are_uploaded_to_a_signed_url_with_its_headers(world: World) -> None:
+async def test_a6_logs_are_uploaded_to_a_signed_url_with_its_headers(world: LocalAgent) -> None:
     async with http_server() as server:
         request = {
             "signed_url": f"{server.url}/signed/ab/id?st=secret&ts=1",
@@ -184,7 +184,7 @@ async def test_a6_logs_are_uploaded_to_a_signed_url_with_its_headers(world: Worl
     assert scratch(world) == []
 
 
-async def test_a6_rejected_log_upload_is_reported_without_its_signature(world: World) -> None:
+async def test_a6_rejected_log_upload_is_reported_without_its_signature(world: LocalAgent) -> None:
     async with http_server() as server:
         server.plan.append("403")
         request = {"signed_url": f"{server.url}/id?st=secret", "log_type": "job"}
@@ -194,7 +194,7 @@ async def test_a6_rejected_log_upload_is_reported_without_its_signature(world: W
     assert scratch(world) == []
 
 
-async def test_a4_log_bundle_stays_until_it_is_removed(world: World) -> None:
+async def test_a4_log_bundle_stays_until_it_is_removed(world: LocalAgent) -> None:
     value = (await world.call("bundle_logs", {"log_type": "job,agent", "filters": ["both"]}))["value"]
     path = Path(value["logs_tar_path"])
     data = path.read_bytes()
@@ -211,7 +211,7 @@ async def test_a4_log_bundle_stays_until_it_is_removed(world: World) -> None:
 
 
 async def test_a4_number_of_log_bundles_is_limited_by_removing_the_oldest(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each bundle is a copy of all logs and is kept for a day, so that repeated requests used to fill the disk."""
     monkeypatch.setattr(archives, "MAX_BUNDLES", 2)
@@ -223,7 +223,7 @@ async def test_a4_number_of_log_bundles_is_limited_by_removing_the_oldest(
 @pytest.mark.attack("an SSH user reads another operator's archive of logs")
 @pytest.mark.root
 @pytest.mark.parametrize(("owner", "group"), [("nobody", None), ("nobody:daemon", "daemon")])
-async def test_a4_log_bundle_belongs_to_the_requested_user(world: World, owner: str, group: str | None) -> None:
+async def test_a4_log_bundle_belongs_to_the_requested_user(world: LocalAgent, owner: str, group: str | None) -> None:
     value = await world.value("bundle_logs", {"owning_user": owner, "log_type": "job"})
     path = Path(value["logs_tar_path"])
 
@@ -233,7 +233,7 @@ async def test_a4_log_bundle_belongs_to_the_requested_user(world: World, owner: 
 
 @pytest.mark.root
 @pytest.mark.parametrize("user", ["bosh_nosuch", "bosh\0"])
-async def test_a4_log_bundle_for_an_unknown_user_is_removed(world: World, user: str) -> None:
+async def test_a4_log_bundle_for_an_unknown_user_is_removed(world: LocalAgent, user: str) -> None:
     error = await world.error("bundle_logs", {"owning_user": user, "log_type": "job"})
 
     assert error.startswith("Action Failed bundle_logs: cannot give ")
@@ -241,7 +241,7 @@ async def test_a4_log_bundle_for_an_unknown_user_is_removed(world: World, user: 
     assert scratch(world) == []
 
 
-async def test_a4_unfetched_log_bundle_is_removed_after_a_day(world: World) -> None:
+async def test_a4_unfetched_log_bundle_is_removed_after_a_day(world: LocalAgent) -> None:
     paths = [Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"]) for _ in range(2)]
     old = paths[0].stat().st_mtime - UNIX_DAY - 1
     os.utime(paths[0], (old, old))
@@ -281,7 +281,7 @@ async def test_a4_log_bundles_are_created_one_by_one_without_delaying_requests(t
     assert most == 1
 
 
-async def test_a4_remove_file_removes_a_temporary_file(world: World) -> None:
+async def test_a4_remove_file_removes_a_temporary_file(world: LocalAgent) -> None:
     """If the file is a symlink, only the link is removed and not its target."""
     left, target, link = world.paths.tmp / "left", world.paths.base / "target", world.paths.tmp / "link"
     left.write_text("x")
@@ -294,7 +294,7 @@ async def test_a4_remove_file_removes_a_temporary_file(world: World) -> None:
 
 
 @pytest.mark.attack("a request removes another file than an archive of logs")
-async def test_a4_remove_file_removes_nothing_outside_the_temporary_directory(world: World) -> None:
+async def test_a4_remove_file_removes_nothing_outside_the_temporary_directory(world: LocalAgent) -> None:
     """The Go agent, which runs as root, would remove any path with everything below it."""
     kept = await world.value("bundle_logs", {"log_type": "job"})
     outside = world.paths.base / "outside"
@@ -325,12 +325,12 @@ async def test_a4_remove_file_removes_nothing_outside_the_temporary_directory(wo
 
 
 @pytest.mark.parametrize("path", ["/nonexistent/x", "/etc/passwd/x", "", "a\0b", "/" + "x" * 300])
-async def test_a4_removing_a_missing_log_bundle_succeeds(world: World, path: str) -> None:
+async def test_a4_removing_a_missing_log_bundle_succeeds(world: LocalAgent, path: str) -> None:
     assert await world.call("remove_file", path) == {"value": path}
 
 
 @pytest.mark.attack("a request removes another file than an archive of logs")
-async def test_a4_symlink_in_place_of_a_log_bundle_is_removed_not_followed(world: World) -> None:
+async def test_a4_symlink_in_place_of_a_log_bundle_is_removed_not_followed(world: LocalAgent) -> None:
     path = Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"])
     victim = world.paths.base / "victim"
     victim.mkdir()
@@ -343,7 +343,7 @@ async def test_a4_symlink_in_place_of_a_log_bundle_is_removed_not_followed(world
     assert (victim / "file").exists()
 
 
-async def test_a5_logs_that_are_written_and_rotated_are_packed_consistently(world: World) -> None:
+async def test_a5_logs_that_are_written_and_rotated_are_packed_consistently(world: LocalAgent) -> None:
     """Each file in the archive consists of whole lines, followed by zeros if the file was truncated while it was
     packed.
     """

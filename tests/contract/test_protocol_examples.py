@@ -15,7 +15,7 @@ from agent_shim.host import volumes
 from tests.support import jobs, protocol
 from tests.support.http import http_server
 from tests.support.protocol import Example
-from tests.support.world import World
+from tests.support.world import LocalAgent
 
 EXAMPLES = [example for section in protocol.sections() for example in section.examples]
 
@@ -29,7 +29,7 @@ SCRIPTS = {
 
 
 @pytest.fixture
-async def known(world: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, Any]]:
+async def known(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, Any]]:
     """Prepare what the examples refer to: blobs in the blobstore and at signed URLs, and a mounted volume."""
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     monkeypatch.setattr(volumes, "can_bind", lambda _: False)
@@ -64,7 +64,7 @@ async def known(world: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 @pytest.mark.parametrize("example", [each for each in EXAMPLES if each.kind != "root"], ids=str)
 async def test_protocol_example_is_answered_as_documented(
-    example: Example, world: World, known: dict[str, Any]
+    example: Example, world: LocalAgent, known: dict[str, Any]
 ) -> None:
     if example.kind == "deployed":
         assert await world.value("apply", known["spec"]) == "applied"

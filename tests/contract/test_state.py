@@ -19,11 +19,11 @@ from tests.contract.test_actions import deployed, running, store_of
 from tests.support import jobs
 from tests.support.specs import FRESH_SPEC
 from tests.support.waiting import until
-from tests.support.world import World, write_settings
+from tests.support.world import LocalAgent, write_settings
 from tests.support.world import world as made
 
 
-async def test_s1_fresh_state_equals_that_of_the_go_agent(world: World) -> None:
+async def test_s1_fresh_state_equals_that_of_the_go_agent(world: LocalAgent) -> None:
     assert await world.value("get_state") == FRESH_SPEC | {
         "agent_id": "agent-1",
         "job_state": "running",
@@ -31,7 +31,7 @@ async def test_s1_fresh_state_equals_that_of_the_go_agent(world: World) -> None:
     }
 
 
-async def test_s2_get_state_reflects_full_and_partial_applies(world: World) -> None:
+async def test_s2_get_state_reflects_full_and_partial_applies(world: LocalAgent) -> None:
     full = await deployed(world, "web")
     partial = {"deployment": "dep", "job": {"name": "group"}, "index": 3, "id": "i-1", "networks": jobs.NETWORKS}
 
@@ -64,7 +64,7 @@ class _Cpu(msgspec.Struct):
     total: float
 
 
-class _Process(msgspec.Struct):
+class _ReportedProcess(msgspec.Struct):
     """The fields of a process that the bosh CLI decodes. Integers are unsigned there."""
 
     name: str
@@ -74,7 +74,7 @@ class _Process(msgspec.Struct):
     cpu: _Cpu
 
 
-class _Disk(msgspec.Struct):
+class _ReportedDisk(msgspec.Struct):
     percent: str
     inode_percent: str
 
@@ -90,38 +90,38 @@ class _VitalsCpu(msgspec.Struct):
     wait: str
 
 
-class _Vitals(msgspec.Struct):
+class _ReportedVitals(msgspec.Struct):
     cpu: _VitalsCpu
     mem: _VitalsMem
     swap: _VitalsMem
     load: list[str]
-    disk: dict[str, _Disk]
+    disk: dict[str, _ReportedDisk]
     uptime: _Secs
 
 
-async def test_s3_full_state_adds_vitals_with_types_that_the_cli_decodes(world: World) -> None:
+async def test_s3_full_state_adds_vitals_with_types_that_the_cli_decodes(world: LocalAgent) -> None:
     state = await world.value("get_state", "full")
 
-    vitals = msgspec.convert(state["vitals"], _Vitals, strict=True)
+    vitals = msgspec.convert(state["vitals"], _ReportedVitals, strict=True)
     assert len(vitals.load) == 3
     assert "system" in vitals.disk
     assert vitals.uptime.secs is None or vitals.uptime.secs >= 0
     assert "vitals" not in await world.value("get_state", "anything else")
 
 
-async def test_s5_process_figures_are_numbers_that_the_cli_decodes(world: World) -> None:
+async def test_s5_process_figures_are_numbers_that_the_cli_decodes(world: LocalAgent) -> None:
     await deployed(world, "web")
     await world.value("start")
 
     state = await running(world)
 
-    process = msgspec.convert(state["processes"][0], _Process, strict=True)
+    process = msgspec.convert(state["processes"][0], _ReportedProcess, strict=True)
     assert (process.name, process.state) == ("web", "running")
     assert process.mem.kb is None or process.mem.kb > 0
     assert process.uptime.secs is None or process.uptime.secs >= 0
 
 
-async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: World) -> None:
+async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: LocalAgent) -> None:
     """Without processes the job state is "running", as on a new instance."""
     seen = [(await world.value("get_state"))["job_state"]]
     await deployed(world, "good", bad={"monit": "check process bad with nonsense"})
@@ -140,7 +140,7 @@ async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: Wor
     assert seen == ["running", "failing", "stopped"]
 
 
-async def test_s4_process_is_running_at_once_but_after_a_crash_only_once_settled(world: World) -> None:
+async def test_s4_process_is_running_at_once_but_after_a_crash_only_once_settled(world: LocalAgent) -> None:
     """After a first start a process counts as running at once, as with monit. After a crash it must stay up for a while
     first.
     """
@@ -177,7 +177,7 @@ async def test_s4_instance_is_starting_until_its_settling_time_is_over(tmp_path:
         assert (await world.value("get_state"))["job_state"] == "stopped"
 
 
-async def test_s4_crashing_job_is_not_running(world: World) -> None:
+async def test_s4_crashing_job_is_not_running(world: LocalAgent) -> None:
     crash = jobs.sleeper(world.paths, "web")
     crash["bin/ctl"] = crash["bin/ctl"].replace("exec sleep 1000", "exec sleep 0.05")
     await deployed(world, web=crash)
@@ -190,7 +190,7 @@ async def test_s4_crashing_job_is_not_running(world: World) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_s6_networks_are_returned_unchanged_and_survive_a_restart(world: World) -> None:
+async def test_s6_networks_are_returned_unchanged_and_survive_a_restart(world: LocalAgent) -> None:
     networks: dict[str, Any] = {
         "default": {
             "type": "manual",
@@ -210,7 +210,7 @@ async def test_s6_networks_are_returned_unchanged_and_survive_a_restart(world: W
 
 
 @pytest.fixture
-async def dynamic(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[Address | None], None]:
+async def dynamic(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> Callable[[Address | None], None]:
     """Write settings with a dynamic network. Return a function that sets the address of the default route."""
     write_settings(world.paths.base.parent, networks={"default": {"type": "dynamic", "default": ["dns", "gateway"]}})
     await world.agent.settings.refreshed()
@@ -218,7 +218,7 @@ async def dynamic(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[Ad
 
 
 async def test_s6_dynamic_networks_are_filled_only_at_apply(
-    world: World, dynamic: Callable[[Address | None], None]
+    world: LocalAgent, dynamic: Callable[[Address | None], None]
 ) -> None:
     dynamic(Address("10.42.0.17", "255.255.255.0", "10.42.0.1"))
     wanted = {"type": "dynamic", "cloud_properties": {}, "prefix": "32", "default": ["dns", "gateway"]}
@@ -234,7 +234,7 @@ async def test_s6_dynamic_networks_are_filled_only_at_apply(
 
 
 async def test_s6_first_apply_on_a_new_vm_replaces_the_previous_vms_address(
-    world: World, dynamic: Callable[[Address | None], None]
+    world: LocalAgent, dynamic: Callable[[Address | None], None]
 ) -> None:
     """The Director sends the address that the instance's previous VM reported (network_settings.rb). The agent must
     replace it by its own address, which the Director then stores.
@@ -250,7 +250,7 @@ async def test_s6_first_apply_on_a_new_vm_replaces_the_previous_vms_address(
 
 
 async def test_s6_dynamic_network_without_a_default_route_is_rejected(
-    world: World, dynamic: Callable[[Address | None], None]
+    world: LocalAgent, dynamic: Callable[[Address | None], None]
 ) -> None:
     dynamic(None)
 

@@ -17,15 +17,15 @@ from typing import Any, NoReturn
 FAILED = "Director responded with non-successful status code '{}' response '{}'"
 
 
-class RefusalError(Exception):
+class CliError(Exception):
     """An error that the CLI prints."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _GoFlagsParser(argparse.ArgumentParser):
     """Handles mistakes like go-flags: they are printed as an error of the command, in the command's output format."""
 
     def error(self, message: str) -> NoReturn:
-        raise RefusalError(message)
+        raise CliError(message)
 
 
 class _Cli:
@@ -39,13 +39,13 @@ class _Cli:
         command = getattr(self, "do_" + given.command.replace("-", "_"))
         needs = command.__code__.co_varnames[1 : command.__code__.co_argcount]
         if "deployment" in needs and given.command != "instances" and not deployment:
-            raise RefusalError("Expected non-empty deployment name")
+            raise CliError("Expected non-empty deployment name")
         command(*(deployment if name == "deployment" else given for name in needs))
 
     def get(self, path: str) -> Any:
         """Return the Director's response to a GET request."""
         if status := self.state.get("failing", {}).get(path):
-            raise RefusalError(FAILED.format(status, "refused"))
+            raise CliError(FAILED.format(status, "refused"))
         where, _, query = path.partition("?")
         if where == "/tasks":
             return [one for one in self.state.get("tasks", []) if one["state"] in query]
@@ -55,12 +55,12 @@ class _Cli:
         if where == "/deployments":
             return [{"name": name, "teams": []} for name in self.state["deployments"]]
         if where not in ("/info", "/disks", "/orphaned_vms", "/dynamic_disks"):
-            raise RefusalError(FAILED.format(404, f"Endpoint '{where}' not found."))
+            raise CliError(FAILED.format(404, f"Endpoint '{where}' not found."))
         return self.state.get(where[1:], [])
 
     def deployment(self, name: str) -> dict[str, Any]:
         if name not in self.state["deployments"]:
-            raise RefusalError(FAILED.format(404, f"Deployment '{name}' doesn't exist"))
+            raise CliError(FAILED.format(404, f"Deployment '{name}' doesn't exist"))
         return {"instances": [], "vms": [], "snapshots": [], **self.state["deployments"][name]}
 
     def table(self, content: str, titles: list[str], rows: list[list[str]]) -> None:
@@ -79,7 +79,7 @@ class _Cli:
     def do_instances(self, deployment: str) -> None:
         for name in [deployment] if deployment else self.state["deployments"]:
             if status := self.state.get("failing", {}).get("instances"):
-                raise RefusalError(f"Fetching instances: {FAILED.format(status, 'Not authorized')}")
+                raise CliError(f"Fetching instances: {FAILED.format(status, 'Not authorized')}")
             rows = [[vm, "\n".join(disks)] for vm, disks in self.deployment(name)["instances"]]
             self.table("instances", ["VM CID", "Disk CIDs"], rows)
 
@@ -98,20 +98,20 @@ class _Cli:
         """Check that every file named on the command line exists."""
         for path in [given.file, *given.ops, *(one.partition("=")[2] for one in given.var_file)]:
             if not Path(path).is_file():
-                raise RefusalError(f"open {path}: no such file or directory")
+                raise CliError(f"open {path}: no such file or directory")
         for one in given.var:
             name, mark, value = one.partition("=")
             if not (name and mark):
-                raise RefusalError(f"Expected var '{one}' to be in format 'name=value'")
+                raise CliError(f"Expected var '{one}' to be in format 'name=value'")
             if value.startswith("file://") and not Path(value.removeprefix("file://")).is_file():
-                raise RefusalError(f"open {value}: no such file or directory")
+                raise CliError(f"open {value}: no such file or directory")
 
     do_create_env = do_update_cpi_config = do_update_cloud_config = do_upload_stemcell = do_files
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="bosh", add_help=False)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    parser = _GoFlagsParser(prog="bosh", add_help=False)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_GoFlagsParser)
     with_files = ("create-env", "update-cpi-config", "update-cloud-config", "deploy", "upload-stemcell")
     for name in ("curl", "instances", "snapshots", "vms", *with_files):
         one = commands.add_parser(name, add_help=False, allow_abbrev=False)
@@ -143,7 +143,7 @@ def main(argv: list[str]) -> int:
         cli.run(argv)
         cli.output["Lines"].append("Succeeded")
         code = 0
-    except RefusalError as exc:
+    except CliError as exc:
         cli.output["Lines"] += [str(exc), "Exit code 1"]
         code = 1
     sys.stdout.write(json.dumps(cli.output, indent=4) + "\n")

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from kubernetes_cpi import door
-from tests.cpi.fake_api import Cluster, Object, Server
+from tests.cpi.fake_api import FakeApiServer, FakeCluster, Object
 from tests.support.source import ROOT
 
 DIRECTOR = "2e5cdd12-0f5e-4b0e-9a55-6b0f0e2a6d1c"
@@ -40,12 +40,12 @@ class CpiFailedError(AssertionError):
         self.message, self.ok_to_retry, self.log = error["message"], error["ok_to_retry"], log
 
 
-class Cpi:
+class CpiCalls:
     """A CPI with its configuration. ``request_id`` is incremented with each call, as by a Director."""
 
-    def __init__(self, server: Server, directory: Path, **config: Any) -> None:
+    def __init__(self, server: FakeApiServer, directory: Path, **config: Any) -> None:
         self.server = server
-        self.cluster: Cluster = server.cluster
+        self.cluster: FakeCluster = server.cluster
         self.file = directory / "cpi.json"
         self.write(server.config(**config))
         self._requests = 0

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cpi.calls import Cpi
-from tests.cpi.fake_api import Cluster, Server
+from tests.cpi.calls import CpiCalls
+from tests.cpi.fake_api import FakeApiServer, FakeCluster
 from tests.support.source import ROOT
 
 VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch"}
@@ -35,8 +35,8 @@ def asked(request: str) -> tuple[str, str]:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server(Cluster())
+def server() -> Iterator[FakeApiServer]:
+    server = FakeApiServer(FakeCluster())
     yield server
     server.close()
     assert server.cluster.violations == []
@@ -46,14 +46,14 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def cluster(server: Server) -> Cluster:
+def cluster(server: FakeApiServer) -> FakeCluster:
     return server.cluster
 
 
 @pytest.fixture
-def cpi(server: Server, tmp_path: Path) -> Cpi:
+def cpi(server: FakeApiServer, tmp_path: Path) -> CpiCalls:
     """Return a CPI with short time limits, so that tests of timeouts do not take long."""
-    return Cpi(
+    return CpiCalls(
         server,
         tmp_path,
         agent={"mbus": "nats://10.0.0.6:4222"},

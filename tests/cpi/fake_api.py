@@ -1,8 +1,8 @@
 """A small but strict fake of an API server with a kubelet. It checks names and labels, and supports conflicts, watches,
 grace periods and claims.
 
-``Cluster`` stores the objects and simulates scheduler and kubelet. ``Server`` speaks HTTP and injects faults into
-requests that match a pattern such as ``POST pods``.
+``FakeCluster`` stores the objects and simulates scheduler and kubelet. ``FakeApiServer`` speaks HTTP and injects faults
+into requests that match a pattern such as ``POST pods``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Fault:
 
 
 @dataclass
-class Cluster:
+class FakeCluster:
     """All objects of the cluster, and how its kubelet treats pods."""
 
     objects: dict[Key, Object] = field(default_factory=dict)
@@ -336,10 +336,10 @@ class Cluster:
         ]
 
 
-class Server:
+class FakeApiServer:
     """Serves the cluster over HTTP on its own port. ``requests`` records `METHOD plural/name` in order."""
 
-    def __init__(self, cluster: Cluster, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, cluster: FakeCluster, *, tls: ssl.SSLContext | None = None) -> None:
         self.cluster = cluster
         self.requests: list[str] = []
         self.bodies: list[str] = []

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
-from tests.cpi.fake_api import Cluster, Server, waiting
+from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, CpiCalls, CpiFailedError
+from tests.cpi.fake_api import FakeApiServer, FakeCluster, waiting
 
 
-def available(cluster: Cluster) -> list[int]:
+def available(cluster: FakeCluster) -> list[int]:
     """Return for each budget the number of VMs that must be available."""
     return [one["spec"]["minAvailable"] for one in cluster.of("poddisruptionbudgets").values()]
 
 
-def test_disruption_budget_follows_the_size_of_the_group(cpi: Cpi, cluster: Cluster) -> None:
+def test_disruption_budget_follows_the_size_of_the_group(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vms = [cpi.create_vm("agent-1")]
     assert available(cluster) == [], "a single VM may be evicted"
     vms.append(cpi.create_vm("agent-2"))
@@ -34,7 +34,9 @@ def test_disruption_budget_follows_the_size_of_the_group(cpi: Cpi, cluster: Clus
 
 
 @pytest.mark.parametrize("is_object_there", [True, False])
-def test_disruption_budget_is_unchanged_after_an_eviction(cpi: Cpi, cluster: Cluster, is_object_there: bool) -> None:
+def test_disruption_budget_is_unchanged_after_an_eviction(
+    cpi: CpiCalls, cluster: FakeCluster, is_object_there: bool
+) -> None:
     """The budget must not shrink, or the next node could be drained before the Health Monitor has recreated the evicted
     VM.
     """
@@ -50,7 +52,7 @@ def test_disruption_budget_is_unchanged_after_an_eviction(cpi: Cpi, cluster: Clu
     assert available(cluster) == [2]
 
 
-def test_each_group_has_its_own_disruption_budget_or_none(cpi: Cpi, cluster: Cluster) -> None:
+def test_each_group_has_its_own_disruption_budget_or_none(cpi: CpiCalls, cluster: FakeCluster) -> None:
     def make(agents: range, group: str, **properties: Any) -> None:
         env = {"bosh": {**ENV["bosh"], "groups": ["director", "dep", group]}}
         for number in agents:
@@ -65,7 +67,7 @@ def test_each_group_has_its_own_disruption_budget_or_none(cpi: Cpi, cluster: Clu
 
 @pytest.mark.parametrize("status", [403, 404])
 def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
-    cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str], status: int
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
     """Kubernetes before 1.21 does not have the API, and Roles from earlier CPI versions lack the permission."""
     server.fail("GET poddisruptionbudgets", times=99, status=status, message="no budgets")
@@ -79,7 +81,9 @@ def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
     assert list(cluster.of("pods")) == [first]
 
 
-def test_disruption_budget_is_not_written_with_an_outdated_vm_count(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_disruption_budget_is_not_written_with_an_outdated_vm_count(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     """Another VM of the group is created after the CPI has counted the VMs and before it writes the budget."""
     for agent in ("agent-1", "agent-2"):
         cpi.create_vm(agent)
@@ -91,7 +95,7 @@ def test_disruption_budget_is_not_written_with_an_outdated_vm_count(cpi: Cpi, cl
 
 
 @pytest.mark.parametrize("why", ["the image is gone", "the budget is another's"])
-def test_failed_create_vm_does_not_change_the_disruption_budget(cpi: Cpi, cluster: Cluster, why: str) -> None:
+def test_failed_create_vm_does_not_change_the_disruption_budget(cpi: CpiCalls, cluster: FakeCluster, why: str) -> None:
     for agent in ("agent-1", "agent-2"):
         cpi.create_vm(agent)
     (name,) = cluster.of("poddisruptionbudgets")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kubernetes_cpi import manifests
-from tests.cpi.calls import Cpi, CpiFailedError
-from tests.cpi.fake_api import Cluster, Server
+from tests.cpi.calls import CpiCalls, CpiFailedError
+from tests.cpi.fake_api import FakeApiServer, FakeCluster
 
 VM = "vm-bosh-" + "0" * 16
 
@@ -18,14 +18,14 @@ VM = "vm-bosh-" + "0" * 16
 @pytest.mark.parametrize(
     "fault", [*({"status": status} for status in (429, 500, 502, 503, 504)), {"cut": "before"}], ids=str
 )
-def test_temporary_api_error_is_retried(cpi: Cpi, server: Server, fault: dict[str, Any]) -> None:
+def test_temporary_api_error_is_retried(cpi: CpiCalls, server: FakeApiServer, fault: dict[str, Any]) -> None:
     server.fail("GET pods", times=2, **fault)
 
     assert cpi("has_vm", VM) is False
     assert len(server.requests) == 3
 
 
-def test_retry_after_header_is_honoured(cpi: Cpi, server: Server) -> None:
+def test_retry_after_header_is_honoured(cpi: CpiCalls, server: FakeApiServer) -> None:
     server.fail("GET pods", status=429, retry_after="1")
     began = time.monotonic()
 
@@ -45,7 +45,7 @@ def test_retry_after_header_is_honoured(cpi: Cpi, server: Server) -> None:
     ids=["a wait beyond the bound", "no right", "a page of a proxy", "an error of a proxy"],
 )
 def test_permanent_api_error_is_reported_and_not_retried(
-    cpi: Cpi, server: Server, fault: dict[str, Any], words: str, is_passing: bool
+    cpi: CpiCalls, server: FakeApiServer, fault: dict[str, Any], words: str, is_passing: bool
 ) -> None:
     server.fail("GET pods", times=9, **fault)
 
@@ -57,7 +57,9 @@ def test_permanent_api_error_is_reported_and_not_retried(
 
 @pytest.mark.parametrize("cut", ["before", "after"])
 @pytest.mark.parametrize("plural", ["persistentvolumeclaims", "secrets", "pods"])
-def test_create_vm_survives_a_cut_connection(cpi: Cpi, server: Server, cluster: Cluster, plural: str, cut: str) -> None:
+def test_create_vm_survives_a_cut_connection(
+    cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster, plural: str, cut: str
+) -> None:
     """If only the response is lost, the retry finds the object that the first request created."""
     server.fail(f"POST {plural}", cut=cut)
 
@@ -67,7 +69,9 @@ def test_create_vm_survives_a_cut_connection(cpi: Cpi, server: Server, cluster: 
     assert list(cluster.of("secrets")) == [vm]
 
 
-def test_create_vm_replacing_a_vm_survives_a_cut_connection(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_create_vm_replacing_a_vm_survives_a_cut_connection(
+    cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
+) -> None:
     """Here the VM's Secret or pod already exists with other properties or disks, and must be replaced even if the first
     response is lost.
     """
@@ -80,7 +84,7 @@ def test_create_vm_replacing_a_vm_survives_a_cut_connection(cpi: Cpi, server: Se
     assert disk in manifests.disks_of(cluster.of("pods")[vm])
 
 
-def test_create_disk_with_a_known_request_id_survives_a_cut_connection(cpi: Cpi, server: Server) -> None:
+def test_create_disk_with_a_known_request_id_survives_a_cut_connection(cpi: CpiCalls, server: FakeApiServer) -> None:
     vm = cpi.create_vm()
     first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
     cpi("attach_disk", vm, first)
@@ -89,7 +93,7 @@ def test_create_disk_with_a_known_request_id_survives_a_cut_connection(cpi: Cpi,
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") != first
 
 
-def test_reboot_vm_survives_a_cut_connection(cpi: Cpi, server: Server) -> None:
+def test_reboot_vm_survives_a_cut_connection(cpi: CpiCalls, server: FakeApiServer) -> None:
     """The first request has created the helper pod, and the retry must accept it."""
     cpi.write(server.config(disks={"attach": "live"}))
     vm = cpi.create_vm(tier="privileged")
@@ -98,7 +102,9 @@ def test_reboot_vm_survives_a_cut_connection(cpi: Cpi, server: Server) -> None:
     cpi("reboot_vm", vm)
 
 
-def test_delete_vm_succeeds_although_responses_are_lost(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_delete_vm_succeeds_although_responses_are_lost(
+    cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
+) -> None:
     vm = cpi.create_vm()
     server.fail("DELETE", times=3, cut="after")
 
@@ -107,7 +113,7 @@ def test_delete_vm_succeeds_although_responses_are_lost(cpi: Cpi, server: Server
     assert cluster.snapshot() == {}
 
 
-def test_unreachable_api_server_is_a_retryable_error(cpi: Cpi, server: Server) -> None:
+def test_unreachable_api_server_is_a_retryable_error(cpi: CpiCalls, server: FakeApiServer) -> None:
     server.close()
 
     with pytest.raises(CpiFailedError, match="does not answer") as failed:
@@ -116,7 +122,7 @@ def test_unreachable_api_server_is_a_retryable_error(cpi: Cpi, server: Server) -
     assert failed.value.ok_to_retry is True
 
 
-def test_slow_api_server_is_retried_until_the_timeout(cpi: Cpi, server: Server) -> None:
+def test_slow_api_server_is_retried_until_the_timeout(cpi: CpiCalls, server: FakeApiServer) -> None:
     config = {**server.config(), "timeouts": {"request": 0.3, "retry": 3}}
     cpi.write(config)
     server.fail("GET pods", delay_s=1)
@@ -128,7 +134,9 @@ def test_slow_api_server_is_retried_until_the_timeout(cpi: Cpi, server: Server) 
         cpi("has_vm", VM)
 
 
-def test_conflicting_patch_is_repeated_with_the_new_version(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_conflicting_patch_is_repeated_with_the_new_version(
+    cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
+) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
     key = ("persistentvolumeclaims", "bosh", disk)
@@ -142,7 +150,7 @@ def test_conflicting_patch_is_repeated_with_the_new_version(cpi: Cpi, server: Se
     assert cpi("get_disks", vm) == [disk]
 
 
-def test_conflict_on_a_quota_is_retried(cpi: Cpi, server: Server) -> None:
+def test_conflict_on_a_quota_is_retried(cpi: CpiCalls, server: FakeApiServer) -> None:
     """When two objects are counted against a quota at the same time, the API server rejects one of them with a
     conflict, although no object of this name exists.
     """
@@ -151,7 +159,7 @@ def test_conflict_on_a_quota_is_retried(cpi: Cpi, server: Server) -> None:
     assert cpi.create_vm()
 
 
-def test_unresponsive_webhook_is_a_retryable_error(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_unresponsive_webhook_is_a_retryable_error(cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster) -> None:
     server.fail("POST pods", times=99, status=500, message='failed calling webhook "policy.example": timeout')
 
     with pytest.raises(CpiFailedError, match="failed calling webhook") as failed:
@@ -161,7 +169,9 @@ def test_unresponsive_webhook_is_a_retryable_error(cpi: Cpi, server: Server, clu
     assert cluster.snapshot() == {}
 
 
-def test_objects_left_by_a_failed_create_vm_are_deleted_later(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_objects_left_by_a_failed_create_vm_are_deleted_later(
+    cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
+) -> None:
     cpi.write({**server.config(), "timeouts": {"retry": 0.5}})
     fault = server.fail("(POST pods|DELETE|GET)", times=999, cut="before")
     with pytest.raises(CpiFailedError, match="does not answer") as failed:
@@ -176,7 +186,7 @@ def test_objects_left_by_a_failed_create_vm_are_deleted_later(cpi: Cpi, server: 
     assert cluster.snapshot() == {}
 
 
-def test_token_file_is_read_again_after_a_renewal(cpi: Cpi, server: Server) -> None:
+def test_token_file_is_read_again_after_a_renewal(cpi: CpiCalls, server: FakeApiServer) -> None:
     """When the server rejects the token, the client reads the token file again and repeats the request."""
     file = cpi.file.with_name("token")
     file.write_text("old")
@@ -189,7 +199,7 @@ def test_token_file_is_read_again_after_a_renewal(cpi: Cpi, server: Server) -> N
     assert len(server.requests) == 2
 
 
-def test_cut_or_expired_watch_is_restarted(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_cut_or_expired_watch_is_restarted(cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster) -> None:
     server.fail("WATCH pods", times=2, cut="after")
     vm = cpi.create_vm()
     cluster.memory = 0
@@ -199,7 +209,9 @@ def test_cut_or_expired_watch_is_restarted(cpi: Cpi, server: Server, cluster: Cl
     assert cluster.snapshot() == {}
 
 
-def test_watch_continues_on_an_unchanged_object_in_a_busy_cluster(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_watch_continues_on_an_unchanged_object_in_a_busy_cluster(
+    cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
+) -> None:
     """A watch must not start from the object's own version. In a busy cluster the server soon forgets this version, and
     would answer each such watch with 410.
     """

@@ -15,12 +15,12 @@ import yaml
 
 from kubernetes_cpi import doctor
 from kubernetes_cpi.records import UNFINISHED
-from tests.cpi.calls import DIRECTOR, Cpi
-from tests.cpi.fake_api import Cluster, Object, RefusalError, Server
+from tests.cpi.calls import DIRECTOR, CpiCalls
+from tests.cpi.fake_api import FakeApiServer, FakeCluster, Object, RefusalError
 from tests.support.source import ROOT
 
 
-def command(cpi: Cpi, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[str, int]:
+def command(cpi: CpiCalls, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[str, int]:
     """Run an operator command. Return its standard output, or else its standard error, and its exit code."""
     line = [sys.executable, "-m", "kubernetes_cpi", arguments[0], "--config", str(cpi.file), *arguments[1:]]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env)
@@ -42,7 +42,9 @@ def test_cpi_doctor_checks_the_permissions_of_the_role() -> None:
     assert groups == doctor.PERMISSIONS
 
 
-def test_cpi_doctor_finds_nothing_in_a_suitable_cluster(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_cpi_doctor_finds_nothing_in_a_suitable_cluster(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
     before = cluster.snapshot()
 
@@ -53,7 +55,9 @@ def test_cpi_doctor_finds_nothing_in_a_suitable_cluster(cpi: Cpi, cluster: Clust
     assert server.token not in out
 
 
-def test_cpi_doctor_suggests_a_change_for_each_obstacle(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_cpi_doctor_suggests_a_change_for_each_obstacle(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     def refuse(plural: str, body: Object) -> None:
         if plural == "pods" and ("hostPath" in str(body["spec"]) or "'privileged': True" in str(body["spec"])):
             raise RefusalError(403, "Forbidden", 'violates PodSecurity "baseline:latest"')
@@ -83,7 +87,7 @@ def test_cpi_doctor_suggests_a_change_for_each_obstacle(cpi: Cpi, cluster: Clust
     assert "ok       disks.attach         recreate; no live disks" in command(cpi, "doctor")[0]
 
 
-def test_cpi_doctor_reports_only_a_rejected_token(cpi: Cpi, server: Server) -> None:
+def test_cpi_doctor_reports_only_a_rejected_token(cpi: CpiCalls, server: FakeApiServer) -> None:
     server.token = "another"
 
     out, code = command(cpi, "doctor")
@@ -99,7 +103,7 @@ def test_cpi_doctor_reports_only_a_rejected_token(cpi: Cpi, server: Server) -> N
 REAL = f'exec {sys.executable} {ROOT}/tests/cpi/bosh_cli.py "$@"'
 
 
-class Director:
+class DirectorCli:
     """Puts a stand-in for the bosh CLI on PATH, which reports the content of the Director's database."""
 
     def __init__(self, directory: Path) -> None:
@@ -123,16 +127,16 @@ class Director:
 
 
 @pytest.fixture
-def director(tmp_path: Path) -> Director:
-    return Director(tmp_path)
+def director(tmp_path: Path) -> DirectorCli:
+    return DirectorCli(tmp_path)
 
 
-def leftovers(cpi: Cpi, director: Director, *arguments: str) -> tuple[str, int]:
+def leftovers(cpi: CpiCalls, director: DirectorCli, *arguments: str) -> tuple[str, int]:
     return command(cpi, "leftovers", *arguments, env=director.environment)
 
 
 def test_leftovers_unknown_to_the_director_are_listed_and_deleted(
-    cpi: Cpi, cluster: Cluster, director: Director
+    cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli
 ) -> None:
     known, lost = cpi.create_vm("agent-1"), cpi.create_vm("agent-2", attach="live", tier="privileged")
     disk, stray = (cpi("create_disk", 64, {}, None) for _ in range(2))
@@ -155,7 +159,7 @@ def test_leftovers_unknown_to_the_director_are_listed_and_deleted(
     assert set(cluster.of("persistentvolumeclaims")) == {f"data-{known}", disk, stray}
 
 
-def test_leftovers_exclude_objects_in_any_director_record(cpi: Cpi, director: Director) -> None:
+def test_leftovers_exclude_objects_in_any_director_record(cpi: CpiCalls, director: DirectorCli) -> None:
     active, inactive, orphaned = (cpi.create_vm(f"agent-{n}") for n in range(3))
     attached, left_by_migration, dynamic, disk = (cpi("create_disk", 64, {}, None) for _ in range(4))
     cpi("attach_disk", active, left_by_migration)
@@ -191,7 +195,7 @@ def test_leftovers_exclude_objects_in_any_director_record(cpi: Cpi, director: Di
     ],
 )
 def test_leftovers_are_kept_unless_the_director_answers_every_query(
-    cpi: Cpi, cluster: Cluster, director: Director, refused: str
+    cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli, refused: str
 ) -> None:
     cpi.create_vm()
     director.knows(deployments={"db": {}}, failing={refused: 401})
@@ -218,7 +222,7 @@ def test_leftovers_are_kept_unless_the_director_answers_every_query(
     ],
 )
 def test_leftovers_are_kept_after_an_incomplete_director_answer(
-    cpi: Cpi, cluster: Cluster, director: Director, path: str, script: str
+    cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli, path: str, script: str
 ) -> None:
     cpi.create_vm()
     director.knows(deployments={"db": {}})
@@ -241,7 +245,7 @@ def test_leftovers_are_kept_after_an_incomplete_director_answer(
     ],
 )
 def test_leftovers_are_kept_without_the_instances_table(
-    cpi: Cpi, cluster: Cluster, director: Director, table: str
+    cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli, table: str
 ) -> None:
     cpi.create_vm()
     director.knows(deployments={"db": {}})
@@ -255,7 +259,9 @@ def test_leftovers_are_kept_without_the_instances_table(
     assert "`bosh instances --details --deployment=db` failed: it printed " in out
 
 
-def test_leftovers_are_kept_while_a_director_task_runs(cpi: Cpi, cluster: Cluster, director: Director) -> None:
+def test_leftovers_are_kept_while_a_director_task_runs(
+    cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli
+) -> None:
     vm = cpi.create_vm()
     before = cluster.snapshot()
     task = {"id": 7, "state": "processing", "description": "create deployment"}
@@ -269,7 +275,7 @@ def test_leftovers_are_kept_while_a_director_task_runs(cpi: Cpi, cluster: Cluste
     assert f"{vm}: deleted" in leftovers(cpi, director, "--delete")[0]
 
 
-def test_leftover_disks_are_kept_if_dynamic_disks_cannot_be_listed(cpi: Cpi, director: Director) -> None:
+def test_leftover_disks_are_kept_if_dynamic_disks_cannot_be_listed(cpi: CpiCalls, director: DirectorCli) -> None:
     disk = cpi("create_disk", 64, {}, None)
     director.knows(failing={"/dynamic_disks": 404})
 
@@ -280,7 +286,9 @@ def test_leftover_disks_are_kept_if_dynamic_disks_cannot_be_listed(cpi: Cpi, dir
     assert "kubectl" not in out
 
 
-def test_leftovers_exclude_objects_of_another_director(cpi: Cpi, cluster: Cluster, director: Director) -> None:
+def test_leftovers_exclude_objects_of_another_director(
+    cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli
+) -> None:
     vm = cpi.create_vm()
     before = cluster.snapshot()
     director.knows(info={"uuid": "another"})

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kubernetes_cpi import door, methods
-from tests.cpi.calls import DIRECTOR, ENV, STEMCELL, Cpi, checked, start
-from tests.cpi.fake_api import Cluster
+from tests.cpi.calls import DIRECTOR, ENV, STEMCELL, CpiCalls, checked, start
+from tests.cpi.fake_api import FakeCluster
 
 KNOWN_TYPES = {
     f"Bosh::Clouds::{name}"
@@ -73,7 +73,7 @@ def test_info_reply_suits_the_director_and_the_cli() -> None:
         assert response["result"]["stemcell_formats"] == ["kubernetes-light", "docker-light", "warden-light"]
 
 
-def test_cpi_serves_the_calls_of_a_deployment(cpi: Cpi, cluster: Cluster) -> None:
+def test_cpi_serves_the_calls_of_a_deployment(cpi: CpiCalls, cluster: FakeCluster) -> None:
     def call(method: str, *arguments: Any, **more: Any) -> Any:
         response = cpi.answer(director(method, *arguments, **more))
         assert response["error"] is None, response
@@ -99,7 +99,7 @@ def test_cpi_serves_the_calls_of_a_deployment(cpi: Cpi, cluster: Cluster) -> Non
     assert cluster.snapshot() == {}
 
 
-def test_manual_network_sets_pod_address_and_dns(cpi: Cpi, cluster: Cluster) -> None:
+def test_manual_network_sets_pod_address_and_dns(cpi: CpiCalls, cluster: FakeCluster) -> None:
     response = cpi.answer(director("create_vm", "agent-1", STEMCELL, {}, {"first": MANUAL}, [], ENV, vm_api=True))
 
     (pod,) = cluster.of("pods").values()
@@ -110,7 +110,7 @@ def test_manual_network_sets_pod_address_and_dns(cpi: Cpi, cluster: Cluster) -> 
     assert pod["spec"]["dnsPolicy"] == "None"
 
 
-def test_create_vm_accepts_null_disks_properties_and_env(cpi: Cpi) -> None:
+def test_create_vm_accepts_null_disks_properties_and_env(cpi: CpiCalls) -> None:
     dynamic = {"a": {"type": "dynamic", "prefix": "32", "cloud_properties": {}, "default": ["dns", "gateway"]}}
     response = cpi.answer(director("create_vm", "agent-1", STEMCELL, None, dynamic, None, None, vm_api=True))
 
@@ -118,21 +118,21 @@ def test_create_vm_accepts_null_disks_properties_and_env(cpi: Cpi) -> None:
 
 
 @pytest.mark.parametrize("method", ["current_vm_id", "create_network", "delete_network", "ping", "configure_networks"])
-def test_unknown_cpi_method_is_not_implemented(cpi: Cpi, method: str) -> None:
+def test_unknown_cpi_method_is_not_implemented(cpi: CpiCalls, method: str) -> None:
     error = cpi.answer(director(method))["error"]
 
     assert error["type"] == "Bosh::Clouds::NotImplemented"
 
 
 @pytest.mark.parametrize("method", sorted(methods.METHODS))
-def test_invalid_cpi_arguments_are_rejected(cpi: Cpi, method: str) -> None:
+def test_invalid_cpi_arguments_are_rejected(cpi: CpiCalls, method: str) -> None:
     given: list[list[Any]] = [[], [None], [7], [{}], [[]]]
     for arguments in given:
         error = cpi.answer(director(method, *arguments))["error"]
         assert error is None or error["type"] in KNOWN_TYPES
 
 
-def test_cpi_config_properties_override_the_configuration(cpi: Cpi, cluster: Cluster) -> None:
+def test_cpi_config_properties_override_the_configuration(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """If several CPIs are configured, the context contains the properties of the cpi-config entry next to the
     Director's keys.
     """

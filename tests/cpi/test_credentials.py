@@ -17,9 +17,8 @@ from agent_shim.demo import pki
 from kubernetes_cpi import credentials
 from kubernetes_cpi.config import Cluster
 from kubernetes_cpi.errors import InputError
-from tests.cpi.calls import Cpi, CpiFailedError
-from tests.cpi.fake_api import Cluster as FakeCluster
-from tests.cpi.fake_api import Server
+from tests.cpi.calls import CpiCalls, CpiFailedError
+from tests.cpi.fake_api import FakeApiServer, FakeCluster
 
 
 def kubeconfig(user: dict[str, Any], **cluster: Any) -> dict[str, Any]:
@@ -139,7 +138,9 @@ def authority() -> pki.Authority:
 
 
 @contextmanager
-def serving(authority: pki.Authority, directory: Path, *hosts: str, asks_client: bool = False) -> Iterator[Server]:
+def serving(
+    authority: pki.Authority, directory: Path, *hosts: str, asks_client: bool = False
+) -> Iterator[FakeApiServer]:
     """Run a fake API server with TLS."""
     pair = authority.server(hosts=hosts)
     (directory / "server.pem").write_text(pair.certificate + pair.private_key)
@@ -149,7 +150,7 @@ def serving(authority: pki.Authority, directory: Path, *hosts: str, asks_client:
     if asks_client:
         context.load_verify_locations(directory / "ca.pem")
         context.verify_mode = ssl.CERT_REQUIRED
-    server = Server(FakeCluster(), tls=context)
+    server = FakeApiServer(FakeCluster(), tls=context)
     try:
         yield server
     finally:
@@ -162,9 +163,9 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     assert not list(tmp_path.glob("*.key")), "no key is left in a file"
 
 
-def call(server: Server, directory: Path, **cluster: Any) -> Any:
+def call(server: FakeApiServer, directory: Path, **cluster: Any) -> Any:
     """Call has_vm with the given `cluster` configuration."""
-    cpi = Cpi(server, directory)
+    cpi = CpiCalls(server, directory)
     cpi.write({"cluster": {"server": server.url, **cluster}, "namespace": "bosh", "timeouts": {"retry": 2}})
     return cpi("has_vm", VM)
 
@@ -187,7 +188,7 @@ def test_api_server_certificate_may_have_the_configured_name(authority: pki.Auth
 
 
 @pytest.mark.parametrize("address", ["https://", "ftp://127.0.0.1", "https://a:b@127.0.0.1", "https://[127.0.0.1"])
-def test_invalid_api_server_address_is_reported(server: Server, directory: Path, address: str) -> None:
+def test_invalid_api_server_address_is_reported(server: FakeApiServer, directory: Path, address: str) -> None:
     with pytest.raises(CpiFailedError, match="cannot reach the API server: its address is no URL"):
         call(server, directory, kubeconfig=kubeconfig({"token": server.token}, server=address))
 

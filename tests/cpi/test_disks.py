@@ -8,37 +8,39 @@ import json
 import pytest
 
 from kubernetes_cpi import manifests
-from tests.cpi.calls import ENV, STEMCELL, Cpi, CpiFailedError
-from tests.cpi.fake_api import Cluster, Object, RefusalError, Server, unscheduled, waiting
+from tests.cpi.calls import ENV, STEMCELL, CpiCalls, CpiFailedError
+from tests.cpi.fake_api import FakeApiServer, FakeCluster, Object, RefusalError, unscheduled, waiting
 
 AT_CREATION = "/var/vcap/disks-at-creation"
 LIVE = "/var/vcap/disks"
 
 
-def holder(cluster: Cluster, disk: str) -> str | None:
+def holder(cluster: FakeCluster, disk: str) -> str | None:
     found = cluster.of("persistentvolumeclaims")[disk]["metadata"].get("annotations", {}).get("cpi.bosh.io/holder")
     assert found is None or isinstance(found, str)
     return found
 
 
-def mounts(cluster: Cluster, vm: str) -> list[str]:
+def mounts(cluster: FakeCluster, vm: str) -> list[str]:
     volumes = cluster.of("pods")[vm]["spec"]["volumes"]
     return [one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one]
 
 
-def make_class(cluster: Cluster, name: str, **more: object) -> None:
+def make_class(cluster: FakeCluster, name: str, **more: object) -> None:
     body: Object = {"metadata": {"name": name}, "provisioner": "x", **more}
     cluster.create(("storageclasses", "", name), body)
 
 
-def attachments(cluster: Cluster) -> list[str]:
+def attachments(cluster: FakeCluster) -> list[str]:
     return [name for name in cluster.of("pods") if name.startswith("attach-")]
 
 
 # --- at creation ----------------------------------------------------------------------------------------------------
 
 
-def test_attach_of_a_disk_mounted_at_vm_creation_changes_nothing(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_attach_of_a_disk_mounted_at_vm_creation_changes_nothing(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     first = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, first)
     cpi("delete_vm", first)
@@ -52,7 +54,7 @@ def test_attach_of_a_disk_mounted_at_vm_creation_changes_nothing(cpi: Cpi, clust
     assert cluster.of("persistentvolumeclaims")[disk]["metadata"]["labels"]["bosh.io/deployment"] == "dep"
 
 
-def test_create_disk_does_not_wait_for_a_volume(cpi: Cpi, cluster: Cluster) -> None:
+def test_create_disk_does_not_wait_for_a_volume(cpi: CpiCalls, cluster: FakeCluster) -> None:
     make_class(cluster, "on-first-use")
     disk = cpi("create_disk", 64, {"storage_class": "on-first-use"}, None)
 
@@ -64,7 +66,7 @@ def test_create_disk_does_not_wait_for_a_volume(cpi: Cpi, cluster: Cluster) -> N
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_create_disk_without_a_size_is_rejected(cpi: Cpi, cluster: Cluster, size: int) -> None:
+def test_create_disk_without_a_size_is_rejected(cpi: CpiCalls, cluster: FakeCluster, size: int) -> None:
     """The API server would accept a claim with size 0, but the claim would never be bound."""
     with pytest.raises(CpiFailedError, match=f"disk of {size} MiB"):
         cpi("create_disk", size, {}, None)
@@ -72,7 +74,7 @@ def test_create_disk_without_a_size_is_rejected(cpi: Cpi, cluster: Cluster, size
     assert cluster.snapshot() == {}
 
 
-def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: Cpi) -> None:
+def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: CpiCalls) -> None:
     """Directors choose request ids at random, so two requests may have the same id."""
     vm = cpi.create_vm()
     first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
@@ -83,7 +85,7 @@ def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: Cpi) -> None:
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") != first
 
 
-def test_create_vm_does_not_mount_a_disk_that_another_vm_uses(cpi: Cpi, cluster: Cluster) -> None:
+def test_create_vm_does_not_mount_a_disk_that_another_vm_uses(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """Create-swap-delete creates the new VM with the disk while the old VM still uses it."""
     old = cpi.create_vm()
     disk = cpi.attached_disk(old)
@@ -103,7 +105,7 @@ def test_create_vm_does_not_mount_a_disk_that_another_vm_uses(cpi: Cpi, cluster:
 UNREADY = {"conditions": [{"type": "Ready", "status": "False"}]}
 
 
-def swapped(cpi: Cpi, way: str, **properties: object) -> tuple[str, str, str]:
+def swapped(cpi: CpiCalls, way: str, **properties: object) -> tuple[str, str, str]:
     """Create two VMs as in create-swap-delete, and detach the disk from the old one. Return old VM, new VM and disk."""
     disk = cpi("create_disk", 64, {}, None)
     old, new = (cpi.create_vm(agent, [disk], attach=way, **properties) for agent in ("agent-1", "agent-2"))
@@ -111,7 +113,7 @@ def swapped(cpi: Cpi, way: str, **properties: object) -> tuple[str, str, str]:
     return old, new, disk
 
 
-def shut_down(cluster: Cluster, vm: str) -> None:
+def shut_down(cluster: FakeCluster, vm: str) -> None:
     """Simulate the Director's `shutdown` of a VM, after which the VM's pods never become ready."""
     running = cluster.of("pods")[vm]["status"]
     cluster.pod_status = lambda pod: running | UNREADY if pod["metadata"]["name"] == vm else None
@@ -120,7 +122,7 @@ def shut_down(cluster: Cluster, vm: str) -> None:
 @pytest.mark.parametrize("way", ["recreate", "live"])
 @pytest.mark.parametrize("disk_type", ["claim", "empty_dir"])
 def test_attach_ends_a_vm_that_was_shut_down_and_takes_its_disk(
-    cpi: Cpi, cluster: Cluster, way: str, disk_type: str
+    cpi: CpiCalls, cluster: FakeCluster, way: str, disk_type: str
 ) -> None:
     """Detaching the disk recreates the old VM's pod, which can never become ready after a shutdown. The new VM used to
     wait for that pod.
@@ -141,7 +143,7 @@ def test_attach_ends_a_vm_that_was_shut_down_and_takes_its_disk(
 
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
-def test_attach_takes_the_disk_of_a_vm_that_was_just_shut_down(cpi: Cpi, cluster: Cluster, way: str) -> None:
+def test_attach_takes_the_disk_of_a_vm_that_was_just_shut_down(cpi: CpiCalls, cluster: FakeCluster, way: str) -> None:
     old, new, disk = swapped(cpi, way, ephemeral_disk={"type": "claim"})
     shut_down(cluster, old)
 
@@ -152,7 +154,7 @@ def test_attach_takes_the_disk_of_a_vm_that_was_just_shut_down(cpi: Cpi, cluster
 
 
 def test_attach_waits_until_a_vm_without_a_data_claim_reports_its_shutdown(
-    cpi: Cpi, cluster: Cluster, server: Server
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     old, new, disk = swapped(cpi, "live", ephemeral_disk={"type": "empty_dir"})
     server.fail("WATCH pods/", on=lambda: cluster.patch(("pods", "bosh", old), {"status": UNREADY}))
@@ -164,7 +166,7 @@ def test_attach_waits_until_a_vm_without_a_data_claim_reports_its_shutdown(
 
 @pytest.mark.parametrize("moment", ["PATCH persistentvolumeclaims/data-", "GET secrets/", "POST pods/vm"])
 def test_attach_succeeds_while_the_old_vm_is_being_deleted(
-    cpi: Cpi, cluster: Cluster, server: Server, moment: str
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, moment: str
 ) -> None:
     """The Director may delete the old VM of a create-swap-delete while the deploy still runs
     (ScheduledOrphanedVMCleanup), so the old VM can disappear at any moment of attach_disk.
@@ -179,7 +181,7 @@ def test_attach_succeeds_while_the_old_vm_is_being_deleted(
     assert cpi("get_disks", new) == [disk]
 
 
-def test_attach_takes_the_disk_of_a_vm_that_does_not_start_without_it(cpi: Cpi, cluster: Cluster) -> None:
+def test_attach_takes_the_disk_of_a_vm_that_does_not_start_without_it(cpi: CpiCalls, cluster: FakeCluster) -> None:
     old, new, disk = swapped(cpi, "recreate")
     cluster.pod_status = lambda pod: unscheduled("no room") if pod["metadata"]["name"] == old else None
 
@@ -188,7 +190,7 @@ def test_attach_takes_the_disk_of_a_vm_that_does_not_start_without_it(cpi: Cpi, 
     assert cpi("get_disks", new) == [disk]
 
 
-def test_unknown_disk_is_reported_as_missing(cpi: Cpi, cluster: Cluster) -> None:
+def test_unknown_disk_is_reported_as_missing(cpi: CpiCalls, cluster: FakeCluster) -> None:
     missing, elsewhere = (f"disk-{namespace}-{'0' * 16}" for namespace in ("bosh", "other"))
 
     with pytest.raises(CpiFailedError) as failed:
@@ -212,7 +214,7 @@ def test_unknown_disk_is_reported_as_missing(cpi: Cpi, cluster: Cluster) -> None
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
 def test_only_one_of_two_concurrent_attaches_of_a_disk_succeeds(
-    cpi: Cpi, cluster: Cluster, server: Server, way: str
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, way: str
 ) -> None:
     """The other call takes the claim after our check and before our change. It mounts the disk only later, so we must
     detect the conflict from the claim.
@@ -235,7 +237,7 @@ def test_only_one_of_two_concurrent_attaches_of_a_disk_succeeds(
     assert cpi("get_disks", two) == [disk]
 
 
-def test_disk_of_a_deleted_vm_is_free(cpi: Cpi, cluster: Cluster) -> None:
+def test_disk_of_a_deleted_vm_is_free(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     disk = cpi.attached_disk(vm)
     cpi("delete_vm", vm)
@@ -247,7 +249,7 @@ def test_disk_of_a_deleted_vm_is_free(cpi: Cpi, cluster: Cluster) -> None:
 # --- reserved -------------------------------------------------------------------------------------------------------
 
 
-def test_reserved_disk_is_returned_by_create_disk(cpi: Cpi, cluster: Cluster) -> None:
+def test_reserved_disk_is_returned_by_create_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """If necessary, the reserved disk is enlarged to the requested size."""
     vm = cpi.create_vm(persistent_disk={"size": "64Mi"})
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
@@ -264,7 +266,7 @@ def test_reserved_disk_is_returned_by_create_disk(cpi: Cpi, cluster: Cluster) ->
     assert set(cluster.of("persistentvolumeclaims")) == {disk, other}
 
 
-def test_unused_reserved_disk_is_deleted_with_the_vm(cpi: Cpi, cluster: Cluster) -> None:
+def test_unused_reserved_disk_is_deleted_with_the_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm(persistent_disk={"size": 64})
 
     cpi("delete_vm", vm)
@@ -272,7 +274,7 @@ def test_unused_reserved_disk_is_deleted_with_the_vm(cpi: Cpi, cluster: Cluster)
     assert cluster.snapshot() == {}
 
 
-def test_create_vm_with_a_disk_does_not_reserve_another(cpi: Cpi, cluster: Cluster) -> None:
+def test_create_vm_with_a_disk_does_not_reserve_another(cpi: CpiCalls, cluster: FakeCluster) -> None:
     disk = cpi("create_disk", 64, {}, None)
 
     vm = cpi.create_vm("agent-1", [disk], persistent_disk={"size": 64})
@@ -283,7 +285,9 @@ def test_create_vm_with_a_disk_does_not_reserve_another(cpi: Cpi, cluster: Clust
 # --- by recreation --------------------------------------------------------------------------------------------------
 
 
-def test_attach_by_recreation_replaces_the_pod(cpi: Cpi, cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attach_by_recreation_replaces_the_pod(
+    cpi: CpiCalls, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The log states the pod's new address, because the Director keeps the old one in links and DNS."""
     vm = cpi.create_vm()
     cpi("set_vm_metadata", vm, {"name": "zookeeper/1", "index": "0"})
@@ -312,7 +316,7 @@ def test_attach_by_recreation_replaces_the_pod(cpi: Cpi, cluster: Cluster, capsy
     ids=["without a data claim", "never"],
 )
 def test_attach_by_recreation_is_refused_if_impossible_or_unsafe(
-    cpi: Cpi, cluster: Cluster, properties: Object, words: str
+    cpi: CpiCalls, cluster: FakeCluster, properties: Object, words: str
 ) -> None:
     """Without a data claim, the agent's permanent credentials are lost with the old pod, and the new one could not
     connect to the bus.
@@ -325,7 +329,7 @@ def test_attach_by_recreation_is_refused_if_impossible_or_unsafe(
     assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
 
 
-def test_pod_that_fails_to_start_with_a_disk_is_restored_without_it(cpi: Cpi, cluster: Cluster) -> None:
+def test_pod_that_fails_to_start_with_a_disk_is_restored_without_it(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
     cluster.pod_status = lambda pod: unscheduled("volume node affinity conflict") if disk in str(pod["spec"]) else None
@@ -338,7 +342,7 @@ def test_pod_that_fails_to_start_with_a_disk_is_restored_without_it(cpi: Cpi, cl
     assert holder(cluster, disk) is None
 
 
-def test_disk_migration_detaches_the_old_disk_without_a_recreation(cpi: Cpi, cluster: Cluster) -> None:
+def test_disk_migration_detaches_the_old_disk_without_a_recreation(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     small, large = cpi("create_disk", 64, {}, vm), cpi("create_disk", 128, {}, vm)
     cpi("attach_disk", vm, small)
@@ -357,7 +361,7 @@ def test_disk_migration_detaches_the_old_disk_without_a_recreation(cpi: Cpi, clu
     assert list(cluster.of("persistentvolumeclaims")) == [large]
 
 
-def test_disk_that_is_being_deleted_is_not_attached(cpi: Cpi, cluster: Cluster) -> None:
+def test_disk_that_is_being_deleted_is_not_attached(cpi: CpiCalls, cluster: FakeCluster) -> None:
     one, two = cpi.create_vm("agent-1"), cpi.create_vm("agent-2")
     disk = cpi.attached_disk(one)
     cpi("detach_disk", one, disk)
@@ -366,7 +370,7 @@ def test_disk_that_is_being_deleted_is_not_attached(cpi: Cpi, cluster: Cluster) 
     cpi.refused("DiskNotFound", "attach_disk", two, disk)
 
 
-def test_lazily_detached_disk_is_attached_again_without_a_recreation(cpi: Cpi, cluster: Cluster) -> None:
+def test_lazily_detached_disk_is_attached_again_without_a_recreation(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     disk = cpi.attached_disk(vm)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
@@ -378,7 +382,7 @@ def test_lazily_detached_disk_is_attached_again_without_a_recreation(cpi: Cpi, c
     assert holder(cluster, disk) == vm
 
 
-def test_attach_refuses_a_disk_still_mounted_by_a_vm_without_data_claim(cpi: Cpi, cluster: Cluster) -> None:
+def test_attach_refuses_a_disk_still_mounted_by_a_vm_without_data_claim(cpi: CpiCalls, cluster: FakeCluster) -> None:
     disk = cpi("create_disk", 64, {}, None)
     old = cpi.create_vm("agent-1", [disk], ephemeral_disk={"type": "empty_dir"})
     cpi("detach_disk", old, disk)
@@ -391,7 +395,7 @@ def test_attach_refuses_a_disk_still_mounted_by_a_vm_without_data_claim(cpi: Cpi
     assert disk not in mounts(cluster, new)
 
 
-def test_disk_in_use_by_a_foreign_pod_is_not_attached_or_deleted(cpi: Cpi, cluster: Cluster) -> None:
+def test_disk_in_use_by_a_foreign_pod_is_not_attached_or_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
     volume = {"name": "disk", "persistentVolumeClaim": {"claimName": disk}}
@@ -415,7 +419,9 @@ def refuse_privileged(plural: str, body: Object) -> None:
         raise RefusalError(403, "Forbidden", POD_SECURITY)
 
 
-def test_default_attach_is_live_if_the_namespace_admits_it(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_default_attach_is_live_if_the_namespace_admits_it(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     cpi.write(server.config(disks={}))
     vm = cpi.create_vm()
     before = cluster.of("pods")[vm]
@@ -429,7 +435,7 @@ def test_default_attach_is_live_if_the_namespace_admits_it(cpi: Cpi, cluster: Cl
 
 
 def test_default_attach_is_refused_if_it_would_change_the_vms_address(
-    cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str]
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.admission.append(refuse_privileged)
     cpi.write(server.config(disks={}))
@@ -455,7 +461,9 @@ def test_default_attach_is_refused_if_it_would_change_the_vms_address(
     assert cpi("attach_disk", again, disk) == {"path": f"{AT_CREATION}/{disk}"}
 
 
-def test_default_attach_recreates_a_pod_that_keeps_its_address(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_default_attach_recreates_a_pod_that_keeps_its_address(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     cluster.admission.append(refuse_privileged)
     cpi.write(server.config(disks={}))
     manual = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "cloud_properties": {"cni": "calico"}}
@@ -468,7 +476,9 @@ def test_default_attach_recreates_a_pod_that_keeps_its_address(cpi: Cpi, cluster
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_failed_admission_dry_run_disables_live_attach(cpi: Cpi, cluster: Cluster, server: Server, status: int) -> None:
+def test_failed_admission_dry_run_disables_live_attach(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, status: int
+) -> None:
     """For the restricted tier there is no dry run, because live attach is not possible there."""
     cpi.write(server.config(disks={}))
     server.fail("POST pods/attach", status=status, message="admission webhook does not support dry run")
@@ -483,11 +493,11 @@ def test_failed_admission_dry_run_disables_live_attach(cpi: Cpi, cluster: Cluste
 # --- live -----------------------------------------------------------------------------------------------------------
 
 
-def live_vm(cpi: Cpi, agent: str = "agent-1", disks: list[str] | None = None, **properties: object) -> str:
+def live_vm(cpi: CpiCalls, agent: str = "agent-1", disks: list[str] | None = None, **properties: object) -> str:
     return cpi.create_vm(agent, disks or [], attach="live", tier="privileged", **properties)
 
 
-def test_live_attach_does_not_change_the_pod(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_live_attach_does_not_change_the_pod(cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer) -> None:
     vm = live_vm(cpi)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     disk = cpi("create_disk", 64, {}, vm)
@@ -514,7 +524,9 @@ def test_live_attach_does_not_change_the_pod(cpi: Cpi, cluster: Cluster, server:
 
 
 @pytest.mark.parametrize("played", ["in use", "refused", "no image"])
-def test_failed_live_detach_changes_nothing(cpi: Cpi, cluster: Cluster, server: Server, played: str) -> None:
+def test_failed_live_detach_changes_nothing(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, played: str
+) -> None:
     """The attachment used to be deleted before the disk was unmounted, so that after a failure `get_disks` lacked the
     disk and the next attach failed.
     """
@@ -548,7 +560,7 @@ def test_failed_live_detach_changes_nothing(cpi: Cpi, cluster: Cluster, server: 
     assert (cpi("get_disks", vm), attachments(cluster)) == ([], [])
 
 
-def test_manually_deleted_attachment_is_kept_while_its_disk_is_in_use(cpi: Cpi, cluster: Cluster) -> None:
+def test_manually_deleted_attachment_is_kept_while_its_disk_is_in_use(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = live_vm(cpi)
     disk = cpi.attached_disk(vm)
     cluster.busy_disks.add(disk)
@@ -562,7 +574,7 @@ def test_manually_deleted_attachment_is_kept_while_its_disk_is_in_use(cpi: Cpi, 
 
 @pytest.mark.parametrize("copy", [True, False])
 def test_attach_helper_uses_the_agent_image_over_an_unmodified_stemcell(
-    cpi: Cpi, cluster: Cluster, server: Server, copy: bool
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, copy: bool
 ) -> None:
     """The helper pod used to run the VM's image, which does not contain the agent's Python."""
     vm = cpi.create_vm(attach="live", tier="privileged", agent={"image": "registry.example/agent:1", "copy": copy})
@@ -585,7 +597,9 @@ def test_attach_helper_uses_the_agent_image_over_an_unmodified_stemcell(
         assert copied == ([wanted] if copy else [])
 
 
-def test_delete_vm_deletes_the_pod_before_its_attachments(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_delete_vm_deletes_the_pod_before_its_attachments(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     vm = live_vm(cpi)
     disks = [cpi("create_disk", 64, {}, vm) for _ in range(2)]
     for disk in disks:
@@ -612,7 +626,7 @@ def test_delete_vm_deletes_the_pod_before_its_attachments(cpi: Cpi, cluster: Clu
     ids=["no image", "policy", "no right"],
 )
 def test_failed_live_attach_leaves_no_attachment(
-    cpi: Cpi, cluster: Cluster, server: Server, refusal: str, has_hint: bool
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, refusal: str, has_hint: bool
 ) -> None:
     vm = live_vm(cpi)
     disk = cpi("create_disk", 64, {}, vm)
@@ -628,7 +642,7 @@ def test_failed_live_attach_leaves_no_attachment(
     assert holder(cluster, disk) is None
 
 
-def test_live_disk_of_a_deleted_vm_is_mounted_by_its_replacement(cpi: Cpi, cluster: Cluster) -> None:
+def test_live_disk_of_a_deleted_vm_is_mounted_by_its_replacement(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """For a resurrection, the Director calls delete_vm and then create_vm with the disk, but never detach_disk."""
     old = live_vm(cpi)
     disk = cpi.attached_disk(old)
@@ -640,7 +654,7 @@ def test_live_disk_of_a_deleted_vm_is_mounted_by_its_replacement(cpi: Cpi, clust
     assert holder(cluster, disk) == new
 
 
-def test_disk_is_free_once_its_container_has_ended(cpi: Cpi, cluster: Cluster) -> None:
+def test_disk_is_free_once_its_container_has_ended(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """The disk is free before the pod object disappears, which a kubelet removes only seconds after the container has
     ended.
     """
@@ -657,7 +671,7 @@ def test_disk_is_free_once_its_container_has_ended(cpi: Cpi, cluster: Cluster) -
     assert cpi("get_disks", one) == [disk]
 
 
-def test_live_detach_that_fails_on_the_node_is_reported(cpi: Cpi, cluster: Cluster) -> None:
+def test_live_detach_that_fails_on_the_node_is_reported(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = live_vm(cpi)
     disk = cpi.attached_disk(vm)
     cluster.objects_linger_s, cluster.exit_code = 0.5, 1
@@ -666,7 +680,7 @@ def test_live_detach_that_fails_on_the_node_is_reported(cpi: Cpi, cluster: Clust
         cpi("detach_disk", vm, disk)
 
 
-def test_recreated_vm_keeps_its_live_disks(cpi: Cpi, cluster: Cluster) -> None:
+def test_recreated_vm_keeps_its_live_disks(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """The new pod may be on another node, which does not have the mounts of the old node."""
     at_creation, live = (cpi("create_disk", 64, {}, None) for _ in range(2))
     old = live_vm(cpi, "agent-1", [at_creation], ephemeral_disk={"type": "claim"})
@@ -687,7 +701,7 @@ def test_recreated_vm_keeps_its_live_disks(cpi: Cpi, cluster: Cluster) -> None:
     assert cpi("get_disks", new) == [at_creation]
 
 
-def _made_by_an_older_version(cluster: Cluster, vm: str) -> None:
+def _made_by_an_older_version(cluster: FakeCluster, vm: str) -> None:
     """Change the VM's objects into those of an older CPI version, which mounted disks below `/var/vcap/bosh`."""
     pod, secret = cluster.of("pods")[vm], cluster.of("secrets")[vm]
     kept = json.loads(base64.b64decode(secret["data"]["pod.json"]))
@@ -701,11 +715,11 @@ def _made_by_an_older_version(cluster: Cluster, vm: str) -> None:
     secret["data"]["pod.json"] = base64.b64encode(json.dumps(kept).encode()).decode()
 
 
-def places(cluster: Cluster, vm: str) -> list[str]:
+def places(cluster: FakeCluster, vm: str) -> list[str]:
     return [one["mountPath"] for one in cluster.of("pods")[vm]["spec"]["containers"][0]["volumeMounts"]]
 
 
-def test_vm_of_an_older_cpi_version_keeps_its_disk_paths(cpi: Cpi, cluster: Cluster) -> None:
+def test_vm_of_an_older_cpi_version_keeps_its_disk_paths(cpi: CpiCalls, cluster: FakeCluster) -> None:
     first, second, third = (cpi("create_disk", 64, {}, None) for _ in range(3))
     vm = cpi.create_vm("agent-1", [first], attach="recreate")
     _made_by_an_older_version(cluster, vm)
@@ -722,7 +736,7 @@ def test_vm_of_an_older_cpi_version_keeps_its_disk_paths(cpi: Cpi, cluster: Clus
 
 
 @pytest.mark.parametrize("way", ["at creation", "live"])
-def test_resumed_recreation_does_not_take_a_disk_from_another_vm(cpi: Cpi, cluster: Cluster, way: str) -> None:
+def test_resumed_recreation_does_not_take_a_disk_from_another_vm(cpi: CpiCalls, cluster: FakeCluster, way: str) -> None:
     """The interrupted recreation has recorded the VM's disks, but one of them was then attached to another VM."""
     vm, other = live_vm(cpi, ephemeral_disk={"type": "claim"}), live_vm(cpi, "agent-2")
     own, taken = (cpi("create_disk", 64, {}, None) for _ in range(2))
@@ -741,7 +755,9 @@ def test_resumed_recreation_does_not_take_a_disk_from_another_vm(cpi: Cpi, clust
     assert holder(cluster, taken) == other
 
 
-def test_attach_with_repeated_conflicts_is_a_retryable_error(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_attach_with_repeated_conflicts_is_a_retryable_error(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, None)
     server.fail(f"PATCH persistentvolumeclaims/{disk}", times=99, status=409, message="modified")
@@ -755,7 +771,7 @@ def test_attach_with_repeated_conflicts_is_a_retryable_error(cpi: Cpi, cluster: 
 # --- size, type, snapshots ------------------------------------------------------------------------------------------
 
 
-def test_resize_disk_grows_a_claim_and_refuses_to_shrink_it(cpi: Cpi, cluster: Cluster) -> None:
+def test_resize_disk_grows_a_claim_and_refuses_to_shrink_it(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     disk = cpi.attached_disk(vm)
 
@@ -766,7 +782,7 @@ def test_resize_disk_grows_a_claim_and_refuses_to_shrink_it(cpi: Cpi, cluster: C
 
 @pytest.mark.parametrize("can_read", [True, False])
 def test_resize_disk_of_a_class_without_expansion_is_refused(
-    cpi: Cpi, cluster: Cluster, server: Server, can_read: bool
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, can_read: bool
 ) -> None:
     make_class(cluster, "fixed")
     disk = cpi("create_disk", 64, {"storage_class": "fixed"}, None)
@@ -779,7 +795,9 @@ def test_resize_disk_of_a_class_without_expansion_is_refused(
     cpi.refused("NotSupported", "resize_disk", disk, 128)
 
 
-def test_update_disk_changes_size_and_attributes_but_not_the_class(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_update_disk_changes_size_and_attributes_but_not_the_class(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     make_class(cluster, "fast", allowVolumeExpansion=True)
     disk = cpi("create_disk", 64, {"storage_class": "fast"}, None)
 
@@ -793,7 +811,7 @@ def test_update_disk_changes_size_and_attributes_but_not_the_class(cpi: Cpi, clu
     cpi.refused("NotSupported", "update_disk", disk, 128, {})
 
 
-def test_disk_snapshots_are_created_and_deleted(cpi: Cpi, cluster: Cluster) -> None:
+def test_disk_snapshots_are_created_and_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """A cluster without support for snapshots gives the error "NotImplemented"."""
     disk = cpi("create_disk", 64, {}, None)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpi.calls import Cpi
-from tests.cpi.test_commands import Director
+from tests.cpi.calls import CpiCalls
+from tests.cpi.test_commands import DirectorCli
 from tests.support.source import ROOT
 
 PAGE = (ROOT / "docs/cpi.md").read_text()
@@ -70,11 +70,11 @@ def in_prose() -> list[str]:
 
 
 @pytest.fixture
-def shell(cpi: Cpi, tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
+def shell(cpi: CpiCalls, tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
     """Return a function that runs a script in a directory like a clone, with the files that a reader of the
     page has.
     """
-    director = Director(tmp_path)
+    director = DirectorCli(tmp_path)
     vm = cpi.create_vm()
     director.knows(deployments={"zookeeper": {"instances": [[vm, []]], "vms": [{"cid": vm}]}})
     clone = tmp_path / "clone"

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kubernetes_cpi import door, methods, names
-from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, checked, start
-from tests.cpi.fake_api import Server
+from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, CpiCalls, checked, start
+from tests.cpi.fake_api import FakeApiServer
 from tests.support.source import ROOT
 
 JSON = st.recursive(
@@ -50,7 +50,7 @@ def test_cpi_answers_any_bytes_with_one_response(raw: bytes) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=REQUESTS)
-def test_cpi_answers_any_request_with_one_response(cpi: Cpi, request: Any) -> None:
+def test_cpi_answers_any_request_with_one_response(cpi: CpiCalls, request: Any) -> None:
     cpi.server.cluster.objects.clear()
     checked(door.answer(json.dumps(request).encode(), ["--config", str(cpi.file)]))
 
@@ -61,14 +61,14 @@ def test_cpi_answers_any_request_with_one_response(cpi: Cpi, request: Any) -> No
 @example(request=b"null")
 @example(request=b'{"method":"info","arguments":[],"context":{}}')
 @example(request=b'{"method":"has_vm","arguments":["a"]}')
-def test_cpi_stdout_is_one_response_for_any_stdin(cpi: Cpi, request: bytes) -> None:
+def test_cpi_stdout_is_one_response_for_any_stdin(cpi: CpiCalls, request: bytes) -> None:
     done = start(request, "--config", str(cpi.file))
 
     checked(done.stdout)
     assert done.returncode == 0
 
 
-def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: Cpi, server: Server) -> None:
+def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: CpiCalls, server: FakeApiServer) -> None:
     """Operators see this log with `bosh task N --cpi`."""
     server.fail("POST pods", status=503)
 
@@ -81,7 +81,7 @@ def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: Cpi, server: 
 
 
 @pytest.mark.parametrize("redirection", ["0<&-", "2>&-", "0<&- 2>&-", "2>/dev/full"])
-def test_cpi_completes_a_call_although_its_streams_are_closed(cpi: Cpi, redirection: str) -> None:
+def test_cpi_completes_a_call_although_its_streams_are_closed(cpi: CpiCalls, redirection: str) -> None:
     """A call is completed even if nobody reads its log any more."""
     request = b'{"method":"has_vm","arguments":["a"]}'
     command = f'exec "$0" -m kubernetes_cpi --config "$1" {redirection}'
@@ -116,7 +116,7 @@ def test_printed_text_does_not_reach_the_cpis_stdout() -> None:
 
 @pytest.mark.parametrize("kind", [KeyError, OSError, MemoryError, RecursionError, UnicodeError])
 def test_internal_error_of_the_cpi_becomes_a_response(
-    cpi: Cpi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[Exception]
+    cpi: CpiCalls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[Exception]
 ) -> None:
     def broken(*_: object) -> None:
         raise kind("a bug")
@@ -129,7 +129,7 @@ def test_internal_error_of_the_cpi_becomes_a_response(
     assert 'raise kind("a bug")' in capsys.readouterr().err
 
 
-def test_cpi_result_that_cannot_be_encoded_becomes_an_error(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpi_result_that_cannot_be_encoded_becomes_an_error(cpi: CpiCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "call", lambda *_: object())
 
     assert "cannot write the result" in cpi.answer(cpi.request("has_vm", ["vm-bosh-0"]))["error"]["message"]
@@ -158,7 +158,7 @@ def test_info_needs_no_configuration_and_imports_no_client() -> None:
     assert not HEAVY & loaded
 
 
-def test_read_only_cpi_calls_import_few_modules(cpi: Cpi, server: Server) -> None:
+def test_read_only_cpi_calls_import_few_modules(cpi: CpiCalls, server: FakeApiServer) -> None:
     cpi.write(server.config(disks={"attach": "live"}))
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)

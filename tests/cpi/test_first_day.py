@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from kubernetes_cpi import names
-from tests.cpi.calls import DIRECTOR, DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
-from tests.cpi.fake_api import Cluster, Object, Server, unscheduled, waiting
+from tests.cpi.calls import DIRECTOR, DYNAMIC, ENV, STEMCELL, CpiCalls, CpiFailedError
+from tests.cpi.fake_api import FakeApiServer, FakeCluster, Object, unscheduled, waiting
 
 VM = names.cid("vm", "bosh", DIRECTOR, "agent-1")
 SHORT = {"retry": 2, "create_vm": 6, "volume": 1, "unready": 1, "crashing": 1, "room": 1, "unschedulable": 1, "bus": 1}
 
 
-def event(cluster: Cluster, about: str, reason: str, message: str) -> None:
+def event(cluster: FakeCluster, about: str, reason: str, message: str) -> None:
     body: Object = {"metadata": {"name": f"{about}.{len(cluster.events)}"}, "involvedObject": {"name": about}}
     cluster.create(("events", "bosh", body["metadata"]["name"]), body | {"reason": reason, "message": message})
 
@@ -29,7 +29,7 @@ def running(ready: str = "False") -> Object:
 
 
 @pytest.mark.parametrize("mbus", ["", "10.0.0.6:4222", "nats://", "http://10.0.0.6", "nats://u:CANARY@10.0.0.6:port"])
-def test_create_vm_rejects_an_unusable_bus_address(cpi: Cpi, server: Server, mbus: str) -> None:
+def test_create_vm_rejects_an_unusable_bus_address(cpi: CpiCalls, server: FakeApiServer, mbus: str) -> None:
     cpi.write(server.config() | {"agent": {"mbus": mbus}})
 
     with pytest.raises(CpiFailedError, match="`agent.mbus` of the CPI.*IP:4222") as failed:
@@ -39,14 +39,14 @@ def test_create_vm_rejects_an_unusable_bus_address(cpi: Cpi, server: Server, mbu
     assert "CANARY" not in failed.value.message
 
 
-def test_bus_address_may_come_with_the_request(cpi: Cpi, server: Server) -> None:
+def test_bus_address_may_come_with_the_request(cpi: CpiCalls, server: FakeApiServer) -> None:
     cpi.write(server.config() | {"agent": {}})
     env = {"bosh": {**ENV["bosh"], "mbus": {"urls": ["nats://10.0.0.6:4222"]}}}
 
     assert cpi("create_vm", "agent-1", STEMCELL, {}, DYNAMIC, [], env)
 
 
-def test_unreachable_bus_is_reported_with_the_agents_message(cpi: Cpi, cluster: Cluster) -> None:
+def test_unreachable_bus_is_reported_with_the_agents_message(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """create_vm fails at once. Without this check, the Director would wait ten minutes for an answer to its ping."""
     line = '{"level": "warning", "message": "cannot connect to the bus at 10.0.0.7:4222: Connection refused"}'
     cluster.logs = lambda _: f"{line}\nother\n"
@@ -66,14 +66,14 @@ def test_unreachable_bus_is_reported_with_the_agents_message(cpi: Cpi, cluster: 
         "cannot connect to the bus at 10.0.0.6:4222: the server refuses our certificate (TLSV1_ALERT)",
     ],
 )
-def test_agent_not_yet_admitted_by_the_bus_counts_as_ready(cpi: Cpi, cluster: Cluster, last: str) -> None:
+def test_agent_not_yet_admitted_by_the_bus_counts_as_ready(cpi: CpiCalls, cluster: FakeCluster, last: str) -> None:
     first = "cannot connect to the bus at 10.0.0.6:4222: Connection refused"
     cluster.logs = lambda _: f'{{"level": "warning", "message": "{first}"}}\n{{"level": "info", "message": "{last}"}}\n'
 
     assert cpi.create_vm() == VM
 
 
-def test_create_vm_returns_as_soon_as_the_agent_has_reached_the_bus(cpi: Cpi, cluster: Cluster) -> None:
+def test_create_vm_returns_as_soon_as_the_agent_has_reached_the_bus(cpi: CpiCalls, cluster: FakeCluster) -> None:
     cluster.pod_status = lambda _: running(ready="False")
 
     assert cpi.create_vm() == VM
@@ -81,7 +81,7 @@ def test_create_vm_returns_as_soon_as_the_agent_has_reached_the_bus(cpi: Cpi, cl
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_create_vm_succeeds_if_the_agents_log_does_not_mention_the_bus(
-    cpi: Cpi, cluster: Cluster, server: Server, is_read: bool
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, is_read: bool
 ) -> None:
     cluster.logs = lambda _: "started\n"
     if not is_read:
@@ -90,7 +90,9 @@ def test_create_vm_succeeds_if_the_agents_log_does_not_mention_the_bus(
     assert cpi.create_vm() == VM
 
 
-def test_create_vm_does_not_check_the_bus_of_a_listening_agent(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_create_vm_does_not_check_the_bus_of_a_listening_agent(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     cpi.write(server.config() | {"agent": {"mbus": "https://u:password@0.0.0.0:6868"}})
     cluster.logs = lambda _: pytest.fail("the log is read")
 
@@ -112,7 +114,7 @@ CLASS = {"storage_class": "slow"}
     ],
 )
 def test_unknown_storage_class_is_rejected_before_objects_are_created(
-    cpi: Cpi, cluster: Cluster, call: Callable[[Cpi], Any]
+    cpi: CpiCalls, cluster: FakeCluster, call: Callable[[CpiCalls], Any]
 ) -> None:
     with pytest.raises(CpiFailedError, match="no StorageClass is named 'slow'"):
         call(cpi)
@@ -129,7 +131,7 @@ def test_unknown_storage_class_is_rejected_before_objects_are_created(
     ],
 )
 def test_claim_that_cannot_be_bound_is_reported_quickly(
-    cpi: Cpi, cluster: Cluster, server: Server, status: Object, message: str
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, status: Object, message: str
 ) -> None:
     """If the account may not read StorageClasses, the CPI finds the reason in the claim's events."""
     cluster.forbidden.add("storageclasses")
@@ -145,7 +147,7 @@ def test_claim_that_cannot_be_bound_is_reported_quickly(
     assert list(cluster.of("pods")) == []
 
 
-def test_missing_provisioner_has_its_own_timeout(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_missing_provisioner_has_its_own_timeout(cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer) -> None:
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: {"phase": "Pending"}
     event(cluster, f"data-{VM}", "ExternalProvisioning", "Waiting for a volume by the external provisioner 'none'")
@@ -172,7 +174,7 @@ def test_missing_provisioner_has_its_own_timeout(cpi: Cpi, cluster: Cluster, ser
     ],
 )
 def test_create_vm_reports_a_pod_that_does_not_become_ready(
-    cpi: Cpi, cluster: Cluster, server: Server, status: Object, words: str, is_passing: bool
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, status: Object, words: str, is_passing: bool
 ) -> None:
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: status
@@ -195,7 +197,7 @@ def test_create_vm_reports_a_pod_that_does_not_become_ready(
     ids=["too large", "fits", "nodes are hidden"],
 )
 def test_unschedulable_vm_is_not_retried(
-    cpi: Cpi, cluster: Cluster, server: Server, memory: int, node: str | None, words: str
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, memory: int, node: str | None, words: str
 ) -> None:
     """The error used to be retryable, so that the Director tried five times, which took 170 seconds."""
     cpi.write(server.config() | {"timeouts": SHORT})
@@ -214,7 +216,7 @@ def test_unschedulable_vm_is_not_retried(
 
 @pytest.mark.parametrize(("code", "is_passing"), [(78, False), (70, True)])
 def test_exited_container_is_retryable_unless_misconfigured(
-    cpi: Cpi, cluster: Cluster, code: int, is_passing: bool
+    cpi: CpiCalls, cluster: FakeCluster, code: int, is_passing: bool
 ) -> None:
     """Two exits before the kubelet's first back-off used to count as a permanent failure."""
     ended = {"terminated": {"exitCode": code, "message": "agent-shim: cannot read settings"}}
@@ -229,7 +231,7 @@ def test_exited_container_is_retryable_unless_misconfigured(
 
 
 def test_slow_pod_start_is_reported_with_its_events(
-    cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str]
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: waiting("ContainerCreating", "")
@@ -243,7 +245,7 @@ def test_slow_pod_start_is_reported_with_its_events(
 
 # --- values ---------------------------------------------------------------------------------------------------------
 
-WRONG: list[Callable[[Cpi], Any]] = [
+WRONG: list[Callable[[CpiCalls], Any]] = [
     lambda cpi: cpi.create_vm(grace=-5),
     lambda cpi: cpi.create_vm(memory="much"),
     lambda cpi: cpi.create_vm(memory=-1),
@@ -256,7 +258,7 @@ WRONG: list[Callable[[Cpi], Any]] = [
 
 @pytest.mark.parametrize("call", WRONG)
 def test_cloud_property_invalid_in_kubernetes_is_rejected_at_once(
-    cpi: Cpi, server: Server, call: Callable[[Cpi], Any]
+    cpi: CpiCalls, server: FakeApiServer, call: Callable[[CpiCalls], Any]
 ) -> None:
     with pytest.raises(CpiFailedError, match="cannot use the cloud properties of the VM"):
         call(cpi)
@@ -265,5 +267,5 @@ def test_cloud_property_invalid_in_kubernetes_is_rejected_at_once(
 
 
 @pytest.mark.parametrize("size", [0, 512, "512Mi", "1.5G", "1000k", "2Gi"])
-def test_kubernetes_quantities_are_accepted_as_sizes(cpi: Cpi, size: Any) -> None:
+def test_kubernetes_quantities_are_accepted_as_sizes(cpi: CpiCalls, size: Any) -> None:
     assert cpi.create_vm(memory=size) == VM

@@ -7,8 +7,8 @@ import re
 import subprocess
 import sys
 
-from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, checked
-from tests.cpi.fake_api import Cluster
+from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, CpiCalls, checked
+from tests.cpi.fake_api import FakeCluster
 from tests.support.source import ROOT
 
 CALLS = 6
@@ -21,7 +21,7 @@ sys.stderr.write(open("/proc/self/status").read())
 """
 
 
-def test_many_concurrent_create_vm_calls_succeed_in_little_memory(cpi: Cpi, cluster: Cluster) -> None:
+def test_many_concurrent_create_vm_calls_succeed_in_little_memory(cpi: CpiCalls, cluster: FakeCluster) -> None:
     cpi.write({**cpi.server.config(), "timeouts": {"create_vm": 60}})
     command = [sys.executable, "-c", MEASURED, "--config", str(cpi.file)]
     services = {"services": [{"name": "zk", "ports": [{"port": 2181}]}]}

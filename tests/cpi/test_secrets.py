@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.cpi.calls import DYNAMIC, STEMCELL, Cpi, CpiFailedError
-from tests.cpi.fake_api import Cluster, Server, waiting
+from tests.cpi.calls import DYNAMIC, STEMCELL, CpiCalls, CpiFailedError
+from tests.cpi.fake_api import FakeApiServer, FakeCluster, waiting
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nCANARYkeyMIIEpAIBAAKCAQEA\nCANARYkeyxxyyzz\n-----END RSA PRIVATE KEY-----\n"
 ENV: dict[str, Any] = {
@@ -32,14 +32,14 @@ def leaks(text: str) -> list[str]:
     return found + [one for one in coded if one and one in text]
 
 
-def documents(cluster: Cluster) -> str:
+def documents(cluster: FakeCluster) -> str:
     """Return all objects of the cluster as text, without the data in Secrets."""
     kept = {str(key): {**body, "data": None} for key, body in cluster.objects.items()}
     return json.dumps(kept)
 
 
 @pytest.fixture
-def secretive(server: Server, cpi: Cpi) -> Cpi:
+def secretive(server: FakeApiServer, cpi: CpiCalls) -> CpiCalls:
     config = json.loads(cpi.file.read_text())
     config["agent"] = {"mbus": "nats://user:CANARYmbus@10.0.0.6:4222", "blobstore": {"password": "CANARYstore"}}
     server.token = config["cluster"]["token"] = "CANARYtoken"
@@ -49,7 +49,7 @@ def secretive(server: Server, cpi: Cpi) -> Cpi:
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
 def test_credentials_are_not_leaked_through_a_vm_lifecycle(
-    secretive: Cpi, cluster: Cluster, capfd: pytest.CaptureFixture[str], way: str
+    secretive: CpiCalls, cluster: FakeCluster, capfd: pytest.CaptureFixture[str], way: str
 ) -> None:
     responses = []
 
@@ -74,7 +74,7 @@ def test_credentials_are_not_leaked_through_a_vm_lifecycle(
 
 @pytest.mark.parametrize("words", ["CANARYpassword", "CANARYkeyxxyyzz", "CANARYtoken", "CANARYmbus", "CANARYcustom"])
 def test_secrets_in_cluster_messages_are_not_passed_on(
-    secretive: Cpi, cluster: Cluster, server: Server, capfd: pytest.CaptureFixture[str], words: str
+    secretive: CpiCalls, cluster: FakeCluster, server: FakeApiServer, capfd: pytest.CaptureFixture[str], words: str
 ) -> None:
     """Messages of admission webhooks and kubelets may contain any text."""
     coded = base64.b64encode(words.encode()).decode()
@@ -91,7 +91,7 @@ ENV_WITH_ALL = {**ENV, "bosh": {**ENV["bosh"], "password": "CANARYpassword"}}
 
 
 def test_internal_error_does_not_leak_a_secret(
-    secretive: Cpi, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    secretive: CpiCalls, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError(f"with {ENV}")
@@ -108,7 +108,7 @@ def test_internal_error_does_not_leak_a_secret(
     "arguments", [["agent-1", 7, {}, DYNAMIC, [], ENV], ["agent-1", STEMCELL, {"a": 1}, 3, [], ENV]]
 )
 def test_rejected_cpi_request_does_not_leak_its_secrets(
-    secretive: Cpi, capfd: pytest.CaptureFixture[str], arguments: list[Any]
+    secretive: CpiCalls, capfd: pytest.CaptureFixture[str], arguments: list[Any]
 ) -> None:
     response = secretive.answer(secretive.request("create_vm", arguments))
 
@@ -152,7 +152,7 @@ PLACES: list[tuple[str, str]] = [
     "place", [*PLACES, ("token_file", "{}"), ("user.token", "{}"), ("exec", "{}"), ("stderr", "{}")]
 )
 def test_malformed_credentials_are_not_logged(
-    secretive: Cpi, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: tuple[str, str], shape: str
+    secretive: CpiCalls, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: tuple[str, str], shape: str
 ) -> None:
     """`kubectl create token` and `--var-file` append a newline, and http.client quotes a header with a newline in its
     error.
@@ -196,7 +196,7 @@ def kubeconfig(server: str, user: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_token_with_a_trailing_line_break_is_accepted(secretive: Cpi) -> None:
+def test_token_with_a_trailing_line_break_is_accepted(secretive: CpiCalls) -> None:
     config = json.loads(secretive.file.read_text())
     config["cluster"]["token"] += "\n"
     secretive.write(config)
@@ -204,7 +204,7 @@ def test_token_with_a_trailing_line_break_is_accepted(secretive: Cpi) -> None:
     assert secretive("has_vm", "vm-bosh-0") is False
 
 
-def test_credentials_are_not_sent_over_plain_http(secretive: Cpi, server: Server) -> None:
+def test_credentials_are_not_sent_over_plain_http(secretive: CpiCalls, server: FakeApiServer) -> None:
     config = json.loads(secretive.file.read_text())
     config["cluster"]["server"] = server.url.replace("127.0.0.1", "192.0.2.1")
     secretive.write(config)
@@ -213,7 +213,7 @@ def test_credentials_are_not_sent_over_plain_http(secretive: Cpi, server: Server
         secretive("has_vm", "vm-bosh-0")
 
 
-def test_failed_create_vm_does_not_leak_secrets(secretive: Cpi, cluster: Cluster) -> None:
+def test_failed_create_vm_does_not_leak_secrets(secretive: CpiCalls, cluster: FakeCluster) -> None:
     cluster.pod_status = lambda _: waiting("CreateContainerConfigError", "secret CANARYcustom not found")
     response, said = secretive.run(secretive.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
 

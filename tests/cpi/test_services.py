@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kubernetes_cpi import services
-from tests.cpi.calls import Cpi, CpiFailedError
-from tests.cpi.fake_api import Cluster, Server
+from tests.cpi.calls import CpiCalls, CpiFailedError
+from tests.cpi.fake_api import FakeApiServer, FakeCluster
 
 METADATA = {"deployment": "dep", "job": "zookeeper", "index": "0", "name": "zookeeper/1-2", "id": "1-2"}
 WEB: dict[str, Any] = {
@@ -17,12 +17,12 @@ WEB: dict[str, Any] = {
 POLICY: dict[str, Any] = {"network_policy": {"ingress": [{"ports": [{"port": 2181}]}]}}
 
 
-def target(cluster: Cluster, service: str) -> str:
+def target(cluster: FakeCluster, service: str) -> str:
     """Return the VM to which a Service forwards connections."""
     return str(cluster.of("services")[service]["spec"]["selector"]["cpi.bosh.io/vm"])
 
 
-def test_instance_name_points_to_the_newest_vm_of_the_instance(cpi: Cpi, cluster: Cluster) -> None:
+def test_instance_name_points_to_the_newest_vm_of_the_instance(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """During create-swap-delete an instance has two VMs, and its name must resolve to the newer VM."""
     old, new = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2"))
     cpi("set_vm_metadata", old, METADATA)
@@ -49,7 +49,7 @@ def test_instance_name_points_to_the_newest_vm_of_the_instance(cpi: Cpi, cluster
     ids=["compilation", "no index", "nothing", "switched off"],
 )
 def test_vm_without_an_instance_has_no_instance_name(
-    cpi: Cpi, cluster: Cluster, server: Server, metadata: dict[str, str], networks: dict[str, bool]
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, metadata: dict[str, str], networks: dict[str, bool]
 ) -> None:
     cpi.write(server.config(networks=networks))
 
@@ -60,7 +60,7 @@ def test_vm_without_an_instance_has_no_instance_name(
 
 @pytest.mark.parametrize("is_forbidden", [True, False])
 def test_unavailable_instance_name_does_not_fail_create_vm(
-    cpi: Cpi, cluster: Cluster, server: Server, is_forbidden: bool
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, is_forbidden: bool
 ) -> None:
     if is_forbidden:
         server.fail("POST services", times=9, status=403)
@@ -95,7 +95,7 @@ def test_similar_instances_have_different_service_names() -> None:
     assert services.instance_name("a", "b_c", "0") != services.instance_name("a", "b.c", "0")
 
 
-def test_ingress_is_created_and_deleted_with_its_service(cpi: Cpi, cluster: Cluster) -> None:
+def test_ingress_is_created_and_deleted_with_its_service(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vms = [cpi.create_vm(agent, **WEB) for agent in ("agent-1", "agent-2")]
 
     spec = cluster.of("ingresses")["web"]["spec"]
@@ -109,7 +109,7 @@ def test_ingress_is_created_and_deleted_with_its_service(cpi: Cpi, cluster: Clus
     assert cluster.snapshot() == {}
 
 
-def test_ingress_without_hosts_accepts_all_and_may_have_a_certificate(cpi: Cpi, cluster: Cluster) -> None:
+def test_ingress_without_hosts_accepts_all_and_may_have_a_certificate(cpi: CpiCalls, cluster: FakeCluster) -> None:
     ingress = {"tls_secret": "web-tls", "hosts": [], "path": "/api", "port": 8080, "annotations": {"a/b": "c"}}
     cpi.create_vm(services=[{"name": "web", "ports": [{"port": 80}, {"port": 8080}], "ingress": ingress}])
 
@@ -121,7 +121,7 @@ def test_ingress_without_hosts_accepts_all_and_may_have_a_certificate(cpi: Cpi, 
     assert made["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]["port"] == {"number": 8080}
 
 
-def test_network_policy_of_a_group_is_deleted_with_its_last_vm(cpi: Cpi, cluster: Cluster) -> None:
+def test_network_policy_of_a_group_is_deleted_with_its_last_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vms = [cpi.create_vm(agent, **POLICY) for agent in ("agent-1", "agent-2")]
 
     (policy,) = cluster.of("networkpolicies").values()
@@ -141,7 +141,7 @@ def test_network_policy_of_a_group_is_deleted_with_its_last_vm(cpi: Cpi, cluster
     assert cluster.snapshot() == {}
 
 
-def test_network_policy_of_an_evicted_vm_is_found_by_its_secret(cpi: Cpi, cluster: Cluster) -> None:
+def test_network_policy_of_an_evicted_vm_is_found_by_its_secret(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm(**POLICY)
     cluster.delete(("pods", "bosh", vm), {"gracePeriodSeconds": 0})
 
@@ -150,7 +150,7 @@ def test_network_policy_of_an_evicted_vm_is_found_by_its_secret(cpi: Cpi, cluste
     assert cluster.snapshot() == {}
 
 
-def test_services_of_a_failed_vm_are_removed(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_services_of_a_failed_vm_are_removed(cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer) -> None:
     server.fail("POST networkpolicies", status=403, message="may not")
 
     with pytest.raises(CpiFailedError, match="may not"):
@@ -160,7 +160,7 @@ def test_services_of_a_failed_vm_are_removed(cpi: Cpi, cluster: Cluster, server:
 
 
 @pytest.mark.parametrize("plural", ["ingresses", "networkpolicies"])
-def test_service_of_another_director_is_not_adopted(cpi: Cpi, cluster: Cluster, plural: str) -> None:
+def test_service_of_another_director_is_not_adopted(cpi: CpiCalls, cluster: FakeCluster, plural: str) -> None:
     cpi.create_vm("agent-1", **WEB, **POLICY)
     (name,) = cluster.of(plural)
     cluster.patch((plural, "bosh", name), {"metadata": {"labels": {"cpi.bosh.io/director": "another"}}})
@@ -173,6 +173,6 @@ def test_service_of_another_director_is_not_adopted(cpi: Cpi, cluster: Cluster, 
     assert cluster.of(plural)[name]["spec"] == before
 
 
-def test_service_without_a_port_is_rejected(cpi: Cpi) -> None:
+def test_service_without_a_port_is_rejected(cpi: CpiCalls) -> None:
     with pytest.raises(CpiFailedError, match="`ports` of the Service 'web' is empty"):
         cpi.create_vm(services=[{"name": "web", "ports": []}])

@@ -9,8 +9,8 @@ import pytest
 from kubernetes_cpi import stemcells
 from kubernetes_cpi.config import Config, Stemcells
 from kubernetes_cpi.errors import CpiError
-from tests.cpi.calls import DYNAMIC, ENV, Cpi
-from tests.cpi.fake_api import Cluster
+from tests.cpi.calls import DYNAMIC, ENV, CpiCalls
+from tests.cpi.fake_api import FakeCluster
 
 DIGEST = "sha256:" + "a" * 64
 
@@ -69,7 +69,7 @@ def test_invalid_stemcell_image_is_rejected(properties: dict[str, Any], words: s
     ],
 )
 def test_vm_is_scheduled_to_nodes_of_its_stemcells_architecture(
-    cpi: Cpi, cluster: Cluster, named: str | None, wished: dict[str, str], selector: dict[str, str] | None
+    cpi: CpiCalls, cluster: FakeCluster, named: str | None, wished: dict[str, str], selector: dict[str, str] | None
 ) -> None:
     """A Director may have stemcells for both architectures.
 

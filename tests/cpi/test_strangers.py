@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
-from tests.cpi.fake_api import Cluster, Object
+from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, CpiCalls, CpiFailedError
+from tests.cpi.fake_api import FakeCluster, Object
 
 OURS = {"app.kubernetes.io/managed-by": "kubernetes-cpi"}
 POD = {"containers": [{"name": "web"}], "volumes": []}
 CLAIM = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
 
 
-class OtherDirector(Cpi):
+class OtherDirector(CpiCalls):
     """A second Director in the same namespace."""
 
     def request(self, method: str, arguments: Any, *, request_id: str = "") -> bytes:
@@ -24,7 +24,7 @@ class OtherDirector(Cpi):
         return json.dumps(made).encode()
 
 
-def make(cluster: Cluster, plural: str, name: str, spec: Object | None = None, **labels: str) -> None:
+def make(cluster: FakeCluster, plural: str, name: str, spec: Object | None = None, **labels: str) -> None:
     cluster.create((plural, "bosh", name), {"metadata": {"name": name, "labels": labels}, "spec": spec or {}})
     cluster.settle()
 
@@ -54,7 +54,7 @@ DISK_CALLS: list[tuple[str, list[Any]]] = [
     ],
 )
 def test_foreign_object_is_not_found_as_a_vm_or_disk(
-    cpi: Cpi, cluster: Cluster, plural: str, kind: str, calls: list[tuple[str, list[Any]]]
+    cpi: CpiCalls, cluster: FakeCluster, plural: str, kind: str, calls: list[tuple[str, list[Any]]]
 ) -> None:
     """The namespace may contain objects that the CPI did not create, such as the Secret with its own token."""
     specs: dict[str, Object] = {"pods": POD, "persistentvolumeclaims": CLAIM}
@@ -68,7 +68,7 @@ def test_foreign_object_is_not_found_as_a_vm_or_disk(
     assert cpi(f"has_{kind.lower()}", "others") is False
 
 
-def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: Cpi, cluster: Cluster) -> None:
+def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """A StatefulSet gives its claims names such as `data-postgres-0`, which look like those of the CPI."""
     make(cluster, "persistentvolumeclaims", "data-postgres-0", CLAIM)
     before = cluster.snapshot()
@@ -78,7 +78,7 @@ def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: Cpi, cluster: Cluste
     assert cluster.snapshot() == before
 
 
-def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: Cpi, cluster: Cluster) -> None:
+def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """If the CPI followed the annotation, it would create a pod with the disks that are named in it."""
     disk = cpi("create_disk", 64, {}, None)
     noted = {"name": "data-others", "annotations": {"cpi.bosh.io/disks": json.dumps({"disks": [disk]})}}
@@ -91,7 +91,7 @@ def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: Cpi, cluster: 
     assert cluster.snapshot() == before
 
 
-def test_manually_labelled_claim_can_be_used_as_a_disk(cpi: Cpi, cluster: Cluster) -> None:
+def test_manually_labelled_claim_can_be_used_as_a_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """Operators use this to attach storage that they have restored by hand with `bosh attach-disk`."""
     make(cluster, "persistentvolumeclaims", "restored", CLAIM, **OURS, **{"cpi.bosh.io/kind": "disk"})
     vm = cpi.create_vm()
@@ -101,7 +101,7 @@ def test_manually_labelled_claim_can_be_used_as_a_disk(cpi: Cpi, cluster: Cluste
     assert cpi("get_disks", vm) == ["restored"]
 
 
-def test_director_does_not_see_objects_of_another_director(cpi: Cpi, cluster: Cluster, tmp_path: Any) -> None:
+def test_director_does_not_see_objects_of_another_director(cpi: CpiCalls, cluster: FakeCluster, tmp_path: Any) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
     snapshot = cpi("snapshot_disk", disk, {})
@@ -118,7 +118,7 @@ def test_director_does_not_see_objects_of_another_director(cpi: Cpi, cluster: Cl
     assert [other("has_vm", vm), other("has_disk", disk)] == [False, False]
 
 
-def test_live_attachment_of_another_director_is_kept(cpi: Cpi, cluster: Cluster, tmp_path: Any) -> None:
+def test_live_attachment_of_another_director_is_kept(cpi: CpiCalls, cluster: FakeCluster, tmp_path: Any) -> None:
     vm = cpi.create_vm(attach="live", tier="privileged")
     disk = cpi.attached_disk(vm)
     before = cluster.snapshot()
@@ -134,7 +134,7 @@ def test_live_attachment_of_another_director_is_kept(cpi: Cpi, cluster: Cluster,
     [("services", {}), ("services", {**OURS, "cpi.bosh.io/kind": "service", "cpi.bosh.io/director": "another"})],
 )
 def test_foreign_service_of_the_same_name_is_not_adopted(
-    cpi: Cpi, cluster: Cluster, plural: str, labels: dict[str, str]
+    cpi: CpiCalls, cluster: FakeCluster, plural: str, labels: dict[str, str]
 ) -> None:
     make(cluster, plural, "zk", {"ports": [{"port": 1}]}, **labels)
     before = cluster.snapshot()
@@ -147,7 +147,7 @@ def test_foreign_service_of_the_same_name_is_not_adopted(
 
 
 @pytest.mark.parametrize("plural", ["pods", "secrets", "persistentvolumeclaims"])
-def test_create_vm_adopts_no_foreign_object(cpi: Cpi, cluster: Cluster, plural: str) -> None:
+def test_create_vm_adopts_no_foreign_object(cpi: CpiCalls, cluster: FakeCluster, plural: str) -> None:
     vm = cpi.create_vm()
     cpi("delete_vm", vm)
     make(cluster, plural, f"data-{vm}" if plural == "persistentvolumeclaims" else vm, POD | CLAIM)

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from kubernetes_cpi import attachments, manifests, names
-from tests.cpi.calls import DIRECTOR, DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
-from tests.cpi.fake_api import Cluster, Object, Server, merged, unscheduled, waiting
+from tests.cpi.calls import DIRECTOR, DYNAMIC, ENV, STEMCELL, CpiCalls, CpiFailedError
+from tests.cpi.fake_api import FakeApiServer, FakeCluster, Object, merged, unscheduled, waiting
 from tests.support.source import ROOT
 
 
-def test_vm_is_created_rebooted_and_deleted(cpi: Cpi, cluster: Cluster) -> None:
+def test_vm_is_created_rebooted_and_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """The pod must become ready without a bus connection, because the Director admits the agent to the bus only after
     create_vm has returned (steps/create_vm_step.rb). A reboot keeps the data.
     """
@@ -42,7 +42,7 @@ def test_vm_is_created_rebooted_and_deleted(cpi: Cpi, cluster: Cluster) -> None:
     assert cluster.snapshot() == {}
 
 
-def test_vm_settings_can_be_read_by_the_agent(cpi: Cpi, cluster: Cluster) -> None:
+def test_vm_settings_can_be_read_by_the_agent(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
 
     secret = cluster.of("secrets")[vm]
@@ -62,7 +62,9 @@ def test_vm_settings_can_be_read_by_the_agent(cpi: Cpi, cluster: Cluster) -> Non
 @pytest.mark.parametrize(
     "message", ['1 persistentvolumeclaim "data-x" not found.', "1 pod has unbound immediate PersistentVolumeClaims."]
 )
-def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(cpi: Cpi, cluster: Cluster, message: str) -> None:
+def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(
+    cpi: CpiCalls, cluster: FakeCluster, message: str
+) -> None:
     """Such a pod may wait longer than `timeouts.unschedulable`, here for the whole of `timeouts.create_vm`."""
     cluster.pod_status = lambda _: unscheduled(f"0/1 nodes are available: {message}")
 
@@ -82,7 +84,7 @@ def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(cpi: Cpi, cluster
     ],
 )
 def test_create_vm_with_a_rejected_object_leaves_nothing(
-    cpi: Cpi, cluster: Cluster, server: Server, plural: str, message: str
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, plural: str, message: str
 ) -> None:
     server.fail(f"POST {plural}", times=9, status=403, message=message)
 
@@ -95,7 +97,7 @@ def test_create_vm_with_a_rejected_object_leaves_nothing(
 
 @pytest.mark.parametrize("is_secret", [False, True])
 def test_vm_on_an_unresponsive_node_counts_as_dead(
-    cpi: Cpi, cluster: Cluster, capsys: pytest.CaptureFixture[str], is_secret: bool
+    cpi: CpiCalls, cluster: FakeCluster, capsys: pytest.CaptureFixture[str], is_secret: bool
 ) -> None:
     """The VM also counts as dead if the account may not read the node."""
     vm = cpi.create_vm(grace=0)
@@ -113,7 +115,7 @@ def test_vm_on_an_unresponsive_node_counts_as_dead(
 
 
 def test_vm_on_a_temporarily_unreadable_node_is_neither_alive_nor_dead(
-    cpi: Cpi, cluster: Cluster, server: Server
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     vm = cpi.create_vm(grace=0)
     cluster.is_node_alive = False
@@ -127,7 +129,7 @@ def test_vm_on_a_temporarily_unreadable_node_is_neither_alive_nor_dead(
     assert vm in cluster.of("pods"), "no deletion by force"
 
 
-def replaced(cluster: Cluster, name: str) -> None:
+def replaced(cluster: FakeCluster, name: str) -> None:
     """Replace a pod immediately by a ready pod with the same name."""
     pod = cluster.of("pods")[name]
     cluster.delete(("pods", "bosh", name), {"gracePeriodSeconds": 0})
@@ -136,7 +138,9 @@ def replaced(cluster: Cluster, name: str) -> None:
     cluster.create(("pods", "bosh", name), {"metadata": {"name": name, "labels": {}}, "spec": short})
 
 
-def test_create_vm_fails_if_the_pod_is_replaced_during_its_start(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_create_vm_fails_if_the_pod_is_replaced_during_its_start(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     cluster.start_after_s = 0.3
     vm = names.cid("vm", "bosh", DIRECTOR, "agent-1")
     server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # the watch misses the end of the old pod
@@ -147,7 +151,9 @@ def test_create_vm_fails_if_the_pod_is_replaced_during_its_start(cpi: Cpi, clust
     assert failed.value.ok_to_retry is True
 
 
-def test_delete_vm_does_not_wait_for_a_replacement_pod(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_delete_vm_does_not_wait_for_a_replacement_pod(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     vm = cpi.create_vm()
     cluster.is_node_alive = False
     server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # the watch misses the end of the old pod
@@ -159,7 +165,7 @@ def test_delete_vm_does_not_wait_for_a_replacement_pod(cpi: Cpi, cluster: Cluste
     assert vm not in cluster.of("secrets")
 
 
-def test_vm_is_deleted_when_its_containers_have_ended(cpi: Cpi, cluster: Cluster) -> None:
+def test_vm_is_deleted_when_its_containers_have_ended(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     cluster.objects_linger_s = 600.0
 
@@ -171,7 +177,7 @@ def test_vm_is_deleted_when_its_containers_have_ended(cpi: Cpi, cluster: Cluster
     assert cluster.snapshot() == {}
 
 
-def test_delete_vm_fails_if_a_healthy_node_does_not_end_the_pod(cpi: Cpi, cluster: Cluster) -> None:
+def test_delete_vm_fails_if_a_healthy_node_does_not_end_the_pod(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
     cluster.objects["nodes", "", "node-1"]["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
@@ -184,7 +190,7 @@ def test_delete_vm_fails_if_a_healthy_node_does_not_end_the_pod(cpi: Cpi, cluste
     assert cpi("has_vm", vm) is True
 
 
-def test_repeated_create_vm_reuses_the_vm_unless_properties_differ(cpi: Cpi, cluster: Cluster) -> None:
+def test_repeated_create_vm_reuses_the_vm_unless_properties_differ(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm(memory=64)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
 
@@ -196,14 +202,14 @@ def test_repeated_create_vm_reuses_the_vm_unless_properties_differ(cpi: Cpi, clu
     assert pod["spec"]["containers"][0]["resources"]["limits"] == {"memory": "128Mi"}
 
 
-def test_cpi_methods_report_a_missing_vm(cpi: Cpi) -> None:
+def test_cpi_methods_report_a_missing_vm(cpi: CpiCalls) -> None:
     assert cpi("delete_vm", "vm-bosh-" + "0" * 16) is None
     for method, arguments in (("set_vm_metadata", [{}]), ("reboot_vm", []), ("attach_disk", ["disk-bosh-" + "0" * 16])):
         cpi.refused("VMNotFound", method, "vm-bosh-" + "0" * 16, *arguments)
 
 
 @pytest.mark.parametrize("cid", ["", "a/log", "../secrets/x", "A", "a" * 254])
-def test_invalid_vm_cid_is_rejected(cpi: Cpi, server: Server, cid: str) -> None:
+def test_invalid_vm_cid_is_rejected(cpi: CpiCalls, server: FakeApiServer, cid: str) -> None:
     """In the URL, an empty name would address the list of all pods, and a name with a slash another resource."""
     for method in ("has_vm", "delete_vm"):
         with pytest.raises(CpiFailedError, match="arguments do not fit"):
@@ -212,7 +218,7 @@ def test_invalid_vm_cid_is_rejected(cpi: Cpi, server: Server, cid: str) -> None:
     assert server.requests == []
 
 
-def test_evicted_vm_counts_as_missing(cpi: Cpi, cluster: Cluster) -> None:
+def test_evicted_vm_counts_as_missing(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     cluster.patch(("pods", "bosh", vm), {"status": {"phase": "Failed", "reason": "Evicted"}})
 
@@ -221,7 +227,7 @@ def test_evicted_vm_counts_as_missing(cpi: Cpi, cluster: Cluster) -> None:
     assert cluster.snapshot() == {}
 
 
-def test_reboot_with_live_disks_restarts_the_container(cpi: Cpi, cluster: Cluster) -> None:
+def test_reboot_with_live_disks_restarts_the_container(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm(attach="live", tier="privileged")
     before = cluster.of("pods")[vm]
 
@@ -233,7 +239,7 @@ def test_reboot_with_live_disks_restarts_the_container(cpi: Cpi, cluster: Cluste
     assert list(cluster.of("pods")) == [vm], "the helper is gone"
 
 
-def test_service_of_a_group_is_deleted_with_its_last_vm(cpi: Cpi, cluster: Cluster) -> None:
+def test_service_of_a_group_is_deleted_with_its_last_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
     services = [{"name": "zk", "ports": [{"port": 2181}]}]
     one, two = (cpi.create_vm(agent, services=services) for agent in ("agent-1", "agent-2"))
 
@@ -243,7 +249,9 @@ def test_service_of_a_group_is_deleted_with_its_last_vm(cpi: Cpi, cluster: Clust
     assert cluster.of("services") == {}
 
 
-def test_service_requested_by_a_new_vm_meanwhile_is_kept(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_service_requested_by_a_new_vm_meanwhile_is_kept(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     services = [{"name": "zk", "ports": [{"port": 2181}]}]
     vm = cpi.create_vm(services=services)
 
@@ -256,7 +264,7 @@ def test_service_requested_by_a_new_vm_meanwhile_is_kept(cpi: Cpi, cluster: Clus
     assert "zk" in cluster.of("services")
 
 
-def test_service_with_keep_outlives_its_last_vm(cpi: Cpi, cluster: Cluster) -> None:
+def test_service_with_keep_outlives_its_last_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm(services=[{"name": "zk", "ports": [{"port": 2181}], "keep": True}])
 
     cpi("delete_vm", vm)
@@ -264,7 +272,7 @@ def test_service_with_keep_outlives_its_last_vm(cpi: Cpi, cluster: Cluster) -> N
     assert list(cluster.snapshot()) == ["services/zk"]
 
 
-def test_vip_moves_to_the_newest_vm_with_this_vip(cpi: Cpi, cluster: Cluster) -> None:
+def test_vip_moves_to_the_newest_vm_with_this_vip(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vip = {"type": "vip", "ip": "10.0.0.9", "cloud_properties": {"ports": [{"port": 80}]}}
     made = [
         cpi("create_vm", agent, STEMCELL, {}, {**DYNAMIC, "public": vip}, [], ENV)[0]
@@ -279,7 +287,7 @@ def test_vip_moves_to_the_newest_vm_with_this_vip(cpi: Cpi, cluster: Cluster) ->
     assert cluster.snapshot() == {}
 
 
-def test_create_vm_fails_if_the_pod_gets_another_address(cpi: Cpi, cluster: Cluster) -> None:
+def test_create_vm_fails_if_the_pod_gets_another_address(cpi: CpiCalls, cluster: FakeCluster) -> None:
     manual = {"type": "manual", "ip": "10.244.0.5", "cloud_properties": {"cni": "kube-ovn"}}
 
     with pytest.raises(CpiFailedError, match=r"instead of 10\.244\.0\.5"):
@@ -288,14 +296,14 @@ def test_create_vm_fails_if_the_pod_gets_another_address(cpi: Cpi, cluster: Clus
     assert cluster.snapshot() == {}
 
 
-def test_calculated_vm_cloud_properties_are_accepted(cpi: Cpi) -> None:
+def test_calculated_vm_cloud_properties_are_accepted(cpi: CpiCalls) -> None:
     found = cpi("calculate_vm_cloud_properties", {"cpu": 2, "ram": 1024, "ephemeral_disk_size": 2048})
 
     assert found == {"cpu": 2, "memory": 1024, "ephemeral_disk": {"size": 2048}}
     assert cpi.create_vm(**found)
 
 
-def helpers(cluster: Cluster) -> list[str]:
+def helpers(cluster: FakeCluster) -> list[str]:
     """Return the commands of all helper pods, including deleted ones."""
     made = [body for _, event, (plural, *_), body in cluster.events if (event, plural) == ("ADDED", "pods")]
     containers = [pod["spec"]["containers"][0] for pod in made]
@@ -304,7 +312,7 @@ def helpers(cluster: Cluster) -> list[str]:
 
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
 @pytest.mark.parametrize("tier", ["userns", "privileged", "base"])
-def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: Cpi, cluster: Cluster, tier: str) -> None:
+def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: CpiCalls, cluster: FakeCluster, tier: str) -> None:
     """Only VMs in a user namespace need the limit. Their root user can mount the directory of the live disks writable,
     whereas root on the node can do anything anyway.
     """
@@ -314,7 +322,7 @@ def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: Cpi, cluster
     assert list(cluster.of("pods")) == [vm]
 
 
-def test_create_vm_that_cannot_limit_the_disk_directory_leaves_nothing(cpi: Cpi, cluster: Cluster) -> None:
+def test_create_vm_that_cannot_limit_the_disk_directory_leaves_nothing(cpi: CpiCalls, cluster: FakeCluster) -> None:
     told = {"exitCode": 1, "message": "Operation not permitted"}
     failed = {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
     cluster.pod_status = lambda pod: failed if pod["metadata"]["name"].startswith("bound-") else None
@@ -332,7 +340,7 @@ def security(spec: Object) -> Object:
 
 
 @pytest.mark.parametrize("tier", ["base", "privileged", "restricted", "userns"])
-def test_security_tiers_equal_those_of_the_manifests(cpi: Cpi, cluster: Cluster, tier: str) -> None:
+def test_security_tiers_equal_those_of_the_manifests(cpi: CpiCalls, cluster: FakeCluster, tier: str) -> None:
     where = ROOT / "deploy/kubernetes"
     base, *_ = (one for one in yaml.safe_load_all((where / "base/statefulset.yaml").read_text()) if one)
     spec = base["spec"]["template"]["spec"]
@@ -415,7 +423,7 @@ IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_vm_cloud_properties_reach_the_pod(
-    cpi: Cpi, cluster: Cluster, properties: Object, path: str, wanted: object
+    cpi: CpiCalls, cluster: FakeCluster, properties: Object, path: str, wanted: object
 ) -> None:
     vm = cpi.create_vm(**properties)
 
@@ -435,7 +443,9 @@ def test_vm_cloud_properties_reach_the_pod(
     ],
     ids=["unknown", "capabilities without root", "the agent over an image without root"],
 )
-def test_invalid_vm_cloud_properties_are_rejected(cpi: Cpi, cluster: Cluster, properties: Object, words: str) -> None:
+def test_invalid_vm_cloud_properties_are_rejected(
+    cpi: CpiCalls, cluster: FakeCluster, properties: Object, words: str
+) -> None:
     with pytest.raises(CpiFailedError, match=words):
         cpi.create_vm(**properties)
 
@@ -445,7 +455,7 @@ def test_invalid_vm_cloud_properties_are_rejected(cpi: Cpi, cluster: Cluster, pr
 AGENT = {"image": "registry.example/agent-shim-volume:1"}
 
 
-def test_agent_runs_over_an_unmodified_stemcell(cpi: Cpi, cluster: Cluster) -> None:
+def test_agent_runs_over_an_unmodified_stemcell(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """The agent is mounted from an image volume, and PID 1 applies the overlay to the stemcell."""
     vm = cpi.create_vm(agent=AGENT)
 
@@ -458,7 +468,7 @@ def test_agent_runs_over_an_unmodified_stemcell(cpi: Cpi, cluster: Cluster) -> N
     assert "initContainers" not in spec
 
 
-def test_agent_is_copied_if_the_cluster_has_no_image_volumes(cpi: Cpi, cluster: Cluster) -> None:
+def test_agent_is_copied_if_the_cluster_has_no_image_volumes(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm(agent={**AGENT, "copy": True})
 
     spec = cluster.of("pods")[vm]["spec"]
@@ -469,7 +479,7 @@ def test_agent_is_copied_if_the_cluster_has_no_image_volumes(cpi: Cpi, cluster: 
     assert spec["containers"][0]["command"][-1] == "/opt/agent_shim/overlay/start"
 
 
-def test_missing_agent_image_is_reported(cpi: Cpi, cluster: Cluster) -> None:
+def test_missing_agent_image_is_reported(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """The reason is in the status of the init container, while the VM's container only waits for the init container."""
     status = waiting("PodInitializing", "")
     status["initContainerStatuses"] = waiting("ErrImagePull", "pull: not found")["containerStatuses"]
@@ -481,7 +491,9 @@ def test_missing_agent_image_is_reported(cpi: Cpi, cluster: Cluster) -> None:
     assert cluster.snapshot() == {}
 
 
-def test_current_vm_id_returns_the_cid_of_the_vm_that_runs_the_cpi(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_vm_id_returns_the_cid_of_the_vm_that_runs_the_cpi(
+    cpi: CpiCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A Director that runs in the cluster calls current_vm_id before it takes snapshots of its own disks."""
     vm = cpi.create_vm()
     cpi.refused("NotImplemented", "current_vm_id", match="is no VM of this CPI")
@@ -500,7 +512,7 @@ def test_current_vm_id_returns_the_cid_of_the_vm_that_runs_the_cpi(cpi: Cpi, mon
     ids=["the directory of the agent", "live disks"],
 )
 def test_vm_directories_have_the_volume_type_that_they_need(
-    cpi: Cpi, cluster: Cluster, properties: Object, path: str, kind: str
+    cpi: CpiCalls, cluster: FakeCluster, properties: Object, path: str, kind: str
 ) -> None:
     """The agent's directory must be an emptyDir, because without root the agent cannot write into a directory that the
     runtime has created.
@@ -514,7 +526,7 @@ def test_vm_directories_have_the_volume_type_that_they_need(
     assert kind in volumes[mounts[path]]
 
 
-def test_labels_annotations_and_volumes_reach_the_pod(cpi: Cpi, cluster: Cluster) -> None:
+def test_labels_annotations_and_volumes_reach_the_pod(cpi: CpiCalls, cluster: FakeCluster) -> None:
     volume = {"name": "dev", "mount_path": "/dev/x", "source": {"hostPath": {"path": "/dev"}}, "read_only": True}
 
     vm = cpi.create_vm(labels={"team": "a"}, annotations={"a/b": "c"}, volumes=[volume])

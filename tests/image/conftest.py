@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.image.site import Site
+from tests.image.site import ContainerSite
 from tests.support import pods
 from tests.support.environment import environment
 from tests.support.pods import Podman
@@ -30,13 +30,15 @@ def image(podman: Podman, base: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def network(podman: Podman) -> Iterator[pods.Network]:
+def network(podman: Podman) -> Iterator[pods.ContainerNetwork]:
     """Provide a container network whose gateway is this machine."""
     with pods.network(podman, f"agent-shim-test-{os.getpid()}") as made:
         yield made
 
 
 @pytest.fixture
-async def site(podman: Podman, image: str, network: pods.Network, tmp_path: Path) -> AsyncIterator[Site]:
+async def site(
+    podman: Podman, image: str, network: pods.ContainerNetwork, tmp_path: Path
+) -> AsyncIterator[ContainerSite]:
     async with environment(network.gateway, tmp_path) as made:
-        yield Site(**vars(made), podman=podman, image=image, network=network)
+        yield ContainerSite(**vars(made), podman=podman, image=image, network=network)

@@ -14,7 +14,7 @@ from typing import Final
 
 from tests.support import pods
 from tests.support.environment import BLOBS, Environment
-from tests.support.pods import Container, Network, Podman
+from tests.support.pods import Container, ContainerNetwork, Podman
 from tests.support.web import page
 
 SETTINGS: Final = "/var/vcap/bosh/warden-cpi-agent-env.json"
@@ -25,12 +25,12 @@ FULL: Final = ("--cap-add=all",)
 
 
 @dataclass(frozen=True)
-class Site(Environment):
+class ContainerSite(Environment):
     """An environment in which tests can start containers of one image."""
 
     podman: Podman
     image: str
-    network: Network
+    network: ContainerNetwork
 
     @asynccontextmanager
     async def container(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi
-from tests.cpi.fake_api import Cluster, Server
+from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, CpiCalls
+from tests.cpi.fake_api import FakeApiServer, FakeCluster
 from tests.image.test_manifests import NEWEST, tool
 
 pytestmark = pytest.mark.image
@@ -44,13 +44,13 @@ EVERYTHING: dict[str, Any] = {
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server(Cluster())
+def server() -> Iterator[FakeApiServer]:
+    server = FakeApiServer(FakeCluster())
     yield server
     server.close()
 
 
-def made(server: Server) -> list[Any]:
+def made(server: FakeApiServer) -> list[Any]:
     """Return all objects that the CPI has created, as it sent them."""
     posted = zip(server.requests, server.bodies, strict=True)
     return [json.loads(body) for request, body in posted if request.startswith("POST")]
@@ -66,10 +66,12 @@ def check(documents: list[Any], version: str, directory: Path) -> None:
 
 @pytest.mark.parametrize("version", ["1.25", NEWEST])
 @pytest.mark.parametrize("tier", ["privileged", "base", "restricted", "userns"])
-def test_objects_created_by_the_cpi_for_a_vm_are_valid(server: Server, tmp_path: Path, tier: str, version: str) -> None:
+def test_objects_created_by_the_cpi_for_a_vm_are_valid(
+    server: FakeApiServer, tmp_path: Path, tier: str, version: str
+) -> None:
     if tier == "userns" and version == "1.25":
         version = "1.30"
-    cpi = Cpi(server, tmp_path)
+    cpi = CpiCalls(server, tmp_path)
     cpi("create_vm", "agent-1", STEMCELL, {"tier": tier}, DYNAMIC, [], ENV)
     cpi("create_vm", "agent-2", STEMCELL, {"tier": tier, **EVERYTHING}, NETWORKS, [], ENV)
 
@@ -82,17 +84,19 @@ def test_objects_created_by_the_cpi_for_a_vm_are_valid(server: Server, tmp_path:
 
 
 @pytest.mark.parametrize("version", ["1.25", NEWEST])
-def test_objects_created_by_the_cpi_for_a_live_disk_are_valid(server: Server, tmp_path: Path, version: str) -> None:
+def test_objects_created_by_the_cpi_for_a_live_disk_are_valid(
+    server: FakeApiServer, tmp_path: Path, version: str
+) -> None:
     server.cluster.create(("storageclasses", "", "fast"), {"metadata": {"name": "fast"}})
-    cpi = Cpi(server, tmp_path)
+    cpi = CpiCalls(server, tmp_path)
     vm = cpi.create_vm(attach="live", tier="privileged")
     cpi("attach_disk", vm, cpi("create_disk", 64, {"storage_class": "fast", "labels": {"a": "b"}}, vm))
 
     check(made(server), version, tmp_path)
 
 
-def test_cpi_object_check_detects_an_unknown_field(server: Server, tmp_path: Path) -> None:
-    cpi = Cpi(server, tmp_path)
+def test_cpi_object_check_detects_an_unknown_field(server: FakeApiServer, tmp_path: Path) -> None:
+    cpi = CpiCalls(server, tmp_path)
     cpi("create_vm", "agent-1", STEMCELL, {}, DYNAMIC, [], ENV)
     documents = made(server)
     documents[-1]["spec"]["terminationGrace"] = 1

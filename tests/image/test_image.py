@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim import __version__
-from tests.image.site import SETTINGS, Site, get
+from tests.image.site import SETTINGS, ContainerSite, get
 from tests.support import pods
 from tests.support.environment import AGENT
 from tests.support.pods import Podman
@@ -27,7 +27,7 @@ RSYSLOG = "imrelp omrelp lmnsd_gtls lmnsd_ossl mmjsonparse mmnormalize"
 """Modules that configuration files of syslog-release load, or custom rules that operators give it."""
 
 
-async def test_container_without_settings_waits_for_them(site: Site) -> None:
+async def test_container_without_settings_waits_for_them(site: ContainerSite) -> None:
     """Without settings or with an incomplete file, the readiness probe says that the agent waits for settings."""
     async with site.container() as container:
         assert await get(container, "/healthz") == (200, "ok\n")
@@ -178,7 +178,7 @@ def test_shells_in_the_image_complete_agent_commands(podman: Podman, image: str)
     assert re.fullmatch(r"complete .*-F \w*agent_shim agent-shim", said.strip())
 
 
-async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: Site) -> None:
+async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: ContainerSite) -> None:
     """The agent removes the static libraries that a list in the image names and keeps its settings in memory. It
     refuses ``swap_size``, because swap belongs to the host.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.paths import Paths
-from tests.image.site import SETTINGS, Site
+from tests.image.site import SETTINGS, ContainerSite
 from tests.support import jobs, pods
 from tests.support.environment import AGENT
 from tests.support.pods import Container, Podman
@@ -61,7 +61,7 @@ async def test_container_starts_with_any_capabilities_or_user(
         assert await container.stop() == 0
 
 
-async def test_crashed_agent_is_restarted_and_jobs_continue(site: Site) -> None:
+async def test_crashed_agent_is_restarted_and_jobs_continue(site: ContainerSite) -> None:
     """The container does not end, and the process of the job stays the same."""
     async with site.container() as container:
         await container.put(SETTINGS, site.settings())
@@ -78,7 +78,7 @@ async def test_crashed_agent_is_restarted_and_jobs_continue(site: Site) -> None:
 
 
 @pytest.mark.parametrize("signal", ["TERM", "INT", "PWR"])
-async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: Site, signal: str) -> None:
+async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: ContainerSite, signal: str) -> None:
     """Runtimes use different stop signals. All of them drain and stop the job, and the exit code is 0."""
     leaves = "/var/vcap/data/trace"
     async with site.container("env", "-i", "/sbin/init") as container:
@@ -91,7 +91,7 @@ async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: Site, sig
         assert "not clean" not in container.logs()
 
 
-async def test_unclean_container_stop_is_visible_in_the_exit_code(site: Site) -> None:
+async def test_unclean_container_stop_is_visible_in_the_exit_code(site: ContainerSite) -> None:
     """A drain that takes longer than the grace period is aborted, and the container exits with 1."""
     async with site.container("/sbin/init", options=("--env=AGENT_SHIM_GRACE=4",)) as container:
         await container.put(SETTINGS, site.settings())
@@ -103,7 +103,7 @@ async def test_unclean_container_stop_is_visible_in_the_exit_code(site: Site) ->
         assert "drain scripts were cut short" in container.logs()
 
 
-async def test_stop_signal_aborts_a_drain_that_is_already_running(site: Site) -> None:
+async def test_stop_signal_aborts_a_drain_that_is_already_running(site: ContainerSite) -> None:
     """The kubelet gives the preStop hook of an evicted pod only one second, and the container two more, in which its
     jobs must be stopped.
     """
@@ -121,7 +121,7 @@ async def test_stop_signal_aborts_a_drain_that_is_already_running(site: Site) ->
         assert "not clean: drain scripts were cut short" in container.logs()
 
 
-async def test_operator_can_log_in_with_bosh_ssh(site: Site) -> None:
+async def test_operator_can_log_in_with_bosh_ssh(site: ContainerSite) -> None:
     """The agent starts sshd for the first user and ends it when the last user is removed."""
     key = site.scratch / "key"
     await asyncio.to_thread(run, "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))

@@ -22,7 +22,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from tests.image.site import Site, project
+from tests.image.site import ContainerSite, project
 from tests.support import pods
 from tests.support.environment import AGENT, BLOBS
 from tests.support.kubernetes.manifests import DEPLOY, manifests
@@ -103,7 +103,9 @@ def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
     return yaml.safe_dump_all([*maps, pod]), pod
 
 
-def mapped(text: str, pod: dict[str, Any], network: pods.Network, scratch: Path) -> tuple[tuple[str, ...], list[str]]:
+def mapped(
+    text: str, pod: dict[str, Any], network: pods.ContainerNetwork, scratch: Path
+) -> tuple[tuple[str, ...], list[str]]:
     """Return the options and the command with which ``podman run`` simulates a pod with a user namespace.
 
     ``kube play`` does not support these.
@@ -125,7 +127,7 @@ def mapped(text: str, pod: dict[str, Any], network: pods.Network, scratch: Path)
 
 @asynccontextmanager
 async def played(
-    podman: Podman, network: pods.Network, name: str, scratch: Path, secret: tuple[str, str] | None = None
+    podman: Podman, network: pods.ContainerNetwork, name: str, scratch: Path, secret: tuple[str, str] | None = None
 ) -> AsyncIterator[Container]:
     """Run the pod of an overlay and yield its container. ``secret`` is a name and a content for the volume
     "settings".
@@ -182,7 +184,7 @@ async def user_of(container: Container, words: str) -> str:
 
 @pytest.mark.parametrize(("name", "tier"), TIERS.items(), ids=TIERS.keys())
 async def test_job_answers_in_every_security_tier(
-    podman: Podman, example: str, network: pods.Network, tmp_path: Path, name: str, tier: Tier
+    podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path, name: str, tier: Tier
 ) -> None:
     """The pod is ready, the doctor reports the privileges of the tier, and the preStop hook drains the job."""
     async with played(podman, network, name, tmp_path) as container:
@@ -196,7 +198,7 @@ async def test_job_answers_in_every_security_tier(
         assert (tmp_path / "store/hello/starts.txt").read_text() == "prepared\ndrained\n"
 
 
-async def test_pod_of_the_cpi_keeps_jobs_when_its_secret_changes_or_it_restarts(site: Site) -> None:
+async def test_pod_of_the_cpi_keeps_jobs_when_its_secret_changes_or_it_restarts(site: ContainerSite) -> None:
     """A Director deploys to the pod. Changed settings do not restart the agent, and after the container was restarted,
     the disk is mounted and the job runs.
     """
@@ -233,7 +235,7 @@ async def kill_from_outside(podman: Podman, container: Container) -> None:
 
 
 async def test_restarted_container_starts_its_job_again(
-    podman: Podman, example: str, network: pods.Network, tmp_path: Path
+    podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
     """The pod's restart policy applies, and no Director requests a start."""
     async with played(podman, network, "base", tmp_path) as container:
@@ -259,7 +261,7 @@ def taken_down(podman: Podman, manifest: Path, pod: str) -> None:
 
 
 async def test_example_pod_keeps_its_disk_when_it_is_started_again(
-    podman: Podman, example: str, network: pods.Network, tmp_path: Path
+    podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
     """The commands are those of docs/kubernetes.md."""
     name = f"shim-again-{os.getpid()}"
@@ -291,7 +293,7 @@ async def test_example_pod_keeps_its_disk_when_it_is_started_again(
 
 
 async def test_patch_from_the_doctor_gives_a_container_what_it_lacks(
-    podman: Podman, image: str, network: pods.Network, tmp_path: Path
+    podman: Podman, image: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
     """kubectl accepts the patch, and in the patched container the doctor proposes no further changes."""
     name = f"shim-patch-{os.getpid()}"

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import pytest
 
-from tests.image.site import AGENT_JSON, FULL, SETTINGS, Site, project
+from tests.image.site import AGENT_JSON, FULL, SETTINGS, ContainerSite, project
 from tests.support.environment import AGENT
 from tests.support.pods import Container
 
@@ -40,7 +40,7 @@ def chain(*commands: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Cpi:
+class CpiStart:
     """The start ``command`` of a CPI, and how it passes settings.
 
     Settings are a file that is copied into the running container, or a ``volume``, in both cases at ``path``. With
@@ -59,10 +59,10 @@ class Cpi:
 
 CPIS = {
     # bosh-docker-cpi-release vm/factory.go
-    "docker, runit": Cpi(
+    "docker, runit": CpiStart(
         chain(*UMOUNT, *SYS, NO_CHRONY, "printf '%b' 'nameserver 192.0.2.53\\n' > /etc/resolv.conf", RUNSVDIR),
     ),
-    "docker, systemd": Cpi(
+    "docker, systemd": CpiStart(
         chain(
             *UMOUNT,
             *SYS,
@@ -73,7 +73,7 @@ CPIS = {
             "exec /sbin/init",
         ),
     ),
-    "docker, systemd, until 2025": Cpi(
+    "docker, systemd, until 2025": CpiStart(
         chain(
             *UMOUNT,
             *SYS,
@@ -85,21 +85,21 @@ CPIS = {
         ),
     ),
     # bosh-kubernetes-cpi-release vm/vm_start.go
-    "kubernetes (cppforlife)": Cpi(
+    "kubernetes (cppforlife)": CpiStart(
         chain(*UMOUNT, *SYS, "echo '#!/bin/bash' > /var/vcap/bosh/bin/ntpdate", RUNSVDIR),
         volume=True,
         disks="/mnt",
     ),
     # sykesm/kubernetes-cpi actions/create_vm.go
-    "kubernetes (sykesm)": Cpi(
+    "kubernetes (sykesm)": CpiStart(
         ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, disks="/mnt"
     ),
     # A fork of it, evoila/kubernetes-cpi, mounts an initially empty volume at /var/vcap.
-    "kubernetes (evoila)": Cpi(
+    "kubernetes (evoila)": CpiStart(
         ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, whole_tree=True
     ),
     # SAP/bosh-kubernetes-cpi-release CPI/Kubernetes/Resource/Pod.hs
-    "kubernetes (SAP)": Cpi(
+    "kubernetes (SAP)": CpiStart(
         chain(
             "cp /etc/resolv.conf /etc/resolv.conf.dup",
             "cp /etc/hosts /etc/hosts.dup",
@@ -117,20 +117,22 @@ CPIS = {
         options=("--tty", "--interactive"),
     ),
     # bosh-runc-cpi service/create_vm.go
-    "runc": Cpi(
+    "runc": CpiStart(
         ("bash", "-c", f"umount /var/vcap/data/root_log; {RUNSVDIR}"),
         volume=True,
         options=("--ulimit=nofile=1024", "--ulimit=nproc=1024"),
     ),
     # bosh-lxd-cpi-release, before it created VMs instead of containers, ran the image's own init.
-    "lxd": Cpi(("/sbin/init",)),
+    "lxd": CpiStart(("/sbin/init",)),
     # bosh-libvirt-cpi-release driver/domains/lxc.go runs the agent as PID 1.
-    "libvirt": Cpi(("/var/vcap/bosh/bin/bosh-agent", "-C", AGENT_JSON, "-P", "ubuntu"), volume=True),
+    "libvirt": CpiStart(("/var/vcap/bosh/bin/bosh-agent", "-C", AGENT_JSON, "-P", "ubuntu"), volume=True),
 }
 
 
 @asynccontextmanager
-async def started(site: Site, cpi: Cpi, *options: str, settings: str | None = None) -> AsyncIterator[Container]:
+async def started(
+    site: ContainerSite, cpi: CpiStart, *options: str, settings: str | None = None
+) -> AsyncIterator[Container]:
     """Run a container with this CPI's command, options and settings."""
     document = settings or site.settings()
     if cpi.whole_tree:
@@ -151,7 +153,7 @@ def disks_of(directory: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Disks:
+class DiskDirectory:
     """A directory of the host into which disks can be mounted while a container sees it."""
 
     place: Path
@@ -178,7 +180,7 @@ class Disks:
 
 
 @asynccontextmanager
-async def data_volume(site: Site) -> AsyncIterator[str]:
+async def data_volume(site: ContainerSite) -> AsyncIterator[str]:
     """Yield the option that mounts a new volume at /var/vcap/data. The volume is deleted after the block."""
     name = (await asyncio.to_thread(site.podman, "volume", "create")).strip()
     try:
@@ -187,7 +189,7 @@ async def data_volume(site: Site) -> AsyncIterator[str]:
         await asyncio.to_thread(site.podman, "volume", "rm", "--force", name)
 
 
-def _volume(scratch: Path, cpi: Cpi, document: str) -> str:
+def _volume(scratch: Path, cpi: CpiStart, document: str) -> str:
     if not cpi.directory:
         file = scratch / "settings.json"
         file.write_text(document)
@@ -199,7 +201,7 @@ def _volume(scratch: Path, cpi: Cpi, document: str) -> str:
 
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
-async def test_image_runs_jobs_under_every_cpi(site: Site, cpi: Cpi) -> None:
+async def test_image_runs_jobs_under_every_cpi(site: ContainerSite, cpi: CpiStart) -> None:
     """The image's init is PID 1, the agent deploys a job, and the container stops with exit code 0."""
     async with started(site, cpi) as container:
         await site.deploy()
@@ -213,7 +215,7 @@ async def test_image_runs_jobs_under_every_cpi(site: Site, cpi: Cpi) -> None:
 
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
-async def test_container_names_resolve_from_boot_on(site: Site, cpi: Cpi) -> None:
+async def test_container_names_resolve_from_boot_on(site: ContainerSite, cpi: CpiStart) -> None:
     """If a CPI unmounts the hosts file, the image's own is empty. A compilation VM would have no names, because its
     Director never sends records.
 
@@ -238,13 +240,13 @@ def servers(resolv_conf: str) -> list[str]:
     return [line.split()[1] for line in resolv_conf.splitlines() if line.startswith("nameserver")]
 
 
-async def test_agent_runs_next_to_another_pid_1(site: Site) -> None:
+async def test_agent_runs_next_to_another_pid_1(site: ContainerSite) -> None:
     """Garden runs its own PID 1 and executes the start command as another process. One of the unmounts in it fails.
 
     A disk is attached to the running container: its mount appears and the settings are written again.
     """
     script = "\n".join([*UMOUNT, "umount /etc/nothing", *SYS, NO_CHRONY, RUNSVDIR])
-    disks = Disks(site.scratch / "disks", site.scratch / "kept")
+    disks = DiskDirectory(site.scratch / "disks", site.scratch / "kept")
     options = (*FULL, f"--volume={disks.place}:/warden-cpi-dev:rslave")
     async with disks, site.container("sleep", "infinity", options=options) as container:
         await container.put(SETTINGS, site.settings())
@@ -262,7 +264,7 @@ async def test_agent_runs_next_to_another_pid_1(site: Site) -> None:
         await running
 
 
-async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: Site) -> None:
+async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: ContainerSite) -> None:
     """To attach a disk, this CPI kills the container, deletes its data and starts a new one. It copies saved files into
     the new container only after the start.
 
@@ -295,7 +297,7 @@ async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: Site) -
 
 
 @pytest.mark.parametrize("name", ["kubernetes (cppforlife)", "kubernetes (sykesm)", "kubernetes (SAP)"])
-async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: Site, name: str) -> None:
+async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: ContainerSite, name: str) -> None:
     """The new pod has the disk. The Director sends no hint, so the agent must find the disk's path in the settings.
 
     If the pod is recreated once more, the disk is mounted before the Director requests it.
@@ -321,13 +323,13 @@ async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: Si
         await container.exec("test", "-f", "/var/vcap/store/kept")
 
 
-async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(site: Site) -> None:
+async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(site: ContainerSite) -> None:
     """The LXD CPI restarts a container for a reboot or to attach a disk, whose hint is a map.
 
     After the second restart, the disk is mounted and the job runs without another deploy.
     """
     cpi = CPIS["lxd"]
-    disks = Disks(site.scratch / "disks", site.scratch / "kept")
+    disks = DiskDirectory(site.scratch / "disks", site.scratch / "kept")
     hint = {"path": f"/warden-cpi-dev/{DISK}"}
     settings = site.settings(disks={"ephemeral": {"path": "/var/vcap/data"}, "persistent": {DISK: hint}})
     options = (*FULL, f"--volume={disks.place}:/warden-cpi-dev:rslave")
@@ -353,7 +355,7 @@ async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(sit
         await container.exec("test", "-f", "/var/vcap/store/kept")
 
 
-async def test_jobs_run_again_in_a_new_container_with_the_same_volumes(site: Site) -> None:
+async def test_jobs_run_again_in_a_new_container_with_the_same_volumes(site: ContainerSite) -> None:
     """A kubelet gives a restarted container a fresh root file system. No other deploy is needed."""
     cpi = CPIS["kubernetes (sykesm)"]
     data = site.scratch / "data"

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agent_shim.core.paths import Paths
-from tests.image.site import SETTINGS, Site
+from tests.image.site import SETTINGS, ContainerSite
 from tests.support import jobs, pods
 from tests.support.pods import Container, Podman
 from tests.support.source import ROOT
@@ -33,7 +33,7 @@ def with_systemd(podman: Podman, image: str) -> str:
 
 
 @pytest.fixture
-async def container(site: Site, with_systemd: str) -> AsyncIterator[Container]:
+async def container(site: ContainerSite, with_systemd: str) -> AsyncIterator[Container]:
     """Run systemd in a container. The watchdog timeout of the agent's unit is two seconds."""
     options = (f"--network={site.network.name}", "--systemd=always", f"--volume={site.blobs}:/blobs:ro")
     site.blobs.mkdir()
@@ -47,7 +47,7 @@ async def shown(container: Container, member: str) -> str:
     return (await container.exec("systemctl", "show", "--value", "--property", member, UNIT)).strip()
 
 
-async def test_restart_of_the_agent_unit_does_not_restart_jobs(site: Site, container: Container) -> None:
+async def test_restart_of_the_agent_unit_does_not_restart_jobs(site: ContainerSite, container: Container) -> None:
     """The unit is also active before there are settings, and under its alias bosh-agent."""
     await container.until(0, "systemctl", "is-active", "--quiet", "bosh-agent")
     await container.put(SETTINGS, site.settings())
@@ -87,7 +87,7 @@ echo 0
 """
 
 
-async def test_poweroff_drains_jobs_and_the_next_start_runs_them(site: Site, container: Container) -> None:
+async def test_poweroff_drains_jobs_and_the_next_start_runs_them(site: ContainerSite, container: Container) -> None:
     await container.until(0, "systemctl", "is-active", "--quiet", "agent-shim-drain")
     await container.put(SETTINGS, site.settings())
     await site.deploy({"sleeper": {**jobs.sleeper(Paths(), "sleeper"), "bin/drain": DRAIN}})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.image.site import FULL, SETTINGS, Site
+from tests.image.site import FULL, SETTINGS, ContainerSite
 from tests.support import pods
 from tests.support.pods import Podman
 
@@ -45,7 +45,7 @@ def copied(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.parametrize("way", ["image volume", "copy"])
 async def test_unmodified_stemcell_runs_the_agent_from_a_volume(
-    site: Site, stemcell: str, volume: str, copied: Path, way: str
+    site: ContainerSite, stemcell: str, volume: str, copied: Path, way: str
 ) -> None:
     """Nothing in the volume changes. After a restart, the start script finds the overlay applied."""
     image_volume = f"--mount=type=image,source={volume},destination=/opt/agent_shim"

@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 
 from agent_shim.core.paths import Paths
-from tests.image.site import Site
+from tests.image.site import ContainerSite
 from tests.image.test_starts import CPIS, DISK, disks_of, started
 from tests.support import jobs, pods
 from tests.support.environment import AGENT
@@ -39,7 +39,7 @@ rm -r /mnt/program
 
 
 @dataclasses.dataclass(frozen=True)
-class Release:
+class ReleasedImage:
     """The image of a release, and the source tree from which it was built."""
 
     image: str
@@ -64,19 +64,19 @@ class Release:
 @pytest.fixture(scope="module", params=FORMER)
 def former(
     request: pytest.FixtureRequest, podman: Podman, base: str, tmp_path_factory: pytest.TempPathFactory
-) -> Release:
+) -> ReleasedImage:
     """Build the image of an earlier release from its own sources."""
     tree = tmp_path_factory.mktemp("former")
     packed = subprocess.run(["git", "-C", str(ROOT), "archive", FORMER[request.param]], capture_output=True)
     if packed.returncode != 0:
         pytest.skip(f"this clone has no {request.param} ({packed.stderr.decode().strip()}): git fetch --unshallow")
     subprocess.run(["tar", "-C", str(tree), "-xf", "-"], input=packed.stdout, check=True)
-    return Release(pods.build(podman, base, tree=tree, name=f"{pods.IMAGE}-{request.param}"), tree)
+    return ReleasedImage(pods.build(podman, base, tree=tree, name=f"{pods.IMAGE}-{request.param}"), tree)
 
 
 @pytest.fixture
-def now(image: str) -> Release:
-    return Release(image, ROOT)
+def now(image: str) -> ReleasedImage:
+    return ReleasedImage(image, ROOT)
 
 
 def release(version: str) -> Mapping[str, Mapping[str, str | bytes]]:
@@ -89,18 +89,20 @@ def release(version: str) -> Mapping[str, Mapping[str, str | bytes]]:
     return {"sleeper": jobs.sleeper(Paths(), "sleeper"), "user": user | {"bin/run": run}}
 
 
-def at(site: Site, one: Release) -> Site:
+def at(site: ContainerSite, one: ReleasedImage) -> ContainerSite:
     return dataclasses.replace(site, image=one.image)
 
 
-async def is_whole(site: Site, container: Container) -> None:
+async def is_whole(site: ContainerSite, container: Container) -> None:
     """Check that the jobs run and that the disk with its file is mounted on the store."""
     await site.until_state("running")
     assert await site.director.run(AGENT, "list_disk") == [DISK]
     await container.exec("test", "-e", "/var/vcap/store/kept")
 
 
-async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(site: Site, former: Release, now: Release) -> None:
+async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(
+    site: ContainerSite, former: ReleasedImage, now: ReleasedImage
+) -> None:
     """Each release first runs the jobs that another release has deployed, and then deploys changed ones."""
     data, disk = site.scratch / "data", site.scratch / "disk"
     for path in (data, disk):
@@ -121,7 +123,7 @@ async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(site: Site, fo
 
 
 async def test_rollback_runs_jobs_of_vcap_on_a_volume_created_with_mode_0750(
-    site: Site, former: Release, now: Release
+    site: ContainerSite, former: ReleasedImage, now: ReleasedImage
 ) -> None:
     """vcap could not enter such a volume under the earlier release, but this release has changed its mode."""
     data = site.scratch / "data"
@@ -136,7 +138,7 @@ async def test_rollback_runs_jobs_of_vcap_on_a_volume_created_with_mode_0750(
 
 
 async def test_agent_program_is_replaced_and_restored_without_restarting_jobs(
-    site: Site, podman: Podman, former: Release, now: Release
+    site: ContainerSite, podman: Podman, former: ReleasedImage, now: ReleasedImage
 ) -> None:
     """The program is replaced in the running container, by this release and then by the earlier one."""
     disk = site.scratch / "disk"

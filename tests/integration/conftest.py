@@ -11,12 +11,12 @@ import pytest
 
 from agent_shim.core.paths import Paths
 from agent_shim.host import process
-from tests.support.http import Server, http_server
-from tests.support.instance import COMMAND, World, world
+from tests.support.http import BlobServer, http_server
+from tests.support.instance import COMMAND, RunningAgent, world
 
 
 @pytest.fixture
-async def instance() -> AsyncIterator[World]:
+async def instance() -> AsyncIterator[RunningAgent]:
     """Provide an instance whose agent has not been started yet."""
     async with world(COMMAND) as made:
         yield made
@@ -32,7 +32,7 @@ def paths(tmp_path: Path) -> Paths:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Server]:
+async def server() -> AsyncIterator[BlobServer]:
     """Provide an HTTP server for blobs."""
     async with http_server() as server:
         yield server

@@ -14,7 +14,7 @@ import pytest
 
 from agent_shim.host import job_cgroups, process
 from tests.support.programs import is_alive, number_in
-from tests.support.programs.jobs import LASTING, World, in_state, info
+from tests.support.programs.jobs import LASTING, JobTree, in_state, info
 from tests.support.source import ROOT
 from tests.support.waiting import until
 
@@ -33,7 +33,7 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def left(world: World, former: Path) -> tuple[int, int]:
+async def left(world: JobTree, former: Path) -> tuple[int, int]:
     """Return the pids of a job's process and its child, which an agent of that revision started before it was
     killed.
     """
@@ -56,7 +56,7 @@ async def left(world: World, former: Path) -> tuple[int, int]:
 
 
 async def test_jobs_of_an_agent_without_keepers_keep_running_and_can_be_stopped(
-    world: World, left: tuple[int, int]
+    world: JobTree, left: tuple[int, int]
 ) -> None:
     """The new agent finds the processes through the former agent's saved state, although they have no keeper."""
     async with world.supervisor() as supervisor:
@@ -68,7 +68,7 @@ async def test_jobs_of_an_agent_without_keepers_keep_running_and_can_be_stopped(
 
 
 async def test_job_of_an_agent_without_keepers_gets_a_keeper_at_its_next_start(
-    world: World, left: tuple[int, int]
+    world: JobTree, left: tuple[int, int]
 ) -> None:
     async with world.supervisor() as supervisor:
         assert await supervisor.recover()
@@ -85,7 +85,7 @@ async def test_job_of_an_agent_without_keepers_gets_a_keeper_at_its_next_start(
 
 
 @pytest.mark.root
-async def test_hidden_daemon_of_an_agent_without_keepers_is_stopped(world: World, former: Path) -> None:
+async def test_hidden_daemon_of_an_agent_without_keepers_is_stopped(world: JobTree, former: Path) -> None:
     """A daemon without session, environment and parent is found through the cgroup into which the former agent put the
     job.
     """

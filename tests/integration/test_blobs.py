@@ -18,7 +18,7 @@ from agent_shim.core.errors import BlobError, DigestError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from tests.support import http
-from tests.support.http import Server, http_proxy
+from tests.support.http import BlobServer, http_proxy
 
 FAST = TransferTiming(stall=1.0, least=1024, pause=0.01)
 SURE = TransferTiming(pause=0.01)
@@ -32,7 +32,7 @@ MISMATCH = f"Expected stream to have digest '{'0' * 40}' but was '{SHA1}'"
 
 
 @pytest.fixture
-def server(server: Server) -> Server:
+def server(server: BlobServer) -> BlobServer:
     """Provide a server with the blob at ``/signed`` and at the path that the DAV provider requests for its id."""
     server.blobs = {"/signed": BLOB, f"/{SHARD}/{ID}": BLOB}
     return server
@@ -44,7 +44,7 @@ def timing() -> TransferTiming:
 
 
 @pytest.fixture
-async def blobs(paths: Paths, server: Server, timing: TransferTiming) -> AsyncIterator[Blobs]:
+async def blobs(paths: Paths, server: BlobServer, timing: TransferTiming) -> AsyncIterator[Blobs]:
     async with Blobs(Blobstore("dav", {"endpoint": server.url}), paths, timing) as blobs:
         yield blobs
 
@@ -73,7 +73,7 @@ def left_open() -> list[str]:
 # --- order ----------------------------------------------------------------------------------------------------------
 
 
-async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server: Server, blobs: Blobs) -> None:
+async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server: BlobServer, blobs: Blobs) -> None:
     """If a request has both, neither a local blob nor the blobstore is asked for the id."""
     (paths.blobs / ID).write_bytes(b"another")
     url = f"{server.url}/signed?sig=x"
@@ -82,7 +82,7 @@ async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server
     assert server.requests[0].target == "/signed?sig=x"
 
 
-async def test_local_blobs_take_precedence_over_the_blobstore(paths: Paths, server: Server, blobs: Blobs) -> None:
+async def test_local_blobs_take_precedence_over_the_blobstore(paths: Paths, server: BlobServer, blobs: Blobs) -> None:
     """The order is: blobs received over the bus, blobs uploaded by HTTPS, the blobstore."""
     places = [paths.sensitive_blobs / ID, paths.blobs / ID]
     for place in places:
@@ -98,14 +98,14 @@ async def test_local_blobs_take_precedence_over_the_blobstore(paths: Paths, serv
 
 
 @pytest.mark.parametrize("blob_id", ["a/b", "..", "../x", "a..b", ".hidden", "-option", "a\0b", "a\nb", "x" * 300])
-async def test_invalid_blob_id_is_rejected(server: Server, blobs: Blobs, blob_id: str) -> None:
+async def test_invalid_blob_id_is_rejected(server: BlobServer, blobs: Blobs, blob_id: str) -> None:
     """The id is rejected before anything is requested or opened."""
     assert "it is not a plain name" in await failure(blobs, blob_id=blob_id, digest=SHA1)
     assert server.requests == []
 
 
 async def test_configured_proxies_override_proxy_variables(
-    paths: Paths, server: Server, monkeypatch: pytest.MonkeyPatch
+    paths: Paths, server: BlobServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A proxy from the settings overrides the variables ``http_proxy`` and ``HTTP_PROXY``."""
     monkeypatch.setattr("agent_shim.bulk.routes.is_excepted", lambda *_: False)
@@ -122,7 +122,7 @@ async def test_configured_proxies_override_proxy_variables(
 
 
 async def test_local_blob_with_a_wrong_digest_fails_without_a_download(
-    paths: Paths, server: Server, blobs: Blobs
+    paths: Paths, server: BlobServer, blobs: Blobs
 ) -> None:
     """A damaged blob that the Director sent to this agent is an error, even if the blobstore has an intact copy."""
     (paths.blobs / ID).write_bytes(BLOB)
@@ -146,7 +146,7 @@ async def test_blob_without_a_valid_digest_is_rejected(paths: Paths, blobs: Blob
     ("first", "timing"),
     [("500", SURE), ("404", SURE), (http.HALF, SURE), (http.STALL, FAST), (http.WRONG, SURE)],
 )
-async def test_failed_download_is_retried(server: Server, blobs: Blobs, first: str) -> None:
+async def test_failed_download_is_retried(server: BlobServer, blobs: Blobs, first: str) -> None:
     """The third attempt succeeds, whether the first two end with an error status, partial content, a stall or wrong
     bytes.
     """
@@ -158,7 +158,7 @@ async def test_failed_download_is_retried(server: Server, blobs: Blobs, first: s
         assert len(server.requests) == 3
 
 
-async def test_download_error_reports_the_last_attempt(server: Server, blobs: Blobs) -> None:
+async def test_download_error_reports_the_last_attempt(server: BlobServer, blobs: Blobs) -> None:
     """The error has the Go agent's words and names the host and status, but not the signed URL."""
     server.plan = ["500", "500", "403"] * 2
     url = f"{server.url}/signed?sig=s3cr3t"
@@ -173,7 +173,7 @@ async def test_download_error_reports_the_last_attempt(server: Server, blobs: Bl
 
 
 @pytest.mark.parametrize("timing", [FAST])
-async def test_download_attempts_leave_no_files_or_descriptors(paths: Paths, server: Server, blobs: Blobs) -> None:
+async def test_download_attempts_leave_no_files_or_descriptors(paths: Paths, server: BlobServer, blobs: Blobs) -> None:
     """Neither failed nor successful attempts leave temporary files or open descriptors."""
     server.plan = ["500", http.HALF, http.WRONG, http.STALL]
     await failure(blobs, blob_id=ID, digest=SHA1)
@@ -185,7 +185,7 @@ async def test_download_attempts_leave_no_files_or_descriptors(paths: Paths, ser
 
 @pytest.mark.parametrize("size", [100_000, 200_000 - 10])
 async def test_full_disk_fails_a_download_without_a_retry(
-    paths: Paths, server: Server, blobs: Blobs, size: int
+    paths: Paths, server: BlobServer, blobs: Blobs, size: int
 ) -> None:
     """The server is not at fault, so the blob is not requested again.
 
@@ -207,7 +207,7 @@ async def test_full_disk_fails_a_download_without_a_retry(
 # --- storing --------------------------------------------------------------------------------------------------------
 
 
-async def test_upload_to_a_signed_url_is_not_retried(server: Server, blobs: Blobs, tmp_path: Path) -> None:
+async def test_upload_to_a_signed_url_is_not_retried(server: BlobServer, blobs: Blobs, tmp_path: Path) -> None:
     """As with the Go agent, a failed upload is reported at once, because only the sender of the request knows the blob
     id.
     """

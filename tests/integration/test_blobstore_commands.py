@@ -23,7 +23,7 @@ from agent_shim.demo.release import archive
 from agent_shim.host import process
 from tests.support.source import ROOT
 from tests.support.waiting import until
-from tests.support.world import World
+from tests.support.world import LocalAgent
 from tests.support.world import world as made
 
 PROGRAMS = ROOT / "tests/support/programs"
@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Blobstore options by provider, as the Director sends them."""
 
 
-def install(world: World, provider: str, *argv: str) -> None:
+def install(world: LocalAgent, provider: str, *argv: str) -> None:
     """Install a wrapper that runs ``argv`` as the command of a provider."""
     path = world.paths.bosh_bin / f"bosh-blobstore-{provider}"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def install(world: World, provider: str, *argv: str) -> None:
     path.chmod(0o755)
 
 
-async def through(world: World, source: str, digest: str) -> str:
+async def through(world: LocalAgent, source: str, digest: str) -> str:
     """Compile a package with its source from the blobstore, and a second one that depends on the first.
 
     Return the blob id of the first compiled package.
@@ -71,7 +71,7 @@ SOURCE = archive({"packaging": "echo compiled >$BOSH_INSTALL_TARGET/result"})
 DIGEST = hashlib.sha1(SOURCE).hexdigest()
 
 
-def left(world: World) -> list[str]:
+def left(world: LocalAgent) -> list[str]:
     """Return files and hidden entries that remain in the directory for temporary files."""
     return [path.name for path in world.paths.tmp.iterdir() if path.is_file() or path.name.startswith(".")]
 

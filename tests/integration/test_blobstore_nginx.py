@@ -16,7 +16,7 @@ from agent_shim.demo.pki import Authority
 from agent_shim.demo.release import archive
 from tests.support.jobs import NETWORKS
 from tests.support.nginx import Nginx, nginx
-from tests.support.world import World
+from tests.support.world import LocalAgent
 from tests.support.world import world as made
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Nginx]:
 
 
 @pytest.fixture
-async def world(tmp_path: Path, server: Nginx) -> AsyncIterator[World]:
+async def world(tmp_path: Path, server: Nginx) -> AsyncIterator[LocalAgent]:
     async with made(tmp_path, **settings(server.options(PASSWORD))) as one:
         yield one
 
@@ -65,16 +65,18 @@ def spec(package: dict[str, Any], templates: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_installed(world: World) -> bool:
+def is_installed(world: LocalAgent) -> bool:
     result = world.paths.packages / "p/result"
     return result.read_text() == "compiled\n" and (world.paths.jobs / "web/bin/run").is_file()
 
 
-def left(world: World) -> list[Path]:
+def left(world: LocalAgent) -> list[Path]:
     return [path for path in world.paths.tmp.iterdir() if path.is_file() or path.name.startswith(".")]
 
 
-async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(world: World, server: Nginx) -> None:
+async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(
+    world: LocalAgent, server: Nginx
+) -> None:
     """A package is compiled, uploaded, and installed from the blobstore.
 
     Logs are uploaded, and DNS records downloaded.
@@ -139,7 +141,7 @@ async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path:
     ids=["too late", "for another method"],
 )
 async def test_error_of_a_rejected_signed_url_contains_only_host_and_status(
-    world: World, server: Nginx, change: dict[str, Any], status: int
+    world: LocalAgent, server: Nginx, change: dict[str, Any], status: int
 ) -> None:
     """The error contains no part of the URL, because its signature may still be valid for another request."""
     url = server.signed(**{"method": "PUT", "blob_id": "logs", **change})
@@ -152,7 +154,7 @@ async def test_error_of_a_rejected_signed_url_contains_only_host_and_status(
 
 
 async def test_wrong_dav_password_or_ca_is_reported_and_can_be_replaced_without_a_restart(
-    world: World, server: Nginx
+    world: LocalAgent, server: Nginx
 ) -> None:
     """The error does not show the password.
 

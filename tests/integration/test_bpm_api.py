@@ -15,12 +15,12 @@ from agent_shim.supervisor import bpm_api
 from agent_shim.supervisor.bpm.config import Volume
 from agent_shim.supervisor.bpm_runner import Bpm
 from tests.support.programs import is_alive
-from tests.support.programs.jobs import World
+from tests.support.programs.jobs import JobTree
 from tests.support.waiting import until
 
 
 @pytest.fixture
-async def bpm(world: World) -> AsyncIterator[Bpm]:
+async def bpm(world: JobTree) -> AsyncIterator[Bpm]:
     """Provide a runner whose job ``web`` has a process ``web`` and an ``errand``, which prints its variable and exits
     with 7.
     """
@@ -77,7 +77,7 @@ async def test_bpm_process_is_started_listed_and_stopped(bpm: Bpm) -> None:
 
 
 async def test_bpm_run_passes_variables_and_volumes_and_returns_the_exit_code(
-    world: World, bpm: Bpm, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, bpm: Bpm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra, more = (str(world.paths.base / name) for name in ("extra", "more"))
     options = [f"{extra}:writable,allow_executions", more]
@@ -91,7 +91,7 @@ async def test_bpm_run_passes_variables_and_volumes_and_returns_the_exit_code(
     run.assert_awaited_once_with(ANY, [Volume(extra, writable=True, shared=True), Volume(more)], {})
 
 
-async def test_bpm_run_ends_with_its_caller(world: World, bpm: Bpm) -> None:
+async def test_bpm_run_ends_with_its_caller(world: JobTree, bpm: Bpm) -> None:
     log = world.paths.sys / "log/web/errand.stdout.log"
     running = asyncio.create_task(ask(bpm, "run", "errand", env=["NAME=up", "WAITS=yes"]))
     await until(lambda: log.exists() and log.read_text() == "up\n")
@@ -131,7 +131,7 @@ async def test_bpm_error_messages_equal_those_of_the_original_bpm(
     assert await ask(bpm, "pid") == {"value": 0}
 
 
-async def test_failed_bpm_start_is_reported(world: World, bpm: Bpm) -> None:
+async def test_failed_bpm_start_is_reported(world: JobTree, bpm: Bpm) -> None:
     config = world.paths.jobs / "web/config/bpm.yml"
     config.write_text(config.read_text().replace("{name: web", "{hooks: {pre_start: /bin/false}, name: web"))
 

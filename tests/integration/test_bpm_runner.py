@@ -25,7 +25,7 @@ from agent_shim.supervisor.bpm.calls import BpmCall, bpm_label
 from agent_shim.supervisor.ctl_programs import Programs
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs import is_alive, number_in
-from tests.support.programs.jobs import World, in_state, info
+from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
 needs_landlock = pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="this kernel has no Landlock")
@@ -33,14 +33,14 @@ START = BpmCall("start", "web", "web")
 
 
 @pytest.fixture
-def world(world: World) -> World:
+def world(world: JobTree) -> JobTree:
     """Provide a scratch tree with log directories."""
     world.paths.log.mkdir(parents=True)
     world.paths.sys.symlink_to(world.paths.data_sys)
     return world
 
 
-def job(world: World, script: str, more: str = "", name: str = "web") -> JobFile:
+def job(world: JobTree, script: str, more: str = "", name: str = "web") -> JobFile:
     """Add a job with one process, which runs this shell script. ``more`` is YAML with further keys of the process."""
     directory = world.paths.jobs / "web"
     (directory / "bin").mkdir(parents=True, exist_ok=True)
@@ -80,18 +80,18 @@ def pidfile(paths: Paths, name: str = "web") -> Path:
     return paths.sys / f"run/bpm/web/{name}.pid"
 
 
-def output(world: World, stream: str = "stdout") -> str:
+def output(world: JobTree, stream: str = "stdout") -> str:
     return (world.paths.sys / f"log/web/web.{stream}.log").read_text()
 
 
-async def said(world: World, text: str) -> None:
+async def said(world: JobTree, text: str) -> None:
     path = world.paths.sys / "log/web/web.stdout.log"
     await until(lambda: path.exists() and text in path.read_text(), text)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 async def test_bpm_process_runs_with_the_context_that_bpm_documents(
-    world: World, level: int, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arguments, environment, working directory, session, pidfile and logs are as bpm documents them.
 
@@ -127,7 +127,7 @@ async def test_bpm_process_runs_with_the_context_that_bpm_documents(
 
 @pytest.mark.parametrize(("number", "more"), [("TERM", ""), ("INT", "  shutdown_signal: INT\n")])
 async def test_bpm_stop_signals_the_process_and_kills_its_children(
-    world: World, monkeypatch: pytest.MonkeyPatch, number: str, more: str
+    world: JobTree, monkeypatch: pytest.MonkeyPatch, number: str, more: str
 ) -> None:
     """The shutdown signal goes only to the process itself. Its children are killed after it has ended."""
     await weaken(monkeypatch, 3)
@@ -150,7 +150,7 @@ async def test_bpm_stop_signals_the_process_and_kills_its_children(
 
 @pytest.mark.parametrize("has_time", [True, False])
 async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
-    world: World, monkeypatch: pytest.MonkeyPatch, has_time: bool
+    world: JobTree, monkeypatch: pytest.MonkeyPatch, has_time: bool
 ) -> None:
     """If the time for the stop is already used up, the process is killed at once.
 
@@ -184,7 +184,7 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 async def test_bpm_process_started_by_a_script_is_adopted(
-    world: World, level: int, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a pre-start script calls ``bpm start``, the job's own start finds that process and starts no second one."""
     await weaken(monkeypatch, level)
@@ -204,7 +204,7 @@ async def test_bpm_process_started_by_a_script_is_adopted(
         assert not is_alive(first.pid)
 
 
-def cgroups_of(world: World) -> list[str]:
+def cgroups_of(world: JobTree) -> list[str]:
     """Return the cgroups of the processes of this tree."""
     ending = f"@{world.base}".replace("/", "%2f")
     tops = [job_cgroups.place(hierarchy) / "agent_shim" for _, hierarchy in job_cgroups.hierarchies()]
@@ -212,7 +212,7 @@ def cgroups_of(world: World) -> list[str]:
 
 
 async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Children of the errand are killed, even if its init died first.
 
@@ -241,7 +241,7 @@ async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
 
 
 async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the init was killed, children of the process survive it and could still listen on its port."""
     await weaken(monkeypatch, 3)
@@ -259,7 +259,7 @@ async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
 
 
 async def test_next_agent_adopts_a_bpm_process_without_saved_state(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its cgroup is removed when the process is stopped, because otherwise the next process would inherit its
     statistics.
@@ -287,7 +287,7 @@ def started_at(pid: int) -> float:
 
 
 @pytest.mark.parametrize("later_s", [-60, -0.5, 900])
-async def test_bpm_pidfile_without_a_matching_process_is_ignored(world: World, later_s: float) -> None:
+async def test_bpm_pidfile_without_a_matching_process_is_ignored(world: JobTree, later_s: float) -> None:
     """A process that did not start at the time at which the pidfile was written is not the one that the file names."""
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
@@ -309,7 +309,7 @@ async def test_bpm_pidfile_without_a_matching_process_is_ignored(world: World, l
     await other.terminate(1)
 
 
-def test_unknown_bpm_key_is_logged_once_per_file_content(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_bpm_key_is_logged_once_per_file_content(world: JobTree, caplog: pytest.LogCaptureFixture) -> None:
     bpm = world.supervisor().bpm
     for more in ("  odd: 1\n", "  odd: 1\n", "  other: 1\n"):
         job(world, "true", more)
@@ -319,7 +319,7 @@ def test_unknown_bpm_key_is_logged_once_per_file_content(world: World, caplog: p
     assert [each.partition(" ")[0] for each in logged] == ["processes[0].odd", "processes[0].other"]
 
 
-async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: World) -> None:
+async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: JobTree) -> None:
     """The hook gets the environment of the process but is not restricted. If it fails, the process is not started."""
     empty = Paths(world.base).empty
     empty.mkdir(exist_ok=True)
@@ -339,7 +339,7 @@ async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: 
 
 
 @pytest.mark.parametrize("end", ["running", "stopped"])
-async def test_slow_bpm_hook_runs_once_beyond_the_start_timeout(world: World, end: str) -> None:
+async def test_slow_bpm_hook_runs_once_beyond_the_start_timeout(world: JobTree, end: str) -> None:
     """As under monit, a slow hook is neither ended nor repeated, and the process starts after it.
 
     A stop ends the hook.
@@ -366,7 +366,7 @@ async def test_slow_bpm_hook_runs_once_beyond_the_start_timeout(world: World, en
 
 
 async def test_bpm_errand_with_processes_that_cannot_be_ended_fails(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; exec sleep 605")
@@ -385,7 +385,7 @@ async def test_bpm_errand_with_processes_that_cannot_be_ended_fails(
 
 
 async def test_bpm_start_and_stop_fail_while_processes_of_a_killed_keeper_remain(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Orphaned processes might belong to the bpm process, so neither a second one is started nor a stop reported as
     done.
@@ -413,7 +413,7 @@ async def test_bpm_start_and_stop_fail_while_processes_of_a_killed_keeper_remain
 
 
 @pytest.mark.usefixtures("no_cgroups")
-async def test_bpm_hook_ends_when_its_start_is_cancelled(world: World) -> None:
+async def test_bpm_hook_ends_when_its_start_is_cancelled(world: JobTree) -> None:
     """Otherwise it would still run when the next start runs the hook again.
 
     An OOM kill of an earlier process is not given as the reason of the next exit.
@@ -451,7 +451,7 @@ async def test_bpm_hook_ends_when_its_start_is_cancelled(world: World) -> None:
         ),
     ],
 )
-async def test_failed_bpm_start_is_reported_in_the_words_of_bpm(world: World, config: str | None, why: str) -> None:
+async def test_failed_bpm_start_is_reported_in_the_words_of_bpm(world: JobTree, config: str | None, why: str) -> None:
     file = job(world, "exec sleep 600")
     if config is None:
         (world.paths.jobs / "web/bin/web").unlink()
@@ -463,7 +463,7 @@ async def test_failed_bpm_start_is_reported_in_the_words_of_bpm(world: World, co
         assert why.format(jobs=world.paths.jobs) in found.reason
 
 
-async def test_unrestricted_bpm_volumes_keep_the_jobs_own_directory_read_only(world: World) -> None:
+async def test_unrestricted_bpm_volumes_keep_the_jobs_own_directory_read_only(world: JobTree) -> None:
     """Unrestricted volumes may open parent and sibling directories, but not the job's own directory and packages."""
     file = job(world, "")
     own = world.paths.jobs / "web"
@@ -483,7 +483,7 @@ async def test_unrestricted_bpm_volumes_keep_the_jobs_own_directory_read_only(wo
 @pytest.mark.usefixtures("no_cgroups")
 @pytest.mark.parametrize("is_strict", [True, False])
 async def test_unavailable_bpm_limits_and_capabilities_are_reported(
-    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
+    world: JobTree, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
 ) -> None:
     """A limit or capability that the container does not allow is named in a warning, or in the error if the process
     needs it.
@@ -518,7 +518,7 @@ async def test_unavailable_bpm_limits_and_capabilities_are_reported(
     ],
 )
 def test_bpm_process_gets_only_the_configured_capabilities(
-    world: World,
+    world: JobTree,
     monkeypatch: pytest.MonkeyPatch,
     uid: int,
     user: str | None,
@@ -559,7 +559,7 @@ def test_bpm_process_gets_only_the_configured_capabilities(
     ],
 )
 def test_bpm_isolation_matches_the_isolation_level(
-    world: World,
+    world: JobTree,
     monkeypatch: pytest.MonkeyPatch,
     level: int,
     unsafe: str,
@@ -585,7 +585,7 @@ def test_bpm_isolation_matches_the_isolation_level(
 @pytest.mark.parametrize("kept", [None, (5, 77)])
 @pytest.mark.parametrize("is_next_killed", [False, True])
 async def test_oom_kill_explains_one_exit_although_its_cgroup_is_removed(
-    world: World, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, int] | None, is_next_killed: bool
+    world: JobTree, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, int] | None, is_next_killed: bool
 ) -> None:
     """If the cgroup cannot be removed, its old kills are not counted again for the next process."""
     counted: list[tuple[int, int] | None] = [(5, 77)]
@@ -603,7 +603,7 @@ async def test_oom_kill_explains_one_exit_although_its_cgroup_is_removed(
         assert bpm.kill_hogs() == []
 
 
-def test_changed_bpm_memory_limit_is_read_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_bpm_memory_limit_is_read_again(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be read counts as no limit."""
     counted = [0]
     monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: (counted[0], 77))
@@ -622,7 +622,7 @@ def test_changed_bpm_memory_limit_is_read_again(world: World, monkeypatch: pytes
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_dns_files_of_all_jobs_are_visible_to_bpm_processes(
-    world: World, monkeypatch: pytest.MonkeyPatch, level: int
+    world: JobTree, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
     """bosh-dns reads the files of every job and exits if it cannot open one."""
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
@@ -643,7 +643,7 @@ WITH_PYTHON = f"  unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, al
 HUNGRY = f"{PYTHON} -c 'import time; x = bytearray(80 << 20); time.sleep(600)' & wait"
 
 
-async def test_bpm_process_above_its_memory_limit_is_killed_and_reported(world: World) -> None:
+async def test_bpm_process_above_its_memory_limit_is_killed_and_reported(world: JobTree) -> None:
     """Only the process and its children are killed and restarted, and the alert names the memory that they used."""
     file = job(world, HUNGRY, WITH_PYTHON + "  limits: {memory: 48M}\n")
     async with world.supervising(file, world.job("other")) as supervisor:
@@ -674,7 +674,7 @@ HALVES = f"for half in 1 2; do {PYTHON} -c 'import time; x = bytearray(40 << 20)
 
 
 @pytest.mark.usefixtures("no_cgroups")
-async def test_bpm_memory_limit_without_a_cgroup_counts_the_process_tree(world: World) -> None:
+async def test_bpm_memory_limit_without_a_cgroup_counts_the_process_tree(world: JobTree) -> None:
     """The sum over all processes exceeds the limit, although no single process does and the main process is small."""
     file = job(world, HALVES, WITH_PYTHON + "  limits: {memory: 64M}\n")
     async with world.supervising(file) as supervisor:
@@ -715,7 +715,7 @@ os.execv("/bin/sleep", ["sleep", "600"])
 
 
 @needs_landlock
-async def test_isolated_bpm_process_sees_only_the_paths_of_bpm(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_isolated_bpm_process_sees_only_the_paths_of_bpm(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """At isolation level 2, a process can open only its own files, and can neither signal nor read other processes."""
     monkeypatch.setattr(bpm_runner, "SCRATCH", ("/dev", "/proc"))  # not /tmp, where the scratch tree is
     script = world.paths.jobs / "web/look.py"
@@ -737,7 +737,7 @@ async def test_isolated_bpm_process_sees_only_the_paths_of_bpm(world: World, mon
         assert allowed == {"own config", "own data", "own log", "extra"}
 
 
-async def test_bpm_log_has_each_step_and_error(world: World) -> None:
+async def test_bpm_log_has_each_step_and_error(world: JobTree) -> None:
     """``sys/log/JOB/bpm.log`` has one JSON line for each step. For an unknown job, no log directory is created."""
     file = job(world, "exec sleep 600")
     async with world.supervising(file) as supervisor:
@@ -769,7 +769,7 @@ async def test_bpm_log_has_each_step_and_error(world: World) -> None:
     assert not (world.paths.sys / "log/nothing").exists()
 
 
-async def test_bpm_creates_directories_with_private_modes(world: World) -> None:
+async def test_bpm_creates_directories_with_private_modes(world: JobTree) -> None:
     """Existing directories keep their mode, but the modes of volumes are set again."""
     volumes = [world.base / name for name in ("old", "new")]
     volumes[0].mkdir(mode=0o755)
@@ -791,7 +791,7 @@ async def test_bpm_creates_directories_with_private_modes(world: World) -> None:
     assert (paths.sys / "run/bpm").stat().st_mode & 0o7777 == 0o755
 
 
-async def test_bpm_start_waits_for_a_volume_of_another_job(world: World) -> None:
+async def test_bpm_start_waits_for_a_volume_of_another_job(world: JobTree) -> None:
     """Otherwise cloud_controller_ng in capi-release would never see the directory with valkey's socket."""
     volume = world.base / "valkey"
     file = job(world, "exec sleep 600", f"  additional_volumes: [{{path: {volume}, mount_only: true}}]\n")
@@ -804,7 +804,7 @@ async def test_bpm_start_waits_for_a_volume_of_another_job(world: World) -> None
 
 
 @pytest.mark.parametrize("how", ["cancelled", "ended"])
-async def test_abandoned_bpm_errand_is_killed(world: World, how: str) -> None:
+async def test_abandoned_bpm_errand_is_killed(world: JobTree, how: str) -> None:
     """An errand ends if its caller disconnects, or if another call asks to end it."""
     job(world, "echo ready; exec sleep 603")
     async with world.supervising() as supervisor:

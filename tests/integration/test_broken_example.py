@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_standalone import Place
+from tests.integration.test_standalone import StandaloneTree
 
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "docs/broken-example"
 
 
-async def output_with(place: Place, wanted: str, *words: str) -> str:
+async def output_with(place: StandaloneTree, wanted: str, *words: str) -> str:
     """Run a command until its output contains ``wanted``. Return the output."""
     said = ""
     async with asyncio.timeout(60):
@@ -28,7 +28,7 @@ async def output_with(place: Place, wanted: str, *words: str) -> str:
 
 
 async def test_broken_example_is_diagnosed_and_fixed_as_documented(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+    place = StandaloneTree(tmp_path)
     shutil.copytree(EXAMPLE, place.rendered)
     for path in place.rendered.rglob("*"):
         if path.is_file():

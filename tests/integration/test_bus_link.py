@@ -16,7 +16,7 @@ from nats.aio.client import Srv
 from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus import link, tls
 from agent_shim.edges.bus.nats import NatsBus
-from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, echo, facing, on_bus
+from tests.support.bus import FAST, INFO, ClientConnection, FakeServer, Script, connected, echo, facing, on_bus
 from tests.support.old_tls import lenient, outdated
 from tests.support.waiting import until
 
@@ -28,13 +28,13 @@ def message(data: bytes, *, sid: bytes = b"1") -> bytes:
     return b"MSG agent.agent %b %d\r\n%b\r\n" % (sid, len(data), data)
 
 
-async def living(wire: Wire) -> None:
+async def living(wire: ClientConnection) -> None:
     """Act as a working server."""
     await wire.greet()
     await wire.answer_pings()
 
 
-async def asking(wire: Wire) -> None:
+async def asking(wire: ClientConnection) -> None:
     """Act as a server that delivers a request and expects the agent's reply."""
     await wire.greet()
     wire.send(message(REQUEST))
@@ -48,7 +48,7 @@ async def asking(wire: Wire) -> None:
 def saying(words: bytes) -> Script:
     """Return a script that completes the handshake, sends ``words``, and then only answers pings."""
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         await wire.greet()
         wire.send(words)
         await wire.answer_pings()
@@ -129,7 +129,7 @@ async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) ->
 async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
     """Messages that are valid but unusual do not end the connection."""
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         await wire.greet()
         wire.send(words)
         wire.send(message(b'{"method":"after","reply_to":"director.d.agent.r"}'))
@@ -153,7 +153,7 @@ async def test_advertised_cluster_servers_are_not_remembered() -> None:
     nats-py would keep every address that a server advertises, and compare new ones with all of them.
     """
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         await wire.greet()
         for news in range(1, 21):
             urls = [f"10.{news}.0.{n}:4222" for n in range(200)]
@@ -196,7 +196,7 @@ async def test_connection_to_a_server_that_pings_without_reading_is_closed(monke
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
     sent = 0
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         nonlocal sent
         await wire.greet()
         with contextlib.suppress(OSError):
@@ -220,7 +220,7 @@ async def test_endless_server_line_or_message_closes_the_connection(
     monkeypatch.setattr(link, "MAX_UNREAD_BYTES", 1 << 20)
     sent = 0
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         nonlocal sent
         await wire.greet()
         wire.send(words)
@@ -249,7 +249,7 @@ async def test_bus_is_connected_only_after_the_subscription_is_confirmed() -> No
     """The agent must not report that it is connected while it cannot receive requests."""
     confirm = asyncio.Event()
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         await wire.expect("CONNECT ")
         await wire.expect("PING")
         wire.send(b"PONG\r\n")
@@ -271,7 +271,7 @@ async def test_bus_is_connected_only_after_the_subscription_is_confirmed() -> No
 async def test_denied_subscription_leads_to_a_new_connection() -> None:
     """A connection without the subscription delivers no requests."""
 
-    async def denying(wire: Wire) -> None:
+    async def denying(wire: ClientConnection) -> None:
         await wire.expect("CONNECT ")
         await wire.expect("PING")
         wire.send(b"PONG\r\n")
@@ -292,7 +292,7 @@ async def test_denied_subscription_leads_to_a_new_connection() -> None:
 async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: int) -> None:
     """The attempt times out wherever the server stops answering, and another attempt follows."""
 
-    async def silent(wire: Wire) -> None:
+    async def silent(wire: ClientConnection) -> None:
         for number in range(lines):
             await wire.expect("")
             if number == 1:
@@ -324,7 +324,7 @@ async def test_server_of_another_protocol_is_logged_once_and_retried(
     """The agent does not exit, and does not log the same error for each attempt."""
     seen = []
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         seen.append(await wire.expect(""))
 
     patience = 10.0 if info else 0.2
@@ -341,7 +341,7 @@ async def test_server_of_another_protocol_is_logged_once_and_retried(
 async def test_exit_during_a_failed_connection_attempt_leaves_no_connection() -> None:
     closed = asyncio.Event()
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         with contextlib.suppress(OSError, EOFError):
             while True:
                 await wire.expect("")
@@ -361,7 +361,7 @@ async def test_bus_sends_nothing_to_a_server_without_tls() -> None:
     del plain["tls_required"]
     seen = []
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         seen.append(await wire.expect(""))
 
     async with facing(script, info=b"INFO " + json.dumps(plain).encode() + b"\r\n") as bus:
@@ -377,7 +377,7 @@ async def test_bus_rejects_old_tls_versions(monkeypatch: pytest.MonkeyPatch) -> 
     """If an attacker offers only TLS 1.1, which OpenSSL can be configured to accept, the agent sends nothing."""
     real, seen = tls.client_context, list[str]()
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         seen.append(await wire.expect(""))
 
     old = FakeServer(script, authority=Authority())

@@ -10,7 +10,7 @@ import pytest
 
 from agent_shim.core.paths import Paths
 from tests.support import jobs
-from tests.support.instance import AGENT, World
+from tests.support.instance import AGENT, RunningAgent
 
 WATCH = (5.0, 15.0)
 """Shortest and longest wait in seconds, from ``canary_watch_time: 5000-15000``."""
@@ -25,7 +25,7 @@ class NotRunningError(Exception):
     """The instance does not run at the end of its watch time. The message names its failed processes."""
 
 
-async def wait_until_running(instance: World) -> int:
+async def wait_until_running(instance: RunningAgent) -> int:
     """Poll the instance during its watch time until it runs, as the Director does. Return the number of polls.
 
     Raises ``NotRunningError``.
@@ -45,14 +45,14 @@ async def wait_until_running(instance: World) -> int:
     return looks
 
 
-def canary(instance: World, lasts: str) -> dict[str, Any]:
+def canary(instance: RunningAgent, lasts: str) -> dict[str, Any]:
     """Return the spec of a job whose process exits after ``lasts`` seconds."""
     process = jobs.process(Paths(instance.base), "job0", f"echo $$ >$pidfile; exec sleep {lasts}")
     return jobs.spec(instance.store, {"job0": process})
 
 
 @pytest.mark.slow
-async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(instance: World) -> None:
+async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(instance: RunningAgent) -> None:
     """The job must never be reported as running, although a process exists at nearly every poll."""
     await instance.start_agent()
     await instance.director.run(AGENT, "apply", canary(instance, "2"))
@@ -63,7 +63,7 @@ async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(instance: 
 
 
 @pytest.mark.slow
-async def test_healthy_canary_passes_at_the_first_check(instance: World) -> None:
+async def test_healthy_canary_passes_at_the_first_check(instance: RunningAgent) -> None:
     """The first poll comes after the minimum watch time."""
     await instance.start_agent()
     await instance.director.run(AGENT, "apply", canary(instance, "1000"))

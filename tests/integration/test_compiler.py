@@ -22,7 +22,7 @@ from agent_shim.services.compiler import Compiler, Package
 from agent_shim.supervisor.ownership.keepers import Keepers
 from tests.support import jobs
 from tests.support.instance import AGENT, COMMAND
-from tests.support.instance import World as Machine
+from tests.support.instance import RunningAgent as Machine
 from tests.support.instance import world as made
 from tests.support.programs import end_kept, is_alive
 from tests.support.waiting import TIMEOUT_S, until

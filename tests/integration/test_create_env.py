@@ -22,7 +22,7 @@ import pytest
 from agent_shim.core.paths import Paths
 from agent_shim.demo.release import archive
 from agent_shim.host import process
-from tests.support.create_env import Cli, mbus, pair
+from tests.support.create_env import AgentClient, mbus, pair
 from tests.support.instance import COMMAND
 from tests.support.jobs import sleeper
 from tests.support.waiting import until
@@ -33,11 +33,11 @@ NETWORKS = {"private": {"type": "manual", "ip": "10.0.0.6", "netmask": "255.255.
 
 
 @dataclass
-class Machine:
+class CreateEnvVm:
     """A simulated VM: the agent's process, base directory and HTTPS address."""
 
     scratch: Path
-    cli: Cli
+    cli: AgentClient
     agent: process.Process | None = None
 
     @property
@@ -74,7 +74,7 @@ class Machine:
 
 
 @pytest.fixture
-async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
+async def machine(tmp_path: Path) -> AsyncIterator[CreateEnvVm]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -96,7 +96,7 @@ async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
     sources = {"Sources": [{"Type": "File", "SettingsPath": str(settings)}]}
     config = {"Infrastructure": {"Settings": sources}, "AgentShim": {"http": "127.0.0.1:0", "logFormat": "json"}}
     (tmp_path / "agent.json").write_text(json.dumps(config))
-    one = Machine(tmp_path, Cli(port))
+    one = CreateEnvVm(tmp_path, AgentClient(port))
     try:
         yield one
     finally:
@@ -134,7 +134,7 @@ def spec(packages: Mapping[str, Any], jobs: Mapping[str, str], rendered: Mapping
 EMPTY = spec({}, {}, {"blobstore_id": "", "sha1": ""})
 
 
-async def deploy(machine: Machine) -> None:
+async def deploy(machine: CreateEnvVm) -> None:
     """Send all requests of a deployment, from the first ping to post-start."""
     cli = machine.cli
     await cli.run("apply", EMPTY)
@@ -168,7 +168,7 @@ async def deploy(machine: Machine) -> None:
     await cli.run("run_script", "post-start", {})
 
 
-async def test_create_env_and_delete_env_work_end_to_end(machine: Machine) -> None:
+async def test_create_env_and_delete_env_work_end_to_end(machine: CreateEnvVm) -> None:
     """Every request is answered and has its effect.
 
     The initial ``apply``, which names no archive and no blob, removes all jobs. Jobs and blobs survive a restart of the
@@ -213,7 +213,7 @@ async def test_create_env_and_delete_env_work_end_to_end(machine: Machine) -> No
 
 
 @pytest.mark.attack("a reader finds secrets in the log")
-async def test_create_env_passwords_are_not_logged(machine: Machine) -> None:
+async def test_create_env_passwords_are_not_logged(machine: CreateEnvVm) -> None:
     """The log has neither the password in the bus address nor those that callers send.
 
     The agent refuses to switch from its HTTPS endpoint to a NATS bus.

@@ -10,14 +10,14 @@ import pytest
 
 from agent_shim.demo.director import RpcRemoteError
 from agent_shim.demo.pki import HOUR, agent_name
-from tests.support.instance import AGENT, World
+from tests.support.instance import AGENT, RunningAgent
 from tests.support.waiting import until
 
 MINUTE = 60.0
 
 
 @pytest.fixture(autouse=True)
-async def _written(instance: World) -> None:
+async def _written(instance: RunningAgent) -> None:
     """Write the agent's settings without starting it, and admit both of the agent's users."""
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     instance.write_settings()
@@ -26,7 +26,7 @@ async def _written(instance: World) -> None:
 class Secret:
     """The agent's settings as the kubelet mounts a Secret: each version is in a new directory behind a link."""
 
-    def __init__(self, instance: World) -> None:
+    def __init__(self, instance: RunningAgent) -> None:
         self._source = instance.scratch / "settings.json"
         self._mounted = instance.scratch / "secret"
         self.document: dict[str, Any] = json.loads(self._source.read_text())
@@ -50,35 +50,35 @@ class Secret:
             former.rmdir()
 
 
-def cert(instance: World, *, age: float, bootstrap: bool = False, name: str = "") -> dict[str, str]:
+def cert(instance: RunningAgent, *, age: float, bootstrap: bool = False, name: str = "") -> dict[str, str]:
     """Return credentials that became valid ``age`` seconds ago, for one of the agent's two users or for ``name``."""
     authority = instance.server.authority
     pair = authority.client(name or agent_name(AGENT, bootstrap=bootstrap), valid=(-age, 365 * 24 * HOUR))
     return {"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key}
 
 
-def links(instance: World) -> int:
+def links(instance: RunningAgent) -> int:
     """Return how often the agent has connected."""
     return instance.log_text().count("connected to the bus")
 
 
-def changes(instance: World) -> int:
+def changes(instance: RunningAgent) -> int:
     """Return how often the agent has noticed a change of its settings."""
     return instance.log_text().count("the settings have changed")
 
 
-async def only(instance: World, *, bootstrap: bool) -> None:
+async def only(instance: RunningAgent, *, bootstrap: bool) -> None:
     """Admit only one of the agent's users, and check that the agent still answers."""
     await instance.server.add_agent(AGENT, bootstrap=bootstrap, permanent=not bootstrap)
     assert await instance.director.value(AGENT, "ping") == "pong"
 
 
-async def rotated(instance: World, news: dict[str, str]) -> None:
+async def rotated(instance: RunningAgent, news: dict[str, str]) -> None:
     """Rotate the credentials as a Director does."""
     await instance.director.run(AGENT, "update_settings", {"mbus": {"cert": news}, "trusted_certs": ""})
 
 
-async def test_bus_reconnects_after_a_secret_rotation_but_not_after_other_changes(instance: World) -> None:
+async def test_bus_reconnects_after_a_secret_rotation_but_not_after_other_changes(instance: RunningAgent) -> None:
     secret = Secret(instance)
     await instance.start_agent()
 
@@ -92,7 +92,7 @@ async def test_bus_reconnects_after_a_secret_rotation_but_not_after_other_change
     assert links(instance) == 2
 
 
-async def test_secret_replaces_the_directors_credentials_only_if_it_is_newer(instance: World) -> None:
+async def test_secret_replaces_the_directors_credentials_only_if_it_is_newer(instance: RunningAgent) -> None:
     """The credentials in use are kept over a restart."""
     secret = Secret(instance)
     await instance.start_agent()
@@ -115,7 +115,7 @@ async def test_secret_replaces_the_directors_credentials_only_if_it_is_newer(ins
 
 @pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
-    instance: World,
+    instance: RunningAgent,
 ) -> None:
     """This is needed if the bus is restored from a backup that is older than the rotation, and the CPI's credentials
     have expired meanwhile.
@@ -138,7 +138,7 @@ async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
     )
 
 
-async def test_expiring_bus_certificate_is_reported(instance: World) -> None:
+async def test_expiring_bus_certificate_is_reported(instance: RunningAgent) -> None:
     """The log and ``status`` name the certificate and its end. A CA with enough time left is not mentioned."""
     authority = instance.server.authority
     pair = authority.agent(AGENT, valid=(-99 * HOUR, HOUR))
@@ -152,7 +152,7 @@ async def test_expiring_bus_certificate_is_reported(instance: World) -> None:
 
 
 @pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
-async def test_invalid_certificate_from_the_director_is_rejected(instance: World) -> None:
+async def test_invalid_certificate_from_the_director_is_rejected(instance: RunningAgent) -> None:
     """The agent keeps its old credentials.
 
     The Director must get an error, or it would assume that the new ones are in use.

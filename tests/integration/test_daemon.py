@@ -23,7 +23,7 @@ from agent_shim.host import files, process
 from tests.support import jobs
 from tests.support.broker import NatsServer
 from tests.support.bus import connected, on_bus
-from tests.support.instance import AGENT, COMMAND, World
+from tests.support.instance import AGENT, COMMAND, RunningAgent
 from tests.support.ports import free_address
 from tests.support.waiting import until
 from tests.support.web import page
@@ -35,7 +35,7 @@ def readiness(address: str, level: str) -> tuple[int, str]:
     return page(f"http://{address}/readyz?level={level}", timeout=20)
 
 
-async def test_agent_exits_with_0_at_sigterm_and_leaves_the_jobs_running(instance: World) -> None:
+async def test_agent_exits_with_0_at_sigterm_and_leaves_the_jobs_running(instance: RunningAgent) -> None:
     before = await instance.deploy(2)
 
     assert await instance.stop_agent() == 0
@@ -46,7 +46,7 @@ async def test_agent_exits_with_0_at_sigterm_and_leaves_the_jobs_running(instanc
 
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
-async def test_agent_raises_only_its_own_file_limit_and_dumps_no_core(instance: World) -> None:
+async def test_agent_raises_only_its_own_file_limit_and_dumps_no_core(instance: RunningAgent) -> None:
     """The agent needs a descriptor for each process, but jobs keep the container's soft limit, as under the Go agent
     and monit.
 
@@ -68,7 +68,7 @@ async def test_agent_raises_only_its_own_file_limit_and_dumps_no_core(instance: 
     assert resource.prlimit(instance.pid, resource.RLIMIT_CORE) == (process.CORE_LIMIT_BYTES, core[1])
 
 
-async def test_agent_waits_for_settings_that_are_missing_or_incomplete(instance: World) -> None:
+async def test_agent_waits_for_settings_that_are_missing_or_incomplete(instance: RunningAgent) -> None:
     instance.write_settings()
     source = instance.scratch / "settings.json"
     whole = source.read_text()
@@ -85,7 +85,7 @@ async def test_agent_waits_for_settings_that_are_missing_or_incomplete(instance:
     assert (await instance.execute("probe", "ready"))[0] == 0
 
 
-async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_one(instance: World) -> None:
+async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_one(instance: RunningAgent) -> None:
     """A probe that waited for an answer would make Kubernetes kill a container whose agent temporarily gets no CPU
     time.
     """
@@ -103,7 +103,7 @@ async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_on
 
 
 async def test_exit_codes_distinguish_reasons_why_a_command_or_agent_cannot_run(
-    instance: World,
+    instance: RunningAgent,
 ) -> None:
     """69: there is no agent. 78: agent.json is invalid. 3: another agent is running, which continues."""
     status, output = await instance.execute("status")
@@ -122,7 +122,7 @@ async def test_exit_codes_distinguish_reasons_why_a_command_or_agent_cannot_run(
     assert await instance.director.value(AGENT, "ping") == "pong"
 
 
-async def test_shutdown_stops_the_jobs_and_they_stay_stopped_after_a_restart(instance: World) -> None:
+async def test_shutdown_stops_the_jobs_and_they_stay_stopped_after_a_restart(instance: RunningAgent) -> None:
     (pid,) = (await instance.deploy(1)).values()
 
     assert await instance.director.value(AGENT, "shutdown") == ""
@@ -144,7 +144,7 @@ async def test_shutdown_stops_the_jobs_and_they_stay_stopped_after_a_restart(ins
     assert (await instance.execute("probe", "live"))[0] == 0
 
 
-async def test_s7_heartbeat_is_sent_at_start_and_after_a_reconnect(instance: World) -> None:
+async def test_s7_heartbeat_is_sent_at_start_and_after_a_reconnect(instance: RunningAgent) -> None:
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.start_agent()
@@ -172,7 +172,7 @@ async def test_s7_heartbeat_is_sent_at_start_and_after_a_reconnect(instance: Wor
         await beat()
 
 
-async def test_s9_only_a_drain_for_shutdown_notifies_the_health_monitor(instance: World) -> None:
+async def test_s9_only_a_drain_for_shutdown_notifies_the_health_monitor(instance: RunningAgent) -> None:
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.start_agent()
@@ -187,7 +187,7 @@ async def test_s9_only_a_drain_for_shutdown_notifies_the_health_monitor(instance
         assert len(monitor.of("shutdown", AGENT)) == 1
 
 
-async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance: World) -> None:
+async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance: RunningAgent) -> None:
     """Before the first apply, instance fields are empty.
 
     Afterwards, also after a restart, they come from the spec and the jobs.
@@ -223,7 +223,7 @@ def told_of(node_id: str, job_state: str) -> Callable[[Any], bool]:
 DEAF = "trap '' TERM; echo $$ >$pidfile; while :; do sleep 0.1; done"
 
 
-async def test_agent_exits_with_1_after_an_unclean_stop(instance: World) -> None:
+async def test_agent_exits_with_1_after_an_unclean_stop(instance: RunningAgent) -> None:
     await instance.start_agent()
     deaf = jobs.process(Paths(instance.base), "deaf", DEAF, "exit")
     await instance.deploy(more={"deaf": deaf})
@@ -233,7 +233,7 @@ async def test_agent_exits_with_1_after_an_unclean_stop(instance: World) -> None
     assert await instance.stop_agent() == 1
 
 
-async def test_agent_connects_once_the_bus_admits_it(instance: World) -> None:
+async def test_agent_connects_once_the_bus_admits_it(instance: RunningAgent) -> None:
     """Until then the readiness probe passes at level ``boot`` only.
 
     CPIs wait until the agent has booted, and the Director admits it to the bus only after create_vm has returned.
@@ -252,7 +252,7 @@ async def test_agent_connects_once_the_bus_admits_it(instance: World) -> None:
 
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
-async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_files(instance: World) -> None:
+async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_files(instance: RunningAgent) -> None:
     """The private key is only in files that nobody but their owner can read.
 
     Partial files of writes that SIGKILL interrupted are removed at the next start.
@@ -286,7 +286,7 @@ async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_file
     assert [path for path in left if path.exists()] == []
 
 
-async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: World) -> None:
+async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: RunningAgent) -> None:
     """The started agent then answers ``agent-shim call``, which sends a request like a Director's."""
     instance.command = COMMAND.replace(
         "-m agent_shim.cli run -C {config}",
@@ -303,7 +303,7 @@ async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: World) -> N
     assert (status, "there is no method nonsense" in output) == (2, True)
 
 
-async def test_new_cpi_settings_apply_without_a_restart(instance: World) -> None:
+async def test_new_cpi_settings_apply_without_a_restart(instance: RunningAgent) -> None:
     """New credentials are used for a new connection. Invalid ones are logged, and the agent keeps those that work."""
     await instance.start_agent()
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
@@ -359,7 +359,7 @@ async def test_t7_bus_connection_survives_heavy_work(tmp_path: Path) -> None:
             assert bus.stats.connects == 1
 
 
-async def test_t11_new_credentials_are_used_reported_and_kept_over_a_restart(instance: World) -> None:
+async def test_t11_new_credentials_are_used_reported_and_kept_over_a_restart(instance: RunningAgent) -> None:
     await instance.start_agent()
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     mbus = instance.server.mbus(AGENT, bootstrap=True)

@@ -24,7 +24,7 @@ from agent_shim.services.disks.service import in_worker
 from tests.support.volumes import (
     MORE_THAN_ALL,
     PATIENT,
-    Instance,
+    InstanceWithVolumes,
     by,
     fingerprint,
     holding,
@@ -36,13 +36,15 @@ from tests.support.volumes import (
 each_way = by("links", "mounts")
 
 
-def mounted(instance: Instance) -> list[mounts.Mount]:
+def mounted(instance: InstanceWithVolumes) -> list[mounts.Mount]:
     """Return the mounts of this instance. Other tests may add mounts on this machine at the same time."""
     return [mount for mount in mounts.mounts() if mount.point.is_relative_to(instance.paths.base)]
 
 
 @each_way
-async def test_restored_mount_clears_its_former_error(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restored_mount_clears_its_former_error(
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the disk disappears again, the reported problem is not the error of the earlier attempt."""
     await instance.mount("a")
 
@@ -61,7 +63,9 @@ async def test_restored_mount_clears_its_former_error(instance: Instance, monkey
 
 
 @by("links")
-async def test_locked_mount_options_do_not_fail_a_mount(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_locked_mount_options_do_not_fail_a_mount(
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: object, **__: object) -> None:
         raise HostError(number, "cannot change the mount options")
 
@@ -75,7 +79,7 @@ async def test_locked_mount_options_do_not_fail_a_mount(instance: Instance, monk
 
 @each_way
 async def test_foreign_volume_on_the_store_counts_as_a_disk(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A volume that the platform mounted there is the instance's disk.
 
@@ -98,7 +102,7 @@ async def test_foreign_volume_on_the_store_counts_as_a_disk(
 @pytest.mark.parametrize(("marker", "stays"), [(None, True), (Marker("b", "target", instance="another"), False)])
 @each_way
 async def test_disk_stays_mounted_after_a_restart_unless_of_another_instance(
-    instance: Instance, marker: Marker | None, stays: bool
+    instance: InstanceWithVolumes, marker: Marker | None, stays: bool
 ) -> None:
     """A disk without a marker stays too, because older agents wrote none."""
     instance.id = "this"
@@ -118,7 +122,9 @@ async def test_disk_stays_mounted_after_a_restart_unless_of_another_instance(
 
 
 @each_way
-async def test_first_disk_is_mounted_at_the_store_and_later_ones_at_the_migration_target(instance: Instance) -> None:
+async def test_first_disk_is_mounted_at_the_store_and_later_ones_at_the_migration_target(
+    instance: InstanceWithVolumes,
+) -> None:
     """A third disk replaces the second one, as when a failed resize is repeated without an unmount in between."""
     instance.attach("a")
     assert (await instance.disks.list(), instance.disks.is_mounted) == ([], False)
@@ -148,7 +154,7 @@ async def test_first_disk_is_mounted_at_the_store_and_later_ones_at_the_migratio
 
 
 @each_way
-async def test_disk_requests_of_an_instance_without_disks_are_answered(instance: Instance) -> None:
+async def test_disk_requests_of_an_instance_without_disks_are_answered(instance: InstanceWithVolumes) -> None:
     """The answers and errors are worded as by the Go agent."""
     assert await instance.disks.problem() == ""
     assert await instance.disks.list() == []
@@ -163,7 +169,7 @@ async def test_disk_requests_of_an_instance_without_disks_are_answered(instance:
 
 
 @each_way
-async def test_mount_waits_for_a_volume_that_appears_late(instance: Instance) -> None:
+async def test_mount_waits_for_a_volume_that_appears_late(instance: InstanceWithVolumes) -> None:
     instance.persistent["a"] = {"path": str(instance.volume("a"))}
     instance.disks.timeouts = PATIENT
     mounting = asyncio.ensure_future(instance.disks.mount("a"))
@@ -186,7 +192,9 @@ async def test_mount_waits_for_a_volume_that_appears_late(instance: Instance) ->
         (None, "the CPI has named no path"),
     ],
 )
-async def test_mount_fails_if_the_volume_does_not_appear(instance: Instance, place: str | None, why: str) -> None:
+async def test_mount_fails_if_the_volume_does_not_appear(
+    instance: InstanceWithVolumes, place: str | None, why: str
+) -> None:
     instance.persistent["a"] = place
 
     with pytest.raises(ActionError, match=f"^the volume of disk a is not there: {why}$"):
@@ -194,7 +202,7 @@ async def test_mount_fails_if_the_volume_does_not_appear(instance: Instance, pla
 
 
 @each_way
-async def test_mount_waits_for_the_lease_of_a_dead_vm_to_expire(instance: Instance) -> None:
+async def test_mount_waits_for_the_lease_of_a_dead_vm_to_expire(instance: InstanceWithVolumes) -> None:
     """If a VM is recreated on another node, the lease that its predecessor had on the disk is still valid for a
     while.
     """
@@ -209,7 +217,7 @@ async def test_mount_waits_for_the_lease_of_a_dead_vm_to_expire(instance: Instan
 
 
 @each_way
-async def test_disk_leased_by_another_agent_is_never_mounted(instance: Instance) -> None:
+async def test_disk_leased_by_another_agent_is_never_mounted(instance: InstanceWithVolumes) -> None:
     instance.attach("a")
     instance.holder = lambda _: "agent b on node-7"
 
@@ -229,7 +237,7 @@ async def test_disk_leased_by_another_agent_is_never_mounted(instance: Instance)
 
 
 @each_way
-async def test_unmarked_disk_leased_by_another_agent_is_rejected(instance: Instance) -> None:
+async def test_unmarked_disk_leased_by_another_agent_is_rejected(instance: InstanceWithVolumes) -> None:
     """A disk with files but without a marker would otherwise be taken for the instance's former disk."""
     former = instance.attach("a")
     (former / "data").write_text("precious")
@@ -243,7 +251,7 @@ async def test_unmarked_disk_leased_by_another_agent_is_rejected(instance: Insta
 
 
 @each_way
-async def test_disk_with_another_cid_is_rejected(instance: Instance) -> None:
+async def test_disk_with_another_cid_is_rejected(instance: InstanceWithVolumes) -> None:
     await instance.mount("a")
     await instance.disks.unmount("a")
     instance.persistent = {"b": str(instance.volume("a"))}
@@ -257,7 +265,7 @@ async def test_disk_with_another_cid_is_rejected(instance: Instance) -> None:
 
 
 @each_way
-async def test_mounted_disk_is_not_replaced_because_of_a_marker_alone(instance: Instance) -> None:
+async def test_mounted_disk_is_not_replaced_because_of_a_marker_alone(instance: InstanceWithVolumes) -> None:
     """Jobs use the files on the mounted disk, and no record says that the other disk has replaced it."""
     for cid in "ab":
         instance.attach(cid)
@@ -271,7 +279,7 @@ async def test_mounted_disk_is_not_replaced_because_of_a_marker_alone(instance: 
 
 
 @by("links")
-async def test_existing_files_are_not_hidden_by_a_disk_link(instance: Instance) -> None:
+async def test_existing_files_are_not_hidden_by_a_disk_link(instance: InstanceWithVolumes) -> None:
     instance.attach("a")
     instance.write("precious", "x")
 
@@ -282,7 +290,7 @@ async def test_existing_files_are_not_hidden_by_a_disk_link(instance: Instance) 
 
 
 @each_way
-async def test_foreign_link_or_mount_at_the_store_is_kept(instance: Instance) -> None:
+async def test_foreign_link_or_mount_at_the_store_is_kept(instance: InstanceWithVolumes) -> None:
     instance.attach("a")
     if instance.bind:
         mount_tmpfs(instance.paths.store)
@@ -298,7 +306,7 @@ async def test_foreign_link_or_mount_at_the_store_is_kept(instance: Instance) ->
 
 @each_way
 async def test_full_disk_is_mounted_without_a_marker_and_unmounted(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instance.attach("a")
 
@@ -323,7 +331,7 @@ async def test_full_disk_is_mounted_without_a_marker_and_unmounted(
 
 
 @each_way
-async def test_read_only_disk_can_be_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_read_only_disk_can_be_unmounted(instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The marker on the disk cannot be removed and still assigns it to the store.
 
     A record on the root file system overrides the marker, for the next agent too.
@@ -351,7 +359,7 @@ async def test_read_only_disk_can_be_unmounted(instance: Instance, monkeypatch: 
 
 @each_way
 async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_both(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If neither the disk nor the root file system can be written, the next agent would not know that the disk is
     mounted.
@@ -384,7 +392,9 @@ async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_both(
 
 
 @by("links")
-async def test_mount_that_silently_fails_is_reported(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mount_that_silently_fails_is_reported(
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     instance.attach("a")
     monkeypatch.setattr(volumes, "show", lambda *_, **__: None)
 
@@ -394,7 +404,7 @@ async def test_mount_that_silently_fails_is_reported(instance: Instance, monkeyp
 
 @each_way
 async def test_unmount_that_fails_and_cannot_be_recorded_is_reported(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mount cannot be removed, and the disk cannot be recorded as unmounted on its volume or on the root file
     system.
@@ -423,7 +433,7 @@ async def test_unmount_that_fails_and_cannot_be_recorded_is_reported(
 
 @each_way
 async def test_mount_that_cannot_be_removed_counts_as_unmounted(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The volume's marker cannot be written, but a record on the root file system says so, for the next agent too."""
     instance.attach("a")
@@ -448,7 +458,7 @@ async def test_mount_that_cannot_be_removed_counts_as_unmounted(
 # ------------------------------------------------------------------------------
 
 
-def at_the_store(instance: Instance) -> None:
+def at_the_store(instance: InstanceWithVolumes) -> None:
     """Simulate a pod whose manifest mounts the volume at the store, which the disk hint then names."""
     if instance.bind:
         mounts.bind(instance.attach("a"), instance.paths.store)
@@ -456,7 +466,7 @@ def at_the_store(instance: Instance) -> None:
 
 
 @each_way
-async def test_volume_already_at_the_store_stays_there(instance: Instance) -> None:
+async def test_volume_already_at_the_store_stays_there(instance: InstanceWithVolumes) -> None:
     at_the_store(instance)
     instance.write("data", "precious")
     before = mounted(instance)
@@ -479,7 +489,7 @@ async def test_volume_already_at_the_store_stays_there(instance: Instance) -> No
 
 
 @by("links")
-async def test_volume_mounted_at_the_store_cannot_be_migrated_without_mounts(instance: Instance) -> None:
+async def test_volume_mounted_at_the_store_cannot_be_migrated_without_mounts(instance: InstanceWithVolumes) -> None:
     """The request fails before anything is copied, because a link cannot replace the mount."""
     instance.persistent["a"] = str(instance.paths.store)
     await instance.disks.mount("a")
@@ -495,7 +505,7 @@ async def test_volume_mounted_at_the_store_cannot_be_migrated_without_mounts(ins
 
 
 @each_way
-async def test_disk_known_from_a_hint_is_mounted_and_its_hint_removed(instance: Instance) -> None:
+async def test_disk_known_from_a_hint_is_mounted_and_its_hint_removed(instance: InstanceWithVolumes) -> None:
     volume = instance.attach("a")
     del instance.persistent["a"]
     await instance.disks.remove("a")
@@ -516,7 +526,7 @@ async def test_disk_known_from_a_hint_is_mounted_and_its_hint_removed(instance: 
 
 
 @by("links")
-async def test_dangling_link_at_the_store_is_replaced(instance: Instance) -> None:
+async def test_dangling_link_at_the_store_is_replaced(instance: InstanceWithVolumes) -> None:
     instance.attach("a")
     instance.paths.store.rmdir()
     instance.paths.store.symlink_to(instance.scratch / "gone")
@@ -527,7 +537,7 @@ async def test_dangling_link_at_the_store_is_replaced(instance: Instance) -> Non
 
 
 @each_way
-async def test_replaced_disk_is_removed_from_the_store(instance: Instance) -> None:
+async def test_replaced_disk_is_removed_from_the_store(instance: InstanceWithVolumes) -> None:
     """This completes a migration that was interrupted after the new disk was marked and before it was mounted at the
     store.
     """
@@ -544,7 +554,9 @@ async def test_replaced_disk_is_removed_from_the_store(instance: Instance) -> No
 
 
 @each_way
-async def test_disk_is_synced_before_it_is_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disk_is_synced_before_it_is_unmounted(
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     volume = instance.attach("a")
     await instance.disks.mount("a")
     synced: list[tuple[Path, str]] = []
@@ -558,7 +570,9 @@ async def test_disk_is_synced_before_it_is_unmounted(instance: Instance, monkeyp
 
 
 @each_way
-async def test_disk_at_the_migration_target_is_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disk_at_the_migration_target_is_unmounted(
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only processes that use this disk are waited for. The disk at the store stays mounted."""
     await instance.mount("a", "b")
     looked_at: list[set[Path]] = []
@@ -576,7 +590,7 @@ async def test_disk_at_the_migration_target_is_unmounted(instance: Instance, mon
 
 
 @each_way
-async def test_unmounted_disk_stays_unmounted(instance: Instance) -> None:
+async def test_unmounted_disk_stays_unmounted(instance: InstanceWithVolumes) -> None:
     volume = instance.attach("a")
     await instance.disks.mount("a")
     assert instance.released == []
@@ -599,7 +613,7 @@ async def test_unmounted_disk_stays_unmounted(instance: Instance) -> None:
 
 
 @each_way
-async def test_unmount_names_a_process_that_uses_the_disk_and_leaves_it_running(instance: Instance) -> None:
+async def test_unmount_names_a_process_that_uses_the_disk_and_leaves_it_running(instance: InstanceWithVolumes) -> None:
     await instance.mount("a")
     instance.write("file", "x")
 
@@ -613,7 +627,7 @@ async def test_unmount_names_a_process_that_uses_the_disk_and_leaves_it_running(
 
 
 @each_way
-async def test_unmount_waits_for_processes_to_release_the_disk(instance: Instance) -> None:
+async def test_unmount_waits_for_processes_to_release_the_disk(instance: InstanceWithVolumes) -> None:
     instance.timeouts = msgspec.structs.replace(instance.timeouts, use=60.0)
     await instance.mount("a")
     instance.write("file", "x")
@@ -627,7 +641,7 @@ async def test_unmount_waits_for_processes_to_release_the_disk(instance: Instanc
 
 
 @each_way
-async def test_unmount_ends_processes_of_jobs(instance: Instance) -> None:
+async def test_unmount_ends_processes_of_jobs(instance: InstanceWithVolumes) -> None:
     """Processes of a job that still use the disk are killed, and the disk is checked again even if the time limit has
     passed.
     """
@@ -642,7 +656,7 @@ async def test_unmount_ends_processes_of_jobs(instance: Instance) -> None:
 
 
 @each_way
-async def test_unmount_ends_processes_of_a_job_in_parallel(instance: Instance) -> None:
+async def test_unmount_ends_processes_of_a_job_in_parallel(instance: InstanceWithVolumes) -> None:
     """All get their signal before the first grace period ends.
 
     One after the other would delay the request by minutes.
@@ -676,7 +690,7 @@ async def test_unmount_ends_processes_of_a_job_in_parallel(instance: Instance) -
 
 
 @each_way
-async def test_disks_are_mounted_again_in_a_recreated_container(instance: Instance) -> None:
+async def test_disks_are_mounted_again_in_a_recreated_container(instance: InstanceWithVolumes) -> None:
     """They are mounted when the agent starts, and again by ``list_disk`` if they are missing."""
     await instance.mount("a", "b")
     instance.write("data", "precious")
@@ -694,7 +708,7 @@ async def test_disks_are_mounted_again_in_a_recreated_container(instance: Instan
 
 
 @by("links")
-async def test_disk_that_cannot_be_mounted_again_is_reported_as_a_problem(instance: Instance) -> None:
+async def test_disk_that_cannot_be_mounted_again_is_reported_as_a_problem(instance: InstanceWithVolumes) -> None:
     await instance.mount("a")
     instance.remake_container()
     instance.write("in the way", "x")
@@ -706,7 +720,9 @@ async def test_disk_that_cannot_be_mounted_again_is_reported_as_a_problem(instan
 
 
 @each_way
-async def test_list_disk_answers_after_an_unexpected_error(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_list_disk_answers_after_an_unexpected_error(
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await instance.mount("a")
 
     def broken(*_: object, **__: object) -> None:
@@ -718,7 +734,7 @@ async def test_list_disk_answers_after_an_unexpected_error(instance: Instance, m
 
 
 @by("links")
-async def test_missing_disk_is_reported_as_a_problem(instance: Instance) -> None:
+async def test_missing_disk_is_reported_as_a_problem(instance: InstanceWithVolumes) -> None:
     await instance.mount("a")
     instance.volume("a").rename(instance.scratch / "elsewhere")
 
@@ -727,7 +743,7 @@ async def test_missing_disk_is_reported_as_a_problem(instance: Instance) -> None
 
 
 @each_way
-async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance: Instance) -> None:
+async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance: InstanceWithVolumes) -> None:
     """A restarted agent leaves such a disk unmounted.
 
     ``mount_disk`` mounts it, because a new VM gets this request before it knows the instance id with which disks are
@@ -750,7 +766,7 @@ async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance
 
 
 @each_way
-async def test_director_decides_between_two_disks_that_claim_the_store(instance: Instance) -> None:
+async def test_director_decides_between_two_disks_that_claim_the_store(instance: InstanceWithVolumes) -> None:
     for cid in "ab":
         markers.write(instance.attach(cid), Marker(cid, "store"))
 
@@ -764,7 +780,7 @@ async def test_director_decides_between_two_disks_that_claim_the_store(instance:
 
 
 @each_way
-async def test_disk_of_an_older_agent_is_adopted(instance: Instance) -> None:
+async def test_disk_of_an_older_agent_is_adopted(instance: InstanceWithVolumes) -> None:
     """An agent without markers recorded its disk only in managed_disk_settings.json.
 
     Its mount or link may be missing.
@@ -777,7 +793,7 @@ async def test_disk_of_an_older_agent_is_adopted(instance: Instance) -> None:
 
 
 @each_way
-async def test_resize_begun_by_an_older_agent_is_adopted(instance: Instance) -> None:
+async def test_resize_begun_by_an_older_agent_is_adopted(instance: InstanceWithVolumes) -> None:
     """An agent without markers records the new disk as the managed one before anything is copied
     (platform/linux_platform.go).
     """
@@ -794,7 +810,7 @@ async def test_resize_begun_by_an_older_agent_is_adopted(instance: Instance) -> 
 
 
 @each_way
-async def test_unmarked_disk_with_files_is_mounted_at_the_store(instance: Instance) -> None:
+async def test_unmarked_disk_with_files_is_mounted_at_the_store(instance: InstanceWithVolumes) -> None:
     """It is the former disk of an agent without markers, whose container was recreated to attach the second, empty
     disk.
     """
@@ -810,7 +826,9 @@ async def test_unmarked_disk_with_files_is_mounted_at_the_store(instance: Instan
 
 @each_way
 @pytest.mark.parametrize("why", ["both have files", "it has a name"])
-async def test_unmarked_disk_is_not_mounted_if_it_may_not_be_the_former_one(instance: Instance, why: str) -> None:
+async def test_unmarked_disk_is_not_mounted_if_it_may_not_be_the_former_one(
+    instance: InstanceWithVolumes, why: str
+) -> None:
     for cid in "ab" if why == "both have files" else "a":
         (instance.attach(cid) / "data").write_text(cid)
     instance.attach("b")
@@ -827,7 +845,7 @@ async def test_unmarked_disk_is_not_mounted_if_it_may_not_be_the_former_one(inst
 # --- migrate --------------------------------------------------------------------------------------------------------
 
 
-async def resizing(instance: Instance) -> dict[str, object]:
+async def resizing(instance: InstanceWithVolumes) -> dict[str, object]:
     """Mount two disks for a migration, of which only the first has files.
 
     Return the content that the second disk must have after the migration.
@@ -843,7 +861,7 @@ async def resizing(instance: Instance) -> dict[str, object]:
 
 @pytest.mark.parametrize("cids", [("a", "b"), ()])
 @each_way
-async def test_migration_copies_all_files_once(instance: Instance, cids: tuple[str, ...]) -> None:
+async def test_migration_copies_all_files_once(instance: InstanceWithVolumes, cids: tuple[str, ...]) -> None:
     """The request may or may not name the disks.
 
     A repeated request changes nothing, other disks are rejected, and another migration may follow.
@@ -877,7 +895,7 @@ async def test_migration_copies_all_files_once(instance: Instance, cids: tuple[s
 
 
 @each_way
-async def test_migration_requires_both_disks_to_be_mounted(instance: Instance) -> None:
+async def test_migration_requires_both_disks_to_be_mounted(instance: InstanceWithVolumes) -> None:
     instance.attach("a")
     instance.attach("b")
     with pytest.raises(ActionError, match=f"^no disk is on {instance.paths.store}$"):
@@ -895,7 +913,7 @@ async def test_migration_requires_both_disks_to_be_mounted(instance: Instance) -
 
 
 @each_way
-async def test_migration_does_not_copy_an_empty_disk_over_a_full_one(instance: Instance) -> None:
+async def test_migration_does_not_copy_an_empty_disk_over_a_full_one(instance: InstanceWithVolumes) -> None:
     await instance.mount("a")
     (instance.attach("b") / "data").write_text("precious")
     await instance.disks.mount("b")
@@ -913,7 +931,7 @@ async def test_migration_does_not_copy_an_empty_disk_over_a_full_one(instance: I
 
 
 @each_way
-async def test_failed_migration_copy_keeps_the_old_disk_and_resumes_later(instance: Instance) -> None:
+async def test_failed_migration_copy_keeps_the_old_disk_and_resumes_later(instance: InstanceWithVolumes) -> None:
     wanted = await resizing(instance)
 
     async def cut_off(source: Path, target: Path, report: Callable[[protocol.Progress], None]) -> list[str]:
@@ -936,7 +954,7 @@ async def test_failed_migration_copy_keeps_the_old_disk_and_resumes_later(instan
 @each_way
 @pytest.mark.parametrize("step", [(markers, "write"), (volumes, "show")])
 async def test_failed_disk_swap_keeps_the_old_disk_on_the_store(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch, step: tuple[Any, str]
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch, step: tuple[Any, str]
 ) -> None:
     wanted = await resizing(instance)
     module, name = step
@@ -959,7 +977,7 @@ async def test_failed_disk_swap_keeps_the_old_disk_on_the_store(
 
 
 @each_way
-async def test_migration_copies_in_a_worker_and_reports_progress(instance: Instance) -> None:
+async def test_migration_copies_in_a_worker_and_reports_progress(instance: InstanceWithVolumes) -> None:
     seen: list[protocol.Progress] = []
 
     async def copy(source: Path, target: Path, _: object) -> list[str]:
@@ -979,7 +997,7 @@ async def test_migration_copies_in_a_worker_and_reports_progress(instance: Insta
 
 
 @each_way
-async def test_unfinished_disk_copy_is_not_used_and_is_resumed(instance: Instance) -> None:
+async def test_unfinished_disk_copy_is_not_used_and_is_resumed(instance: InstanceWithVolumes) -> None:
     """After a failed resize, the incomplete disk is unmounted, rejected by another instance, and completed when it is
     mounted again.
     """
@@ -988,7 +1006,7 @@ async def test_unfinished_disk_copy_is_not_used_and_is_resumed(instance: Instanc
     (instance.volume("b") / "tw").write_text("half")
     await instance.disks.unmount("b")
     assert instance.marker("b") == Marker("b", "", source="a", generation=1)
-    elsewhere = Instance(instance.scratch / "elsewhere", bind=False)
+    elsewhere = InstanceWithVolumes(instance.scratch / "elsewhere", bind=False)
     elsewhere.persistent["b"] = str(instance.volume("b"))
     with pytest.raises(ActionError, match="disk b holds an unfinished copy of disk a"):
         await elsewhere.disks.mount("b")
@@ -1000,7 +1018,7 @@ async def test_unfinished_disk_copy_is_not_used_and_is_resumed(instance: Instanc
 
 
 @each_way
-async def test_migration_is_refused_while_a_process_uses_the_disk(instance: Instance) -> None:
+async def test_migration_is_refused_while_a_process_uses_the_disk(instance: InstanceWithVolumes) -> None:
     await resizing(instance)
     instance.write("file", "x")
     with holding(instance.paths.store), pytest.raises(ActionError, match="is in use: pid"):
@@ -1021,7 +1039,7 @@ async def test_migration_is_refused_while_a_process_uses_the_disk(instance: Inst
 
 @each_way
 async def test_disk_requests_are_refused_during_a_migration(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
+    instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await resizing(instance)
     going, go = asyncio.Event(), asyncio.Event()
@@ -1050,7 +1068,9 @@ async def test_disk_requests_are_refused_during_a_migration(
 
 
 @each_way
-async def test_migration_logs_what_it_could_not_copy(instance: Instance, caplog: pytest.LogCaptureFixture) -> None:
+async def test_migration_logs_what_it_could_not_copy(
+    instance: InstanceWithVolumes, caplog: pytest.LogCaptureFixture
+) -> None:
     await resizing(instance)
 
     async def copy(source: Path, target: Path, report: object) -> list[str]:
@@ -1063,11 +1083,11 @@ async def test_migration_logs_what_it_could_not_copy(instance: Instance, caplog:
     assert text in [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize("restart", [Instance.start_agent, Instance.remake_container])
+@pytest.mark.parametrize("restart", [InstanceWithVolumes.start_agent, InstanceWithVolumes.remake_container])
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))
 @each_way
 async def test_migration_killed_at_any_step_is_completed(
-    instance: Instance, step: int, restart: Callable[[Instance], None]
+    instance: InstanceWithVolumes, step: int, restart: Callable[[InstanceWithVolumes], None]
 ) -> None:
     """After the restart, one of the two disks is at the store with all files.
 
@@ -1094,7 +1114,7 @@ async def test_migration_killed_at_any_step_is_completed(
 
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))
 @each_way
-async def test_reverse_migration_killed_at_any_step_is_completed(instance: Instance, step: int) -> None:
+async def test_reverse_migration_killed_at_any_step_is_completed(instance: InstanceWithVolumes, step: int) -> None:
     """The files move back to the old disk, so that each disk is at times marked as a copy of the other."""
     await resizing(instance)
     await instance.disks.migrate("a", "b")
@@ -1115,10 +1135,10 @@ async def test_reverse_migration_killed_at_any_step_is_completed(instance: Insta
     assert fingerprint(instance.paths.store) == wanted
 
 
-@pytest.mark.parametrize("restart", [Instance.start_agent, Instance.remake_container])
+@pytest.mark.parametrize("restart", [InstanceWithVolumes.start_agent, InstanceWithVolumes.remake_container])
 @each_way
 async def test_mount_and_unmount_killed_at_any_step_can_be_repeated(
-    instance: Instance, restart: Callable[[Instance], None]
+    instance: InstanceWithVolumes, restart: Callable[[InstanceWithVolumes], None]
 ) -> None:
     """The requests mount disks at the store and at the migration target, replace the second disk by a third, and
     unmount both.
@@ -1155,7 +1175,7 @@ async def test_mount_and_unmount_killed_at_any_step_can_be_repeated(
 
 
 @each_way
-async def test_associated_disks_are_linked_listed_and_unlinked(instance: Instance) -> None:
+async def test_associated_disks_are_linked_listed_and_unlinked(instance: InstanceWithVolumes) -> None:
     wanted = [DiskAssociation("data", "b"), DiskAssociation("backup", "a")]
     for cid in "ab":
         instance.attach(cid)
@@ -1173,7 +1193,7 @@ async def test_associated_disks_are_linked_listed_and_unlinked(instance: Instanc
 
 
 @each_way
-async def test_disk_association_links_are_restored(instance: Instance) -> None:
+async def test_disk_association_links_are_restored(instance: InstanceWithVolumes) -> None:
     instance.attach("a")
     instance.persistent["late"] = "/does/not/exist"
     wanted = [DiskAssociation("x", "gone"), DiskAssociation("y", "late"), DiskAssociation("data", "a")]
@@ -1186,7 +1206,7 @@ async def test_disk_association_links_are_restored(instance: Instance) -> None:
 
 
 @each_way
-async def test_disk_association_may_name_a_device(instance: Instance) -> None:
+async def test_disk_association_may_name_a_device(instance: InstanceWithVolumes) -> None:
     instance.persistent["a"] = {"path": "/dev/null"}
 
     await instance.disks.associate([DiskAssociation("raw", "a")])
@@ -1206,7 +1226,9 @@ async def test_disk_association_may_name_a_device(instance: Instance) -> None:
     ],
 )
 @each_way
-async def test_invalid_disk_association_is_named(instance: Instance, wanted: DiskAssociation, text: str) -> None:
+async def test_invalid_disk_association_is_named(
+    instance: InstanceWithVolumes, wanted: DiskAssociation, text: str
+) -> None:
     instance.attach("a")
     instance.persistent["late"] = "/does/not/exist"
 
@@ -1215,7 +1237,7 @@ async def test_invalid_disk_association_is_named(instance: Instance, wanted: Dis
 
 
 @each_way
-async def test_dynamic_disks_are_waited_for_linked_and_unlinked(instance: Instance) -> None:
+async def test_dynamic_disks_are_waited_for_linked_and_unlinked(instance: InstanceWithVolumes) -> None:
     """The CPI may attach the disk only after the request has arrived."""
     instance.paths.dynamic_disks.mkdir()
     link = instance.paths.dynamic_disks / "a"
@@ -1239,7 +1261,9 @@ async def test_dynamic_disks_are_waited_for_linked_and_unlinked(instance: Instan
 
 @pytest.mark.parametrize(("hint", "why"), [("/does/not/exist", "there is no /does/not/exist"), (None, "the CPI has")])
 @each_way
-async def test_dynamic_disk_that_does_not_appear_is_an_error(instance: Instance, hint: str | None, why: str) -> None:
+async def test_dynamic_disk_that_does_not_appear_is_an_error(
+    instance: InstanceWithVolumes, hint: str | None, why: str
+) -> None:
     with pytest.raises(ActionError, match=f"^Timed out resolving device path for d: {why}"):
         await instance.disks.add_dynamic("d", hint)
     with pytest.raises(ActionError, match="cannot use"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_standalone import Place
+from tests.integration.test_standalone import StandaloneTree
 from tests.support import jobs
 from tests.support.terminals import on_terminal
 from tests.support.waiting import until
@@ -25,9 +25,9 @@ MAIN = "import sys; sys.argv[0] = {!r}; from agent_shim.cli.main import main; sy
 
 
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
+async def place(tmp_path: Path) -> AsyncIterator[StandaloneTree]:
     """Run an agent with two jobs. One writes such text to its log, and the other prints it and fails."""
-    made = Place(tmp_path)
+    made = StandaloneTree(tmp_path)
     made.lay("jobs/web", jobs.sleeper(made.paths, "web"))
     said = os.fsencode(TEXT).decode("latin-1")
     broken = {
@@ -52,7 +52,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
         await made.end()
 
 
-def commands(place: Place) -> list[tuple[int, tuple[str, ...]]]:
+def commands(place: StandaloneTree) -> list[tuple[int, tuple[str, ...]]]:
     """Return the command lines to test, each with its exit code."""
     base = ("-b", str(place.paths.base))
     return [
@@ -90,7 +90,7 @@ def run(words: tuple[str, ...], locale: Mapping[str, str], *, on_pty: bool = Fal
     ("locale", "on_pty"), [(LATIN, False), (LATIN, True), (ASCII, False)], ids=["pipe", "terminal", "ascii"]
 )
 async def test_commands_escape_characters_that_the_locale_cannot_encode(
-    place: Place, locale: Mapping[str, str], *, on_pty: bool
+    place: StandaloneTree, locale: Mapping[str, str], *, on_pty: bool
 ) -> None:
     """The command succeeds or fails as with UTF-8, and prints no encoding error."""
     status = ("agent-shim", "status", "-b", str(place.paths.base))

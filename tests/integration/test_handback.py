@@ -15,10 +15,10 @@ from agent_shim.host import files, process
 from agent_shim.services import state_backup
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
-from tests.support.instance import AGENT, World
+from tests.support.instance import AGENT, RunningAgent
 
 
-async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance: World) -> None:
+async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance: RunningAgent) -> None:
     """Only this agent's own state is removed, and the Go agent's state stays as it is.
 
     If this agent starts again, it adopts the jobs as after the Go agent, and starts none twice.
@@ -52,7 +52,7 @@ async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance
 
 
 @pytest.mark.slow
-async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: World) -> None:
+async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: RunningAgent) -> None:
     """Otherwise monit would start them. A file for the Go agent says that they are stopped."""
     await instance.deploy(2, 1)
     await instance.director.run(AGENT, "stop")
@@ -69,7 +69,7 @@ async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: World) 
 
 
 @pytest.mark.slow
-async def test_handback_reports_processes_that_monit_would_start(instance: World) -> None:
+async def test_handback_reports_processes_that_monit_would_start(instance: RunningAgent) -> None:
     """The report names processes that have died, and those that monit would consider dead.
 
     While the agent runs, a handback is refused.
@@ -95,7 +95,7 @@ async def test_handback_reports_processes_that_monit_would_start(instance: World
 
 
 @pytest.mark.slow
-async def test_handback_is_repeatable_and_changes_nothing_without_an_agent(instance: World) -> None:
+async def test_handback_is_repeatable_and_changes_nothing_without_an_agent(instance: RunningAgent) -> None:
     """If there is nothing to hand back, the command still succeeds."""
     instance.base.mkdir(exist_ok=True)
     before = sorted(instance.base.iterdir())

@@ -21,12 +21,22 @@ from agent_shim.core.errors import ActionError
 from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus import https, tls
 from agent_shim.edges.bus.https import HttpsBus
-from tests.support.create_env import Cli, authority, basic, dav_path, head, mbus, on_https, read_answer, trusting
+from tests.support.create_env import (
+    AgentClient,
+    authority,
+    basic,
+    dav_path,
+    head,
+    mbus,
+    on_https,
+    read_answer,
+    trusting,
+)
 from tests.support.old_tls import lenient, outdated
 from tests.support.waiting import until
 
 
-class Agent:
+class PingAgent:
     """Answers ``ping`` at once and other requests once ``released`` is set.
 
     Records which requests began and how they ended.
@@ -53,18 +63,18 @@ class Agent:
 
 
 @pytest.fixture
-def agent() -> Agent:
-    return Agent()
+def agent() -> PingAgent:
+    return PingAgent()
 
 
 @pytest.fixture
-async def bus(agent: Agent, tmp_path: Path) -> AsyncIterator[HttpsBus]:
+async def bus(agent: PingAgent, tmp_path: Path) -> AsyncIterator[HttpsBus]:
     async with on_https(agent.handle, tmp_path) as one:
         yield one
 
 
 @pytest.fixture
-async def hasty(agent: Agent, tmp_path: Path) -> AsyncIterator[HttpsBus]:
+async def hasty(agent: PingAgent, tmp_path: Path) -> AsyncIterator[HttpsBus]:
     """Run an HTTPS endpoint with short timeouts and small size limits."""
     async with on_https(agent.handle, tmp_path, idle=0.3, stall=0.3, request=1000, blob=2_000_000) as one:
         yield one
@@ -88,8 +98,8 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
 # --------------------------------------------------------------------------------------------
 
 
-async def test_https_action_finishes_after_its_client_disconnects(bus: HttpsBus, agent: Agent) -> None:
-    async with Cli(bus.port).connected() as (_, writer):
+async def test_https_action_finishes_after_its_client_disconnects(bus: HttpsBus, agent: PingAgent) -> None:
+    async with AgentClient(bus.port).connected() as (_, writer):
         writer.write(request("start"))
         await agent.begun.wait()
     await asyncio.sleep(0.1)
@@ -102,7 +112,7 @@ async def test_https_action_finishes_after_its_client_disconnects(bus: HttpsBus,
 
 @pytest.mark.parametrize("sent", [0, 100, 300_000])
 async def test_interrupted_https_upload_leaves_no_file(bus: HttpsBus, tmp_path: Path, sent: int) -> None:
-    cli = Cli(bus.port)
+    cli = AgentClient(bus.port)
     await cli.put_blob("one", b"old")
     async with cli.connected() as (_, writer):
         writer.write(head("PUT", dav_path("one"), 400_000, basic()) + bytes(sent))
@@ -112,12 +122,12 @@ async def test_interrupted_https_upload_leaves_no_file(bus: HttpsBus, tmp_path: 
     assert (tmp_path / "one").read_bytes() == b"old"
 
 
-async def test_https_drain_waits_until_answers_are_sent(agent: Agent, tmp_path: Path) -> None:
+async def test_https_drain_waits_until_answers_are_sent(agent: PingAgent, tmp_path: Path) -> None:
     """Without requests in progress, ``drain`` returns at once."""
     async with AsyncExitStack() as stack:
         async with on_https(agent.handle, tmp_path) as bus:
             await bus.drain(60)
-            reader, writer = await stack.enter_async_context(Cli(bus.port).connected())
+            reader, writer = await stack.enter_async_context(AgentClient(bus.port).connected())
             writer.write(request("get_task"))
             await agent.begun.wait()
             draining = asyncio.create_task(bus.drain(60))
@@ -131,10 +141,10 @@ async def test_https_drain_waits_until_answers_are_sent(agent: Agent, tmp_path: 
         assert (await read_answer(reader)).status == 200
 
 
-async def test_https_shutdown_closes_all_connections(agent: Agent, tmp_path: Path) -> None:
+async def test_https_shutdown_closes_all_connections(agent: PingAgent, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         async with on_https(agent.handle, tmp_path, goodbye=0.1) as bus:
-            reader, writer = await stack.enter_async_context(Cli(bus.port).connected())
+            reader, writer = await stack.enter_async_context(AgentClient(bus.port).connected())
             writer.write(request("ping"))
             assert (await read_answer(reader)).status == 200
 
@@ -146,7 +156,7 @@ async def test_https_shutdown_closes_all_connections(agent: Agent, tmp_path: Pat
 
 @pytest.mark.parametrize("said", [b"", b"GET /ag", head("GET", "/", 0, "")])
 async def test_https_connection_without_a_request_is_closed(hasty: HttpsBus, said: bytes) -> None:
-    async with Cli(hasty.port).connected() as (reader, writer):
+    async with AgentClient(hasty.port).connected() as (reader, writer):
         writer.write(said)
 
         await until_closed(reader)
@@ -163,7 +173,7 @@ async def test_https_connection_without_a_request_is_closed(hasty: HttpsBus, sai
 async def test_stalled_https_upload_is_rejected_and_removed(
     hasty: HttpsBus, tmp_path: Path, begun: bytes, status: int, said: bytes | None
 ) -> None:
-    async with Cli(hasty.port).connected() as (reader, writer):
+    async with AgentClient(hasty.port).connected() as (reader, writer):
         writer.write(begun)
 
         answer = await read_answer(reader)
@@ -174,7 +184,7 @@ async def test_stalled_https_upload_is_rejected_and_removed(
 
 async def test_https_client_that_reads_nothing_is_disconnected(hasty: HttpsBus, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(64 * 1024 * 1024))
-    async with Cli(hasty.port).connected() as (reader, writer):
+    async with AgentClient(hasty.port).connected() as (reader, writer):
         writer.write(head("GET", dav_path("big"), 0, basic()))
         await reader.readexactly(1000)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -183,13 +193,13 @@ async def test_https_client_that_reads_nothing_is_disconnected(hasty: HttpsBus, 
 
         writer.transport.resume_reading()  # type: ignore[attr-defined]
         assert len(await until_closed(reader)) < 32 * 1024 * 1024
-    assert await Cli(hasty.port).value("ping") == "ping"
+    assert await AgentClient(hasty.port).value("ping") == "ping"
 
 
 async def test_finished_https_connections_leave_no_objects_in_memory(bus: HttpsBus) -> None:
     """The CLI polls every second, each time on a new connection."""
     for _ in range(30):
-        assert await Cli(bus.port).value("ping") == "ping"
+        assert await AgentClient(bus.port).value("ping") == "ping"
 
     def kept() -> int:
         gc.collect()
@@ -200,7 +210,7 @@ async def test_finished_https_connections_leave_no_objects_in_memory(bus: HttpsB
 
 async def test_https_bodies_of_maximum_size_are_accepted(hasty: HttpsBus, tmp_path: Path) -> None:
     """The limit is the same for bodies with a declared length and for chunked bodies."""
-    cli, body = Cli(hasty.port), request("ping").partition(b"\r\n\r\n")[2].ljust(1000)
+    cli, body = AgentClient(hasty.port), request("ping").partition(b"\r\n\r\n")[2].ljust(1000)
 
     assert (await cli.send("POST", "/agent", body)).status == 200
     assert (await cli.put_blob("one", bytes(2_000_000))).status == 201
@@ -214,7 +224,7 @@ async def test_https_bodies_of_maximum_size_are_accepted(hasty: HttpsBus, tmp_pa
 async def test_https_bytes_and_messages_are_counted(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
     """The statistics for the metrics contain one request and one answer, and no error is logged."""
     body = b'{"method": "ping"}'
-    await Cli(bus.port).send("POST", "/agent", body)
+    await AgentClient(bus.port).send("POST", "/agent", body)
 
     stats = bus.stats
     assert (stats.attempts, stats.connects, stats.received, stats.sent, stats.rejected) == (1, 1, 1, 1, 0)
@@ -223,9 +233,9 @@ async def test_https_bytes_and_messages_are_counted(bus: HttpsBus, caplog: pytes
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-async def test_https_shutdown_cancels_running_actions(agent: Agent, tmp_path: Path) -> None:
+async def test_https_shutdown_cancels_running_actions(agent: PingAgent, tmp_path: Path) -> None:
     """An action must not outlive the agent, and its caller is about to be disconnected anyway."""
-    async with on_https(agent.handle, tmp_path, goodbye=0.1) as bus, Cli(bus.port).connected() as (_, writer):
+    async with on_https(agent.handle, tmp_path, goodbye=0.1) as bus, AgentClient(bus.port).connected() as (_, writer):
         writer.write(request("start"))
         await agent.begun.wait()
 
@@ -233,7 +243,7 @@ async def test_https_shutdown_cancels_running_actions(agent: Agent, tmp_path: Pa
 
 
 async def test_https_bodies_above_the_limit_are_rejected(hasty: HttpsBus, tmp_path: Path) -> None:
-    cli = Cli(hasty.port)
+    cli = AgentClient(hasty.port)
 
     assert (await cli.send("POST", "/agent", bytes(1001))).status == 413
     assert (await cli.put_blob("one", bytes(2_000_001))).status == 413
@@ -249,13 +259,13 @@ async def test_https_bodies_above_the_limit_are_rejected(hasty: HttpsBus, tmp_pa
     assert await cli.value("ping") == "ping"
 
 
-async def test_https_requests_beyond_64_mib_in_total_get_503(agent: Agent, tmp_path: Path) -> None:
+async def test_https_requests_beyond_64_mib_in_total_get_503(agent: PingAgent, tmp_path: Path) -> None:
     """Otherwise one client with the password could occupy two gigabytes, with a body of 16 MiB on each connection.
 
     Once the others have ended, requests are answered again.
     """
     async with on_https(agent.handle, tmp_path, requests=3000) as bus, AsyncExitStack() as stack:
-        cli = Cli(bus.port)
+        cli = AgentClient(bus.port)
         for _ in range(2):
             _, writer = await stack.enter_async_context(cli.connected())
             writer.write(head("POST", "/agent", 2000, basic()) + bytes(1400))
@@ -272,9 +282,11 @@ async def test_https_requests_beyond_64_mib_in_total_get_503(agent: Agent, tmp_p
 
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
-async def test_unauthenticated_https_connections_do_not_evict_authenticated_ones(agent: Agent, tmp_path: Path) -> None:
+async def test_unauthenticated_https_connections_do_not_evict_authenticated_ones(
+    agent: PingAgent, tmp_path: Path
+) -> None:
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
-        cli = Cli(bus.port)
+        cli = AgentClient(bus.port)
         reader, writer = await stack.enter_async_context(cli.connected())
         writer.write(request("ping"))
         assert (await read_answer(reader)).status == 200
@@ -289,14 +301,14 @@ async def test_unauthenticated_https_connections_do_not_evict_authenticated_ones
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize("begins_tls", [False, True])
 async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
-    agent: Agent, tmp_path: Path, begins_tls: bool
+    agent: PingAgent, tmp_path: Path, begins_tls: bool
 ) -> None:
     """Silent connections, with or without TLS, each hold a descriptor for ten seconds, so their number is limited."""
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         silent = []
         for _ in range(20):
             if begins_tls:
-                reader, _ = await stack.enter_async_context(Cli(bus.port).connected())
+                reader, _ = await stack.enter_async_context(AgentClient(bus.port).connected())
             else:
                 reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
                 stack.callback(writer.close)
@@ -305,25 +317,27 @@ async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
         for reader in silent[:12]:
             await until_closed(reader)
         assert [reader.at_eof() for reader in silent[12:]] == [False] * 8
-        assert await Cli(bus.port).value("ping") == "ping"
+        assert await AgentClient(bus.port).value("ping") == "ping"
 
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
-async def test_https_connections_do_not_evict_the_handshake_of_another_address(agent: Agent, tmp_path: Path) -> None:
+async def test_https_connections_do_not_evict_the_handshake_of_another_address(
+    agent: PingAgent, tmp_path: Path
+) -> None:
     """A slow client completes its TLS handshake although twenty connections from another address arrive meanwhile."""
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
         for _ in range(20):
             _, stranger = await asyncio.open_connection("127.0.0.1", bus.port, local_addr=("127.0.0.2", 0))
             stack.callback(stranger.close)
-        await writer.start_tls(Cli(bus.port).context, server_hostname="127.0.0.1")
+        await writer.start_tls(AgentClient(bus.port).context, server_hostname="127.0.0.1")
         writer.write(request("ping"))
         assert (await read_answer(reader)).status == 200
         writer.close()
 
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
-async def test_flood_of_https_handshakes_does_not_lock_out_other_callers(agent: Agent, tmp_path: Path) -> None:
+async def test_flood_of_https_handshakes_does_not_lock_out_other_callers(agent: PingAgent, tmp_path: Path) -> None:
     """Sixteen clients compete for eight connections. Each completes a TLS handshake, disconnects and starts again."""
     done = 0
 
@@ -338,7 +352,7 @@ async def test_flood_of_https_handshakes_does_not_lock_out_other_callers(agent: 
                 writer.transport.abort()
 
     async with on_https(agent.handle, tmp_path, connections=8) as bus, asyncio.TaskGroup() as group:
-        cli = Cli(bus.port)
+        cli = AgentClient(bus.port)
         strangers = [group.create_task(stranger(bus.port, cli.context)) for _ in range(16)]
         while done < 200:
             assert await cli.value("ping") == "ping"
@@ -347,18 +361,18 @@ async def test_flood_of_https_handshakes_does_not_lock_out_other_callers(agent: 
 
 
 async def test_https_server_full_of_authenticated_callers_accepts_no_more_connections(
-    agent: Agent, tmp_path: Path
+    agent: PingAgent, tmp_path: Path
 ) -> None:
     async with on_https(agent.handle, tmp_path, connections=3) as bus, AsyncExitStack() as stack:
         callers = []
         for _ in range(3):
-            reader, writer = await stack.enter_async_context(Cli(bus.port).connected())
+            reader, writer = await stack.enter_async_context(AgentClient(bus.port).connected())
             writer.write(request("ping"))
             assert (await read_answer(reader)).status == 200
             callers.append((reader, writer))
 
         with pytest.raises((ConnectionError, ssl.SSLError, asyncio.IncompleteReadError)):
-            await Cli(bus.port).value("ping")
+            await AgentClient(bus.port).value("ping")
         for reader, writer in callers:
             writer.write(request("ping"))
             assert (await read_answer(reader)).status == 200
@@ -366,7 +380,7 @@ async def test_https_server_full_of_authenticated_callers_accepts_no_more_connec
         async with asyncio.timeout(10):
             while True:
                 try:
-                    assert await Cli(bus.port).value("ping") == "ping"
+                    assert await AgentClient(bus.port).value("ping") == "ping"
                     break
                 except (ConnectionError, ssl.SSLError, asyncio.IncompleteReadError):
                     await asyncio.sleep(0.05)
@@ -378,7 +392,7 @@ async def test_https_blob_transfers_are_counted(
     """``/metrics`` distinguishes complete transfers from those that failed or were interrupted."""
     transfers = workers.Transfers()
     monkeypatch.setattr(https, "transfers", transfers)
-    cli = Cli(hasty.port)
+    cli = AgentClient(hasty.port)
     await cli.put_blob("one", bytes(300_000))
     await cli.put_blob("two", bytes(2_000_001))
     assert (await cli.send("GET", dav_path("one"))).body == bytes(300_000)
@@ -419,7 +433,7 @@ async def test_https_blob_transfers_are_counted(
     ],
 )
 async def test_invalid_http_or_tls_ends_only_its_connection(hasty: HttpsBus, said: bytes) -> None:
-    cli = Cli(hasty.port)
+    cli = AgentClient(hasty.port)
     async with cli.connected() as (reader, writer):
         writer.write(said)
         await until_closed(reader)
@@ -433,7 +447,7 @@ async def test_invalid_http_or_tls_ends_only_its_connection(hasty: HttpsBus, sai
 
 @pytest.mark.attack("a neighbour calls the create-env endpoint without the password")
 async def test_https_server_rejects_old_tls_versions(
-    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    agent: PingAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OpenSSL is configured to accept TLS 1.1 here, so only the agent's own minimum version rejects the client."""
 
@@ -466,7 +480,7 @@ async def test_https_client_waiting_for_100_continue_gets_it_and_the_answer(
     """An authenticated client gets ``100 Continue`` and then the answer, and one without the password gets 401 at
     once.
     """
-    cli = Cli(bus.port)
+    cli = AgentClient(bus.port)
     async with cli.connected() as (reader, writer), asyncio.timeout(10):
         writer.write(head(*to, len(body), basic(), Expect="100-continue"))
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -483,7 +497,7 @@ async def test_https_client_waiting_for_100_continue_gets_it_and_the_answer(
 
 
 async def test_compressed_https_request_body_is_not_decoded(bus: HttpsBus, tmp_path: Path) -> None:
-    answer = await Cli(bus.port).send("PUT", dav_path("one"), b"no gzip", **{"Content-Encoding": "gzip"})
+    answer = await AgentClient(bus.port).send("PUT", dav_path("one"), b"no gzip", **{"Content-Encoding": "gzip"})
 
     assert answer.status == 201
     assert (tmp_path / "one").read_bytes() == b"no gzip"
@@ -492,7 +506,7 @@ async def test_compressed_https_request_body_is_not_decoded(bus: HttpsBus, tmp_p
 # --- address and certificate ------------------------------------------------------------------------------------------
 
 
-async def test_https_port_in_use_is_retried(agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_https_port_in_use_is_retried(agent: PingAgent, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The agent logs the error only once, and listens as soon as the port is free."""
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
@@ -505,7 +519,7 @@ async def test_https_port_in_use_is_retried(agent: Agent, tmp_path: Path, caplog
             assert "cannot listen at 127.0.0.1" in bus.stats.last_error
             taken.close()
             await until(lambda: bus.is_connected)
-        assert await Cli(port).value("ping") == "ping"
+        assert await AgentClient(port).value("ping") == "ping"
         assert bus.stats.last_error == ""
         assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
     finally:
@@ -514,10 +528,10 @@ async def test_https_port_in_use_is_retried(agent: Agent, tmp_path: Path, caplog
 
 
 @pytest.mark.attack("a neighbour calls the create-env endpoint without the password")
-async def test_https_address_without_a_password_admits_nobody(agent: Agent, tmp_path: Path) -> None:
+async def test_https_address_without_a_password_admits_nobody(agent: PingAgent, tmp_path: Path) -> None:
     async with on_https(agent.handle, tmp_path, mbus(urls=("https://127.0.0.1:0",))) as bus:
         for auth in ("", basic("", ""), "Basic "):
-            assert (await Cli(bus.port).send("POST", "/agent", b"{}", auth=auth)).status == 401
+            assert (await AgentClient(bus.port).send("POST", "/agent", b"{}", auth=auth)).status == 401
         assert "has no password" in bus.stats.last_error
 
 
@@ -525,16 +539,16 @@ async def test_new_https_certificate_applies_to_new_connections_only(bus: HttpsB
     other = Authority("other", bits=2048)
     pair = other.server("agent")
     port = bus.port
-    async with Cli(port).connected() as (reader, writer):
+    async with AgentClient(port).connected() as (reader, writer):
         wanted = mbus(port, certificate=pair.certificate, private_key=pair.private_key)
         await bus.rotate(wanted)
 
         assert bus.mbus == wanted
         writer.write(request("ping"))
         assert (await read_answer(reader)).status == 200
-    assert await Cli(port, trusting(other.ca)).value("ping") == "ping"
+    assert await AgentClient(port, trusting(other.ca)).value("ping") == "ping"
     with pytest.raises(ssl.SSLCertVerificationError):
-        await Cli(port, trusting(authority().ca)).value("ping")
+        await AgentClient(port, trusting(authority().ca)).value("ping")
 
 
 async def test_invalid_new_https_certificate_or_address_is_rejected_and_the_old_one_kept(bus: HttpsBus) -> None:
@@ -548,7 +562,7 @@ async def test_invalid_new_https_certificate_or_address_is_rejected_and_the_old_
             await bus.rotate(mbus(taken.sockets[0].getsockname()[1]))
 
     assert bus.mbus == before == mbus()
-    assert await Cli(bus.port).value("ping") == "ping"
+    assert await AgentClient(bus.port).value("ping") == "ping"
 
 
 @pytest.mark.attack("a reader finds secrets in the log")
@@ -562,7 +576,7 @@ async def test_invalid_new_https_certificate_or_address_is_rejected_and_the_old_
     ids=["the port of https", "its own port", "broken"],
 )
 async def test_https_listen_error_names_the_address_without_its_password(
-    agent: Agent, tmp_path: Path, address: str, said: str
+    agent: PingAgent, tmp_path: Path, address: str, said: str
 ) -> None:
     bus = HttpsBus(mbus(urls=(f"https://{address}",)), agent.handle, tmp_path)
     running = asyncio.create_task(bus.run())
@@ -597,7 +611,7 @@ async def test_endless_unauthenticated_https_request_is_not_kept_in_memory(
 ) -> None:
     """The client sends without reading answers. The server closes the connection or stops reading from it."""
     taken, most = 0, 32_000_000
-    async with Cli(bus.port).connected() as (_, writer):
+    async with AgentClient(bus.port).connected() as (_, writer):
         writer.write(begin)
         try:
             while taken < most:
@@ -611,14 +625,14 @@ async def test_endless_unauthenticated_https_request_is_not_kept_in_memory(
             pass
 
     assert taken < most
-    assert (await Cli(bus.port).call("ping")) == {"value": "ping"}
+    assert (await AgentClient(bus.port).call("ping")) == {"value": "ping"}
 
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize(("begin", "again"), [(b"GET /agent HTTP/1.1\r\nX: ", b"a"), (b"", b"\r\n")])
 async def test_slow_unauthenticated_https_client_is_disconnected(hasty: HttpsBus, begin: bytes, again: bytes) -> None:
     """The client keeps sending single bytes, but the headers must be complete within the time limit."""
-    async with Cli(hasty.port).connected() as (reader, writer):
+    async with AgentClient(hasty.port).connected() as (reader, writer):
         ended = asyncio.create_task(until_closed(reader))
         writer.write(begin)
         async with asyncio.timeout(20):

@@ -18,7 +18,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcTimeoutError
 from agent_shim.host import files, process
 from tests.support import jobs
-from tests.support.instance import AGENT, COMMAND, NETWORKS, World
+from tests.support.instance import AGENT, COMMAND, NETWORKS, RunningAgent
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ TIMEOUT_S = 30.0
 LASTS = "echo $$ >$pidfile; exec sleep 100000"
 
 
-def job(instance: World, name: str, pre_start: str = "") -> dict[str, str | bytes]:
+def job(instance: RunningAgent, name: str, pre_start: str = "") -> dict[str, str | bytes]:
     """Return a job with one process.
 
     The process and its pre-start script write their names to a log on the data volume, which outlives the container.
@@ -39,12 +39,14 @@ def job(instance: World, name: str, pre_start: str = "") -> dict[str, str | byte
     return made
 
 
-def events(instance: World) -> list[str]:
+def events(instance: RunningAgent) -> list[str]:
     path = instance.base / "data/events"
     return path.read_text().splitlines() if path.exists() else []
 
 
-async def deploy(instance: World, files_of: Mapping[str, Mapping[str, str | bytes]], *, start: bool = True) -> None:
+async def deploy(
+    instance: RunningAgent, files_of: Mapping[str, Mapping[str, str | bytes]], *, start: bool = True
+) -> None:
     """Deploy these jobs as the Director does, but without pre-start."""
     spec = jobs.spec(instance.store, files_of, {"tool": {"content": "1"}}, networks=NETWORKS)
     await instance.director.run(AGENT, "apply", spec)
@@ -53,7 +55,7 @@ async def deploy(instance: World, files_of: Mapping[str, Mapping[str, str | byte
         await instance.until_running()
 
 
-async def end_container(instance: World) -> None:
+async def end_container(instance: RunningAgent) -> None:
     """Kill the agent and all jobs, as the end of a container does."""
     await instance.kill_agent()
     for pid in instance.pids().values():
@@ -62,14 +64,14 @@ async def end_container(instance: World) -> None:
             await found.wait()
 
 
-def reset_root(instance: World) -> None:
+def reset_root(instance: RunningAgent) -> None:
     """Replace the root file system. The data volume stays."""
     for path in instance.base.iterdir():
         if path.name != "data":
             files.remove_tree(path)
 
 
-async def restart_container(instance: World) -> None:
+async def restart_container(instance: RunningAgent) -> None:
     """Restart the container in place: kill all processes, replace the root file system, and start the agent."""
     await end_container(instance)
     (instance.base / "data/events").unlink(missing_ok=True)
@@ -77,19 +79,19 @@ async def restart_container(instance: World) -> None:
     await instance.start_agent()
 
 
-async def state(instance: World) -> dict[str, Any]:
+async def state(instance: RunningAgent) -> dict[str, Any]:
     found: dict[str, Any] = await instance.director.value(AGENT, "get_state")
     return found
 
 
-async def in_state(instance: World, *job_states: str) -> None:
+async def in_state(instance: RunningAgent, *job_states: str) -> None:
     """Wait until the instance has this state."""
     async with asyncio.timeout(TIMEOUT_S):
         while (await state(instance))["job_state"] not in job_states:
             await asyncio.sleep(0.02)
 
 
-async def until_said(instance: World, text: str) -> None:
+async def until_said(instance: RunningAgent, text: str) -> None:
     """Wait until the agent's log contains this text."""
     await until(lambda: text in instance.log_text())
 
@@ -104,13 +106,13 @@ async def snapshot(tree: Path) -> dict[str, int]:
     return found
 
 
-async def status(instance: World) -> dict[str, Any]:
+async def status(instance: RunningAgent) -> dict[str, Any]:
     """Return the JSON output of ``agent-shim status``."""
     found: dict[str, Any] = json.loads((await instance.execute("status", "--json"))[1])
     return found
 
 
-async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instance: World) -> None:
+async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instance: RunningAgent) -> None:
     """The agent also restores links, files and run directories, and reports the same state to the Director."""
     await instance.start_agent()
     files_of = {"job-web": job(instance, "job-web", "sleep 0.2"), "job-worker": job(instance, "job-worker", "true")}
@@ -152,7 +154,9 @@ async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instanc
 
 
 @pytest.mark.parametrize("was_started", [True, False])
-async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(instance: World, was_started: bool) -> None:
+async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(
+    instance: RunningAgent, was_started: bool
+) -> None:
     """Pre-start does not run, because a Director runs it before it starts jobs.
 
     A start is stored before it is answered, so it takes effect even if the container ends right afterwards.
@@ -177,7 +181,7 @@ async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(instan
     await in_state(instance, "running")
 
 
-async def test_agent_that_was_shut_down_starts_no_jobs(instance: World) -> None:
+async def test_agent_that_was_shut_down_starts_no_jobs(instance: RunningAgent) -> None:
     """The shutdown is also recorded on the data volume, so that a new container starts no jobs either."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
@@ -194,7 +198,7 @@ async def test_agent_that_was_shut_down_starts_no_jobs(instance: World) -> None:
     assert instance.pids() == {}
 
 
-async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(instance: World) -> None:
+async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(instance: RunningAgent) -> None:
     """Meanwhile the instance is failing, a warning contains the reason, and no job runs.
 
     When the Director starts the jobs, pre-start is not required, because the Director runs it first.
@@ -229,7 +233,7 @@ async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(in
     assert len(events(instance)) == seen
 
 
-async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_stop(instance: World) -> None:
+async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_stop(instance: RunningAgent) -> None:
     """After a restart of the agent, the script runs again, because its first run may have been incomplete.
 
     A stop request does not wait for the script but kills it.
@@ -265,7 +269,7 @@ async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_st
 
 
 @pytest.mark.parametrize("what", ["jobs/job-web", "packages/tool"])
-async def test_missing_job_files_are_reported_and_a_start_is_refused(instance: World, what: str) -> None:
+async def test_missing_job_files_are_reported_and_a_start_is_refused(instance: RunningAgent, what: str) -> None:
     """The files may have been on a file system in memory. The Director's next deployment installs them again."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
@@ -285,7 +289,7 @@ async def test_missing_job_files_are_reported_and_a_start_is_refused(instance: W
     await deploy(instance, {"job-web": job(instance, "job-web")})
 
 
-async def test_new_container_of_another_agent_starts_empty(instance: World) -> None:
+async def test_new_container_of_another_agent_starts_empty(instance: RunningAgent) -> None:
     """The jobs on the volume belong to another agent, so they are neither started nor reported, but their files are
     kept.
     """
@@ -305,7 +309,7 @@ async def test_new_container_of_another_agent_starts_empty(instance: World) -> N
     assert (instance.base / "data/bosh/set_aside/somebody-else/spec.json").exists()
 
 
-async def test_jobs_without_processes_are_running_after_recovery(instance: World) -> None:
+async def test_jobs_without_processes_are_running_after_recovery(instance: RunningAgent) -> None:
     """An empty monit file means that nothing has to be started."""
     await instance.start_agent()
     await deploy(instance, {"job-web": {"monit": "", "bin/x": "x"}})
@@ -316,7 +320,7 @@ async def test_jobs_without_processes_are_running_after_recovery(instance: World
     assert "processes" not in await state(instance)
 
 
-async def test_lost_supervisor_state_is_rebuilt_from_the_spec(instance: World) -> None:
+async def test_lost_supervisor_state_is_rebuilt_from_the_spec(instance: RunningAgent) -> None:
     """Otherwise the agent would not know the job, and would report "running" although none of its processes exists."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
@@ -331,7 +335,7 @@ async def test_lost_supervisor_state_is_rebuilt_from_the_spec(instance: World) -
     assert list(instance.pids()) == ["job-web"]
 
 
-async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: World) -> None:
+async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: RunningAgent) -> None:
     """Two agents share a volume when a pod is recreated before its predecessor has ended."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
@@ -360,7 +364,7 @@ async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: W
 
 
 @pytest.mark.slow
-async def test_agent_that_lost_its_volume_ends_its_jobs_and_disconnects(instance: World) -> None:
+async def test_agent_that_lost_its_volume_ends_its_jobs_and_disconnects(instance: RunningAgent) -> None:
     """Another agent takes over the volume if this one seems dead, for example after a minute of suspension.
 
     From then on, this agent must not write to the volume.
@@ -401,7 +405,7 @@ def with_more(document: Any) -> Any:
     return [with_more(member) for member in document] if isinstance(document, list) else document
 
 
-async def test_other_agent_version_adopts_all_processes(instance: World) -> None:
+async def test_other_agent_version_adopts_all_processes(instance: RunningAgent) -> None:
     """Members of the state files that this version does not know are ignored."""
     await instance.start_agent()
     await deploy(instance, {"web": job(instance, "web"), "db": job(instance, "db")})

@@ -17,7 +17,7 @@ from agent_shim.core.errors import ActionError
 from agent_shim.host import clock, keeper, proc, process, reaper
 from agent_shim.supervisor.supervisor import Supervisor
 from tests.support.programs import is_alive, kill, number_in, number_of_program
-from tests.support.programs.jobs import LASTING, World, in_state, info
+from tests.support.programs.jobs import LASTING, JobTree, in_state, info
 from tests.support.waiting import until
 
 HIDDEN = "(setsid sh -c 'echo $$ >{child}.new; mv {child}.new {child}; exec env -i sleep 600' &)"
@@ -28,7 +28,7 @@ def keeper_of(supervisor: Supervisor) -> int:
     return kept.pid
 
 
-async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: World) -> None:
+async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: JobTree) -> None:
     """The reason names the processes that may belong to the service. Once they have ended, the stop succeeds."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
@@ -55,7 +55,7 @@ async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: Worl
 
 @pytest.mark.parametrize("set_back_s", [0, 3600])
 async def test_next_agent_detects_a_killed_keeper(
-    world: World, monkeypatch: pytest.MonkeyPatch, set_back_s: int
+    world: JobTree, monkeypatch: pytest.MonkeyPatch, set_back_s: int
 ) -> None:
     """The detection must not depend on the machine's clock, which may have been set back."""
     child = world.base / "child"
@@ -79,7 +79,7 @@ async def test_next_agent_detects_a_killed_keeper(
 
 @pytest.mark.parametrize("is_killed", [False, True])
 async def test_next_agent_recognizes_a_keeper_without_a_start_time_in_its_socket_name(
-    world: World, is_killed: bool
+    world: JobTree, is_killed: bool
 ) -> None:
     """Earlier revisions named the sockets in this way."""
     child = world.base / "child"
@@ -108,7 +108,7 @@ async def test_next_agent_recognizes_a_keeper_without_a_start_time_in_its_socket
                 assert not is_alive(hidden)
 
 
-async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_its_stop(world: World) -> None:
+async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_its_stop(world: JobTree) -> None:
     async with world.supervising(world.job("web")) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
         os.kill(keeper_of(supervisor), signal.SIGKILL)
@@ -119,7 +119,7 @@ async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_
         assert (info(supervisor, "web").state, is_alive(pid)) == ("stopped", False)
 
 
-async def test_agent_reconnects_to_a_keeper_after_another_client_has_replaced_it(world: World) -> None:
+async def test_agent_reconnects_to_a_keeper_after_another_client_has_replaced_it(world: JobTree) -> None:
     """A keeper serves only its latest client, and root can connect to its socket."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
@@ -135,7 +135,7 @@ async def test_agent_reconnects_to_a_keeper_after_another_client_has_replaced_it
 
 
 async def test_stop_fails_while_another_client_repeatedly_replaces_the_agent_at_a_keeper(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: JobTree, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The stop must not succeed while the keeper has living processes, and the agent must not reconnect forever."""
     monkeypatch.setattr(keeper, "RECONNECT_PAUSE_S", 3600)
@@ -154,7 +154,7 @@ async def test_stop_fails_while_another_client_repeatedly_replaces_the_agent_at_
         assert is_alive(hidden)
 
 
-async def test_next_agent_learns_the_exit_status_of_a_process_that_exited_meanwhile(world: World) -> None:
+async def test_next_agent_learns_the_exit_status_of_a_process_that_exited_meanwhile(world: JobTree) -> None:
     with reaper.reaping():
         async with world.supervisor() as supervisor:
             await supervisor.configure([world.job("web", None, None)])
@@ -170,7 +170,7 @@ async def test_next_agent_learns_the_exit_status_of_a_process_that_exited_meanwh
             await supervisor.stop(wait=True)
 
 
-async def test_next_agent_does_not_count_itself_as_an_orphan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_next_agent_does_not_count_itself_as_an_orphan(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent's own parent may be process 1, as under systemd, to which orphans are reparented too."""
     job = world.job("web")
     with reaper.reaping():
@@ -192,7 +192,7 @@ async def test_next_agent_does_not_count_itself_as_an_orphan(world: World, monke
 
 
 async def test_stop_fails_while_a_process_of_a_keeper_killed_during_the_start_remains(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = world.base / "keeper"
     killed.write_text(
@@ -210,7 +210,7 @@ async def test_stop_fails_while_a_process_of_a_keeper_killed_during_the_start_re
 
 
 async def test_hanging_program_start_fails_the_stop_and_is_not_repeated(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the program's file server does not respond, the program may still start once the server is back."""
     hanging = world.base / "keeper"
@@ -231,7 +231,7 @@ async def test_hanging_program_start_fails_the_stop_and_is_not_repeated(
             await supervisor.stop(wait=True)
 
 
-async def test_stop_fails_while_a_keeper_of_an_earlier_agent_cannot_be_reached(world: World) -> None:
+async def test_stop_fails_while_a_keeper_of_an_earlier_agent_cannot_be_reached(world: JobTree) -> None:
     """The error names the keeper, because processes of the service may still run below it."""
     (world.base / "files.json").write_bytes(msgspec.json.encode([world.job("web")]))
     command = [sys.executable, "-m", "tests.support.programs.agent", str(world.base)]

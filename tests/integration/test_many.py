@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import proc
-from tests.support.instance import AGENT, COMMAND, World, world
+from tests.support.instance import AGENT, COMMAND, RunningAgent, world
 from tests.support.waiting import until
 
 JOBS = 100
@@ -17,7 +17,7 @@ JOBS = 100
 pytestmark = pytest.mark.slow
 
 
-def are_up(w: World, starts: int) -> bool:
+def are_up(w: RunningAgent, starts: int) -> bool:
     """Return whether each job was started this often and its latest process runs."""
     known = w.starts()
     if len(known) != JOBS or any(len(pids) != starts for pids in known.values()):

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import proc, process
-from tests.support.instance import AGENT, World
+from tests.support.instance import AGENT, RunningAgent
 from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
-async def _running(instance: World) -> None:
+async def _running(instance: RunningAgent) -> None:
     await instance.deploy(2)
 
 
-async def monit(instance: World, line: str) -> tuple[int | None, str]:
+async def monit(instance: RunningAgent, line: str) -> tuple[int | None, str]:
     """Run ``monit`` with these arguments for this agent. Return its exit code and output."""
     return await instance.execute(*line.split(), module="cli.monit")
 
 
-async def until_summary(instance: World, *lines: str) -> None:
+async def until_summary(instance: RunningAgent, *lines: str) -> None:
     async with asyncio.timeout(30):
         while True:
             _, text = await monit(instance, "summary")
@@ -32,7 +32,7 @@ async def until_summary(instance: World, *lines: str) -> None:
                 return
 
 
-async def test_monit_command_stops_starts_and_restarts_named_services(instance: World) -> None:
+async def test_monit_command_stops_starts_and_restarts_named_services(instance: RunningAgent) -> None:
     before = instance.pids()
     assert (await monit(instance, "stop job0")) == (0, "")
     await until_summary(instance, r"^Process 'job0' {22}not monitored$", r"^Process 'job1' {22}running$")
@@ -59,7 +59,7 @@ async def test_monit_command_stops_starts_and_restarts_named_services(instance: 
 
 
 async def test_monit_command_unmonitors_and_monitors_groups_and_all_services(
-    instance: World,
+    instance: RunningAgent,
 ) -> None:
     """``monit quit`` is answered like monit's, but only unmonitors the services: neither processes nor the agent
     end.
@@ -80,7 +80,7 @@ async def test_monit_command_unmonitors_and_monitors_groups_and_all_services(
     assert await instance.director.value(AGENT, "ping") == "pong"
 
 
-async def test_monit_command_with_wait_returns_when_the_action_is_done(instance: World) -> None:
+async def test_monit_command_with_wait_returns_when_the_action_is_done(instance: RunningAgent) -> None:
     assert await instance.execute("stop", "job0", "job1", "--wait") == (0, "")
     assert instance.pids() == {}
 
@@ -104,7 +104,7 @@ async def test_monit_command_with_wait_returns_when_the_action_is_done(instance:
     assert "job0, job1" in text
 
 
-async def test_monit_command_starts_nothing_while_the_agent_exits(instance: World) -> None:
+async def test_monit_command_starts_nothing_while_the_agent_exits(instance: RunningAgent) -> None:
     assert (await instance.execute("drain"))[0] == 0
 
     for action in ("start", "restart", "monitor"):

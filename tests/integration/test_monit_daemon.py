@@ -26,17 +26,17 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import process
 from tests.support import jobs, monitrc
 from tests.support.ports import free_address
-from tests.support.programs.jobs import World
+from tests.support.programs.jobs import JobTree
 from tests.support.waiting import until
 
 USER = "vcap:random-password"
 
 
-class Vm:
+class MonitTree:
     """A tree with the files of monit, and the daemon that uses it."""
 
     def __init__(self, base: Path, port: int, mail: int) -> None:
-        self.world = World(base)
+        self.world = JobTree(base)
         self.base, self.port, self.mail = base, port, mail
         self.control = base / "monitrc"
         http = f"port {port} and use address 127.0.0.1 allow cleartext {base}/monit/monit.user"
@@ -148,8 +148,8 @@ def free_ports() -> tuple[int, int]:
 
 
 @pytest.fixture
-async def vm(tmp_path: Path) -> AsyncIterator[Vm]:
-    made = Vm(tmp_path / "vcap", *free_ports())
+async def vm(tmp_path: Path) -> AsyncIterator[MonitTree]:
+    made = MonitTree(tmp_path / "vcap", *free_ports())
     yield made
     if made.daemon is not None:
         await made.end(signal.SIGKILL)
@@ -198,7 +198,7 @@ def alert(mail: list[str]) -> dict[str, str]:
 # ----------------------------------------------------------------------------------------------------------
 
 
-async def test_monit_daemon_starts_and_reports_the_jobs_of_its_files(vm: Vm) -> None:
+async def test_monit_daemon_starts_and_reports_the_jobs_of_its_files(vm: MonitTree) -> None:
     """As with monit, services appear in the order of the manifest, and members of a group in reverse order."""
     vm.add("web", "worker", "db")
     vm.start()
@@ -220,7 +220,7 @@ async def test_monit_daemon_starts_and_reports_the_jobs_of_its_files(vm: Vm) -> 
     assert "web: appeared, now running" in (vm.base / "monit/monit.log").read_text()
 
 
-async def test_monit_daemon_does_not_start_services_in_manual_mode(vm: Vm) -> None:
+async def test_monit_daemon_does_not_start_services_in_manual_mode(vm: MonitTree) -> None:
     vm.add("web", "worker")
     with (vm.base / "monit/job/0000_worker.monitrc").open("a") as file:
         file.write("\n  mode manual\n")
@@ -236,7 +236,7 @@ async def test_monit_daemon_does_not_start_services_in_manual_mode(vm: Vm) -> No
     assert vm.starts() == 2
 
 
-async def test_monit_daemon_restarts_a_dead_process_and_sends_mail(vm: Vm) -> None:
+async def test_monit_daemon_restarts_a_dead_process_and_sends_mail(vm: MonitTree) -> None:
     vm.add("web")
     async with mail_server(vm.mail) as mails:
         vm.start()
@@ -255,7 +255,7 @@ async def test_monit_daemon_restarts_a_dead_process_and_sends_mail(vm: Vm) -> No
     assert alert(mails[0])["Description"] == "Monit started"
 
 
-async def test_monit_daemon_queues_mail_over_a_restart(vm: Vm) -> None:
+async def test_monit_daemon_queues_mail_over_a_restart(vm: MonitTree) -> None:
     """Undelivered mail is kept in the directory of ``set eventqueue``, even if the daemon is killed."""
     vm.add("web")
     vm.start()
@@ -272,7 +272,7 @@ async def test_monit_daemon_queues_mail_over_a_restart(vm: Vm) -> None:
         await until(lambda: json.loads(kept.read_text()) == [])
 
 
-async def test_monit_daemon_stops_and_starts_for_authorized_http_callers(vm: Vm) -> None:
+async def test_monit_daemon_stops_and_starts_for_authorized_http_callers(vm: MonitTree) -> None:
     vm.control.write_text(vm.control.read_text().replace("\n\ninclude", '\n  allow look:"only" read-only\n\ninclude'))
     vm.add("web", "db")
     vm.start()
@@ -297,7 +297,7 @@ async def test_monit_daemon_stops_and_starts_for_authorized_http_callers(vm: Vm)
 
 
 @pytest.mark.parametrize("how", ["SIGHUP", "monit reload", "killed"])
-async def test_monit_daemon_reload_adds_new_jobs_and_forgets_removed_ones(vm: Vm, how: str) -> None:
+async def test_monit_daemon_reload_adds_new_jobs_and_forgets_removed_ones(vm: MonitTree, how: str) -> None:
     """As under monit, the processes of a removed job keep running.
 
     The incarnation increases with each reload, even within the same second, because the Go agent waits for that.
@@ -327,7 +327,7 @@ async def test_monit_daemon_reload_adds_new_jobs_and_forgets_removed_ones(vm: Vm
     assert vm.starts() == 3
 
 
-async def test_monit_daemon_exits_on_an_invalid_control_file_and_names_the_line(vm: Vm) -> None:
+async def test_monit_daemon_exits_on_an_invalid_control_file_and_names_the_line(vm: MonitTree) -> None:
     vm.control.write_text("set daemon 10\nset httpd port 2822\n  allow md5 /x\n")
     vm.start()
     assert vm.daemon is not None
@@ -341,7 +341,7 @@ async def test_monit_daemon_exits_on_an_invalid_control_file_and_names_the_line(
     assert (done.returncode, "line 3 column 9" in done.stderr) == (1, True)
 
 
-async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: Vm) -> None:
+async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: MonitTree) -> None:
     """monit would exit, and then nothing would supervise the jobs.
 
     After a reload of an invalid control file, the previous one stays in effect.
@@ -367,7 +367,7 @@ async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: Vm) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_next_monit_daemon_adopts_running_jobs(vm: Vm, number: signal.Signals) -> None:
+async def test_next_monit_daemon_adopts_running_jobs(vm: MonitTree, number: signal.Signals) -> None:
     """Services that were stopped stay stopped, even if the daemon is killed right after its answer.
 
     Processes that died meanwhile are started again.
@@ -389,7 +389,7 @@ async def test_next_monit_daemon_adopts_running_jobs(vm: Vm, number: signal.Sign
     assert vm.starts() == 4
 
 
-async def test_monit_daemon_reads_and_writes_the_state_file_of_monit(vm: Vm) -> None:
+async def test_monit_daemon_reads_and_writes_the_state_file_of_monit(vm: MonitTree) -> None:
     """A service that monit 5.2.5 had unmonitored is not started (format: state.c), and monit would read changes of this
     daemon.
     """
@@ -405,7 +405,7 @@ async def test_monit_daemon_reads_and_writes_the_state_file_of_monit(vm: Vm) -> 
     await until(lambda: monitrc.monitored(vm.base / "monit/monit.state") == {"web": 0, "db": 1})
 
 
-async def test_monit_daemon_keeps_no_file_open_below_the_disks(vm: Vm) -> None:
+async def test_monit_daemon_keeps_no_file_open_below_the_disks(vm: MonitTree) -> None:
     """The Go agent's integration suite unmounts the disks before each case, and an open file of the daemon would
     prevent that.
     """
@@ -423,11 +423,11 @@ async def test_monit_daemon_keeps_no_file_open_below_the_disks(vm: Vm) -> None:
     assert list((vm.base / "data/bosh").iterdir()) == []
 
 
-async def test_monit_daemon_runs_only_once_and_ends_on_quit(vm: Vm) -> None:
+async def test_monit_daemon_runs_only_once_and_ends_on_quit(vm: MonitTree) -> None:
     vm.add("web")
     vm.start()
     await vm.until(web="running")
-    second = Vm.__new__(Vm)
+    second = MonitTree.__new__(MonitTree)
     second.__dict__.update(vm.__dict__, daemon=None, out=vm.base / "second")
     second.start()
     assert second.daemon is not None
@@ -442,7 +442,7 @@ async def test_monit_daemon_runs_only_once_and_ends_on_quit(vm: Vm) -> None:
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-async def test_monit_daemon_runs_bpm_processes_with_the_bpm_option(vm: Vm) -> None:
+async def test_monit_daemon_runs_bpm_processes_with_the_bpm_option(vm: MonitTree) -> None:
     """The daemon itself runs processes of bpm.yml.
 
     The ``bpm`` command, which drain scripts call, sends requests to it.
@@ -476,7 +476,7 @@ async def test_monit_daemon_runs_bpm_processes_with_the_bpm_option(vm: Vm) -> No
     assert has_stopped
 
 
-async def test_monit_daemon_serves_status_summary_and_metrics(vm: Vm) -> None:
+async def test_monit_daemon_serves_status_summary_and_metrics(vm: MonitTree) -> None:
     vm.add("web")
     where = free_address()
     vm.start("--http", where)

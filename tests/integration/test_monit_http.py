@@ -18,9 +18,9 @@ import pytest
 from agent_shim.edges import monit_http
 from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.instance import World as Instance
+from tests.support.instance import RunningAgent as Instance
 from tests.support.ports import free_port
-from tests.support.programs.jobs import World, in_state, info
+from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
 Where = tuple[str, int]
@@ -28,14 +28,14 @@ USER = "vcap:of-this-machine"
 
 
 @pytest.fixture
-def world(world: World) -> World:
+def world(world: JobTree) -> JobTree:
     """Provide a scratch tree with a password file for the API."""
     world.paths.monit_user.write_text(f"{USER}\n")
     return world
 
 
 @contextlib.asynccontextmanager
-async def listening(world: World, *files: JobFile) -> AsyncIterator[tuple[Supervisor, Where]]:
+async def listening(world: JobTree, *files: JobFile) -> AsyncIterator[tuple[Supervisor, Where]]:
     """Run a supervisor of these jobs. Yield it and the address of its API."""
     async with world.checking(*files) as supervisor:
 
@@ -80,7 +80,7 @@ def number(element: ET.Element, path: str) -> int:
 # --- what the Go agent reads ------------------------------------------------------------------------------------------
 
 
-async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world: World) -> None:
+async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world: JobTree) -> None:
     """Elements, attributes and types are those that jobsupervisor/monit/status.go expects."""
     async with listening(world, world.job("web"), world.job("db")) as (supervisor, where):
         pid = (await in_state(supervisor, "web", "running")).pid
@@ -107,7 +107,7 @@ async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world:
         assert [(group.get("name"), [each.text for each in group]) for group in groups] == [("vcap", ["db", "web"])]
 
 
-async def test_monit_xml_reports_other_checks_with_their_results(world: World) -> None:
+async def test_monit_xml_reports_other_checks_with_their_results(world: JobTree) -> None:
     """A change is reported in ``status_hint`` too.
 
     A system check of a job takes the place of monit's own system service.
@@ -150,7 +150,7 @@ async def test_monit_xml_reports_other_checks_with_their_results(world: World) -
                     _, _, changing, _ = (await status(where)).findall("services/service")
 
 
-async def test_monit_xml_of_dead_and_failing_services_has_status_and_message(world: World) -> None:
+async def test_monit_xml_of_dead_and_failing_services_has_status_and_message(world: JobTree) -> None:
     """Each kind of failure sets the bit that monit uses for it, and messages may contain any character."""
     files = [
         world.job("dead", "echo 'no ]]> <way>' >&2; exit 1"),
@@ -184,7 +184,7 @@ def of_galera(root: ET.Element, name: str) -> str:
     )
 
 
-async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: World) -> None:
+async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: JobTree) -> None:
     """As galera-agent does, post the action, look for certain words in the response, and poll the status until it is
     done.
     """
@@ -208,7 +208,7 @@ async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: 
         assert version_1.findall("service")[0].get("type") == "3"
 
 
-async def test_monit_http_actions_are_executed_or_rejected(world: World) -> None:
+async def test_monit_http_actions_are_executed_or_rejected(world: JobTree) -> None:
     """The status is 404 for an unknown service and 400 for an unknown action, as with monit.
 
     Summary, status and HTML pages, which people request with curl, are served too.
@@ -242,7 +242,7 @@ async def test_monit_http_actions_are_executed_or_rejected(world: World) -> None
         assert "</h2>You are not auth" in (await call(where, "/web", "action=stop", user=""))[1]
 
 
-async def test_monit_http_accepts_each_action_for_the_system_service(world: World) -> None:
+async def test_monit_http_accepts_each_action_for_the_system_service(world: JobTree) -> None:
     """``monit stop all`` of 5.2.5 sends the action to each service in its control file, which always includes the
     system.
     """
@@ -261,7 +261,7 @@ async def test_monit_http_accepts_each_action_for_the_system_service(world: Worl
 
 
 @pytest.mark.attack("a job calls monit's port without the password")
-async def test_monit_http_without_the_password_is_rejected(world: World) -> None:
+async def test_monit_http_without_the_password_is_rejected(world: JobTree) -> None:
     """Without a valid password the answer is 401, and no service is stopped.
 
     If the password file is missing or invalid, all requests are rejected.

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import pytest
 
 from agent_shim.host import process
-from tests.integration.test_monit_daemon import Vm, free_ports
+from tests.integration.test_monit_daemon import MonitTree, free_ports
 from tests.root.test_monit_release import PYTHON, TEMPLATES
 from tests.support import guest
 from tests.support.machine import CODE
@@ -85,10 +85,10 @@ cd {here} && exec {python} -m agent_shim.cli monit -I -c {control} -b {base} >>{
 """
 
 
-class Place:
+class MonitService:
     """The service ``monit`` on a machine. As on stemcells, it is not started at boot."""
 
-    def __init__(self, vm: Vm, name: str, services: Path) -> None:
+    def __init__(self, vm: MonitTree, name: str, services: Path) -> None:
         self.vm, self.manager, self.service = vm, MANAGERS[name], services / "monit"
         self.words = {"service": str(self.service), "services": str(services)}
         self.service.mkdir(parents=True)
@@ -140,9 +140,9 @@ def params() -> list[object]:
 
 
 @pytest.fixture(params=params())
-async def place(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Place]:
-    vm = Vm(tmp_path / "vcap", *free_ports())
-    made = Place(vm, request.param, tmp_path / "services")
+async def place(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[MonitService]:
+    vm = MonitTree(tmp_path / "vcap", *free_ports())
+    made = MonitService(vm, request.param, tmp_path / "services")
     yield made
     await made.ask(made.manager.down)
     made.process.send(signal.SIGHUP if request.param == "runit" else signal.SIGTERM)
@@ -150,7 +150,7 @@ async def place(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     vm.world.end()
 
 
-async def test_monit_daemon_keeps_processes_running_under_a_service_manager(place: Place) -> None:
+async def test_monit_daemon_keeps_processes_running_under_a_service_manager(place: MonitService) -> None:
     """Processes survive a restart, a reload, ``monit quit``, a crash and a stop of the daemon, and none is started
     twice.
     """
@@ -204,7 +204,7 @@ async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> N
 
     monit is simulated by this checkout's daemon without ``--http``. Killing the whole unit also ends the jobs.
     """
-    vm = Vm(Path("/var/vcap"), *free_ports())
+    vm = MonitTree(Path("/var/vcap"), *free_ports())
 
     async def ask(command: str) -> None:
         asked = await asyncio.create_subprocess_shell(command)

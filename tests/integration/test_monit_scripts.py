@@ -20,12 +20,12 @@ from agent_shim.edges import control_server
 from agent_shim.host import process
 from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs.jobs import World, in_state, info
+from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
 
 @pytest.fixture
-def world(world: World) -> World:
+def world(world: JobTree) -> JobTree:
     """Provide a scratch tree with a script that runs the ``monit`` command for it."""
     monit = world.base / "monit.sh"
     monit.write_text(f'#!/bin/sh\nexec {sys.executable} -m agent_shim.cli.monit -b {world.base} "$@"\n')
@@ -34,7 +34,7 @@ def world(world: World) -> World:
 
 
 @contextlib.asynccontextmanager
-async def answering(world: World, *files: JobFile) -> AsyncIterator[Supervisor]:
+async def answering(world: JobTree, *files: JobFile) -> AsyncIterator[Supervisor]:
     """Run a supervisor that checks rules, and answer the ``monit`` command."""
     async with world.checking(*files) as supervisor:
 
@@ -46,7 +46,7 @@ async def answering(world: World, *files: JobFile) -> AsyncIterator[Supervisor]:
             yield supervisor
 
 
-async def script(world: World, body: str) -> None:
+async def script(world: JobTree, body: str) -> None:
     """Run a shell script with a function ``monit``, as an operator or a cron job would.
 
     Fail if it does not exit with 0.
@@ -59,7 +59,7 @@ async def script(world: World, body: str) -> None:
     assert world.lines()[-1] == "done"
 
 
-async def test_scripts_can_wait_for_a_stop_and_a_start_with_monit_summary(world: World) -> None:
+async def test_scripts_can_wait_for_a_stop_and_a_start_with_monit_summary(world: JobTree) -> None:
     """A cron job stops a service, waits for ``not monitored`` without ``pending``, starts it, and waits for
     ``running``.
     """
@@ -79,7 +79,7 @@ until monit summary | grep "'archiver'" | grep running; do sleep 0.05; done
         assert info(supervisor, "archiver").pid not in (0, before)
 
 
-async def test_monit_summary_line_ends_with_not_monitored(world: World) -> None:
+async def test_monit_summary_line_ends_with_not_monitored(world: JobTree) -> None:
     """Scripts search for ``not monitored *$`` before they call ``monitor`` and repeat ``start`` until it succeeds."""
     async with answering(world, world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "worker", "running")).pid
@@ -98,7 +98,7 @@ until monit summary | grep -Eq "^Process 'worker' +running$"; do sleep 0.05; don
         assert info(supervisor, "worker").pid == before
 
 
-async def test_start_program_can_call_monit_summary(world: World) -> None:
+async def test_start_program_can_call_monit_summary(world: JobTree) -> None:
     """The command must not wait for the start program that calls it.
 
     The program wants to know which other jobs are on the instance.
@@ -115,7 +115,7 @@ exec sleep 600"""
         assert world.lines() == ["with", f"{title:<35} initializing - start pending"]
 
 
-async def test_rule_program_can_restart_another_service_with_monit(world: World) -> None:
+async def test_rule_program_can_restart_another_service_with_monit(world: JobTree) -> None:
     """A rule of gorouter's healthchecker runs a program that restarts the router and waits until it runs."""
     restart = world.script(
         "healthchecker",
@@ -139,7 +139,7 @@ echo restarted >>$log""",
         assert info(supervisor, "router").pid not in (0, before)
 
 
-async def test_rule_program_can_restart_its_own_service_with_monit(world: World) -> None:
+async def test_rule_program_can_restart_its_own_service_with_monit(world: JobTree) -> None:
     """Stopping the service must not kill the program that requested it."""
     rule = f'if memory > 1 kb for 3 cycles then exec "{world.base}/monit.sh restart dns"'
     async with answering(world, world.job("dns", None, "kill $(cat $pidfile)", rule)) as supervisor:
@@ -149,7 +149,7 @@ async def test_rule_program_can_restart_its_own_service_with_monit(world: World)
         assert "Execution failed" not in [each.event for each in world.events]
 
 
-async def test_repeated_monit_reload_changes_nothing(world: World) -> None:
+async def test_repeated_monit_reload_changes_nothing(world: JobTree) -> None:
     """Some scripts call ``monit reload`` every minute, some with a name as a meaningless argument."""
     async with answering(world, world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -159,7 +159,7 @@ async def test_repeated_monit_reload_changes_nothing(world: World) -> None:
         assert world.events == []
 
 
-async def test_container_scripts_can_count_services_with_monit_summary(world: World) -> None:
+async def test_container_scripts_can_count_services_with_monit_summary(world: JobTree) -> None:
     """A readiness script counts running services, and a stop script waits until all are ``not monitored`` before
     ``monit quit``.
     """

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from agent_shim.core.errors import BusError
 from agent_shim.demo.director import joined
 from agent_shim.edges.bus import nats
-from tests.support.bus import FAST, Wire, connected, echo, facing, on_bus, talking
+from tests.support.bus import FAST, ClientConnection, connected, echo, facing, on_bus, talking
 from tests.support.waiting import until
 
 
@@ -48,7 +48,7 @@ async def test_t3_bus_subscribes_only_to_its_own_subject() -> None:
     """
     seen: list[str] = []
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         await wire.greet()
         seen.extend(wire.lines)
         await wire.answer_pings()

@@ -24,7 +24,7 @@ from agent_shim.demo.pki import SERVER, Authority
 from agent_shim.edges.bus import link
 from agent_shim.edges.bus.nats import REREAD_AFTER_FAILURES, BusTiming, NatsBus
 from tests.support.broker import NatsServer, knowing
-from tests.support.bus import FAST, Wire, connected, echo, facing, on_bus, sockets_to, talking
+from tests.support.bus import FAST, ClientConnection, connected, echo, facing, on_bus, sockets_to, talking
 from tests.support.proxy import Proxy
 from tests.support.waiting import until
 
@@ -180,7 +180,7 @@ def _descriptors() -> int:
 async def test_bus_pauses_between_connections_that_are_dropped_at_once(is_greeted: bool) -> None:
     """A server that closes each new connection is not flooded with attempts."""
 
-    async def slam(wire: Wire) -> None:
+    async def slam(wire: ClientConnection) -> None:
         if is_greeted:
             await wire.greet()
             await wire.expect("PING")
@@ -198,7 +198,7 @@ async def test_publishing_to_a_server_that_reads_nothing_fails_without_blocking(
 ) -> None:
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 1 << 20)
 
-    async def greet_and_freeze(wire: Wire) -> None:
+    async def greet_and_freeze(wire: ClientConnection) -> None:
         await wire.greet()
         await asyncio.sleep(60)
 

@@ -11,7 +11,7 @@ import pytest
 from agent_shim.core.settings import Mbus
 from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus.nats import BusTiming, NatsBus
-from tests.support.bus import Wire, connected, echo, facing
+from tests.support.bus import ClientConnection, connected, echo, facing
 from tests.support.waiting import until
 
 
@@ -78,7 +78,7 @@ async def test_bus_connection_resets_the_longer_timeouts() -> None:
     """The next outage starts with short timeouts and pauses again."""
     greeted, cut = 0, asyncio.Event()
 
-    async def script(wire: Wire) -> None:
+    async def script(wire: ClientConnection) -> None:
         nonlocal greeted
         greeted += 1
         if greeted <= 2:

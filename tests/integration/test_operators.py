@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import process
-from tests.support.instance import COMMAND, World
+from tests.support.instance import COMMAND, RunningAgent
 from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
-async def _running(instance: World) -> None:
+async def _running(instance: RunningAgent) -> None:
     instance.command = f"{COMMAND} --job-logs --log-format json"
     await instance.deploy(2)
 
 
-def started(instance: World, *words: str) -> tuple[process.Process, Path]:
+def started(instance: RunningAgent, *words: str) -> tuple[process.Process, Path]:
     """Start an ``agent-shim`` command for this agent. Return its process and its output file."""
     out = instance.scratch / f"{words[0]}.out"
     out.unlink(missing_ok=True)
@@ -34,7 +34,7 @@ def started(instance: World, *words: str) -> tuple[process.Process, Path]:
     return process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out), out
 
 
-async def test_status_and_probes_report_running_and_stopped_processes(instance: World) -> None:
+async def test_status_and_probes_report_running_and_stopped_processes(instance: RunningAgent) -> None:
     """In a pipe, the table is plain text, and ``--json`` prints JSON.
 
     A process that an operator has stopped is shown as stopped, although the Director gets another state.
@@ -71,7 +71,7 @@ async def test_status_and_probes_report_running_and_stopped_processes(instance: 
     assert reason.count("(") == 1
 
 
-async def test_job_log_lines_appear_in_the_agent_output_with_job_logs(instance: World) -> None:
+async def test_job_log_lines_appear_in_the_agent_output_with_job_logs(instance: RunningAgent) -> None:
     """Each line of a job's log becomes a JSON object."""
     log = instance.base / "sys/log/job0/own.log"
     log.write_text("said by a job\n")
@@ -81,7 +81,7 @@ async def test_job_log_lines_appear_in_the_agent_output_with_job_logs(instance: 
     assert json.loads(line[0])["message"] == "said by a job"
 
 
-async def test_status_watch_runs_until_interrupted_even_without_an_agent(instance: World) -> None:
+async def test_status_watch_runs_until_interrupted_even_without_an_agent(instance: RunningAgent) -> None:
     for words, title in ((["job0"], "● job0"), ([], "PROCESS")):
         watching, out = started(instance, "status", *words, "--watch", "--every", "0.05")
         await until(lambda: out.exists() and out.read_text().count(title) > 1)  # noqa: B023
@@ -94,7 +94,7 @@ async def test_status_watch_runs_until_interrupted_even_without_an_agent(instanc
             assert await watching.wait() == 0
 
 
-async def test_status_watch_keeps_the_terminal_scrollback(instance: World) -> None:
+async def test_status_watch_keeps_the_terminal_scrollback(instance: RunningAgent) -> None:
     """It uses the terminal's alternate screen, and prints no more lines than fit."""
     master, slave = os.openpty()
     try:
@@ -126,7 +126,7 @@ async def test_status_watch_keeps_the_terminal_scrollback(instance: World) -> No
     assert max(page.count(b"\n") for page in drawn.split(b"\x1b[H")) == 7
 
 
-async def test_logs_command_shows_the_logs_of_a_job_and_of_the_agent(instance: World) -> None:
+async def test_logs_command_shows_the_logs_of_a_job_and_of_the_agent(instance: RunningAgent) -> None:
     """The agent's log is the file that ``bosh logs`` fetches.
 
     SIGUSR1 and SIGUSR2 change the log level.
@@ -162,7 +162,7 @@ async def test_logs_command_shows_the_logs_of_a_job_and_of_the_agent(instance: W
     assert await instance.execute("probe", "live") == (0, "alive\n")
 
 
-async def test_operator_actions_are_audited_with_the_calling_process(instance: World) -> None:
+async def test_operator_actions_are_audited_with_the_calling_process(instance: RunningAgent) -> None:
     """The audit lines are like those for requests over the bus. Queries such as ``status`` are not audited."""
     orders = [("restart", "all"), ("call", "info"), ("stop", "nonexistent"), ("status",)]
     commands = [started(instance, *words)[0] for words in orders]

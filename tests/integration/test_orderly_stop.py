@@ -14,17 +14,17 @@ from agent_shim.daemon.orderly_stop import OrderlyStop
 from tests.contract.test_actions import deployed, running
 from tests.support import jobs
 from tests.support.waiting import until
-from tests.support.world import World
+from tests.support.world import LocalAgent
 from tests.support.world import world as made
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+async def world(tmp_path: Path) -> AsyncIterator[LocalAgent]:
     async with made(tmp_path) as one:
         yield one
 
 
-def traced(world: World, job: str, drain: str) -> dict[str, str]:
+def traced(world: LocalAgent, job: str, drain: str) -> dict[str, str]:
     """Return lifecycle scripts that record their call, and whether the job's process was running then."""
     trace = world.paths.base / "trace"
     alive = f"kill -0 $(cat {world.paths.run}/{job}/{job}.pid) 2>/dev/null && state=up || state=down"
@@ -36,17 +36,17 @@ def traced(world: World, job: str, drain: str) -> dict[str, str]:
     }
 
 
-def trace(world: World) -> list[str]:
+def trace(world: LocalAgent) -> list[str]:
     return (world.paths.base / "trace").read_text().splitlines()
 
 
-async def started(world: World, **files: Any) -> None:
+async def started(world: LocalAgent, **files: Any) -> None:
     await deployed(world, **files)
     await world.value("start")
     await running(world)
 
 
-async def test_orderly_stop_runs_all_drain_scripts_before_it_stops_processes(world: World) -> None:
+async def test_orderly_stop_runs_all_drain_scripts_before_it_stops_processes(world: LocalAgent) -> None:
     fast, slow = traced(world, "fast", "echo 0\n"), traced(world, "slow", "sleep 0.3; echo 0\n")
     slow["bin/drain"] += (
         f"kill -0 $(cat {world.paths.run}/fast/fast.pid) && echo others-up >> {world.paths.base}/trace\n"
@@ -64,7 +64,7 @@ async def test_orderly_stop_runs_all_drain_scripts_before_it_stops_processes(wor
     assert not world.paths.stopped_marker.exists()
 
 
-async def test_orderly_stop_cuts_off_a_drain_beyond_the_grace_period(world: World) -> None:
+async def test_orderly_stop_cuts_off_a_drain_beyond_the_grace_period(world: LocalAgent) -> None:
     await started(world, slow=traced(world, "slow", "echo 1000\n"))
     pid = int((world.paths.run / "slow/slow.pid").read_text())
 
@@ -77,7 +77,7 @@ async def test_orderly_stop_cuts_off_a_drain_beyond_the_grace_period(world: Worl
     assert stop.summary == "not clean: " + "; ".join(stop.reasons)
 
 
-async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world: World) -> None:
+async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world: LocalAgent) -> None:
     """Their processes no longer run, and a drain script may wait for one.
 
     That of a Director would wait for its stopped database until the grace period ends.
@@ -92,7 +92,7 @@ async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world:
     assert not (world.paths.base / "trace").exists()
 
 
-async def test_process_ended_by_its_drain_script_is_not_restarted(world: World) -> None:
+async def test_process_ended_by_its_drain_script_is_not_restarted(world: LocalAgent) -> None:
     """The drain scripts of many releases end the process themselves, which must not count as a crash."""
     gate = world.paths.base / "gate"
     drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
@@ -112,7 +112,7 @@ DEAF = "trap '' TERM; echo $$ >$pidfile; while :; do sleep 0.1; done"
 
 
 async def test_orderly_stop_names_killed_processes_and_counts_as_unclean(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_shim.supervisor.supervisor.KILL_SHARE", 0.05)
     await started(world, web=jobs.process(world.paths, "web", DEAF, "exit"))
@@ -123,7 +123,7 @@ async def test_orderly_stop_names_killed_processes_and_counts_as_unclean(
     assert stop.reasons == ["killed, as the time was up: web"]
 
 
-async def test_orderly_stop_ends_processes_outside_all_groups(world: World) -> None:
+async def test_orderly_stop_ends_processes_outside_all_groups(world: LocalAgent) -> None:
     """The Director does not see processes outside the group vcap, but its start request starts them, as monit's reload
     would.
     """
@@ -145,7 +145,7 @@ async def test_orderly_stop_ends_processes_outside_all_groups(world: World) -> N
     assert [event.event for event in world.events if event.event == "Does not exist"] == []
 
 
-async def test_second_signal_shortens_the_orderly_stop(world: World) -> None:
+async def test_second_signal_shortens_the_orderly_stop(world: LocalAgent) -> None:
     await started(world, slow=traced(world, "slow", "echo 1000\n"))
     pid = int((world.paths.run / "slow/slow.pid").read_text())
     stop = OrderlyStop(1000)
@@ -161,7 +161,7 @@ async def test_second_signal_shortens_the_orderly_stop(world: World) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_state_changing_actions_are_refused_while_the_container_ends(world: World) -> None:
+async def test_state_changing_actions_are_refused_while_the_container_ends(world: LocalAgent) -> None:
     world.dispatcher.refusing = "the container ends"
 
     assert await world.error("apply", {}) == "Action Failed apply: cannot run apply: the container ends"

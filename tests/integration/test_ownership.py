@@ -13,12 +13,12 @@ import pytest
 
 from agent_shim.host import proc, process
 from tests.support.programs import argv, foreign, is_alive, number_in, number_of_program
-from tests.support.programs.jobs import LASTING, World, in_state, info, program
+from tests.support.programs.jobs import LASTING, JobTree, in_state, info, program
 from tests.support.waiting import until
 
 
 @pytest.fixture
-def world(world: World) -> World:
+def world(world: JobTree) -> JobTree:
     world.open()
     return world
 
@@ -27,7 +27,7 @@ WAITS = "echo begun >>$log; until [ -s {victim} ]; do sleep 0.02; done; cp {vict
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_new_pidfile_naming_a_foreign_process_is_ignored(world: World) -> None:
+async def test_new_pidfile_naming_a_foreign_process_is_ignored(world: JobTree) -> None:
     """A process that the agent did not start survives the stop.
 
     The service does not count as running, and its status says why.
@@ -49,7 +49,7 @@ async def test_new_pidfile_naming_a_foreign_process_is_ignored(world: World) -> 
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_pidfile_naming_a_process_of_the_agent_is_ignored(world: World) -> None:
+async def test_pidfile_naming_a_process_of_the_agent_is_ignored(world: JobTree) -> None:
     """Jobs could otherwise make the agent kill its own sshd, scripts or workers."""
     victim = world.base / "victim"
     async with world.supervising(world.job("web", WAITS.format(victim=victim), "exit 0", timeout=1)) as supervisor:
@@ -64,7 +64,7 @@ async def test_pidfile_naming_a_process_of_the_agent_is_ignored(world: World) ->
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: World) -> None:
+async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: JobTree) -> None:
     """That process has no environment, so only its keeper shows which job it belongs to."""
     victim = world.base / "victim"
     start = "echo $$ >$pidfile; exec env -i PATH=/bin:/usr/bin sleep 600"
@@ -88,7 +88,7 @@ async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: World) 
 
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("name", ["", "\\rUid:\\t0"])
-async def test_stop_ends_hidden_daemons_of_the_job_only(world: World, name: str) -> None:
+async def test_stop_ends_hidden_daemons_of_the_job_only(world: JobTree, name: str) -> None:
     """The daemon has left its session and environment, forked twice, and has no pidfile.
 
     Its name may contain a line break that forges a user in /proc/PID/status.
@@ -111,7 +111,7 @@ async def test_stop_ends_hidden_daemons_of_the_job_only(world: World, name: str)
 @pytest.mark.attack("a job outruns its stop by forking")
 @pytest.mark.parametrize("how", ["", "setsid", "setsid wipe"])
 @pytest.mark.parametrize("whose", ["of this agent", "of an earlier agent"])
-async def test_stop_ends_a_process_that_forks_endlessly(world: World, how: str, whose: str) -> None:
+async def test_stop_ends_a_process_that_forks_endlessly(world: JobTree, how: str, whose: str) -> None:
     counter = world.base / "counter"
     storm = f"setsid perl {Path(argv('storm.pl')[1])} {counter} {how}"
     jobs = [world.job("web", f"{storm} & echo $$ >$pidfile; {LASTING}")]
@@ -135,7 +135,7 @@ async def test_stop_ends_a_process_that_forks_endlessly(world: World, how: str, 
 
 
 @pytest.mark.attack("a job outruns its stop by forking")
-async def test_zombies_of_one_job_do_not_fail_the_stop_of_another(world: World) -> None:
+async def test_zombies_of_one_job_do_not_fail_the_stop_of_another(world: JobTree) -> None:
     jobs = [world.job("web"), world.job("noise", f"{program('keep_zombies.py')} & echo $! >$pidfile")]
     async with world.supervising(*jobs) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -158,7 +158,7 @@ def count(path: Path) -> int:
     return int(text) if text.endswith("\n") else 0
 
 
-async def test_job_with_a_terabyte_environment_starts_and_stops(world: World) -> None:
+async def test_job_with_a_terabyte_environment_starts_and_stops(world: JobTree) -> None:
     """The agent reads environments only up to a limit, so it neither hangs nor misses processes of the job."""
     other = world.base / "other"
     start = f"setsid {program('huge_environ.py', other)} & exec {program('huge_environ.py', '$pidfile')}"
@@ -173,7 +173,7 @@ async def test_job_with_a_terabyte_environment_starts_and_stops(world: World) ->
 
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("how", ["", "daemon", "wipe"])
-async def test_stop_ends_a_process_whose_main_thread_has_exited(world: World, how: str) -> None:
+async def test_stop_ends_a_process_whose_main_thread_has_exited(world: JobTree, how: str) -> None:
     """The kernel shows such a process as a zombie although its other threads run.
 
     It may be the service's main process or another one.
@@ -196,7 +196,7 @@ async def test_stop_ends_a_process_whose_main_thread_has_exited(world: World, ho
 
 
 @pytest.mark.attack("a job hides a process from its stop")
-async def test_stop_ends_processes_below_a_subreaper_of_the_job(world: World) -> None:
+async def test_stop_ends_processes_below_a_subreaper_of_the_job(world: JobTree) -> None:
     """Orphans of the job are reparented to its subreaper first, and to the agent's keeper only when the subreaper
     exits.
     """
@@ -213,7 +213,7 @@ async def test_stop_ends_processes_below_a_subreaper_of_the_job(world: World) ->
         assert not is_alive(pid)
 
 
-async def test_session_begun_after_the_pidfile_belongs_to_the_service(world: World) -> None:
+async def test_session_begun_after_the_pidfile_belongs_to_the_service(world: JobTree) -> None:
     """A daemon creates a session after it has written its pidfile.
 
     If it is killed, its worker, which only this session identifies, is killed before the next start.
@@ -233,7 +233,7 @@ async def test_session_begun_after_the_pidfile_belongs_to_the_service(world: Wor
         await supervisor.stop(wait=True)
 
 
-async def test_stop_needs_no_descriptor_per_process(world: World) -> None:
+async def test_stop_needs_no_descriptor_per_process(world: JobTree) -> None:
     """A job may have more processes than the agent may open descriptors."""
     start = f"for n in $(seq 60); do sleep 600 & done; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, "exit 0")) as supervisor:

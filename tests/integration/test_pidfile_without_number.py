@@ -16,7 +16,7 @@ from agent_shim.host import guarded
 from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.supervisor import Supervisor
 from tests.support.programs import foreign, is_alive
-from tests.support.programs.jobs import LASTING, World, in_state, info
+from tests.support.programs.jobs import LASTING, JobTree, in_state, info
 from tests.support.waiting import until
 
 
@@ -34,7 +34,7 @@ COUNTED = f"echo start >>$log; echo $$ >$pidfile; {LASTING}"
 
 
 @pytest.mark.parametrize("text", ["", "0\n", "-1\n", "abc\n", "99999999999999\n", "4194304\n", None])
-async def test_invalid_pidfile_restarts_the_service(world: World, text: str | None) -> None:
+async def test_invalid_pidfile_restarts_the_service(world: JobTree, text: str | None) -> None:
     """The former process is killed once the new one runs."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -55,7 +55,7 @@ async def test_invalid_pidfile_restarts_the_service(world: World, text: str | No
         await supervisor.stop(wait=True)
 
 
-async def test_start_after_an_invalid_pidfile_may_keep_the_running_process(world: World) -> None:
+async def test_start_after_an_invalid_pidfile_may_keep_the_running_process(world: JobTree) -> None:
     """The start program of cf-rabbitmq-release starts nothing if the process runs, and only writes its pid again."""
     start = "echo start >>$log; if [ -e $log.pid ]; then cp $log.pid $pidfile; "
     start += f"else echo $$ | tee $log.pid >$pidfile; {LASTING}; fi"
@@ -70,7 +70,7 @@ async def test_start_after_an_invalid_pidfile_may_keep_the_running_process(world
         assert not is_alive(before)
 
 
-async def test_second_start_after_an_invalid_pidfile_ends_the_old_process(world: World) -> None:
+async def test_second_start_after_an_invalid_pidfile_ends_the_old_process(world: JobTree) -> None:
     """The first start fails if the old process still has a port or lock, so the old process is killed before the
     second.
     """
@@ -85,7 +85,7 @@ async def test_second_start_after_an_invalid_pidfile_ends_the_old_process(world:
         await supervisor.stop(wait=True)
 
 
-async def test_foreign_pid_in_the_pidfile_of_a_running_service_is_ignored(world: World) -> None:
+async def test_foreign_pid_in_the_pidfile_of_a_running_service_is_ignored(world: JobTree) -> None:
     stranger = foreign("/bin/sleep", 600, TEST_OF=str(world.base))
     async with world.supervising(world.job("web", COUNTED, "exit 0")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -97,7 +97,7 @@ async def test_foreign_pid_in_the_pidfile_of_a_running_service_is_ignored(world:
         assert is_alive(stranger)
 
 
-async def test_pidfile_that_is_empty_for_a_moment_causes_no_restart(world: World) -> None:
+async def test_pidfile_that_is_empty_for_a_moment_causes_no_restart(world: JobTree) -> None:
     """The agent looks a second time, and by then the file contains the pid again."""
     world.timing = replace(world.timing, cycle=600, look=0.5)
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
@@ -114,7 +114,7 @@ async def test_pidfile_that_is_empty_for_a_moment_causes_no_restart(world: World
         await supervisor.stop(wait=True)
 
 
-async def test_restarted_agent_ends_a_process_with_an_invalid_pidfile(world: World) -> None:
+async def test_restarted_agent_ends_a_process_with_an_invalid_pidfile(world: JobTree) -> None:
     """The process still belongs to the service, so it must not run beside its successor."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid

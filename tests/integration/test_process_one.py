@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent_shim.supervisor.ownership.process_finder import Timing
-from tests.support.programs.jobs import World, in_state, info
+from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
 START = "echo start >>$log; echo 1 >>$pidfile"
@@ -44,7 +44,7 @@ def _pid_of(pidfd: int) -> int:
 
 @pytest.mark.parametrize("stop", ["echo stop >>$log; rm $pidfile", "echo stop >>$log", None])
 async def test_job_whose_pidfile_names_pid_1_runs_and_stops(
-    world: World, signalled: list[int], stop: str | None
+    world: JobTree, signalled: list[int], stop: str | None
 ) -> None:
     """It starts again even if the pidfile remained after the stop.
 
@@ -66,7 +66,7 @@ async def test_job_whose_pidfile_names_pid_1_runs_and_stops(
         await supervisor.stop(wait=True)
 
 
-async def test_stop_of_a_job_with_pid_1_waits_only_for_the_stop_program(world: World) -> None:
+async def test_stop_of_a_job_with_pid_1_waits_only_for_the_stop_program(world: JobTree) -> None:
     world.timing = replace(world.timing, stop=600.0)
     async with world.supervising(world.job("rules", START, "echo stop >>$log", timeout=600)) as supervisor:
         await in_state(supervisor, "rules", "running")
@@ -75,7 +75,7 @@ async def test_stop_of_a_job_with_pid_1_waits_only_for_the_stop_program(world: W
         assert world.lines() == ["start", "stop"]
 
 
-async def test_job_with_pid_1_restarts_when_its_pidfile_is_removed(world: World, signalled: list[int]) -> None:
+async def test_job_with_pid_1_restarts_when_its_pidfile_is_removed(world: JobTree, signalled: list[int]) -> None:
     async with world.supervising(world.job("rules", START, "rm -f $pidfile")) as supervisor:
         await in_state(supervisor, "rules", "running")
         world.pidfile("rules").unlink()
@@ -88,7 +88,7 @@ async def test_job_with_pid_1_restarts_when_its_pidfile_is_removed(world: World,
         await supervisor.stop(wait=True)
 
 
-async def test_restarted_agent_finds_a_job_with_pid_1_running(world: World) -> None:
+async def test_restarted_agent_finds_a_job_with_pid_1_running(world: JobTree) -> None:
     async with world.supervising(world.job("rules", START, "rm -f $pidfile")) as supervisor:
         await in_state(supervisor, "rules", "running")
         supervisor.hold()
@@ -100,7 +100,7 @@ async def test_restarted_agent_finds_a_job_with_pid_1_running(world: World) -> N
         await supervisor.stop(wait=True)
 
 
-async def test_pid_1_in_a_pidfile_older_than_the_start_is_ignored(world: World) -> None:
+async def test_pid_1_in_a_pidfile_older_than_the_start_is_ignored(world: JobTree) -> None:
     """The file was written in an earlier container, where pid 1 may have been a process of the job."""
     job = world.job("rules", "echo start >>$log; exit 1", None)
     world.pidfile("rules").parent.mkdir(parents=True, exist_ok=True)

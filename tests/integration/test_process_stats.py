@@ -6,11 +6,11 @@ import pytest
 
 from agent_shim.host import cgroups, proc
 from agent_shim.supervisor import process_stats
-from tests.support.programs.jobs import World, in_state, info
+from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
 
-async def test_process_statistics_cover_its_tree(world: World) -> None:
+async def test_process_statistics_cover_its_tree(world: JobTree) -> None:
     """Memory is the sum for the process and its children, in numbers that the CLI can decode."""
     start = "sleep 600 & echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -26,7 +26,7 @@ async def test_process_statistics_cover_its_tree(world: World) -> None:
         assert 0 <= told.cpu_total <= 100
 
 
-async def test_memory_percentage_is_relative_to_the_container(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_percentage_is_relative_to_the_container(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the container has a memory limit, 100 % means that limit."""
     monkeypatch.setattr(cgroups, "memory_total", lambda *_: 1 << 20)
     async with world.supervising(world.job("web")) as supervisor:
@@ -37,7 +37,7 @@ async def test_memory_percentage_is_relative_to_the_container(world: World, monk
 
 
 async def test_cpu_percentage_covers_the_time_since_the_last_query(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """100 % means all CPUs together. An idle process has a lower share than a busy one."""
     monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 0.05)
@@ -60,7 +60,7 @@ def _stat(pid: int) -> proc.Stat:
     return found
 
 
-async def test_unmonitored_process_has_no_statistics(world: World) -> None:
+async def test_unmonitored_process_has_no_statistics(world: JobTree) -> None:
     """monit shows none either. The pid is still reported while the process runs."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")

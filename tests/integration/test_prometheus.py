@@ -94,7 +94,7 @@ def test_scrape_config_for_bosh_exporter_has_one_target_per_agent(scratch: Path)
 
 
 @dataclass
-class Agent:
+class ScrapedAgent:
     """A running agent, whose metrics are scraped at ``port``."""
 
     paths: Paths
@@ -103,7 +103,7 @@ class Agent:
 
 
 @asynccontextmanager
-async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIterator[Agent]:
+async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIterator[ScrapedAgent]:
     """Run an agent whose files are in ``scratch``. Its jobs end with it."""
     scratch.mkdir(exist_ok=True)
     port = free_port()
@@ -119,7 +119,7 @@ async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIte
         [*prefix, *argv, "run", "-C", str(written), "-b", str(base)], env=dict(os.environ), stdout=log, stderr=log
     )
     try:
-        yield Agent(Paths(base), port, running)
+        yield ScrapedAgent(Paths(base), port, running)
     finally:
         drain = [*argv, "drain", "--timeout", "5", "-b", str(base)]
         if prefix:

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import mounts, process
-from tests.support.instance import AGENT, COMMAND, World
+from tests.support.instance import AGENT, COMMAND, RunningAgent
 from tests.support.waiting import until
 
 FIRST_PROCESS = Path("tests/support/programs/first_process.py").resolve()
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-async def test_container_stop_drains_jobs_and_a_second_signal_shortens_it(instance: World, signals: int) -> None:
+async def test_container_stop_drains_jobs_and_a_second_signal_shortens_it(instance: RunningAgent, signals: int) -> None:
     """With one signal, the container ends with 0 after the drain.
 
     With two, it does not wait for the drain and ends with 1.
@@ -57,7 +57,7 @@ async def test_container_stop_drains_jobs_and_a_second_signal_shortens_it(instan
     instance.agent = None
 
 
-async def test_disk_is_on_the_store_after_a_restart_until_unmounted(instance: World) -> None:
+async def test_disk_is_on_the_store_after_a_restart_until_unmounted(instance: RunningAgent) -> None:
     """The store is a mount or, if the container may not mount, a link."""
     volume = instance.scratch / "volume"
     volume.mkdir()

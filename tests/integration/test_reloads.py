@@ -12,7 +12,7 @@ import pytest
 from agent_shim.core.errors import ActionError
 from agent_shim.supervisor.supervisor import JobFile
 from tests.support.programs import foreign, is_alive, number_in, number_of_program
-from tests.support.programs.jobs import World, in_state, info, program
+from tests.support.programs.jobs import JobTree, in_state, info, program
 from tests.support.waiting import until
 
 START = "echo start >>$log; {daemon}"
@@ -23,7 +23,7 @@ RELOADS = {
 }
 
 
-def proxy(world: World, reload: str, *, is_of_another_job: bool = False) -> list[JobFile]:
+def proxy(world: JobTree, reload: str, *, is_of_another_job: bool = False) -> list[JobFile]:
     """Return a job ``haproxy`` and a rule that runs the script ``reload`` when a file changes (cf-release#926)."""
     daemon = program("fork_twice.py", world.pidfile("haproxy"))
     job = world.job("haproxy", START.format(daemon=daemon), "exit 0", timeout=2)
@@ -48,7 +48,7 @@ def proxy(world: World, reload: str, *, is_of_another_job: bool = False) -> list
     ],
 )
 async def test_process_that_replaces_the_main_process_in_a_reload_is_followed_and_stopped(
-    world: World, how: str, old: str, is_of_another_job: bool
+    world: JobTree, how: str, old: str, is_of_another_job: bool
 ) -> None:
     """The start program does not run again, and the stop ends both the old and the new process."""
     # A daemon empties its pidfile before it writes its pid. Check slowly, so that even on a busy machine the file is
@@ -74,7 +74,7 @@ async def test_process_that_replaces_the_main_process_in_a_reload_is_followed_an
         assert ("haproxy", "alert") in world.told("PID changed")
 
 
-async def test_stop_reports_a_process_of_another_job_in_the_pidfile_and_leaves_it_running(world: World) -> None:
+async def test_stop_reports_a_process_of_another_job_in_the_pidfile_and_leaves_it_running(world: JobTree) -> None:
     """An alert says that the process still runs and which job it belongs to."""
     other = world.base / "other.pid"
     helper = world.job("helper", f"sleep 600 & echo $! >{other}; echo $$ >$pidfile; exec sleep 600")
@@ -92,7 +92,7 @@ async def test_stop_reports_a_process_of_another_job_in_the_pidfile_and_leaves_i
         assert is_alive(pid)
 
 
-async def test_process_started_by_an_operator_replaces_the_old_one(world: World) -> None:
+async def test_process_started_by_an_operator_replaces_the_old_one(world: JobTree) -> None:
     """The start program does not run again.
 
     The agent sends no signal to a process that it did not start, so the stop fails if the stop program leaves it

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 
 from agent_shim.host import cgroups, clock, proc, process
 from agent_shim.supervisor.supervisor import JobFile, ServiceInfo, Supervisor
-from tests.support.programs.jobs import World, in_state, info
+from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
 # --- resources ------------------------------------------------------------------------------------------------------
 
 
-async def test_process_above_a_resource_limit_is_failing_and_keeps_running(world: World) -> None:
+async def test_process_above_a_resource_limit_is_failing_and_keeps_running(world: JobTree) -> None:
     """One alert with monit's words is sent, and the service is failing as long as the limit is exceeded."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb for 2 cycles then alert", "if children > 50 then alert")
     async with world.checking(job) as supervisor:
@@ -36,7 +36,7 @@ async def test_process_above_a_resource_limit_is_failing_and_keeps_running(world
         assert world.told("Resource limit matched") == [("web", "alert")]
 
 
-async def test_rules_are_first_checked_one_cycle_after_the_start(world: World) -> None:
+async def test_rules_are_first_checked_one_cycle_after_the_start(world: JobTree) -> None:
     """As under monit, a new process has a full cycle to settle before its rules are checked."""
     world.timing = replace(world.timing, cycle=0.5)
     async with world.checking(world.job("web", None, "exit 0", "if memory > 1 kb then alert")) as supervisor:
@@ -66,7 +66,7 @@ async def states_until(supervisor: Supervisor, last: str) -> list[str]:
     return states
 
 
-async def test_process_is_starting_until_its_socket_answers(world: World) -> None:
+async def test_process_is_starting_until_its_socket_answers(world: JobTree) -> None:
     """Connection rules are checked right after the start, long before the first cycle, because the Director trusts the
     first "running".
     """
@@ -82,7 +82,7 @@ async def test_process_is_starting_until_its_socket_answers(world: World) -> Non
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-async def test_process_whose_socket_never_answers_is_never_running(world: World, is_there: bool) -> None:
+async def test_process_whose_socket_never_answers_is_never_running(world: JobTree, is_there: bool) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -99,7 +99,7 @@ async def test_process_whose_socket_never_answers_is_never_running(world: World,
         assert await states_until(supervisor, "failing") == ["starting", "failing"]
 
 
-async def test_rules_of_a_changed_monit_file_take_effect(world: World) -> None:
+async def test_rules_of_a_changed_monit_file_take_effect(world: JobTree) -> None:
     """This works even if there were no rules before, when no task checks any."""
     async with world.checking(world.job("web", None, "exit 0")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -109,7 +109,7 @@ async def test_rules_of_a_changed_monit_file_take_effect(world: World) -> None:
         await until(lambda: world.told("Resource limit matched"))
 
 
-async def test_total_resource_rules_count_child_processes(world: World) -> None:
+async def test_total_resource_rules_count_child_processes(world: JobTree) -> None:
     start = "echo $$ >$pidfile; sleep 600 & sleep 600 & sleep 600 & wait"
     job = world.job("web", start, "kill $(cat $pidfile)", "if children = 3 then alert", "if totalmem < 1 Gb then alert")
     async with world.checking(job) as supervisor:
@@ -121,7 +121,7 @@ async def test_total_resource_rules_count_child_processes(world: World) -> None:
         assert "totalmemory of" in reason
 
 
-async def test_cpu_rule_measures_cpu_time_between_cycles(world: World) -> None:
+async def test_cpu_rule_measures_cpu_time_between_cycles(world: JobTree) -> None:
     """A busy process exceeds the limit, and a sleeping one does not."""
     rule = "if cpu > 5 % then alert"
     jobs = [
@@ -135,7 +135,7 @@ async def test_cpu_rule_measures_cpu_time_between_cycles(world: World) -> None:
         assert info(supervisor, "idle").process.state == "running"
 
 
-async def test_restart_by_a_rule_is_counted_as_a_restart(world: World) -> None:
+async def test_restart_by_a_rule_is_counted_as_a_restart(world: JobTree) -> None:
     """The restarts count for a rule that limits them.
 
     The new process counts as running only after a check has passed.
@@ -158,7 +158,7 @@ async def test_restart_by_a_rule_is_counted_as_a_restart(world: World) -> None:
         assert all(each.process.state != "running" for each in said if each.pid not in (0, first))
 
 
-async def test_restarted_process_does_not_inherit_failed_checks(world: World) -> None:
+async def test_restarted_process_does_not_inherit_failed_checks(world: JobTree) -> None:
     """Each process must fail as often as the rule says before it is restarted."""
     job = world.job("web", None, "kill $(cat $pidfile)", "if memory > 1 kb for 4 cycles then restart")
     async with world.checking(job) as supervisor:
@@ -172,7 +172,7 @@ async def test_restarted_process_does_not_inherit_failed_checks(world: World) ->
         assert len(world.told("Resource limit matched")) == looks == 1
 
 
-async def test_rule_recovery_is_reported_and_runs_its_program(world: World) -> None:
+async def test_rule_recovery_is_reported_and_runs_its_program(world: JobTree) -> None:
     """After the recovery, the program of ``else if recovered`` runs, and the service is running again."""
     start = "echo $$ >$pidfile; sleep 600 & child=$!; echo $child >$log.child; wait $child; exec sleep 600"
     good = world.script("web", "good", "echo good >>$log")
@@ -189,7 +189,7 @@ async def test_rule_recovery_is_reported_and_runs_its_program(world: World) -> N
         await until(lambda: info(supervisor, "web").process.state == "running")
 
 
-async def test_rule_exec_runs_in_each_failing_cycle(world: World) -> None:
+async def test_rule_exec_runs_in_each_failing_cycle(world: JobTree) -> None:
     """As under monit, the program runs again in each cycle, although the alert is sent only once."""
     bad = world.script("web", "bad", 'echo "$MONIT_SERVICE $MONIT_EVENT" >>$log')
     job = world.job("web", None, "exit 0", f'if memory > 1 kb then exec "{bad}"')
@@ -199,7 +199,7 @@ async def test_rule_exec_runs_in_each_failing_cycle(world: World) -> None:
         assert world.told("Resource limit matched") == [("web", "exec")]
 
 
-async def test_rules_of_a_passive_service_only_alert(world: World) -> None:
+async def test_rules_of_a_passive_service_only_alert(world: JobTree) -> None:
     job = world.job("web", None, "exit 0", "if memory > 1 kb then stop", "mode passive")
     async with world.checking(job) as supervisor:
         supervisor.services()
@@ -211,7 +211,7 @@ async def test_rules_of_a_passive_service_only_alert(world: World) -> None:
         assert world.told("Resource limit matched") == [("web", "alert")]
 
 
-async def test_stop_and_unmonitor_by_a_rule_clear_its_failure(world: World) -> None:
+async def test_stop_and_unmonitor_by_a_rule_clear_its_failure(world: JobTree) -> None:
     jobs = [
         world.job("one", None, "kill $(cat $pidfile)", "if memory > 1 kb then stop"),
         world.job("two", None, "exit 0", "if memory > 1 kb then unmonitor"),
@@ -226,7 +226,7 @@ async def test_stop_and_unmonitor_by_a_rule_clear_its_failure(world: World) -> N
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
-async def test_hanging_port_check_does_not_delay_other_checks(world: World) -> None:
+async def test_hanging_port_check_does_not_delay_other_checks(world: JobTree) -> None:
     """A check may wait a minute for a socket that accepts no connection, while other rules are checked."""
     with socket.socket(socket.AF_UNIX) as full, socket.socket() as free:
         full.bind(str(world.base / "full.sock"))
@@ -258,7 +258,7 @@ async def test_hanging_port_check_does_not_delay_other_checks(world: World) -> N
             each.close()
 
 
-async def test_check_result_applies_only_to_the_process_that_was_checked(world: World) -> None:
+async def test_check_result_applies_only_to_the_process_that_was_checked(world: JobTree) -> None:
     """A process is killed during a check that would fail.
 
     Its successor is started once, and is not restarted because of that check.
@@ -296,7 +296,7 @@ async def test_check_result_applies_only_to_the_process_that_was_checked(world: 
         assert world.told("Connection failed") == []
 
 
-async def test_opened_port_ends_the_failing_state(world: World) -> None:
+async def test_opened_port_ends_the_failing_state(world: JobTree) -> None:
     """The recovery is also reported as an event."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -312,7 +312,7 @@ async def test_opened_port_ends_the_failing_state(world: World) -> None:
 # --- other checks ----------------------------------------------------------------------------------------------------
 
 
-async def test_filesystem_rule_checks_used_space(world: World) -> None:
+async def test_filesystem_rule_checks_used_space(world: JobTree) -> None:
     text = f"""
 check device root with path {world.base}
   if space usage > 0 % then alert
@@ -332,7 +332,7 @@ check device lost with path {world.base}/absent
 # --- other reports ---------------------------------------------------------------------------------------------------
 
 
-async def test_out_of_memory_kill_is_reported_as_such(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_out_of_memory_kill_is_reported_as_such(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kill is recognized by the container's OOM counter, and the next exit by SIGKILL counts as an ordinary one."""
     kills = [7]
     monkeypatch.setattr(cgroups, "oom_level", lambda *_: (2, Path("/")))
@@ -353,7 +353,7 @@ async def test_out_of_memory_kill_is_reported_as_such(world: World, monkeypatch:
         ]
 
 
-async def test_invalid_monit_file_is_reported_once_per_mistake(world: World) -> None:
+async def test_invalid_monit_file_is_reported_once_per_mistake(world: JobTree) -> None:
     """The alert names place and reason. It is sent again only if the file has another mistake."""
     bad = JobFile("bad", "", "check nonsense")
     async with world.checking(bad, world.job("web")) as supervisor:

@@ -18,7 +18,7 @@ from agent_shim.edges.alerts import alert_of
 from agent_shim.edges.monit_text import words
 from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs.jobs import World, in_state, info
+from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
 
@@ -65,7 +65,7 @@ def states(supervisor: Supervisor) -> dict[str, str]:
 # --- hosts ------------------------------------------------------------------------------------------------------------
 
 
-async def test_check_host_of_a_dead_haproxy_fails_the_instance(world: World, web: Web) -> None:
+async def test_check_host_of_a_dead_haproxy_fails_the_instance(world: JobTree, web: Web) -> None:
     """In haproxy-boshrelease, the instance is failing if the health page does not answer, even if the process runs."""
     health = f"""
     check host haproxy-health with address localhost
@@ -93,7 +93,7 @@ async def test_check_host_of_a_dead_haproxy_fails_the_instance(world: World, web
         await until(lambda: supervisor.job_state() == "failing")
 
 
-async def test_check_host_is_starting_until_its_first_check(world: World, web: Web) -> None:
+async def test_check_host_is_starting_until_its_first_check(world: JobTree, web: Web) -> None:
     """The Director believes the first ``running``, so it must not come before the check."""
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then alert\n group vcap\n"
     async with world.supervising(JobFile("far", "", text)) as supervisor:
@@ -105,7 +105,7 @@ async def test_check_host_is_starting_until_its_first_check(world: World, web: W
         assert supervisor.job_state() == "starting"
 
 
-async def test_check_host_restarts_in_each_failing_cycle(world: World, web: Web) -> None:
+async def test_check_host_restarts_in_each_failing_cycle(world: JobTree, web: Web) -> None:
     """app-autoscaler's scheduler has ``check host … if failed url … then restart``, here with and without programs."""
     start, stop = (world.script("health", verb, f"echo {verb} >>$log") for verb in ("start", "stop"))
     text = f"""
@@ -128,7 +128,7 @@ async def test_check_host_restarts_in_each_failing_cycle(world: World, web: Web)
         await until(lambda: supervisor.job_state() == "running")
 
 
-async def test_check_host_restarts_its_dependants(world: World, web: Web) -> None:
+async def test_check_host_restarts_its_dependants(world: JobTree, web: Web) -> None:
     """As under monit, a restart of the check stops and starts the services that depend on it."""
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then restart\n group vcap\n"
     start = "echo start >>$log; echo $$ >$pidfile; exec sleep 600"
@@ -140,7 +140,7 @@ async def test_check_host_restarts_its_dependants(world: World, web: Web) -> Non
 
 
 async def test_check_host_skips_port_checks_of_a_host_that_fails_ping(
-    world: World, web: Web, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = ["no answer"]
 
@@ -168,7 +168,7 @@ async def test_check_host_skips_port_checks_of_a_host_that_fails_ping(
 # --- connections of processes -----------------------------------------------------------------------------------------
 
 
-async def test_failed_url_check_restarts_a_process(world: World, web: Web) -> None:
+async def test_failed_url_check_restarts_a_process(world: JobTree, web: Web) -> None:
     """The rule is that of swarm_manager in docker-boshrelease: ``if (failed url … ) then restart``."""
     await web.open()
     rule = f"if (failed url http://127.0.0.1:{web.port}/info and content != 'x' for 2 cycles) then restart"
@@ -182,7 +182,7 @@ async def test_failed_url_check_restarts_a_process(world: World, web: Web) -> No
         assert world.told("Connection failed") == [("manager", "restart")]
 
 
-async def test_closed_udp_port_restarts_a_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closed_udp_port_restarts_a_process(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule is that of ingestor_syslog in logsearch: ``if failed port … type udp``."""
     monkeypatch.setattr("agent_shim.supervisor.network_checks.REFUSAL_S", 0.1)
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -201,7 +201,7 @@ async def test_closed_udp_port_restarts_a_process(world: World, monkeypatch: pyt
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-async def test_changed_file_runs_a_program_with_monit_variables(world: World) -> None:
+async def test_changed_file_runs_a_program_with_monit_variables(world: JobTree) -> None:
     """The rule is that of nginx in prometheus-boshrelease, ``if changed timestamp then exec``.
 
     Its program runs once for each change.
@@ -229,7 +229,7 @@ async def test_changed_file_runs_a_program_with_monit_variables(world: World) ->
         assert world.told("Timestamp succeeded") == []
 
 
-async def test_file_above_its_size_limit_is_failing(world: World) -> None:
+async def test_file_above_its_size_limit_is_failing(world: JobTree) -> None:
     """The rule is that of queue in logsearch: ``if size > …``."""
     dump = world.base / "dump.rdb"
     dump.write_bytes(bytes(100))
@@ -247,7 +247,7 @@ async def test_file_above_its_size_limit_is_failing(world: World) -> None:
         assert world.told("Size succeeded") == [("dump", "alert")]
 
 
-async def test_file_check_that_finds_a_directory_restarts(world: World) -> None:
+async def test_file_check_that_finds_a_directory_restarts(world: JobTree) -> None:
     """monit applies this implicit rule to each check of a file, directory or FIFO."""
     pid = world.base / "run"
     stop, start = (
@@ -264,7 +264,7 @@ async def test_file_check_that_finds_a_directory_restarts(world: World) -> None:
         await until(lambda: supervisor.job_state() == "running")
 
 
-async def test_missing_file_is_created_by_its_start_program(world: World) -> None:
+async def test_missing_file_is_created_by_its_start_program(world: JobTree) -> None:
     """As under monit, no stop program is needed, for example in capi-release (nfs_mounter) and os-conf-release
     (iptables).
     """
@@ -280,7 +280,7 @@ async def test_missing_file_is_created_by_its_start_program(world: World) -> Non
         assert [each.description for each in world.events if each.event == "Does not exist"] == ["file doesn't exist"]
 
 
-async def test_directory_check_without_programs_fails_while_the_directory_is_missing(world: World) -> None:
+async def test_directory_check_without_programs_fails_while_the_directory_is_missing(world: JobTree) -> None:
     path = world.base / "store"
     text = f"check directory store path {path}\n group vcap\n"
     async with world.checking(JobFile("store", "", text)) as supervisor:
@@ -294,7 +294,7 @@ async def test_directory_check_without_programs_fails_while_the_directory_is_mis
         assert {each.event for each in world.events} == {"Does not exist", "Exists"}
 
 
-async def test_match_rule_runs_its_program_for_each_new_line(world: World) -> None:
+async def test_match_rule_runs_its_program_for_each_new_line(world: JobTree) -> None:
     """Lines written before the check started, incomplete lines, and lines of ``ignore match`` do not count."""
     log = world.base / "app.log"
     log.write_text("error: old\n")

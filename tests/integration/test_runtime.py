@@ -17,7 +17,7 @@ from agent_shim.daemon.boot import GO_AGENT_PASSWORD
 from agent_shim.demo.director import HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.services.volume_lease import NAME
-from tests.support.instance import AGENT, COMMAND, World
+from tests.support.instance import AGENT, COMMAND, RunningAgent
 from tests.support.ports import free_address
 from tests.support.waiting import until
 
@@ -33,7 +33,7 @@ def played(program: str, *arguments: object) -> str:
 # --- the end of the agent -------------------------------------------------------------------------------------------
 
 
-async def test_volume_lease_is_released_only_after_the_jobs_stop(instance: World) -> None:
+async def test_volume_lease_is_released_only_after_the_jobs_stop(instance: RunningAgent) -> None:
     """While the jobs of this agent run, no other agent may write to the volume."""
     lease = Paths(instance.base).mirror / NAME
     await instance.deploy()
@@ -47,7 +47,7 @@ async def test_volume_lease_is_released_only_after_the_jobs_stop(instance: World
     assert json.loads(lease.read_bytes())["is_over"] is True
 
 
-async def test_delayed_get_task_reply_is_sent_before_the_agent_disconnects(instance: World) -> None:
+async def test_delayed_get_task_reply_is_sent_before_the_agent_disconnects(instance: RunningAgent) -> None:
     await instance.deploy(more={"more": {"bin/run": "#!/bin/sh\nsleep 1000\n", "monit": ""}})
     task = (await instance.director.value(AGENT, "run_errand", "more"))["agent_task_id"]
     poll = asyncio.create_task(instance.director.call(AGENT, "get_task", task, retries=0))
@@ -62,7 +62,7 @@ async def test_delayed_get_task_reply_is_sent_before_the_agent_disconnects(insta
 # --- a new connection -----------------------------------------------------------------------------------------------
 
 
-async def test_reconnect_sends_pending_alerts_and_an_extra_heartbeat(instance: World) -> None:
+async def test_reconnect_sends_pending_alerts_and_an_extra_heartbeat(instance: RunningAgent) -> None:
     """Regular heartbeats come at fixed times, so a heartbeat at another time is the extra one."""
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
@@ -88,7 +88,7 @@ async def test_reconnect_sends_pending_alerts_and_an_extra_heartbeat(instance: W
     assert max(phases) - min(phases) > 0.1, "all came at the time of the period"
 
 
-async def test_reconnect_updates_the_packet_filter(instance: World) -> None:
+async def test_reconnect_updates_the_packet_filter(instance: RunningAgent) -> None:
     """The bus may have another address now, which the filter must allow."""
     written = instance.scratch / "written"
     instance.command = played("without_nft.py", written)
@@ -104,7 +104,7 @@ async def test_reconnect_updates_the_packet_filter(instance: World) -> None:
 # --- the start of the agent -----------------------------------------------------------------------------------------
 
 
-async def test_jobs_start_only_after_the_late_boot_steps(instance: World) -> None:
+async def test_jobs_start_only_after_the_late_boot_steps(instance: RunningAgent) -> None:
     """Jobs need, for example, the trusted CAs as soon as they start."""
     prepared = instance.base / "data/prepared"
     await instance.deploy(more={"more": {"bin/pre-start": f"#!/bin/sh\ntouch {prepared}\n", "monit": ""}})
@@ -127,7 +127,7 @@ async def test_jobs_start_only_after_the_late_boot_steps(instance: World) -> Non
     assert prepared.exists()
 
 
-async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: World) -> None:
+async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: RunningAgent) -> None:
     """The Go agent's marker says that they are stopped, and there is no saved state of this supervisor."""
     await instance.deploy()
     await instance.run("stop")
@@ -144,7 +144,7 @@ async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: World) 
     assert len(instance.starts()["job0"]) == 1
 
 
-async def test_default_monit_password_of_the_go_agent_is_replaced(instance: World) -> None:
+async def test_default_monit_password_of_the_go_agent_is_replaced(instance: RunningAgent) -> None:
     """The Go agent's default is public. Once replaced, the password stays the same."""
     user = Paths(instance.base).monit_user
     user.parent.mkdir(parents=True)
@@ -162,7 +162,9 @@ async def test_default_monit_password_of_the_go_agent_is_replaced(instance: Worl
 # --- metrics --------------------------------------------------------------------------------------------------------
 
 
-async def test_metrics_separate_running_from_waiting_tasks_and_sent_from_repeated_alerts(instance: World) -> None:
+async def test_metrics_separate_running_from_waiting_tasks_and_sent_from_repeated_alerts(
+    instance: RunningAgent,
+) -> None:
     instance.http = free_address()
     await instance.deploy(more={"long": LONG})
     for times in (1.0, 2.0):

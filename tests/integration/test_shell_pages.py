@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands_page import parsers
-from tests.support.instance import COMMAND, World
+from tests.support.instance import COMMAND, RunningAgent
 from tests.support.source import ROOT
 
 SCRIPTS = ROOT / "agent_shim/cli/completion"
@@ -39,7 +39,7 @@ END = "\x01printf '<%s>' \x05 ; echo end\r"
 
 
 @pytest.fixture
-async def running(instance: World) -> World:
+async def running(instance: RunningAgent) -> RunningAgent:
     """Run an agent with two jobs, and provide an ``agent-shim`` program for the shells."""
     await instance.deploy(2)
     program = instance.scratch / "bin/agent-shim"
@@ -103,7 +103,7 @@ def test_bash_and_zsh_complete_commands_and_options(
 
 
 @pytest.mark.parametrize(("shell", "key"), [("bash", "\x1b*"), pytest.param("zsh", "\t", marks=pytest.mark.slow)])
-async def test_bash_and_zsh_complete_service_names(shell: str, key: str, running: World) -> None:
+async def test_bash_and_zsh_complete_service_names(shell: str, key: str, running: RunningAgent) -> None:
     """Services are offered for ``stop``, and jobs for ``logs``. They are those of the agent that ``-b`` selects."""
     names = sorted(running.pids())
     for command in ("stop", "logs"):
@@ -131,7 +131,7 @@ def test_fish_completes_commands_and_options(line: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_fish_completes_service_names(running: World) -> None:
+async def test_fish_completes_service_names(running: RunningAgent) -> None:
     for command in ("stop", "logs"):
         offered = await asyncio.to_thread(fish, f"agent-shim {command} -b {running.base} job", running.scratch)
 

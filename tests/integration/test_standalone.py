@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 @dataclass
-class Place:
+class StandaloneTree:
     """A scratch directory with the agent's tree, the jobs to deploy, and the agent's output."""
 
     scratch: Path
@@ -101,8 +101,8 @@ class Place:
 
 
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
-    made = Place(tmp_path)
+async def place(tmp_path: Path) -> AsyncIterator[StandaloneTree]:
+    made = StandaloneTree(tmp_path)
     try:
         yield made
     finally:
@@ -110,7 +110,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
         await made.end()
 
 
-async def test_standalone_agent_deploys_jobs_like_a_director(place: Place) -> None:
+async def test_standalone_agent_deploys_jobs_like_a_director(place: StandaloneTree) -> None:
     """It runs pre-start, start and post-start, links packages and writes instance names, and is ready only after all
     that.
     """
@@ -135,7 +135,7 @@ async def test_standalone_agent_deploys_jobs_like_a_director(place: Place) -> No
     assert (status["agent_id"], status["deployment"], status["instance"]) == ("front-0", "shop", "front/front-0")
 
 
-async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: Place) -> None:
+async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: StandaloneTree) -> None:
     """If the directory has changed, jobs that are missing from it are stopped and removed, and new ones deployed.
 
     After ``drain``, as a preStop hook calls it, the next agent starts the jobs again.
@@ -170,7 +170,7 @@ async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: Place
     assert Path(f"/proc/{place.pid('db')}").exists()
 
 
-async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: Place) -> None:
+async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: StandaloneTree) -> None:
     """The directory may be a volume that is filled later. Until then the liveness probe passes."""
     place.start()
     await place.until_ready((1, f"cannot deploy {place.rendered}: no job lies in {place.rendered / 'jobs'}"))
@@ -223,7 +223,7 @@ def test_invalid_standalone_instance_file_is_named(tmp_path: Path) -> None:
         standalone.instance(tmp_path)
 
 
-async def test_status_shows_a_failed_pre_start_with_its_last_line(place: Place) -> None:
+async def test_status_shows_a_failed_pre_start_with_its_last_line(place: StandaloneTree) -> None:
     """The instance is failing until the script has been fixed."""
     place.job("web")
     script = place.rendered / "jobs/web/bin/pre-start"

@@ -21,7 +21,7 @@ from agent_shim.services.scripts import Scripts
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.ports import free_port
 from tests.support.programs import is_alive, number_in, number_of_program
-from tests.support.programs.jobs import World, in_state, info
+from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
 NAMES = ("dns", "health", "resolvconf")
@@ -42,13 +42,13 @@ esac
 
 
 @pytest.fixture
-def world(world: World) -> World:
+def world(world: JobTree) -> JobTree:
     world.open()
     return world
 
 
 @contextlib.asynccontextmanager
-async def adopted(world: World) -> AsyncIterator[tuple[Supervisor, list[int]]]:
+async def adopted(world: JobTree) -> AsyncIterator[tuple[Supervisor, list[int]]]:
     """Let pre-start start the processes of three services, then start the services.
 
     Yield the supervisor and the pids of the processes and their children.
@@ -64,7 +64,7 @@ async def adopted(world: World) -> AsyncIterator[tuple[Supervisor, list[int]]]:
         yield supervisor, found
 
 
-def dns(world: World, pre_start: str = "") -> JobFile:
+def dns(world: JobTree, pre_start: str = "") -> JobFile:
     """Return a job with three services, and write its pre-start, which runs their ctl scripts unless another script is
     given.
     """
@@ -83,24 +83,24 @@ def dns(world: World, pre_start: str = "") -> JobFile:
     return JobFile("bosh-dns", "", "\n".join([*lines, ""]))
 
 
-async def run_script(world: World, supervisor: Supervisor, name: str, job: str = "bosh-dns") -> None:
+async def run_script(world: JobTree, supervisor: Supervisor, name: str, job: str = "bosh-dns") -> None:
     scripts = Scripts(world.paths, {"TEST_OF": str(world.base)}, supervisor.run_script)
     world.paths.log.mkdir(parents=True, exist_ok=True)
     await scripts.run_all(name, [job], {})
 
 
-def pids(world: World) -> list[int]:
+def pids(world: JobTree) -> list[int]:
     """Return the pids of the three services' processes and children that exist so far."""
     files = [path for name in NAMES for path in (world.pidfile(name), world.base / f"{name}.child")]
     return [pid for path in files if (pid := number_in(path))]
 
 
-async def started(world: World) -> list[int]:
+async def started(world: JobTree) -> list[int]:
     """Wait until all three services have a process and a child. Return their pids."""
     return await until(lambda: found if len(found := pids(world)) == 6 else None)
 
 
-async def test_processes_started_by_pre_start_belong_to_the_services(world: World) -> None:
+async def test_processes_started_by_pre_start_belong_to_the_services(world: JobTree) -> None:
     """They are not started again, and a stop of a service kills its process and child, whatever their user."""
     async with adopted(world) as (supervisor, found):
         for name in NAMES:
@@ -122,7 +122,7 @@ async def test_processes_started_by_pre_start_belong_to_the_services(world: Worl
         assert not any(map(is_alive, [*found, *later]))
 
 
-async def test_killed_process_of_pre_start_is_restarted(world: World) -> None:
+async def test_killed_process_of_pre_start_is_restarted(world: JobTree) -> None:
     """Processes of the other services keep running, although all have the same keeper.
 
     The child of the killed process ends when all jobs are stopped.
@@ -136,7 +136,7 @@ async def test_killed_process_of_pre_start_is_restarted(world: World) -> None:
         assert not any(map(is_alive, pids(world)))
 
 
-async def test_next_agent_recognizes_processes_started_by_pre_start(world: World) -> None:
+async def test_next_agent_recognizes_processes_started_by_pre_start(world: JobTree) -> None:
     """The next agent finds them below the keeper of the script."""
     job = dns(world)
     async with world.supervising() as supervisor:
@@ -151,7 +151,7 @@ async def test_next_agent_recognizes_processes_started_by_pre_start(world: World
         assert len(world.lines()) == 3
 
 
-async def test_stop_ends_processes_left_by_a_failed_pre_start(world: World) -> None:
+async def test_stop_ends_processes_left_by_a_failed_pre_start(world: JobTree) -> None:
     """The Director stops all jobs before it repeats pre-start, which could otherwise find a port or lock in use."""
     other = world.base / "other.number"
     job = dns(world, f"setsid sleep 600 & echo $! >{other}; exit 1")
@@ -182,7 +182,7 @@ esac
 
 @pytest.mark.parametrize("is_named", [True, False], ids=["named by the pidfile", "without a pidfile"])
 async def test_deployment_after_a_failed_pre_start_runs_one_server_that_never_restarts(
-    world: World, is_named: bool
+    world: JobTree, is_named: bool
 ) -> None:
     """In such a deployment, bosh-dns's health check once restarted 36 times, because the process of the first pre-start
     still had its port.
@@ -222,7 +222,7 @@ def is_open(port: int) -> bool:
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_pidfile_naming_a_process_of_another_jobs_script_is_ignored(world: World) -> None:
+async def test_pidfile_naming_a_process_of_another_jobs_script_is_ignored(world: JobTree) -> None:
     other = world.base / "other.number"
     dns(world, f"setsid sleep 600 & echo $! >{other}")
     async with world.supervising() as supervisor:

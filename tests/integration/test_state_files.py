@@ -17,7 +17,7 @@ from agent_shim.core.errors import BootError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.host.files import remove_tree
 from agent_shim.services.state_backup import StateBackup, backup_files
-from tests.support.instance import AGENT, World
+from tests.support.instance import AGENT, RunningAgent
 
 MAX_MB = 130
 """Highest allowed peak memory of the agent in MB. An idle agent needs a third of it."""
@@ -85,7 +85,7 @@ KINDS: Mapping[str, Callable[[Path], None]] = {
     ],
 )
 async def test_hostile_state_files_do_not_block_the_start_or_fill_the_memory(
-    instance: World, names: tuple[str, ...]
+    instance: RunningAgent, names: tuple[str, ...]
 ) -> None:
     for kind, plant in KINDS.items():
         remove_tree(instance.base)

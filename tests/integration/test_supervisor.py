@@ -25,7 +25,7 @@ from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.supervisor import JobFile, read_saved
 from tests.support.programs import foreign, is_alive, number_in
-from tests.support.programs.jobs import FAST, LASTING, World, in_state, info, program
+from tests.support.programs.jobs import FAST, LASTING, JobTree, in_state, info, program
 from tests.support.waiting import until
 
 # --- starting -------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ from tests.support.waiting import until
     [None, program("fork_twice.py", "$pidfile"), "sleep 600 & echo $! >$pidfile; wait"],
     ids=["becomes the daemon", "forks it twice", "stays beside it"],
 )
-async def test_start_program_may_daemonize_in_any_way(world: World, start: str | None) -> None:
+async def test_start_program_may_daemonize_in_any_way(world: JobTree, start: str | None) -> None:
     """The pidfile names the service's process.
 
     A start program that does not return is neither waited for nor killed.
@@ -49,7 +49,7 @@ async def test_start_program_may_daemonize_in_any_way(world: World, start: str |
         assert world.events == []
 
 
-async def test_service_is_starting_until_its_process_exists(world: World) -> None:
+async def test_service_is_starting_until_its_process_exists(world: JobTree) -> None:
     """The Director polls right after the start and trusts the first "running"."""
     start = program("fork_twice.py", world.pidfile("web"), 0.2)
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -62,7 +62,7 @@ async def test_service_is_starting_until_its_process_exists(world: World) -> Non
         assert number_in(world.pidfile("web"))
 
 
-async def test_start_program_environment_equals_that_of_monit(world: World) -> None:
+async def test_start_program_environment_equals_that_of_monit(world: JobTree) -> None:
     """As under monit, it has PATH and MONIT_ variables only, a new session, empty input, umask 022 and the
     directory /.
     """
@@ -91,7 +91,7 @@ async def test_start_program_environment_equals_that_of_monit(world: World) -> N
         ("sh -c 'exit 1' & echo $! >$pidfile; wait", "process {pid} of the pidfile exited immediately"),
     ],
 )
-async def test_failed_start_reports_the_last_line_of_output(world: World, start: str, why: str) -> None:
+async def test_failed_start_reports_the_last_line_of_output(world: JobTree, start: str, why: str) -> None:
     """The alert is sent only once, although the start is retried."""
     job = world.job("web", start, timeout=60)
     script = world.base / "jobs/web/bin/start"
@@ -107,7 +107,7 @@ async def test_failed_start_reports_the_last_line_of_output(world: World, start:
 
 
 @pytest.mark.parametrize("end", ["success", "stop", "unmonitor"])
-async def test_repeated_start_failure_is_reported_again_only_after_a_change(world: World, end: str) -> None:
+async def test_repeated_start_failure_is_reported_again_only_after_a_change(world: JobTree, end: str) -> None:
     """As under monit, further failures are silent until the service has run, or was stopped or unmonitored."""
     start = f"[ -e {world.base}/good ] || exit 3; rm {world.base}/good; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -127,7 +127,7 @@ async def test_repeated_start_failure_is_reported_again_only_after_a_change(worl
         await supervisor.stop(wait=True)
 
 
-async def test_failed_ulimit_of_a_start_program_is_reported_while_its_process_runs(world: World) -> None:
+async def test_failed_ulimit_of_a_start_program_is_reported_while_its_process_runs(world: JobTree) -> None:
     """If ``ulimit`` exceeds the container's limit, the process runs with the lower limit, and the status says so."""
     drop = "setpriv --bounding-set=-sys_resource" if os.geteuid() == 0 else ""
     start = f"{drop} sh -c 'ulimit -n 64; ulimit -n 100000'; sleep 600 & echo $! >$pidfile"
@@ -140,7 +140,7 @@ async def test_failed_ulimit_of_a_start_program_is_reported_while_its_process_ru
         assert "ulimit: " in reason
 
 
-async def test_slow_start_program_continues_and_its_process_is_adopted(world: World) -> None:
+async def test_slow_start_program_continues_and_its_process_is_adopted(world: JobTree) -> None:
     """As with monit 5.2.5, the start is reported as failed after its timeout, and the process is found later.
 
     The start program is not run a second time meanwhile.
@@ -164,7 +164,7 @@ async def test_slow_start_program_continues_and_its_process_is_adopted(world: Wo
         assert [(e.event, e.action) for e in world.events] == [("Execution failed", "alert"), ("Exists", "alert")]
 
 
-async def test_slow_start_program_that_fails_after_its_timeout_is_run_again(world: World) -> None:
+async def test_slow_start_program_that_fails_after_its_timeout_is_run_again(world: JobTree) -> None:
     world.timing = msgspec.structs.replace(FAST, cycle=0.5)
     start = "echo $$ >>$log; sleep 2; exit 3"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
@@ -173,7 +173,7 @@ async def test_slow_start_program_that_fails_after_its_timeout_is_run_again(worl
         assert not is_alive(int(first))
 
 
-async def test_stop_kills_a_slow_start_program_with_its_children(world: World) -> None:
+async def test_stop_kills_a_slow_start_program_with_its_children(world: JobTree) -> None:
     start = f"{program('ignore_term.sh', world.base / 'child')} & sleep 600"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
         await in_state(supervisor, "web", "down")
@@ -184,7 +184,7 @@ async def test_stop_kills_a_slow_start_program_with_its_children(world: World) -
         assert not is_alive(child)
 
 
-async def test_late_pidfile_is_adopted_without_a_second_start(world: World) -> None:
+async def test_late_pidfile_is_adopted_without_a_second_start(world: JobTree) -> None:
     """The process is found even if the daemon writes its pidfile after the start timeout."""
     world.timing = type(world.timing)(settle=0.1, backoff_first=0.05, linger=0.1, look=0.02, cycle=600)
     start = f"echo once >>$log; {program('fork_twice.py', world.pidfile('web'), 1.5)}"
@@ -197,7 +197,7 @@ async def test_late_pidfile_is_adopted_without_a_second_start(world: World) -> N
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_stale_pidfile_is_ignored(world: World) -> None:
+async def test_stale_pidfile_is_ignored(world: JobTree) -> None:
     """A pidfile written before the start names another process now.
 
     That process does not count as the service and gets no signal.
@@ -218,7 +218,7 @@ async def test_stale_pidfile_is_ignored(world: World) -> None:
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_new_pidfile_with_a_foreign_pid_is_ignored(world: World) -> None:
+async def test_new_pidfile_with_a_foreign_pid_is_ignored(world: JobTree) -> None:
     """The service does not count as running if its script writes the pid of a process that it has not started."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     await until(lambda: clock.boot_ticks() > stranger.start_ticks)
@@ -232,7 +232,7 @@ async def test_new_pidfile_with_a_foreign_pid_is_ignored(world: World) -> None:
 
 
 @pytest.mark.parametrize("stop", ["exit 0", "kill $(cat $pidfile)"])
-async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: World, stop: str) -> None:
+async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: JobTree, stop: str) -> None:
     """A process that an operator started is adopted.
 
     The agent itself sends it no signal, so if the stop program leaves it running, the stop fails.
@@ -253,7 +253,7 @@ async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: 
         assert is_alive(byhand) == (stop == "exit 0")
 
 
-async def test_process_started_by_monit_is_adopted(world: World) -> None:
+async def test_process_started_by_monit_is_adopted(world: JobTree) -> None:
     """After an upgrade from the Go agent and monit, the process is not started again, and its stop program ends it."""
     command = "/bin/sh", "-c", "while :; do sleep 600; done", world.base / "web"
     monits = foreign(*command, TEST_OF=str(world.base), PATH="/bin")
@@ -265,7 +265,7 @@ async def test_process_started_by_monit_is_adopted(world: World) -> None:
         assert not is_alive(monits)
 
 
-async def test_process_is_found_by_its_command_line_pattern(world: World) -> None:
+async def test_process_is_found_by_its_command_line_pattern(world: JobTree) -> None:
     """The check has ``matching`` instead of a pidfile."""
     name = f"marker_{os.getpid()}"
     script = world.script("web", "start", f"sh -c 'while :; do sleep 600; done' {name} &")
@@ -283,7 +283,7 @@ async def test_process_is_found_by_its_command_line_pattern(world: World) -> Non
         assert not is_alive(found.pid)
 
 
-async def test_dependencies_start_first_and_stop_last(world: World) -> None:
+async def test_dependencies_start_first_and_stop_last(world: JobTree) -> None:
     """The order of the job files does not matter."""
     start = "echo start $name >>$log; sleep 0.05; echo $$ >$pidfile; exec sleep 600"
     stop = "echo stop $name >>$log; kill $(cat $pidfile)"
@@ -299,7 +299,7 @@ async def test_dependencies_start_first_and_stop_last(world: World) -> None:
         assert world.lines() == ["start a", "start b", "start c", "stop c", "stop b", "stop a"]
 
 
-async def test_independent_processes_start_in_parallel(world: World) -> None:
+async def test_independent_processes_start_in_parallel(world: JobTree) -> None:
     """Each start program waits until the other one has begun."""
     start = "touch $log.$name; while [ ! -e $log.{} ]; do sleep 0.01; done; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("a", start.format("b")), world.job("b", start.format("a"))) as supervisor:
@@ -307,7 +307,7 @@ async def test_independent_processes_start_in_parallel(world: World) -> None:
         await in_state(supervisor, "b", "running")
 
 
-async def test_dependant_of_a_failed_service_is_still_started(world: World) -> None:
+async def test_dependant_of_a_failed_service_is_still_started(world: JobTree) -> None:
     """As in monit, a dependency determines only the order of starts."""
     files = [world.job("b", None, "exit 0", "depends on a"), world.job("a", "exit 1")]
     async with world.supervising(*files) as supervisor:
@@ -317,7 +317,7 @@ async def test_dependant_of_a_failed_service_is_still_started(world: World) -> N
 # --- reports ---------------------------------------------------------------------------------------------------------
 
 
-async def test_invalid_monit_file_counts_as_one_failing_process(world: World) -> None:
+async def test_invalid_monit_file_counts_as_one_failing_process(world: JobTree) -> None:
     """Other jobs run, but the instance is failing."""
     files = [world.job("web"), JobFile("bad", "", "check process bad with pidfile"), world.job("worker")]
     async with world.supervising(*files) as supervisor:
@@ -335,7 +335,7 @@ async def test_invalid_monit_file_counts_as_one_failing_process(world: World) ->
         assert supervisor.job_state() == "stopped"
 
 
-async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(world: World) -> None:
+async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(world: JobTree) -> None:
     """They are started, but neither reported, counted, nor stopped by the Director's stop."""
     files = [world.job("web"), world.job("own", group="group other"), world.job("ill", "exit 1", group="")]
     async with world.supervising(*files) as supervisor:
@@ -353,7 +353,7 @@ async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(wor
 # --- stopping -------------------------------------------------------------------------------------------------------
 
 
-async def test_stop_runs_the_stop_program(world: World) -> None:
+async def test_stop_runs_the_stop_program(world: JobTree) -> None:
     """The stop ends when both the stop program and the process have ended.
 
     A marker file says that the jobs are stopped until the next start, even without an agent.
@@ -374,7 +374,7 @@ async def test_stop_runs_the_stop_program(world: World) -> None:
         await in_state(supervisor, "web", "running")
 
 
-async def test_instance_is_starting_as_soon_as_a_start_is_requested(world: World) -> None:
+async def test_instance_is_starting_as_soon_as_a_start_is_requested(world: JobTree) -> None:
     """While the state is being saved, it is still stopped or already starting.
 
     The monit files for operators are written before the answer.
@@ -397,7 +397,7 @@ async def test_instance_is_starting_as_soon_as_a_start_is_requested(world: World
         await in_state(supervisor, "web", "running")
 
 
-async def test_stop_is_answered_after_the_pending_save(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_is_answered_after_the_pending_save(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the agent crashes right after its answer, the saved state must already say that all jobs are stopped.
 
     The save may still be running when the last process exits.
@@ -426,7 +426,7 @@ async def test_stop_is_answered_after_the_pending_save(world: World, monkeypatch
 
 
 async def test_job_starts_even_if_its_monit_file_cannot_be_written(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: JobTree, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The file is only for operators, so a warning is enough."""
     world.paths.monit_job.parent.mkdir(parents=True, exist_ok=True)
@@ -451,7 +451,7 @@ def _ticks(pid: int) -> int:
     ],
     ids=["the process goes on", "the program hangs"],
 )
-async def test_stop_kills_what_remains_after_the_stop_timeout(world: World, start: str | None, stop: str) -> None:
+async def test_stop_kills_what_remains_after_the_stop_timeout(world: JobTree, start: str | None, stop: str) -> None:
     """Both a process and a stop program that do not end get SIGTERM and then SIGKILL."""
     async with world.supervising(world.job("web", start, stop, timeout=1)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -464,7 +464,7 @@ async def test_stop_kills_what_remains_after_the_stop_timeout(world: World, star
 
 @pytest.mark.parametrize(("stop", "said"), [(None, []), ("echo stopped >>$log", ["stopped"])])
 async def test_stop_works_without_a_stop_program_and_without_a_running_process(
-    world: World, stop: str | None, said: list[str]
+    world: JobTree, stop: str | None, said: list[str]
 ) -> None:
     """Unlike monit, the agent kills a process that has no stop program.
 
@@ -482,7 +482,7 @@ async def test_stop_works_without_a_stop_program_and_without_a_running_process(
         assert world.lines() == said
 
 
-async def test_process_of_a_check_without_start_program_is_not_signalled(world: World) -> None:
+async def test_process_of_a_check_without_start_program_is_not_signalled(world: JobTree) -> None:
     """Such a check watches a system process, so the stop program is run, but the agent does not kill the process."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("sys").write_text(f"{stranger.pid}\n")
@@ -502,7 +502,7 @@ async def test_process_of_a_check_without_start_program_is_not_signalled(world: 
 
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("how", ["", "wipe"])
-async def test_no_process_of_a_job_survives_its_stop(world: World, how: str) -> None:
+async def test_no_process_of_a_job_survives_its_stop(world: JobTree, how: str) -> None:
     """The job has a process in another session, in one case also without an environment."""
     child = world.base / "child"
     start = f"exec {program('new_session.py', '$pidfile', child, how)}"
@@ -514,7 +514,7 @@ async def test_no_process_of_a_job_survives_its_stop(world: World, how: str) -> 
         assert not is_alive(pid)
 
 
-async def test_children_of_a_killed_process_are_ended_before_its_successor_starts(world: World) -> None:
+async def test_children_of_a_killed_process_are_ended_before_its_successor_starts(world: JobTree) -> None:
     """A child in another session and without an environment could still have a port that the successor needs."""
     child = world.base / "child"
     start = f"[ -e {child} ] && kill -0 $(cat {child}) && echo beside >>$log; rm -f {child}; exec " + program(
@@ -531,7 +531,7 @@ async def test_children_of_a_killed_process_are_ended_before_its_successor_start
         await supervisor.stop(wait=True)
 
 
-async def test_child_forked_right_before_an_exit_is_killed_before_the_successor_starts(world: World) -> None:
+async def test_child_forked_right_before_an_exit_is_killed_before_the_successor_starts(world: JobTree) -> None:
     """The child has no environment, and it starts in the same clock tick in which its parent is reaped."""
     child = world.base / "child"
     forks = f"env -i sleep 600 & echo $! >{child}; kill -9 $$"
@@ -546,7 +546,7 @@ async def test_child_forked_right_before_an_exit_is_killed_before_the_successor_
         await supervisor.stop(wait=True)
 
 
-async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
+async def test_stop_during_a_start_ends_the_start_program(world: JobTree) -> None:
     """The start program is killed before the stop program runs, and nothing is started afterwards."""
     stop = "kill -0 $(cat $log) && echo beside >>$log"
     async with world.supervising(world.job("web", "echo $$ >>$log; sleep 600; echo $$ >$pidfile", stop)) as supervisor:
@@ -558,7 +558,7 @@ async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
         assert info(supervisor, "web").state == "stopped"
 
 
-async def test_stop_ends_before_the_director_gives_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_ends_before_the_director_gives_up(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """The monit file may allow more time than the Director waits, so SIGKILL is sent earlier."""
     assert 0 < supervisors.KILL_SHARE < 1
     monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # so that even a busy machine stays within the limit
@@ -571,7 +571,7 @@ async def test_stop_ends_before_the_director_gives_up(world: World, monkeypatch:
 
 
 async def test_a12_stop_timeout_error_has_the_text_that_the_director_expects(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Director tolerates errors that contain "Timed out waiting for service"."""
     monkeypatch.setattr(process, "send", _lose)
@@ -594,7 +594,7 @@ def _lose(_: tuple[int, int], sig: int) -> bool:
     return True
 
 
-async def test_a12_stop_of_an_unkillable_process_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a12_stop_of_an_unkillable_process_fails(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is worded as by the Go agent."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(Keeper, "kill", AsyncMock())
@@ -612,7 +612,7 @@ async def test_a12_stop_of_an_unkillable_process_fails(world: World, monkeypatch
         monkeypatch.undo()
 
 
-async def test_start_requested_during_a_stop_runs_after_it(world: World) -> None:
+async def test_start_requested_during_a_stop_runs_after_it(world: JobTree) -> None:
     """The start program must not run at the same time as the stop program."""
     job = world.job(
         "web",
@@ -633,7 +633,7 @@ async def test_start_requested_during_a_stop_runs_after_it(world: World) -> None
 # -----------------------------------------------------------------------------------------------------------
 
 
-async def test_unmonitored_process_keeps_running(world: World) -> None:
+async def test_unmonitored_process_keeps_running(world: JobTree) -> None:
     """The Director unmonitors before a drain.
 
     Until the stop or start, nothing is restarted, and the instance is failing.
@@ -649,7 +649,7 @@ async def test_unmonitored_process_keeps_running(world: World) -> None:
         assert (await in_state(supervisor, "web", "running")).pid == found.pid
 
 
-async def test_apply_between_starts_does_not_affect_processes(world: World) -> None:
+async def test_apply_between_starts_does_not_affect_processes(world: JobTree) -> None:
     """The Director's apply replaces plan and monit files of running jobs, which then only affects their next stop."""
     job, more = world.job("web"), world.job("more", file="x")
     async with world.supervising(job) as supervisor:
@@ -674,7 +674,7 @@ async def test_apply_between_starts_does_not_affect_processes(world: World) -> N
         assert world.lines() == ["new"]
 
 
-async def test_exception_in_a_service_task_ends_the_supervisor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exception_in_a_service_task_ends_the_supervisor(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the service would silently stay unsupervised. The agent restarts instead."""
 
     async def fail(self: ProcessFinder, spec: ProcessSpec) -> str:
@@ -689,7 +689,7 @@ async def test_exception_in_a_service_task_ends_the_supervisor(world: World, mon
                 await supervisor.run()
 
 
-async def test_stop_spares_a_process_that_a_service_of_another_group_watches(world: World) -> None:
+async def test_stop_spares_a_process_that_a_service_of_another_group_watches(world: JobTree) -> None:
     """The Director's stop does not include that service, so its process must keep running."""
     jobs = [world.job("web"), world.job("other", "exit 1", group="group other")]
     script = world.script("other", "pre-start", "setsid sleep 600 & echo $! >$pidfile")

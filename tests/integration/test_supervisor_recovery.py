@@ -25,7 +25,7 @@ from agent_shim.supervisor.ownership.process_record import ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs import is_alive, kill, number_in
-from tests.support.programs.jobs import World, in_state, info, program
+from tests.support.programs.jobs import JobTree, in_state, info, program
 from tests.support.waiting import until
 
 
@@ -40,7 +40,7 @@ def pids(supervisor: Supervisor) -> dict[str, int]:
     return {each.process.name: each.pid for each in supervisor.services()}
 
 
-async def test_next_agent_adopts_processes_of_any_origin(world: World) -> None:
+async def test_next_agent_adopts_processes_of_any_origin(world: JobTree) -> None:
     """Processes are adopted whether they are children of the start program or daemons, and the state is restored at
     once.
     """
@@ -62,7 +62,7 @@ async def test_next_agent_adopts_processes_of_any_origin(world: World) -> None:
         assert world.events == []
 
 
-async def killed_agent(world: World, *files: JobFile) -> dict[str, int]:
+async def killed_agent(world: JobTree, *files: JobFile) -> dict[str, int]:
     """Let an agent in another process start the jobs, and kill it with SIGKILL.
 
     Return the pids of the jobs' processes by name.
@@ -82,7 +82,7 @@ async def killed_agent(world: World, *files: JobFile) -> dict[str, int]:
     return before
 
 
-async def test_killed_agent_does_not_affect_jobs(world: World) -> None:
+async def test_killed_agent_does_not_affect_jobs(world: JobTree) -> None:
     """The next agent adopts all processes, and restarts one that exits afterwards."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("a"), world.job("b"), world.job("c"))
@@ -97,7 +97,7 @@ async def test_killed_agent_does_not_affect_jobs(world: World) -> None:
             assert info(supervisor, "a").last_exit == "SIGKILL"
 
 
-async def test_process_that_died_without_an_agent_is_restarted(world: World) -> None:
+async def test_process_that_died_without_an_agent_is_restarted(world: JobTree) -> None:
     """As after any crash, the new process has to settle before it counts as running."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -114,7 +114,7 @@ async def test_process_that_died_without_an_agent_is_restarted(world: World) -> 
 
 
 async def test_running_start_program_is_not_started_again_by_the_next_agent(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start program survives the agent's exit, and the next agent waits for its process."""
     waits = asyncio.Event()
@@ -142,7 +142,7 @@ async def test_running_start_program_is_not_started_again_by_the_next_agent(
 
 
 @pytest.mark.parametrize(("request_", "state"), [("stop", "stopped"), ("restart", "running")])
-async def test_interrupted_stop_is_completed_by_the_next_agent(world: World, request_: str, state: str) -> None:
+async def test_interrupted_stop_is_completed_by_the_next_agent(world: JobTree, request_: str, state: str) -> None:
     """If the stop was part of a restart, the start follows."""
     async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -156,7 +156,7 @@ async def test_interrupted_stop_is_completed_by_the_next_agent(world: World, req
         assert not is_alive(found.pid)
 
 
-async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world: World) -> None:
+async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world: JobTree) -> None:
     """A drain goes on if the agent is restarted meanwhile."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -169,7 +169,7 @@ async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world:
         assert not is_alive(found.pid)
 
 
-async def test_settling_period_continues_under_the_next_agent(world: World) -> None:
+async def test_settling_period_continues_under_the_next_agent(world: JobTree) -> None:
     """A restart of the agent must not make a process that has just crashed count as running."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
@@ -183,7 +183,7 @@ async def test_settling_period_continues_under_the_next_agent(world: World) -> N
 
 
 async def test_new_container_starts_the_jobs_without_believing_saved_pids(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes that have these pids by chance are neither adopted nor signalled."""
     world.timing = replace(world.timing, settle=600)
@@ -209,7 +209,7 @@ async def test_new_container_starts_the_jobs_without_believing_saved_pids(
 
 
 @pytest.mark.parametrize("then", ["resume", "stop"])
-async def test_held_supervisor_starts_no_process(world: World, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+async def test_held_supervisor_starts_no_process(world: JobTree, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
     """While the start is held back, the jobs are starting, or failing once an obstacle is known. They may be stopped
     meanwhile.
 
@@ -247,7 +247,7 @@ async def test_held_supervisor_starts_no_process(world: World, monkeypatch: pyte
             assert supervisor.job_state() == "running"
 
 
-async def test_held_supervisor_adopts_running_processes(world: World) -> None:
+async def test_held_supervisor_adopts_running_processes(world: JobTree) -> None:
     """The hold applies only to processes that would have to be started."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -262,7 +262,7 @@ async def test_held_supervisor_adopts_running_processes(world: World) -> None:
         assert pids(supervisor) == {"web": before, "worker": 0}
 
 
-async def test_new_container_with_the_same_pids_is_recognized(world: World) -> None:
+async def test_new_container_with_the_same_pids_is_recognized(world: JobTree) -> None:
     """If the containers of a pod share pids, only the new root file system shows that the container is new.
 
     The monit files for operators are restored.
@@ -281,7 +281,7 @@ async def test_new_container_with_the_same_pids_is_recognized(world: World) -> N
         assert [path.name for path in world.paths.monit_job.iterdir()] == ["0000_web.monitrc"]
 
 
-async def test_jobs_start_with_an_unreadable_supervisor_state(world: World) -> None:
+async def test_jobs_start_with_an_unreadable_supervisor_state(world: JobTree) -> None:
     """Running processes are still adopted, because their keepers know the job."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("web"))
@@ -294,7 +294,7 @@ async def test_jobs_start_with_an_unreadable_supervisor_state(world: World) -> N
             assert (await in_state(supervisor, "web", "running")).pid == before["web"]
 
 
-async def test_unrecorded_process_of_a_keeper_is_killed_before_the_next_start(world: World) -> None:
+async def test_unrecorded_process_of_a_keeper_is_killed_before_the_next_start(world: JobTree) -> None:
     """The agent was killed before it saved the first start, and the process had not written its pidfile yet."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("web"))
@@ -322,7 +322,7 @@ def unwritable(directory: Path) -> Iterator[None]:
         aside.rename(directory)
 
 
-async def test_stop_that_could_not_be_saved_survives_a_restart(world: World) -> None:
+async def test_stop_that_could_not_be_saved_survives_a_restart(world: JobTree) -> None:
     """The saved state says that the job runs, but the marker file shows the next agent that it was stopped."""
     async with world.supervising(world.job("web"), world.job("other", None, "exit 1", group="group x")) as supervisor:
         before = {name: (await in_state(supervisor, name, "running")).pid for name in ("web", "other")}
@@ -343,7 +343,7 @@ async def test_stop_that_could_not_be_saved_survives_a_restart(world: World) -> 
         assert pids(supervisor) == {"web": 0, "other": before["other"]}
 
 
-async def test_job_left_running_by_a_stop_is_ended_by_the_next_agent(world: World) -> None:
+async def test_job_left_running_by_a_stop_is_ended_by_the_next_agent(world: JobTree) -> None:
     """The agent was killed during a stop of which only the marker file existed yet."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -355,7 +355,7 @@ async def test_job_left_running_by_a_stop_is_ended_by_the_next_agent(world: Worl
     assert not is_alive(found.pid)
 
 
-async def test_stop_that_cannot_be_recorded_fails(world: World) -> None:
+async def test_stop_that_cannot_be_recorded_fails(world: JobTree) -> None:
     """An operator started a job after the last stop, so the marker file does not prove that it was stopped again."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -370,7 +370,7 @@ async def test_stop_that_cannot_be_recorded_fails(world: World) -> None:
         await supervisor.stop(wait=True)
 
 
-async def test_start_that_cannot_be_saved_fails_and_starts_nothing(world: World) -> None:
+async def test_start_that_cannot_be_saved_fails_and_starts_nothing(world: JobTree) -> None:
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -383,7 +383,7 @@ async def test_start_that_cannot_be_saved_fails_and_starts_nothing(world: World)
         await in_state(supervisor, "web", "running")
 
 
-async def test_operator_request_that_cannot_be_saved_is_reported(world: World) -> None:
+async def test_operator_request_that_cannot_be_saved_is_reported(world: JobTree) -> None:
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         with unwritable(world.paths.mirror):
@@ -393,7 +393,7 @@ async def test_operator_request_that_cannot_be_saved_is_reported(world: World) -
 
 
 async def test_supervisor_state_that_could_not_be_saved_is_saved_later(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save is retried even if the state does not change again."""
     monkeypatch.setattr("agent_shim.supervisor.supervisor.SAVE_RETRY_S", 0.05)
@@ -406,7 +406,7 @@ async def test_supervisor_state_that_could_not_be_saved_is_saved_later(
         await until(lambda: b'"state":"unmonitored"' in world.paths.supervisor_state.read_bytes())
 
 
-async def test_stop_program_runs_only_after_the_stop_is_saved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_program_runs_only_after_the_stop_is_saved(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise, if the agent were killed in between, the next one would restart the process as if it had crashed."""
     at_save: list[str] = []
     real = files.write_atomic

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agent_shim.host import proc, process
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs import foreign, is_alive, kill, number_in
-from tests.support.programs.jobs import LASTING, World, in_state, info, program
+from tests.support.programs.jobs import LASTING, JobTree, in_state, info, program
 from tests.support.waiting import until
 
 COUNTED = f"echo start $name >>$log; echo $$ >$pidfile; {LASTING}"
@@ -34,7 +34,7 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 
 
 @pytest.mark.parametrize("start", [None, program("fork_twice.py", "$pidfile")], ids=["a child", "forked twice"])
-async def test_killed_process_is_restarted_at_once_with_its_exit_status(world: World, start: str | None) -> None:
+async def test_killed_process_is_restarted_at_once_with_its_exit_status(world: JobTree, start: str | None) -> None:
     """With polling, this would take minutes here.
 
     A daemon that has forked twice is a child of the agent, so its exit status is known too.
@@ -66,7 +66,7 @@ ap-mongodb-shard-release does.
 """
 
 
-async def test_start_program_that_replaces_its_first_daemon_is_not_interrupted(world: World) -> None:
+async def test_start_program_that_replaces_its_first_daemon_is_not_interrupted(world: JobTree) -> None:
     """The service is failing in between, but the start program is not run again.
 
     monit, which checks every ten seconds, would hardly notice the gap.
@@ -96,7 +96,7 @@ broker-nginx of shared-redis-release.
 """
 
 
-async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: World) -> None:
+async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: JobTree) -> None:
     """On a busy machine this takes seconds. The keeper knows that a process of the service still runs."""
     world.timing = replace(world.timing, cycle=600)
     async with world.supervising(world.job("web", SLOW_DAEMON)) as supervisor:
@@ -111,7 +111,7 @@ async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: 
         assert (info(supervisor, "web").restarts, world.events) == (0, [])
 
 
-async def test_start_program_that_outlives_its_process_is_replaced_after_a_cycle(world: World) -> None:
+async def test_start_program_that_outlives_its_process_is_replaced_after_a_cycle(world: JobTree) -> None:
     """Until then, the start program that still runs could have started another process."""
     lingering = "echo start >>$log; sleep 600 & echo $! >$pidfile; exec sleep 700"
     async with world.supervising(world.job("web", lingering)) as supervisor:
@@ -122,7 +122,7 @@ async def test_start_program_that_outlives_its_process_is_replaced_after_a_cycle
 
 
 async def test_process_exit_is_logged_with_its_reason_and_fields(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: JobTree, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="agent_shim.supervisor")
     words = "echo no space >&2; exit 3"
@@ -146,7 +146,7 @@ async def test_process_exit_is_logged_with_its_reason_and_fields(
     }
 
 
-async def test_restarted_process_is_not_called_running_before_it_has_settled(world: World) -> None:
+async def test_restarted_process_is_not_called_running_before_it_has_settled(world: JobTree) -> None:
     """The Director trusts the first "running", so quick restarts must not hide a crash loop."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -164,7 +164,7 @@ async def test_restarted_process_is_not_called_running_before_it_has_settled(wor
         assert [e.event for e in world.events] == ["Does not exist", "Exists"]
 
 
-async def test_zombie_process_of_a_service_counts_as_dead(world: World) -> None:
+async def test_zombie_process_of_a_service_counts_as_dead(world: JobTree) -> None:
     """A parent that does not reap its children could otherwise hide the exit."""
     start = f"{sys.executable} -c '"
     start += 'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'
@@ -181,7 +181,7 @@ async def test_zombie_process_of_a_service_counts_as_dead(world: World) -> None:
 
 @pytest.mark.parametrize(("cycle", "told"), [(0.001, [("PID changed", "alert")]), (600, [])])
 async def test_successor_named_by_the_pidfile_is_adopted(
-    world: World, cycle: float, told: list[tuple[str, str]]
+    world: JobTree, cycle: float, told: list[tuple[str, str]]
 ) -> None:
     """A daemon that replaces itself and rewrites its pidfile is not restarted.
 
@@ -206,7 +206,7 @@ async def test_successor_named_by_the_pidfile_is_adopted(
         assert world.lines() == ["once"]
 
 
-async def test_service_without_a_stop_program_is_not_restarted(world: World) -> None:
+async def test_service_without_a_stop_program_is_not_restarted(world: JobTree) -> None:
     """monit does not restart it either. If another program starts a process, it is adopted."""
     async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -232,7 +232,9 @@ async def test_service_without_a_stop_program_is_not_restarted(world: World) -> 
     ("statement", "why"),
     [("mode passive", "it is passive"), ("if does not exist then alert", "the rule for that says alert")],
 )
-async def test_passive_service_is_started_on_request_but_not_restarted(world: World, statement: str, why: str) -> None:
+async def test_passive_service_is_started_on_request_but_not_restarted(
+    world: JobTree, statement: str, why: str
+) -> None:
     """This is tested with ``mode passive``, and with a rule that only sends an alert if the process is missing."""
     async with world.supervising(world.job("web", COUNTED, STOP, statement)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -247,7 +249,7 @@ async def test_passive_service_is_started_on_request_but_not_restarted(world: Wo
         await in_state(supervisor, "web", "running")
 
 
-async def test_rule_for_a_missing_process_may_run_a_program(world: World) -> None:
+async def test_rule_for_a_missing_process_may_run_a_program(world: JobTree) -> None:
     """The program runs in each cycle while the process is missing, and its processes do not belong to the service."""
     script = world.script("web", "tell", "echo told $MONIT_SERVICE >>$log")
     job = world.job("web", None, "exit 0", f'if does not exist then exec "{script}"')
@@ -258,7 +260,7 @@ async def test_rule_for_a_missing_process_may_run_a_program(world: World) -> Non
         assert world.events[0].action == "exec"
 
 
-async def test_rule_for_a_missing_process_may_need_several_cycles(world: World) -> None:
+async def test_rule_for_a_missing_process_may_need_several_cycles(world: JobTree) -> None:
     """With ``for 5 cycles``, the restart comes only in the fifth cycle without a process."""
     job = world.job("web", COUNTED, STOP, "if does not exist for 5 cycles then restart")
     async with world.supervising(job) as supervisor:
@@ -269,7 +271,7 @@ async def test_rule_for_a_missing_process_may_need_several_cycles(world: World) 
         assert time.monotonic() - died_at >= 4 * world.timing.cycle
 
 
-async def test_process_in_manual_mode_waits_for_its_start(world: World) -> None:
+async def test_process_in_manual_mode_waits_for_its_start(world: JobTree) -> None:
     """The Director's start includes services in manual mode, but only those of the group vcap."""
     files = [
         world.job("web", None, None, "mode manual"),
@@ -286,7 +288,7 @@ async def test_process_in_manual_mode_waits_for_its_start(world: World) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-async def chain(world: World) -> list[JobFile]:
+async def chain(world: JobTree) -> list[JobFile]:
     """Return four jobs. ``c`` depends on ``b``, which depends on ``a``. ``d`` is independent."""
     return [
         world.job("a", COUNTED, STOP),
@@ -301,7 +303,7 @@ async def all_in(supervisor: Supervisor, state: str, *names: str) -> None:
         await in_state(supervisor, name, state)
 
 
-async def test_single_service_stops_and_starts_with_its_dependants(world: World) -> None:
+async def test_single_service_stops_and_starts_with_its_dependants(world: JobTree) -> None:
     """Scripts do this to one service around a backup.
 
     Prerequisites that are stopped are started first, and other services keep running.
@@ -331,7 +333,7 @@ async def test_single_service_stops_and_starts_with_its_dependants(world: World)
         assert world.lines() == ["start a", "start b"]
 
 
-async def test_crash_restarts_the_dependants(world: World) -> None:
+async def test_crash_restarts_the_dependants(world: JobTree) -> None:
     """As in monit, this includes indirect dependants, because they may still be connected to the dead process."""
     files = [*await chain(world), world.job("e", COUNTED, STOP, "depends on a, c")]
     async with world.supervising(*files) as supervisor:
@@ -347,7 +349,7 @@ async def test_crash_restarts_the_dependants(world: World) -> None:
         assert info(supervisor, "d").pid == untouched
 
 
-async def test_stop_by_a_rule_stops_the_dependants(world: World) -> None:
+async def test_stop_by_a_rule_stops_the_dependants(world: JobTree) -> None:
     """The dependants are stopped, and do not wait for the service to start again."""
     job = world.job("a", COUNTED, STOP, "if does not exist then stop")
     async with world.supervising(job, *(await chain(world))[1:]) as supervisor:
@@ -358,7 +360,7 @@ async def test_stop_by_a_rule_stops_the_dependants(world: World) -> None:
         assert info(supervisor, "d").state == "running"
 
 
-async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world: World) -> None:
+async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world: JobTree) -> None:
     """``unmonitor`` includes the dependants, and ``monitor`` the prerequisites."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
@@ -373,7 +375,7 @@ async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world:
         assert world.lines().count("start b") == 1
 
 
-async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(world: World) -> None:
+async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(world: JobTree) -> None:
     """monit finds the service dead in the next cycle, and then restarts all of its dependants, monitored or not."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
@@ -392,7 +394,7 @@ async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(wor
         assert info(supervisor, "c").pid != before
 
 
-async def test_crash_restarts_unmonitored_dependants(world: World) -> None:
+async def test_crash_restarts_unmonitored_dependants(world: JobTree) -> None:
     """As in monit, the dependants are also monitored from then on."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
@@ -407,7 +409,7 @@ async def test_crash_restarts_unmonitored_dependants(world: World) -> None:
 # --- other checks ----------------------------------------------------------------------------------------------------
 
 
-async def test_file_check_restarts_while_its_file_is_missing(world: World) -> None:
+async def test_file_check_restarts_while_its_file_is_missing(world: JobTree) -> None:
     """As in monit, a file check may have a stop and a start program, which a restart runs."""
     flag = world.base / "flag"
     text = f"""
@@ -429,14 +431,14 @@ async def test_file_check_restarts_while_its_file_is_missing(world: World) -> No
         assert supervisor.job_state() == "stopped"
 
 
-async def test_host_check_is_running_without_a_process(world: World) -> None:
+async def test_host_check_is_running_without_a_process(world: JobTree) -> None:
     text = "check host there with address localhost\n if failed port 1 then alert\n group vcap\n"
     async with world.supervising(JobFile("there", "", text)) as supervisor:
         await in_state(supervisor, "there", "running")
         await supervisor.stop(wait=True)
 
 
-async def test_reason_of_a_failed_start_names_an_unreadable_pidfile(world: World) -> None:
+async def test_reason_of_a_failed_start_names_an_unreadable_pidfile(world: JobTree) -> None:
     async with world.supervising(world.job("web", "mkdir $pidfile", timeout=1)) as supervisor:
         await in_state(supervisor, "web", "down")
 

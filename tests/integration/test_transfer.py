@@ -21,7 +21,7 @@ from agent_shim.bulk.transfer import Transfer
 from agent_shim.core.errors import BlobError, LastingError
 from agent_shim.demo.pki import EXPIRED, Authority
 from tests.support import http
-from tests.support.http import Server, http_proxy, http_server
+from tests.support.http import BlobServer, http_proxy, http_server
 from tests.support.serving import serving
 
 FAST = TransferTiming(stall=0.4, least=1024, hesitate=0.05, pause=0.01)
@@ -39,7 +39,7 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server(server: Server) -> Server:
+def server(server: BlobServer) -> BlobServer:
     server.blobs["/b"] = BLOB
     return server
 
@@ -72,7 +72,7 @@ def open_files() -> int:
 # --- GET ------------------------------------------------------------------------------------------------------------
 
 
-async def test_url_is_requested_unchanged(server: Server, transfer: Transfer) -> None:
+async def test_url_is_requested_unchanged(server: BlobServer, transfer: Transfer) -> None:
     """A signature is valid only for the exact spelling of a URL.
 
     Given headers are sent too.
@@ -92,7 +92,7 @@ async def test_url_is_requested_unchanged(server: Server, transfer: Transfer) ->
     ids=["without a length", "encoded", "slow but steady"],
 )
 async def test_response_body_is_read_to_its_end_without_decoding(
-    server: Server, tmp_path: Path, how: str, blob: bytes
+    server: BlobServer, tmp_path: Path, how: str, blob: bytes
 ) -> None:
     """The digest is that of the bytes sent, even if the server declares an encoding.
 
@@ -104,7 +104,7 @@ async def test_response_body_is_read_to_its_end_without_decoding(
         assert await got(transfer, f"{server.url}/b") == blob
 
 
-async def test_download_follows_redirects(server: Server, transfer: Transfer) -> None:
+async def test_download_follows_redirects(server: BlobServer, transfer: Transfer) -> None:
     """The password is sent only to the host in the original URL."""
     async with http_server() as other:
         other.blobs["/c"] = b"there"
@@ -125,7 +125,7 @@ async def test_download_follows_redirects(server: Server, transfer: Transfer) ->
         (http.HALF, "Excuting GET request: HOST: the body ended too early"),
     ],
 )
-async def test_failed_get_names_host_and_reason(server: Server, transfer: Transfer, how: str, text: str) -> None:
+async def test_failed_get_names_host_and_reason(server: BlobServer, transfer: Transfer, how: str, text: str) -> None:
     """The error contains neither the password nor the query of the URL."""
     server.plan = [how]
     said = await failure(transfer, f"http://me:word@{server.host}/b?{SECRET}")
@@ -134,7 +134,7 @@ async def test_failed_get_names_host_and_reason(server: Server, transfer: Transf
 
 
 @pytest.mark.parametrize("how", [http.STALL, http.SILENT, http.DRIBBLE])
-async def test_stalled_get_ends_in_bounded_time(server: Server, tmp_path: Path, how: str) -> None:
+async def test_stalled_get_ends_in_bounded_time(server: BlobServer, tmp_path: Path, how: str) -> None:
     server.plan = [how]
     async with asyncio.timeout(30), Transfer("", FAST, tmp_path) as transfer:
         said = await failure(transfer, f"http://me:word@{server.host}/b?{SECRET}")
@@ -168,7 +168,7 @@ async def test_unreachable_host_or_proxy_is_named(
 
 
 @pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
-async def test_redirects_are_followed_up_to_a_limit(server: Server, transfer: Transfer) -> None:
+async def test_redirects_are_followed_up_to_a_limit(server: BlobServer, transfer: Transfer) -> None:
     server.plan = [f"redirect:{server.url}/b?{SECRET}"] * 20
 
     assert await failure(transfer, f"{server.url}/b") == (
@@ -187,7 +187,7 @@ async def put(transfer: Transfer, url: str, data: bytes, where: Path, **headers:
 
 @pytest.mark.parametrize("continues", [True, False])
 async def test_put_sends_the_length_of_the_file(
-    server: Server, transfer: Transfer, tmp_path: Path, continues: bool
+    server: BlobServer, transfer: Transfer, tmp_path: Path, continues: bool
 ) -> None:
     """It does so whether or not the server answers ``100 Continue``, and for an empty file too."""
     server.continues = continues
@@ -206,7 +206,7 @@ async def test_put_sends_the_length_of_the_file(
 
 @pytest.mark.parametrize("how", ["403", "307", "redirect:http://127.0.0.1:1/"])
 async def test_error_of_a_rejected_put_contains_the_status(
-    server: Server, transfer: Transfer, tmp_path: Path, how: str
+    server: BlobServer, transfer: Transfer, tmp_path: Path, how: str
 ) -> None:
     """The server may answer before it has read the file. A redirect counts as a rejection."""
     server.plan = [how]
@@ -218,7 +218,7 @@ async def test_error_of_a_rejected_put_contains_the_status(
     assert len(server.requests) == 1
 
 
-async def test_put_waits_for_a_slow_answer(server: Server, transfer: Transfer, tmp_path: Path) -> None:
+async def test_put_waits_for_a_slow_answer(server: BlobServer, transfer: Transfer, tmp_path: Path) -> None:
     """After the upload, a server may take longer to answer than a transfer may stall."""
     server.plan = [http.THINK]
     await put(transfer, f"{server.url}/new", BLOB, tmp_path)
@@ -227,7 +227,7 @@ async def test_put_waits_for_a_slow_answer(server: Server, transfer: Transfer, t
 
 
 @pytest.mark.parametrize(("how", "size"), [(http.DEAF, 50_000_000), (http.SILENT, 200_000)])
-async def test_put_that_is_not_read_or_answered_ends(server: Server, tmp_path: Path, how: str, size: int) -> None:
+async def test_put_that_is_not_read_or_answered_ends(server: BlobServer, tmp_path: Path, how: str, size: int) -> None:
     """A server that stops reading stalls the transfer once all buffers are full.
 
     A missing answer has a separate timeout.
@@ -277,7 +277,7 @@ async def test_certificate_of_another_host_or_time_is_rejected(tmp_path: Path, w
 
 @pytest.mark.attack("a blobstore sends without end")
 async def test_endless_blob_leaves_disk_space_for_others(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: BlobServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "RESERVE_BYTES", shutil.disk_usage(tmp_path).free - (32 << 20))
     monkeypatch.setattr(transfers, "RESERVED_PART", 1)
@@ -301,7 +301,7 @@ async def test_endless_blob_leaves_disk_space_for_others(
     ],
 )
 async def test_invalid_request_url_is_rejected_without_retries(
-    server: Server, tmp_path: Path, url: str, headers: dict[str, str]
+    server: BlobServer, tmp_path: Path, url: str, headers: dict[str, str]
 ) -> None:
     """Three attempts with pauses once kept the agent from handling other requests."""
     async with Transfer("", SURE, tmp_path) as transfer:
@@ -321,7 +321,7 @@ async def test_invalid_ca_is_reported(tmp_path: Path, ca: str) -> None:
 
 
 async def test_proxy_variables_are_used_with_their_password(
-    server: Server, transfer: Transfer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: BlobServer, transfer: Transfer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The password is sent for plain requests and for tunnels."""
     monkeypatch.setattr("agent_shim.bulk.routes.is_excepted", lambda *_: False)
@@ -344,7 +344,7 @@ async def test_proxy_variables_are_used_with_their_password(
         assert {seen.headers["proxy-authorization"] for seen in proxy.seen} == {http.basic("me:word")}
 
 
-async def test_transfer_client_closes_all_connections(server: Server, transfer: Transfer) -> None:
+async def test_transfer_client_closes_all_connections(server: BlobServer, transfer: Transfer) -> None:
     """No connection stays open, whether transfers fail or succeed."""
     before = open_files()
     server.plan = ["404", http.HALF, http.STALL, ""]

@@ -53,7 +53,7 @@ if sys.argv[1:3] == ["create", "cluster"]:
 """
 
 
-class Played:
+class TrialRuns:
     """Runs the trial with recorders, and returns the calls that it made."""
 
     def __init__(self, where: Path) -> None:
@@ -87,14 +87,14 @@ class Played:
 
 
 @pytest.fixture
-def played(tmp_path: Path) -> Played:
-    return Played(tmp_path)
+def played(tmp_path: Path) -> TrialRuns:
+    return TrialRuns(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, str]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrialRuns, str]:
     """Run a trial to its end. Return it and its output."""
-    made = Played(tmp_path_factory.mktemp("trial"))
+    made = TrialRuns(tmp_path_factory.mktemp("trial"))
     done = made.run()
     assert done.returncode == 0, done.stdout + done.stderr
     return made, done.stdout + done.stderr
@@ -104,7 +104,7 @@ def file_of(call: list[str], flag: str) -> list[str]:
     return [call[at + 1] for at, word in enumerate(call) if word == flag]
 
 
-def test_trial_creates_node_director_and_deployment_in_order(whole: tuple[Played, str]) -> None:
+def test_trial_creates_node_director_and_deployment_in_order(whole: tuple[TrialRuns, str]) -> None:
     played, said = whole
 
     assert "./dev try-kubernetes --remove" in said
@@ -129,7 +129,7 @@ def test_trial_creates_node_director_and_deployment_in_order(whole: tuple[Played
 
 
 def test_trial_director_gets_release_stemcell_and_node_address(
-    whole: tuple[Played, str],
+    whole: tuple[TrialRuns, str],
 ) -> None:
     """Its manifest uses the bpm release of bosh-deployment, and the runtime config is changed for pods.
 
@@ -155,14 +155,14 @@ def test_trial_director_gets_release_stemcell_and_node_address(
     assert "secret-of-admin" not in said
 
 
-def test_second_trial_run_keeps_the_node(played: Played) -> None:
+def test_second_trial_run_keeps_the_node(played: TrialRuns) -> None:
     played.program("kind", PROGRAM.replace('"kind get": ""', '"kind get": "agent-shim-trial"'))
 
     assert played.run(FAILS="build").returncode == 1
     assert [call[:2] for call in played.calls()] == [["kind", "get"], ["docker", "build"]]
 
 
-def test_failed_trial_step_is_named_with_its_command(played: Played) -> None:
+def test_failed_trial_step_is_named_with_its_command(played: TrialRuns) -> None:
     done = played.run(FAILS="create cluster")
 
     assert done.returncode == 1
@@ -170,7 +170,7 @@ def test_failed_trial_step_is_named_with_its_command(played: Played) -> None:
     assert "ended with 7" in done.stderr
 
 
-def test_trial_remove_deletes_the_node_and_the_state(played: Played) -> None:
+def test_trial_remove_deletes_the_node_and_the_state(played: TrialRuns) -> None:
     played.state.mkdir()
 
     assert played.run("--remove").returncode == 0
@@ -178,7 +178,7 @@ def test_trial_remove_deletes_the_node_and_the_state(played: Played) -> None:
     assert not played.state.exists()
 
 
-def test_trial_workflow_runs_the_trial_and_fails_with_a_failed_command(played: Played) -> None:
+def test_trial_workflow_runs_the_trial_and_fails_with_a_failed_command(played: TrialRuns) -> None:
     steps = yaml.safe_load((ROOT / ".github/workflows/trial.yml").read_text())["jobs"]["kind"]["steps"]
     (step,) = [one["run"] for one in steps if "--shell" in one.get("run", "")]
     script = step.replace("./dev try-kubernetes", shlex.join(played.command))
@@ -194,7 +194,7 @@ def test_trial_workflow_runs_the_trial_and_fails_with_a_failed_command(played: P
     assert play(FAILS="recreate") != 0
 
 
-def test_trial_names_missing_programs(played: Played) -> None:
+def test_trial_names_missing_programs(played: TrialRuns) -> None:
     (played.programs / "bosh").unlink()
     (played.programs / "git").unlink()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.instance import AGENT, ROOT, World
+from tests.support.instance import AGENT, ROOT, RunningAgent
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.loop_may_be_held
@@ -28,13 +28,13 @@ def naive(mode: str) -> str:
     return f"{shlex.quote(sys.executable)} {PROGRAM} {mode} run -C {{config}} -b {{base}} --log-format json"
 
 
-def logged(instance: World, text: str) -> list[dict[str, Any]]:
+def logged(instance: RunningAgent, text: str) -> list[dict[str, Any]]:
     lines = instance.log_text().splitlines()
     found = [json.loads(line) for line in lines if line.startswith("{")]
     return [line for line in found if text in line["message"]]
 
 
-def poison(instance: World, pids: dict[str, int]) -> Path:
+def poison(instance: RunningAgent, pids: dict[str, int]) -> Path:
     """Replace the pidfile of the first job with a FIFO, which blocks its reader, and kill the job so that the pidfile
     is read.
     """
@@ -49,7 +49,7 @@ ENDS = {"blocked": 1, "computing": 1, "holding": 128 + signal.SIGVTALRM}
 
 
 @pytest.mark.parametrize("mode", ENDS)
-async def test_watchdog_logs_the_stack_of_a_blocked_agent_and_ends_it(instance: World, mode: str) -> None:
+async def test_watchdog_logs_the_stack_of_a_blocked_agent_and_ends_it(instance: RunningAgent, mode: str) -> None:
     """The next agent adopts the jobs."""
     instance.command = naive(mode)
     pids = await instance.deploy(2)
@@ -68,7 +68,7 @@ async def test_watchdog_logs_the_stack_of_a_blocked_agent_and_ends_it(instance: 
     assert instance.pids()["job1"] == pids["job1"]
 
 
-async def test_watchdog_does_not_end_an_agent_whose_loop_runs_again(instance: World) -> None:
+async def test_watchdog_does_not_end_an_agent_whose_loop_runs_again(instance: RunningAgent) -> None:
     instance.command = naive("slow")
     pids = await instance.deploy(2)
     pidfile = poison(instance, pids)
@@ -80,7 +80,7 @@ async def test_watchdog_does_not_end_an_agent_whose_loop_runs_again(instance: Wo
     assert not instance.agent.is_over
 
 
-async def test_watchdog_does_not_count_a_stopped_agent_as_blocked(instance: World) -> None:
+async def test_watchdog_does_not_count_a_stopped_agent_as_blocked(instance: RunningAgent) -> None:
     """A container may be frozen or a machine suspended for longer than the limit."""
     instance.command = naive("patient")
     await instance.start_agent()
@@ -96,7 +96,7 @@ async def test_watchdog_does_not_count_a_stopped_agent_as_blocked(instance: Worl
 
 
 async def test_systemd_watchdog_is_notified_until_a_blocked_agent_exits(
-    instance: World, monkeypatch: pytest.MonkeyPatch
+    instance: RunningAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(instance.scratch / "notify"))

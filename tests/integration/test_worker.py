@@ -44,7 +44,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, process
 from tests.support import http
-from tests.support.http import Server
+from tests.support.http import BlobServer
 from tests.support.programs import number_in
 from tests.support.waiting import until
 
@@ -129,7 +129,7 @@ async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
     assert left_half_made(paths) == []
 
 
-async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, server: Server) -> None:
+async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, server: BlobServer) -> None:
     """The Director renders all jobs of an instance into one archive."""
     data = tgz({f"job{number}/monit": b"m" for number in range(8)})
     server.blobs["/templates"] = data
@@ -146,7 +146,7 @@ async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, serv
 
 @pytest.mark.parametrize("parallel", [1, 3, 0])
 async def test_worker_runs_a_limited_number_of_transfers_in_parallel(
-    paths: Paths, server: Server, parallel: int
+    paths: Paths, server: BlobServer, parallel: int
 ) -> None:
     """The limit is configured with ``env.bosh.parallel``, and 0 counts as 1."""
     data = tgz({"a": b"a"})
@@ -260,7 +260,7 @@ async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_p
 
 @pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
 @pytest.mark.slow
-async def test_stalled_download_is_abandoned_and_retried(paths: Paths, server: Server) -> None:
+async def test_stalled_download_is_abandoned_and_retried(paths: Paths, server: BlobServer) -> None:
     """With the real timeouts, the server first stalls in the middle and then sends very slowly."""
     store = Blobstore("dav", {"endpoint": server.url})
     data = os.urandom(200_000)
@@ -296,7 +296,7 @@ async def test_failed_worker_action_reports_the_error_and_leaves_no_files(
 
 
 async def test_worker_packs_and_uploads_logs(
-    paths: Paths, tmp_path: Path, server: Server, started: list[process.Process]
+    paths: Paths, tmp_path: Path, server: BlobServer, started: list[process.Process]
 ) -> None:
     """The upload is reported as a step, counted as failed if it is cancelled, and done by the worker that packed the
     logs.
@@ -349,7 +349,7 @@ async def test_worker_names_a_full_disk_with_its_free_space(paths: Paths, tmp_pa
 # ----------------------------------------------------------------------------------------------------------
 
 
-async def begun(paths: Paths, server: Server, started: list[process.Process]) -> asyncio.Task[list[Outcome]]:
+async def begun(paths: Paths, server: BlobServer, started: list[process.Process]) -> asyncio.Task[list[Outcome]]:
     """Start to install two packages whose downloads both stall. Return the task."""
     data = tgz({"a": os.urandom(100_000)})
     server.blobs = {"/one": data, "/two": data}
@@ -440,7 +440,7 @@ async def test_files_of_a_killed_workers_blobstore_command_are_removed(
     assert left_half_made(paths) == [others]
 
 
-async def test_worker_exits_with_its_parent(paths: Paths, server: Server, tmp_path: Path) -> None:
+async def test_worker_exits_with_its_parent(paths: Paths, server: BlobServer, tmp_path: Path) -> None:
     """If the agent is killed, nobody would use the result."""
     server.plan = [http.SILENT]
     program = f"""
@@ -493,7 +493,7 @@ async def test_invalid_worker_request_is_reported_without_its_text() -> None:
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
 async def test_worker_has_no_secrets_in_arguments_environment_or_files(
-    paths: Paths, server: Server, started: list[process.Process]
+    paths: Paths, server: BlobServer, started: list[process.Process]
 ) -> None:
     """This also checks that the worker cannot dump core, and that a cancelled one ends at once without leaving
     files.
@@ -528,7 +528,7 @@ def test_worker_keeps_an_oom_score_above_its_own() -> None:
 
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
-async def test_failed_worker_transfer_is_reported_without_secrets(paths: Paths, server: Server) -> None:
+async def test_failed_worker_transfer_is_reported_without_secrets(paths: Paths, server: BlobServer) -> None:
     """Neither the error that the worker returns nor the representation of a request contains them."""
     server.plan = ["403"]
     (paths.tmp / "file").write_bytes(b"data")

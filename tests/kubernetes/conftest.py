@@ -10,16 +10,16 @@ import pytest
 
 from tests.support.environment import Environment, environment
 from tests.support.kubernetes import node as nodes
-from tests.support.kubernetes.node import Node
+from tests.support.kubernetes.node import FirstNode
 from tests.support.kubernetes.objects import Namespace
 
-NODE = pytest.StashKey[Node]()
+NODE = pytest.StashKey[FirstNode]()
 
 
 @pytest.fixture(scope="session")
-def node(request: pytest.FixtureRequest) -> Node:
+def node(request: pytest.FixtureRequest) -> FirstNode:
     """Start the node and wait until it can run pods. It ends with its namespaces after the last test."""
-    made = Node(nodes.here())
+    made = FirstNode(nodes.here())
     request.config.stash[NODE] = made
     made.start()
     return made
@@ -34,7 +34,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture
-async def namespace(node: Node, tmp_path: Path) -> AsyncIterator[Namespace]:
+async def namespace(node: FirstNode, tmp_path: Path) -> AsyncIterator[Namespace]:
     """Provide a namespace for one test, and remove its pods afterwards."""
     made = Namespace(node, f"test-{secrets.token_hex(4)}", tmp_path)
     await made.create()
@@ -45,7 +45,7 @@ async def namespace(node: Node, tmp_path: Path) -> AsyncIterator[Namespace]:
 
 
 @pytest.fixture
-async def bosh(node: Node, tmp_path: Path) -> AsyncIterator[Environment]:
+async def bosh(node: FirstNode, tmp_path: Path) -> AsyncIterator[Environment]:
     """Provide an environment with a Director, reachable at the node's address."""
     async with environment(nodes.ADDRESS, tmp_path) as made:
         yield made

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cpi.calls import Cpi
-from tests.cpi.fake_api import Cluster, Server
+from tests.cpi.calls import CpiCalls
+from tests.cpi.fake_api import FakeApiServer, FakeCluster
 from tests.support.kubernetes.api_server import TIMEOUT_S, ApiServer, programs
 from tests.support.source import ROOT
 
@@ -598,9 +598,9 @@ def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_pa
     """The requests of a VM's lifecycle are recorded with the fake server and then sent to the real one as the CPI's
     account.
     """
-    server = Server(Cluster())
+    server = FakeApiServer(FakeCluster())
     try:
-        cpi = Cpi(server, tmp_path, disks={"attach": "live"})
+        cpi = CpiCalls(server, tmp_path, disks={"attach": "live"})
         _live(cpi)
     finally:
         server.close()
@@ -630,7 +630,7 @@ def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_pa
     }
 
 
-def _live(cpi: Cpi) -> None:
+def _live(cpi: CpiCalls) -> None:
     """Create, use and delete VMs that together use every kind of object and pod that the CPI can create."""
     front = {"name": "front", "ports": [{"port": 80}], "ingress": {"hosts": ["web.example"]}}
     metadata = {"deployment": "dep", "job": "db", "index": "0", "id": "i", "director": "d"}

@@ -15,10 +15,10 @@ import pytest_asyncio
 from agent_shim.core.paths import Paths
 from tests.support import jobs
 from tests.support.kubernetes import cpi_site
-from tests.support.kubernetes.calls import CpiError
+from tests.support.kubernetes.calls import CpiCallError
 from tests.support.kubernetes.cpi_site import LABEL, WAYS, Site, Way
-from tests.support.kubernetes.deployments import Instance
-from tests.support.kubernetes.node import Node
+from tests.support.kubernetes.deployments import DeployedInstance
+from tests.support.kubernetes.node import FirstNode
 from tests.support.kubernetes.objects import Document
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.asyncio(loop_scope="module")]
@@ -31,7 +31,7 @@ LIVE = pytest.mark.parametrize("site", [way for way in WAYS if way.attach in ("l
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=WAYS, ids=str)
 async def site(
-    request: pytest.FixtureRequest, node: Node, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, node: FirstNode, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Site]:
     way: Way = request.param
     async with cpi_site.site(node, way, tmp_path_factory.mktemp("site")) as made:
@@ -39,7 +39,7 @@ async def site(
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def db(site: Site) -> Instance:
+async def db(site: Site) -> DeployedInstance:
     """Provide the instance with a disk that the previous flow has left, or else deploy one."""
     instance, site.spare = site.spare, None
     if instance is None:
@@ -50,28 +50,28 @@ async def db(site: Site) -> Instance:
     return instance
 
 
-async def _deployed_in_two(site: Site) -> Instance:
+async def _deployed_in_two(site: Site) -> DeployedInstance:
     """Deploy an instance where disks can only be attached when a VM is created.
 
     The first deploy fails in attach_disk with an explanation. Then the instance is stopped and started with the disk.
     """
     director = site.deployments
-    instance = Instance("db")
+    instance = DeployedInstance("db")
     await director.create_vm(instance)
     await director.connect(instance)
     instance.disk = await director.create_disk(instance)
-    with pytest.raises(CpiError, match="never"):
+    with pytest.raises(CpiCallError, match="never"):
         await site.cpi.call("attach_disk", instance.vm, instance.disk)
     await director.delete_vm(instance)
     await director.new_vm(instance)
     return instance
 
 
-async def test_first_deploy_with_the_cpi_succeeds(site: Site, db: Instance) -> None:
+async def test_first_deploy_with_the_cpi_succeeds(site: Site, db: DeployedInstance) -> None:
     await site.check(db)
 
 
-async def test_recreate_with_the_cpi_keeps_the_disk(site: Site, db: Instance) -> None:
+async def test_recreate_with_the_cpi_keeps_the_disk(site: Site, db: DeployedInstance) -> None:
     before = db.vm
     await site.deployments.recreate(db)
 
@@ -81,7 +81,7 @@ async def test_recreate_with_the_cpi_keeps_the_disk(site: Site, db: Instance) ->
     await site.check(db)
 
 
-async def test_changed_vm_type_replaces_the_vm_and_keeps_the_disk(site: Site, db: Instance) -> None:
+async def test_changed_vm_type_replaces_the_vm_and_keeps_the_disk(site: Site, db: DeployedInstance) -> None:
     with site.vm_type(memory=300, cpu=0.1):
         await site.deployments.recreate(db)
 
@@ -91,21 +91,21 @@ async def test_changed_vm_type_replaces_the_vm_and_keeps_the_disk(site: Site, db
 
 
 @ATTACHING
-async def test_create_swap_delete_moves_the_disk(site: Site, db: Instance) -> None:
+async def test_create_swap_delete_moves_the_disk(site: Site, db: DeployedInstance) -> None:
     await site.deployments.create_swap_delete(db)
     await site.check(db)
 
 
 @ATTACHING
-async def test_disk_grows_by_migration(site: Site, db: Instance) -> None:
+async def test_disk_grows_by_migration(site: Site, db: DeployedInstance) -> None:
     old = await site.deployments.grow_by_migration(db, 128)
     await site.check(db)
     await site.deployments.delete_disk(old)
     await site.check(db)
 
 
-async def test_disk_grows_by_resize(site: Site, db: Instance) -> None:
-    with pytest.raises(CpiError) as told:
+async def test_disk_grows_by_resize(site: Site, db: DeployedInstance) -> None:
+    with pytest.raises(CpiCallError) as told:
         await site.cpi.call("resize_disk", db.disk, 32)
     assert told.value.kind in ("NotSupported", "NotImplemented")
     await site.deployments.grow_by_resize(db, 128)
@@ -115,7 +115,7 @@ async def test_disk_grows_by_resize(site: Site, db: Instance) -> None:
     await site.check(db)
 
 
-async def test_stop_hard_and_start_keep_the_disk(site: Site, db: Instance) -> None:
+async def test_stop_hard_and_start_keep_the_disk(site: Site, db: DeployedInstance) -> None:
     await site.deployments.stop_hard(db)
     await site.check(db)
     assert await site.cpi.call("has_disk", db.disk)
@@ -123,7 +123,7 @@ async def test_stop_hard_and_start_keep_the_disk(site: Site, db: Instance) -> No
     await site.check(db)
 
 
-async def test_pod_deleted_without_the_director_is_resurrected(site: Site, db: Instance) -> None:
+async def test_pod_deleted_without_the_director_is_resurrected(site: Site, db: DeployedInstance) -> None:
     await site.namespace.pod(db.vm).delete()
     assert await site.cpi.call("has_vm", db.vm) is False
     assert await site.cpi.call("has_disk", db.disk) is True
@@ -131,7 +131,7 @@ async def test_pod_deleted_without_the_director_is_resurrected(site: Site, db: I
     await site.check(db)
 
 
-async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: Instance) -> None:
+async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: DeployedInstance) -> None:
     """The old VM is still running. It is deleted without detaching its disks first."""
     await site.exec(db, "pkill", "-STOP", "--full", "bin/bosh-agent")
     assert await site.deployments.is_unresponsive(db)
@@ -140,12 +140,12 @@ async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: Inst
     await site.check(db)
 
 
-async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: Instance) -> None:
+async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: DeployedInstance) -> None:
     """After cck's "Reboot VM" the Director does not mount disks again, so the agent must do this. Files in ``data`` are
     kept.
     """
     if site.way.attach == "never":
-        with pytest.raises(CpiError, match="recreate the VM instead"):
+        with pytest.raises(CpiCallError, match="recreate the VM instead"):
             await site.cpi.call("reboot_vm", db.vm)
         await site.check(db)
         return
@@ -158,14 +158,14 @@ async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: Instanc
 
 
 @LIVE
-async def test_detach_of_a_disk_in_use_fails_and_keeps_it_attached(site: Site, db: Instance) -> None:
+async def test_detach_of_a_disk_in_use_fails_and_keeps_it_attached(site: Site, db: DeployedInstance) -> None:
     """If the agent has not unmounted the disk, detach_disk fails with this reason, and the disk stays attached."""
     director = site.deployments
     second = await director.create_disk(db)
     await director.attach(db, second)
     await director.mount(db, second)
     await site.exec(db, "touch", "/var/vcap/store_migration_target/of-the-second")
-    with pytest.raises(CpiError, match="uses it"):
+    with pytest.raises(CpiCallError, match="uses it"):
         await site.cpi.call("detach_disk", db.vm, second)
     assert second in await site.cpi.call("get_disks", db.vm)
     assert second in (await site.cpi.call("attach_disk", db.vm, second))["path"]
@@ -175,7 +175,7 @@ async def test_detach_of_a_disk_in_use_fails_and_keeps_it_attached(site: Site, d
     await site.check(db)
 
 
-async def _dynamic_disk(site: Site, db: Instance) -> tuple[str, str]:
+async def _dynamic_disk(site: Site, db: DeployedInstance) -> tuple[str, str]:
     """Attach a dynamic disk to a VM with running jobs, and write a file to it. Return the disk's cid and its link in
     the VM.
     """
@@ -185,13 +185,13 @@ async def _dynamic_disk(site: Site, db: Instance) -> tuple[str, str]:
     return disk, link
 
 
-async def _delete_dynamic(site: Site, db: Instance, disk: str) -> None:
+async def _delete_dynamic(site: Site, db: DeployedInstance, disk: str) -> None:
     await site.deployments.detach_dynamic_disk(db, disk)
     await site.deployments.delete_dynamic_disk(disk)
 
 
 @LIVE
-async def test_dynamic_disk_is_attached_and_detached_while_jobs_run(site: Site, db: Instance) -> None:
+async def test_dynamic_disk_is_attached_and_detached_while_jobs_run(site: Site, db: DeployedInstance) -> None:
     """The container is not restarted."""
     before = await site.namespace.pod(db.vm).container()
     disk, link = await _dynamic_disk(site, db)
@@ -228,7 +228,7 @@ place=/var/vcap/data/volume
 
 
 @LIVE
-async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(site: Site, db: Instance) -> None:
+async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(site: Site, db: DeployedInstance) -> None:
     """While the job runs, the disk is busy and cannot be detached."""
     director = site.deployments
     disk = await director.provide_dynamic_disk(db, "of-a-driver")
@@ -237,7 +237,7 @@ async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(si
         await director.stop(db)
         await director.start(db)
         await director.ask(db, "remove_dynamic_disk", disk)
-        with pytest.raises(CpiError, match="uses it"):
+        with pytest.raises(CpiCallError, match="uses it"):
             await site.cpi.call("detach_disk", db.vm, disk)
         await director.provide_dynamic_disk(db, "of-a-driver")
         await director.world.agents.value(db.agent, "get_state", "full")  # makes the agent measure the disks
@@ -260,7 +260,7 @@ async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(si
 
 
 @LIVE
-async def test_live_disks_are_attached_again_after_pid_1_is_killed(site: Site, db: Instance) -> None:
+async def test_live_disks_are_attached_again_after_pid_1_is_killed(site: Site, db: DeployedInstance) -> None:
     disk, link = await _dynamic_disk(site, db)
 
     await site.namespace.pod(db.vm).kill()
@@ -272,7 +272,7 @@ async def test_live_disks_are_attached_again_after_pid_1_is_killed(site: Site, d
 
 
 @LIVE
-async def test_restarted_attachment_pod_does_not_mount_the_disk_twice(site: Site, db: Instance) -> None:
+async def test_restarted_attachment_pod_does_not_mount_the_disk_twice(site: Site, db: DeployedInstance) -> None:
     disk, link = await _dynamic_disk(site, db)
     (attachment,) = [one for one in await site.objects() if _attaches(one, disk)]
 
@@ -290,35 +290,35 @@ def _attaches(one: Document, disk: str) -> bool:
     return (one["kind"], labels.get(f"{LABEL}/kind"), labels.get(f"{LABEL}/disk")) == ("Pod", "attachment", disk)
 
 
-async def test_reattaching_an_attached_disk_succeeds(site: Site, db: Instance) -> None:
+async def test_reattaching_an_attached_disk_succeeds(site: Site, db: DeployedInstance) -> None:
     """cck's "Reattach disk to instance" relies on this."""
     await site.deployments.attach(db, db.disk)
     await site.deployments.mount(db, db.disk)
     await site.check(db)
 
 
-async def test_orphaned_disk_can_be_attached_again(site: Site, db: Instance) -> None:
+async def test_orphaned_disk_can_be_attached_again(site: Site, db: DeployedInstance) -> None:
     """Simulates ``bosh delete-deployment``, and then ``bosh attach-disk`` with an instance of another deployment."""
     await site.deployments.delete(db)
     await site.check(db)
-    again = Instance("other", disk=db.disk, kept=db.kept)
+    again = DeployedInstance("other", disk=db.disk, kept=db.kept)
     await site.deployments.new_vm(again)
     await site.check(again)
 
 
-async def test_errand_runs_on_its_own_vm(site: Site, db: Instance) -> None:
+async def test_errand_runs_on_its_own_vm(site: Site, db: DeployedInstance) -> None:
     with site.vm_type(persistent_disk=None):
         assert await site.deployments.errand() == "the errand has run\n"
     await site.check(db)
 
 
-async def test_compilation_vm_compiles_a_package(site: Site, db: Instance) -> None:
+async def test_compilation_vm_compiles_a_package(site: Site, db: DeployedInstance) -> None:
     with site.vm_type(persistent_disk=None):
         assert (await site.deployments.compile("p"))["blobstore_id"]
     await site.check(db)
 
 
-async def test_deletion_removes_all_objects_and_can_be_repeated(site: Site, db: Instance) -> None:
+async def test_deletion_removes_all_objects_and_can_be_repeated(site: Site, db: DeployedInstance) -> None:
     """Deleting the VM and the disk again either succeeds or fails because they no longer exist."""
     vm, disk = db.vm, db.disk
     await site.deployments.delete(db)
@@ -328,7 +328,7 @@ async def test_deletion_removes_all_objects_and_can_be_repeated(site: Site, db: 
     for method, cid in (("delete_vm", vm), ("delete_disk", disk)):
         try:
             await site.cpi.call(method, cid)
-        except CpiError as exc:
+        except CpiCallError as exc:
             assert exc.kind in ("VMNotFound", "DiskNotFound"), exc
     await site.check()
     assert await site.objects() == []

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from tests.support.kubernetes import cpi_site
-from tests.support.kubernetes.calls import CpiError
+from tests.support.kubernetes.calls import CpiCallError
 from tests.support.kubernetes.cpi_site import Site, Way
-from tests.support.kubernetes.deployments import Instance
-from tests.support.kubernetes.node import API, SECOND, Node, Worker
+from tests.support.kubernetes.deployments import DeployedInstance
+from tests.support.kubernetes.node import API, SECOND, FirstNode, KubeletNode
 
 pytestmark = pytest.mark.kubernetes
 
@@ -39,7 +39,7 @@ print(urllib.request.urlopen("{API}/readyz", context=context, timeout=9).read().
 
 
 @pytest.fixture(scope="module")
-def second(node: Node) -> Iterator[Worker]:
+def second(node: FirstNode) -> Iterator[KubeletNode]:
     if node.minor < 22:
         pytest.skip("no policy/v1 in this Kubernetes")
     with node.second() as made:
@@ -56,7 +56,7 @@ async def only_on(site: Site, other: str) -> AsyncIterator[None]:
         await site.namespace.kubectl("uncordon", other)
 
 
-async def node_of(site: Site, instance: Instance) -> str:
+async def node_of(site: Site, instance: DeployedInstance) -> str:
     node: str = (await site.namespace.pod(instance.vm).look())["spec"]["nodeName"]
     return node
 
@@ -76,7 +76,7 @@ async def drained(site: Site) -> str:
     return done.stdout
 
 
-async def resurrect_until(site: Site, instances: list[Instance], drain: asyncio.Task[str]) -> list[int]:
+async def resurrect_until(site: Site, instances: list[DeployedInstance], drain: asyncio.Task[str]) -> list[int]:
     """Recreate each missing VM, as the Health Monitor does, until the drain ends. Return the number of ready VMs in the
     group "web" at each turn.
     """
@@ -90,7 +90,7 @@ async def resurrect_until(site: Site, instances: list[Instance], drain: asyncio.
 
 
 async def test_node_drain_moves_vms_of_a_group_one_by_one_with_their_disk(
-    node: Node, second: Worker, tmp_path: Path
+    node: FirstNode, second: KubeletNode, tmp_path: Path
 ) -> None:
     async with cpi_site.site(node, LIVE, tmp_path) as site:
         async with only_on(site, node.name):
@@ -143,7 +143,9 @@ def local_volume(path: Path) -> str:
     return yaml.safe_dump_all([storage, volume])
 
 
-async def test_vm_waits_for_the_drained_node_that_has_its_disk(node: Node, second: Worker, tmp_path: Path) -> None:
+async def test_vm_waits_for_the_drained_node_that_has_its_disk(
+    node: FirstNode, second: KubeletNode, tmp_path: Path
+) -> None:
     volume = local_volume(tmp_path / "volume")
     async with cpi_site.site(node, LIVE, tmp_path) as site, contextlib.AsyncExitStack() as stack:
         await site.namespace.kubectl("apply", "--filename=-", stdin=volume)
@@ -156,7 +158,7 @@ async def test_vm_waits_for_the_drained_node_that_has_its_disk(node: Node, secon
         await drained(site)
         try:
             assert await site.cpi.call("has_vm", db.vm) is False
-            with pytest.raises(CpiError, match="no node takes it.*affinity"):
+            with pytest.raises(CpiCallError, match="no node takes it.*affinity"):
                 await site.deployments.resurrect(db)
             assert await site.cpi.call("has_disk", db.disk)
         finally:

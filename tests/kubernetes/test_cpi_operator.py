@@ -22,10 +22,10 @@ import yaml
 from agent_shim.core.paths import Paths
 from tests.support import jobs, pods
 from tests.support.kubernetes import cpi_site
-from tests.support.kubernetes.calls import CpiError
+from tests.support.kubernetes.calls import CpiCallError
 from tests.support.kubernetes.cpi_site import ACCOUNT, WAYS, Site, Way
-from tests.support.kubernetes.deployments import Instance
-from tests.support.kubernetes.node import ADDRESS, Node
+from tests.support.kubernetes.deployments import DeployedInstance
+from tests.support.kubernetes.node import ADDRESS, FirstNode
 from tests.support.kubernetes.objects import LIMIT, Document
 from tests.support.source import ROOT
 
@@ -49,7 +49,7 @@ async def attempt(site: Site, *arguments: str, stdin: str = "") -> subprocess.Co
 # --- evictions ------------------------------------------------------------------------------------------------------
 
 
-async def evict(site: Site, instance: Instance) -> subprocess.CompletedProcess[str]:
+async def evict(site: Site, instance: DeployedInstance) -> subprocess.CompletedProcess[str]:
     """Evict a pod, as ``kubectl drain`` does for each pod of a node."""
     where = f"/api/v1/namespaces/{site.namespace.name}/pods/{instance.vm}/eviction"
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": instance.vm}}
@@ -65,7 +65,7 @@ async def until_allowed(site: Site, wanted: int) -> None:
             await asyncio.sleep(0.2)
 
 
-async def test_node_drain_evicts_one_vm_of_a_group_at_a_time(node: Node, tmp_path: Path) -> None:
+async def test_node_drain_evicts_one_vm_of_a_group_at_a_time(node: FirstNode, tmp_path: Path) -> None:
     if node.minor < 22:
         pytest.skip("no policy/v1 in this Kubernetes")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
@@ -101,7 +101,7 @@ async def leads_to(site: Site, service: str) -> list[str]:
     return sorted(said.split())
 
 
-async def until_leads_to(site: Site, service: str, *instances: Instance) -> None:
+async def until_leads_to(site: Site, service: str, *instances: DeployedInstance) -> None:
     """Wait until a Service forwards connections to exactly these VMs."""
     pods = [await site.namespace.pod(one.vm).look() for one in instances]
     wanted = sorted(pod["status"]["podIP"] for pod in pods)
@@ -116,12 +116,12 @@ async def ways_in(site: Site) -> list[str]:
     return sorted((await site.namespace.kubectl("get", kinds, "-l", ours, "-o", "name")).split())
 
 
-async def test_services_and_ingresses_follow_the_vms_until_the_last_is_deleted(node: Node, tmp_path: Path) -> None:
+async def test_services_and_ingresses_follow_the_vms_until_the_last_is_deleted(node: FirstNode, tmp_path: Path) -> None:
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
         director = site.deployments
         with site.vm_type(services=[FRONT], network_policy=ONLY_FROM_INSIDE):
             one = await director.first_deploy("web", with_disk=False)
-            two = Instance("web", 1)
+            two = DeployedInstance("web", 1)
             await director.new_vm(two)
 
             made = await ways_in(site)
@@ -151,7 +151,7 @@ async def test_services_and_ingresses_follow_the_vms_until_the_last_is_deleted(n
         await site.check()
 
 
-async def until_resolves_to(site: Site, name: str, asking: Instance, wanted: Instance) -> None:
+async def until_resolves_to(site: Site, name: str, asking: DeployedInstance, wanted: DeployedInstance) -> None:
     """Wait until a name resolves to the wanted address in a VM, through the cluster's DNS."""
     pod = await site.namespace.pod(wanted.vm).look()
     async with asyncio.timeout(LIMIT):
@@ -161,7 +161,7 @@ async def until_resolves_to(site: Site, name: str, asking: Instance, wanted: Ins
             await asyncio.sleep(0.2)
 
 
-async def test_instance_name_resolves_in_vms_after_its_address_changed(node: Node, tmp_path: Path) -> None:
+async def test_instance_name_resolves_in_vms_after_its_address_changed(node: FirstNode, tmp_path: Path) -> None:
     if not node.has("coredns"):
         pytest.skip("no CoreDNS among the programs")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
@@ -179,18 +179,18 @@ async def test_instance_name_resolves_in_vms_after_its_address_changed(node: Nod
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 2)"
 
 
-async def reaches(site: Site, one: Instance, address: str, port: int) -> bool:
+async def reaches(site: Site, one: DeployedInstance, address: str, port: int) -> bool:
     """Return True if a VM can connect to an address and port."""
     command = ("exec", one.vm, "--", "/opt/agent_shim/bin/python3", "-c", CONNECT, address, str(port))
     return (await attempt(site, *command)).returncode == 0
 
 
-async def connects(site: Site, one: Instance, other: Instance) -> bool:
+async def connects(site: Site, one: DeployedInstance, other: DeployedInstance) -> bool:
     """Return True if a VM can connect to the port of another VM's agent."""
     return await reaches(site, one, other.networks["default"]["ip"], 9190)
 
 
-async def test_network_policy_of_a_group_blocks_other_groups(node: Node, tmp_path: Path) -> None:
+async def test_network_policy_of_a_group_blocks_other_groups(node: FirstNode, tmp_path: Path) -> None:
     if not node.has("kube-router"):
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
@@ -202,7 +202,7 @@ async def test_network_policy_of_a_group_blocks_other_groups(node: Node, tmp_pat
         inside = [{"podSelector": {"matchLabels": {"bosh.io/instance_group": "web"}}}]
         with site.vm_type(network_policy={"ingress": [{"from": inside}]}):
             one = await director.first_deploy("web", with_disk=False)
-            two = Instance("web", 1)
+            two = DeployedInstance("web", 1)
             await director.new_vm(two)
 
             async with asyncio.timeout(LIMIT):
@@ -237,7 +237,7 @@ def listener() -> Iterator[int]:
                 subprocess.run([*ip, "delete", f"{address}/32", "dev", "lo"], check=True)
 
 
-async def test_vm_reaches_only_addresses_allowed_by_its_egress_policy(node: Node, tmp_path: Path) -> None:
+async def test_vm_reaches_only_addresses_allowed_by_its_egress_policy(node: FirstNode, tmp_path: Path) -> None:
     if not node.has("kube-router"):
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
@@ -265,7 +265,7 @@ async def test_vm_reaches_only_addresses_allowed_by_its_egress_policy(node: Node
 
 
 @pytest.mark.parametrize("way", [BY_RECREATION, RESTRICTED], ids=str)
-async def test_cpi_doctor_agrees_with_the_cluster(node: Node, tmp_path: Path, way: Way) -> None:
+async def test_cpi_doctor_agrees_with_the_cluster(node: FirstNode, tmp_path: Path, way: Way) -> None:
     async with cpi_site.site(node, way, tmp_path, vms={"tier": way.tier}) as site:
         command = [sys.executable, "-m", "kubernetes_cpi", "doctor", "--config", str(tmp_path / "cpi.json")]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=ROOT)
@@ -287,7 +287,7 @@ def status_of(url: str) -> int:
     return status
 
 
-async def test_trial_vms_start_in_a_cluster(node: Node, tmp_path: Path) -> None:
+async def test_trial_vms_start_in_a_cluster(node: FirstNode, tmp_path: Path) -> None:
     """The VMs have the cloud properties that ``./dev try-kubernetes`` uses for its Director and its instances.
 
     The Director's pod also gets a host port, which must be reachable at the node's address.
@@ -332,7 +332,7 @@ async def writable_volumes() -> AsyncIterator[None]:
         task.cancel()
 
 
-async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: Node, tmp_path: Path) -> None:
+async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: FirstNode, tmp_path: Path) -> None:
     """In a namespace that enforces `restricted`, the agent cannot write into directories that the container runtime
     creates, so the CPI must provide them as volumes.
     """
@@ -351,7 +351,7 @@ async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: Node, tmp_pa
 
 @pytest.mark.parametrize("copy", [False, True], ids=["image volume", "copy"])
 async def test_vm_over_an_unmodified_stemcell_supports_live_disks_and_reboots(
-    node: Node, tmp_path: Path, copy: bool
+    node: FirstNode, tmp_path: Path, copy: bool
 ) -> None:
     """The helper pods for attachments and reboots must get their program from the agent's image."""
     if node.minor < 35 and not copy:
@@ -375,7 +375,7 @@ async def test_vm_over_an_unmodified_stemcell_supports_live_disks_and_reboots(
 SLEEPER = "processes: [{name: jailed, executable: /bin/sleep, args: ['1000'], persistent_disk: true}]"
 
 
-async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: Node, tmp_path: Path) -> None:
+async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: FirstNode, tmp_path: Path) -> None:
     """The job's mount namespace must not keep a detached disk mounted. On this node, that is hard to detect, because
     disks and data are directories of the same device.
     """
@@ -404,7 +404,7 @@ async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: Node, tmp_pa
 # --- root of a user namespace ---------------------------------------------------------------------------------------
 
 
-async def test_vm_in_a_user_namespace_gets_a_live_disk(node: Node, tmp_path: Path) -> None:
+async def test_vm_in_a_user_namespace_gets_a_live_disk(node: FirstNode, tmp_path: Path) -> None:
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     async with cpi_site.site(node, USERNS, tmp_path) as site:
@@ -429,7 +429,9 @@ echo before >/hidden/file
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("tier", ["userns", "privileged"])
-async def test_disk_hidden_by_root_of_a_vm_is_not_reported_as_detached(node: Node, tmp_path: Path, tier: str) -> None:
+async def test_disk_hidden_by_root_of_a_vm_is_not_reported_as_detached(
+    node: FirstNode, tmp_path: Path, tier: str
+) -> None:
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     way = Way(tier, "live", tier, "privileged")
@@ -439,7 +441,7 @@ async def test_disk_hidden_by_root_of_a_vm_is_not_reported_as_detached(node: Nod
         hint = await site.cpi.call("attach_disk", db.vm, disk)
         await site.exec(db, "sh", "-c", HIDE, "sh", hint["path"])
 
-        with pytest.raises(CpiError, match="the VM uses it"):
+        with pytest.raises(CpiCallError, match="the VM uses it"):
             await site.cpi.call("detach_disk", db.vm, disk)
 
         assert await site.cpi.call("get_disks", db.vm) == [disk]
@@ -465,7 +467,7 @@ echo $!
 
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
-async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node: Node, tmp_path: Path) -> None:
+async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node: FirstNode, tmp_path: Path) -> None:
     """A mount that was cloned with open_tree appears in no mount table, so the CPI must notice it in another way."""
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
@@ -475,7 +477,7 @@ async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node
         hint = await site.cpi.call("attach_disk", db.vm, disk)
         keeper = await site.exec(db, "sh", "-c", KEEP, "sh", CLONE, hint["path"])
 
-        with pytest.raises(CpiError, match="the VM uses it"):
+        with pytest.raises(CpiCallError, match="the VM uses it"):
             await site.cpi.call("detach_disk", db.vm, disk)
 
         await site.exec(db, "kill", keeper.strip())
@@ -486,7 +488,7 @@ async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node
 
 
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
-async def test_root_of_a_user_namespace_cannot_fill_the_node(node: Node, tmp_path: Path) -> None:
+async def test_root_of_a_user_namespace_cannot_fill_the_node(node: FirstNode, tmp_path: Path) -> None:
     """The directory for the VM's live disks is on the node's file system."""
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
@@ -523,7 +525,7 @@ def thefts(namespace: str) -> Iterator[Document]:
     yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [program]}}
 
 
-async def test_admission_policy_restricts_a_stolen_token_but_not_the_cpi(node: Node, tmp_path: Path) -> None:
+async def test_admission_policy_restricts_a_stolen_token_but_not_the_cpi(node: FirstNode, tmp_path: Path) -> None:
     if node.minor < 30:
         pytest.skip("no ValidatingAdmissionPolicy in this Kubernetes")
     async with cpi_site.site(node, UNDER_POLICY, tmp_path) as site:

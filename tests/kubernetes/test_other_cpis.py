@@ -38,7 +38,7 @@ SAP_COMMAND: Final = "; ".join(
 
 
 @dataclass(frozen=True)
-class Cpi:
+class OtherCpi:
     """Another CPI. ``disk`` returns a disk's cid for its id, ``place`` is the pattern for the disk's directory in the
     pod.
     """
@@ -116,16 +116,16 @@ def _sap_settings(document: str) -> Document:
 
 
 CPIS: Final = {
-    "sykesm": Cpi(_sykesm_pod, _sykesm_settings, "cluster:{}".format, "/mnt/{}", "disk-{}", has_many_disks=True),
-    "SAP": Cpi(_sap_pod, _sap_settings, str, "/var/vcap/bosh/disks/{}", "{}", has_many_disks=False),
+    "sykesm": OtherCpi(_sykesm_pod, _sykesm_settings, "cluster:{}".format, "/mnt/{}", "disk-{}", has_many_disks=True),
+    "SAP": OtherCpi(_sap_pod, _sap_settings, str, "/var/vcap/bosh/disks/{}", "{}", has_many_disks=False),
 }
 
 
 @dataclass
-class Vm:
+class OtherVm:
     """The pod of a VM, and the objects in which its CPI stores settings."""
 
-    cpi: Cpi
+    cpi: OtherCpi
     namespace: Namespace
     bosh: Environment
 
@@ -192,7 +192,7 @@ async def test_disks_are_attached_and_detached_with_the_pods_of_other_cpis(
     disk, and detaches it.
     """
     cpi = CPIS[name]
-    vm = Vm(cpi, namespace, bosh)
+    vm = OtherVm(cpi, namespace, bosh)
     old = cpi.disk(OLD)
     bosh.blobs.mkdir()
     await vm.create()

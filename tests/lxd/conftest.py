@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.lxd.__main__ import STEMCELL
-from tests.lxd.cpi import BRIDGE, POOL, Cpi, Lxc, RealCpi
+from tests.lxd.cpi import BRIDGE, POOL, Lxc, LxdCpi, RealCpi
 from tests.support.environment import Environment, environment
 
 GATEWAY = "10.245.0.1"
@@ -59,13 +59,13 @@ def lxc() -> Iterator[Lxc]:
 
 
 @pytest.fixture(scope="session")
-def cpi(lxc: Lxc) -> Cpi:
+def cpi(lxc: Lxc) -> LxdCpi:
     binary = os.environ.get("LXD_CPI")
-    return RealCpi(lxc, binary, lxc.directory.parent) if binary else Cpi(lxc)
+    return RealCpi(lxc, binary, lxc.directory.parent) if binary else LxdCpi(lxc)
 
 
 @pytest.fixture(scope="session")
-def stemcell(cpi: Cpi) -> str:
+def stemcell(cpi: LxdCpi) -> str:
     """Import the stemcell that ``./dev stemcell`` built and that was unpacked as a Director does it. Return its id."""
     directory = Path(os.environ[STEMCELL])
     manifest = yaml.safe_load((directory / "stemcell.MF").read_text())

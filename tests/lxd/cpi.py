@@ -43,7 +43,7 @@ class Lxc:
         return done.stdout
 
 
-class Cpi:
+class LxdCpi:
     """Makes the CPI's calls to LXD.
 
     Each method makes the same calls in the same order as the method of that name in ``src/lxd-bosh-cpi`` at e28a247.
@@ -163,7 +163,7 @@ def _fields(device: dict[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in device.items() if key != "type"]
 
 
-class RealCpi(Cpi):
+class RealCpi(LxdCpi):
     """Sends the Director's requests to a binary of the CPI."""
 
     def __init__(self, lxc: Lxc, binary: str, scratch: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.lxd.cpi import Cpi, Lxc
+from tests.lxd.cpi import Lxc, LxdCpi
 from tests.support.environment import AGENT, BLOBS, Environment
 
 pytestmark = pytest.mark.lxd
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.lxd
 PRIVILEGED = {"privileged": "true", "unprivileged": "false"}
 
 
-async def create(cpi: Cpi, bosh: Environment, stemcell: str, kind: str, ip: str) -> str:
+async def create(cpi: LxdCpi, bosh: Environment, stemcell: str, kind: str, ip: str) -> str:
     """Create a VM as a Director does."""
     network = {"type": "manual", "ip": ip, "netmask": "255.255.255.0", "gateway": "10.245.0.1", "dns": ["10.245.0.1"]}
     properties: dict[str, Any] = {
@@ -41,7 +41,7 @@ def doctor(lxc: Lxc, vm: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "ip"), [("unprivileged", "10.245.0.20"), ("privileged", "10.245.0.21")])
 async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
-    lxc: Lxc, cpi: Cpi, stemcell: str, bosh: Environment, kind: str, ip: str
+    lxc: Lxc, cpi: LxdCpi, stemcell: str, bosh: Environment, kind: str, ip: str
 ) -> None:
     """Run a VM through all CPI calls from the stemcell's import to the recreated VM without its disk.
 

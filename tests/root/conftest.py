@@ -16,7 +16,7 @@ import pytest
 from tests.support.fleet import Fleet
 from tests.support.fleet import fleet as fleets
 from tests.support.machine import Machine, machine
-from tests.support.pod import Pod
+from tests.support.pod import PodInstance
 from tests.support.pod import pod as pods
 
 Inside = Callable[..., Any]
@@ -47,7 +47,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 
 @pytest.fixture
-async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
+async def pod(tmp_path: Path) -> AsyncIterator[PodInstance]:
     """Provide an instance that can be given one container after another. It starts without a container."""
     async with pods(tmp_path) as made:
         yield made

@@ -27,7 +27,7 @@ from agent_shim.supervisor import filesystem_usage
 from agent_shim.supervisor.ownership import process_record
 from tests.support import jobs
 from tests.support.guest import ROOT
-from tests.support.pod import AGENT, Pod, end
+from tests.support.pod import AGENT, PodInstance, end
 
 pytestmark = pytest.mark.root
 
@@ -105,14 +105,14 @@ def liar(start: str) -> dict[str, str]:
     return jobs.process(Paths(), "liar", start, stop=start, within="with timeout 1 seconds")
 
 
-def number_of(pod: Pod, pattern: str) -> int:
+def number_of(pod: PodInstance, pattern: str) -> int:
     """Return the pid of a process in the container's PID namespace."""
     return int(pod.machine.run(f"pgrep -o -f '{pattern}'"))
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize("victim", ["the agent", "process 1", "another job"])
-async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: Pod, victim: str) -> None:
+async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: PodInstance, victim: str) -> None:
     """Neither a start nor a stop of the job signals the named process, and the job does not count as running.
 
     PID 1 is an exception. As in monit, a job that names it counts as running without a process.
@@ -138,7 +138,7 @@ async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: Pod, vic
 
 
 @pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
-async def test_pidfile_written_by_vcap_cannot_claim_an_operators_program(pod: Pod) -> None:
+async def test_pidfile_written_by_vcap_cannot_claim_an_operators_program(pod: PodInstance) -> None:
     """The program runs as root and its arguments contain the job's directory, but the agent has not started it.
 
     The job counts as failing, and the Director's stop succeeds without ending the program.
@@ -159,7 +159,7 @@ async def test_pidfile_written_by_vcap_cannot_claim_an_operators_program(pod: Po
 
 
 @pytest.mark.attack("a job has root write a script's output through a link or a hard link")
-async def test_script_fails_if_its_log_path_is_not_a_regular_file(pod: Pod) -> None:
+async def test_script_fails_if_its_log_path_is_not_a_regular_file(pod: PodInstance) -> None:
     """A job puts a FIFO, a symbolic link or a hard link at its log path.
 
     Nothing is written to the target, opening the FIFO does not block the agent, and scripts of other jobs still
@@ -185,7 +185,7 @@ async def test_script_fails_if_its_log_path_is_not_a_regular_file(pod: Pod) -> N
 
 
 @pytest.mark.attack("a job replaces its error log with a link to the settings or with a FIFO")
-async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: Pod) -> None:
+async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: PodInstance) -> None:
     """A sandboxed process replaces its error log and then exits, so that the agent shows the last line of the log.
 
     Neither ``status`` nor the alert to the Health Monitor may contain a line of the agent's settings.
@@ -228,7 +228,7 @@ async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: Pod) ->
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["link", "file", "directory in the place of the pidfile"])
-async def test_object_planted_at_the_bpm_pidfile_directory_is_replaced(pod: Pod, planted: str) -> None:
+async def test_object_planted_at_the_bpm_pidfile_directory_is_replaced(pod: PodInstance, planted: str) -> None:
     """Every user may write to the parent directory. The agent creates its own directory there, and the job starts."""
     await pod.start()
     how = {
@@ -250,7 +250,7 @@ async def test_object_planted_at_the_bpm_pidfile_directory_is_replaced(pod: Pod,
 
 
 @pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
-async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: Pod) -> None:
+async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: PodInstance) -> None:
     """Any user can create the directory before the first process of bpm.yml runs, and put a pidfile with the expected
     name into it.
 
@@ -274,7 +274,7 @@ async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: Pod) -> None
 
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
-async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: Pod) -> None:
+async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: PodInstance) -> None:
     """Otherwise a job's start script, which runs as root, would write its pidfile through a link that another job
     planted.
     """
@@ -295,7 +295,9 @@ async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: Pod
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
-async def test_object_planted_at_the_agents_run_directory_does_not_prevent_its_start(pod: Pod, planted: str) -> None:
+async def test_object_planted_at_the_agents_run_directory_does_not_prevent_its_start(
+    pod: PodInstance, planted: str
+) -> None:
     """The directory does not exist until this agent starts for the first time, so jobs that ran under the Go agent can
     put something else there. The agent replaces it.
     """
@@ -382,7 +384,7 @@ def test_hard_link_to_a_file_of_root_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("a job connects to the control socket")
-async def test_control_socket_does_not_answer_other_users(pod: Pod) -> None:
+async def test_control_socket_does_not_answer_other_users(pod: PodInstance) -> None:
     """Other users get no answer even if the socket's mode allows them to connect."""
     await pod.start()
     socket = "/var/vcap/bosh/agent_shim.sock"
@@ -397,7 +399,7 @@ async def test_control_socket_does_not_answer_other_users(pod: Pod) -> None:
 
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
-async def test_jobs_cannot_read_the_memory_of_the_agent(pod: Pod) -> None:
+async def test_jobs_cannot_read_the_memory_of_the_agent(pod: PodInstance) -> None:
     """vcap can neither read the agent's memory, which contains its private key for the bus, nor trace the agent."""
     await pod.start()
     (pod.vcap / "data/touch.py").write_text(TOUCH)
@@ -409,7 +411,7 @@ async def test_jobs_cannot_read_the_memory_of_the_agent(pod: Pod) -> None:
 
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
-async def test_job_cannot_read_secrets_of_the_agent(pod: Pod) -> None:
+async def test_job_cannot_read_secrets_of_the_agent(pod: PodInstance) -> None:
     """No file, command line or environment that vcap can read contains a credential from the settings or a
     private key.
     """
@@ -430,7 +432,7 @@ async def test_job_cannot_read_secrets_of_the_agent(pod: Pod) -> None:
     assert [path for path in found if not Path(path).is_relative_to(ROOT)] == []
 
 
-async def test_thousands_of_job_processes_do_not_block_the_loop(pod: Pod) -> None:
+async def test_thousands_of_job_processes_do_not_block_the_loop(pod: PodInstance) -> None:
     """Reading the process table takes a tenth of a second with 6000 processes. ``status``, ``get_state`` and a stop do
     that.
 
@@ -454,7 +456,7 @@ async def test_thousands_of_job_processes_do_not_block_the_loop(pod: Pod) -> Non
 
 
 @pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
-async def test_jobs_cannot_replace_root_programs_in_a_world_writable_volume(pod: Pod) -> None:
+async def test_jobs_cannot_replace_root_programs_in_a_world_writable_volume(pod: PodInstance) -> None:
     """The kubelet creates an emptyDir with mode 0777. If the agent did not change that, a job could replace the
     directory of a program that root runs.
     """
@@ -472,7 +474,7 @@ async def test_jobs_cannot_replace_root_programs_in_a_world_writable_volume(pod:
     assert pod.machine.run("cat /tmp/run-by || true") == ""
 
 
-async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: Pod) -> None:
+async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: PodInstance) -> None:
     """The local-path provisioner creates volumes with mode 0750, which the agent changes so that vcap can enter
     them.
     """
@@ -484,7 +486,7 @@ async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: Pod) -> None:
 
 
 @pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
-async def test_job_cannot_create_the_run_directory_of_sshd(pod: Pod) -> None:
+async def test_job_cannot_create_the_run_directory_of_sshd(pod: PodInstance) -> None:
     """If the root file system is read-only, ``/run`` is a world-writable emptyDir. The agent restricts its mode."""
     pod.start_container()
     pod.machine.run("chmod 777 /run")
@@ -542,7 +544,7 @@ def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) 
 
 
 @pytest.mark.attack("a job stops every process of its user, the agent's children among them")
-async def test_job_that_stops_all_processes_of_its_user_does_not_block_the_agent(pod: Pod) -> None:
+async def test_job_that_stops_all_processes_of_its_user_does_not_block_the_agent(pod: PodInstance) -> None:
     """The job sends SIGSTOP to every process of vcap, including children of the agent that have switched to vcap but
     not yet executed their program. The agent keeps answering.
     """

@@ -45,7 +45,7 @@ echo ready && exec sh -i 2>/dev/null
 """
 
 
-class Site:
+class AttachmentNode:
     """A node in its own mount namespace, and a VM in another one that receives mounts below `bosh/vm`."""
 
     def __init__(self, directory: Path, *, userns: bool = False) -> None:
@@ -154,13 +154,13 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    site = Site(tmp_path)
+def site(tmp_path: Path) -> Iterator[AttachmentNode]:
+    site = AttachmentNode(tmp_path)
     yield site
     site.close()
 
 
-def test_disk_is_attached_to_and_detached_from_a_running_vm(site: Site) -> None:
+def test_disk_is_attached_to_and_detached_from_a_running_vm(site: AttachmentNode) -> None:
     helper = site.attach()
     seen = f"{site.seen}/disk-1"
 
@@ -175,7 +175,7 @@ def test_disk_is_attached_to_and_detached_from_a_running_vm(site: Site) -> None:
     assert site.in_vm(f"cat {seen}/new") == "new"
 
 
-def test_attachment_after_a_killed_helper_does_not_stack_mounts(site: Site) -> None:
+def test_attachment_after_a_killed_helper_does_not_stack_mounts(site: AttachmentNode) -> None:
     first = site.attach()
     first.kill()
     first.wait()
@@ -188,7 +188,9 @@ def test_attachment_after_a_killed_helper_does_not_stack_mounts(site: Site) -> N
 
 @pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
 @pytest.mark.parametrize("planted", ["ln -s ../other/disk-2 {}", "touch {}"])
-def test_attach_does_not_follow_a_link_that_the_vm_put_at_the_disk_directory(site: Site, planted: str) -> None:
+def test_attach_does_not_follow_a_link_that_the_vm_put_at_the_disk_directory(
+    site: AttachmentNode, planted: str
+) -> None:
     others = site.place / "bosh/other/disk-2"
     site.in_vm(f"mount -o remount,bind,rw {site.seen}")
     site.in_vm(planted.format(site.seen / "disk-1"))
@@ -202,7 +204,7 @@ def test_attach_does_not_follow_a_link_that_the_vm_put_at_the_disk_directory(sit
     assert str(others) not in Path(f"/proc/{site.node.pid}/mountinfo").read_text()
 
 
-def test_disk_is_not_left_mounted_in_a_directory_that_the_vm_moved(site: Site) -> None:
+def test_disk_is_not_left_mounted_in_a_directory_that_the_vm_moved(site: AttachmentNode) -> None:
     """The helper unmounts the disk again, because a later detach would not find the mount at the new path."""
     moving = "os.rename(program.sys.argv[-2], program.sys.argv[-2] + '-moved')"
     mount = f"real = program.mount\ndef mount(*args):\n    {moving}\n    real(*args)\nprogram.mount = mount\n"
@@ -214,7 +216,7 @@ def test_disk_is_not_left_mounted_in_a_directory_that_the_vm_moved(site: Site) -
     assert site.target not in Path(f"/proc/{site.node.pid}/mountinfo").read_text()
 
 
-def test_detach_does_not_unmount_a_disk_in_use(site: Site) -> None:
+def test_detach_does_not_unmount_a_disk_in_use(site: AttachmentNode) -> None:
     helper = site.attach()
     site.in_vm(f"exec 9>>{site.seen}/disk-1/file")
 
@@ -231,7 +233,7 @@ def test_detach_does_not_unmount_a_disk_in_use(site: Site) -> None:
 
 
 @pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
-def test_vm_can_write_to_its_disks_but_not_beside_them(site: Site) -> None:
+def test_vm_can_write_to_its_disks_but_not_beside_them(site: AttachmentNode) -> None:
     """The directory with the mount points is read-only in the VM. It is on the node's file system, which the VM must
     not be able to fill.
     """
@@ -241,7 +243,7 @@ def test_vm_can_write_to_its_disks_but_not_beside_them(site: Site) -> None:
     assert site.in_vm(f"touch {site.seen}/disk-1/new && echo written") == "written"
 
 
-def test_failed_detach_keeps_the_attachment(site: Site) -> None:
+def test_failed_detach_keeps_the_attachment(site: AttachmentNode) -> None:
     attachment = site.attach()
     site.in_vm(f"exec 9>>{site.seen}/disk-1/file")
 
@@ -283,7 +285,9 @@ HIDINGS = {
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("commands", HIDINGS.values(), ids=HIDINGS.keys())
-def test_disk_kept_mounted_by_root_of_the_vm_is_not_reported_unmounted(site: Site, commands: list[str]) -> None:
+def test_disk_kept_mounted_by_root_of_the_vm_is_not_reported_unmounted(
+    site: AttachmentNode, commands: list[str]
+) -> None:
     """The VM has mounted the disk somewhere else, so it can still write to it. The helper used to check only its own
     mount.
     """
@@ -328,7 +332,7 @@ sys.stdin.read()
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("way", ["in a thread's namespace", "as a clone in a descriptor", "as a clone for a directory"])
-def test_disk_mounted_outside_all_mount_tables_is_not_reported_unmounted(site: Site, way: str) -> None:
+def test_disk_mounted_outside_all_mount_tables_is_not_reported_unmounted(site: AttachmentNode, way: str) -> None:
     """The VM keeps the disk with open_tree or unshare, so that it can still write to it although no mount table shows
     it.
     """
@@ -357,7 +361,7 @@ exec unshare -m sh -c 'umount "$0" "${0%/*}/disk-1" && echo ready && exec cat' "
 """
 
 
-def test_open_files_on_other_mounts_of_the_device_do_not_block_a_detach(site: Site) -> None:
+def test_open_files_on_other_mounts_of_the_device_do_not_block_a_detach(site: AttachmentNode) -> None:
     """A disk can be a directory of a file system. Files that are open in another directory of it are not on the
     disk.
     """
@@ -408,7 +412,7 @@ def until_zombie(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_failed_detach_of_a_bound_disk_never_hides_its_files(site: Site) -> None:
+def test_failed_detach_of_a_bound_disk_never_hides_its_files(site: AttachmentNode) -> None:
     """The helper does not unmount the disk first and mount it again after the failure, because processes of the VM
     would see an empty directory in between.
     """
@@ -427,7 +431,7 @@ def test_failed_detach_of_a_bound_disk_never_hides_its_files(site: Site) -> None
 
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
-def test_renamed_disk_directory_does_not_block_a_detach(site: Site) -> None:
+def test_renamed_disk_directory_does_not_block_a_detach(site: AttachmentNode) -> None:
     attachment = site.attach()
     moved = "mount -o remount,bind,rw {0.seen} && umount {0.seen}/disk-1 && mv {0.seen}/disk-1 {0.seen}/other"
     assert site.in_vm(f"{moved.format(site)} && echo moved") == "moved"
@@ -437,7 +441,7 @@ def test_renamed_disk_directory_does_not_block_a_detach(site: Site) -> None:
     assert str(site.place / "bosh/vm/other") not in Path(f"/proc/{site.node.pid}/mountinfo").read_text()
 
 
-def test_empty_directories_of_deleted_vms_are_removed_later(site: Site, tmp_path: Path) -> None:
+def test_empty_directories_of_deleted_vms_are_removed_later(site: AttachmentNode, tmp_path: Path) -> None:
     """The kubelet creates a directory for each VM that can have disks attached while it runs.
 
     A helper later removes those that are empty and no longer used.
@@ -454,7 +458,9 @@ def test_empty_directories_of_deleted_vms_are_removed_later(site: Site, tmp_path
     assert left.stdout.split() == ["full", "vm"], "the VM has its empty directory mounted"
 
 
-def test_mount_table_shared_by_many_processes_is_read_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mount_table_shared_by_many_processes_is_read_once(
+    site: AttachmentNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise an attachment would take six seconds on a node with a job of a hundred processes and sixteen thousand
     mounts.
     """
@@ -488,7 +494,7 @@ print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 
 
 @pytest.mark.parametrize("whose", ["neighbour", "vm"])
-def test_attach_helper_needs_little_memory_for_a_large_mount_table(site: Site, whose: str) -> None:
+def test_attach_helper_needs_little_memory_for_a_large_mount_table(site: AttachmentNode, whose: str) -> None:
     """Otherwise an unprivileged process could create so many mounts in a user namespace that all helpers on its node
     exceed their memory limit.
     """
@@ -526,7 +532,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("state", ["mounted", "unmounted lazily"])
-def test_hanging_file_system_does_not_delay_a_detach(site: Site, state: str) -> None:
+def test_hanging_file_system_does_not_delay_a_detach(site: AttachmentNode, state: str) -> None:
     """The helper must not call stat(2) on a job's descriptor. The call would wait for the file system and could not be
     interrupted.
     """
@@ -536,7 +542,7 @@ def test_hanging_file_system_does_not_delay_a_detach(site: Site, state: str) -> 
     assert site.detach(attachment, LIMIT_S) == "unmounted\ndone"
 
 
-def test_disk_directory_of_a_deleted_vm_is_removed(site: Site) -> None:
+def test_disk_directory_of_a_deleted_vm_is_removed(site: AttachmentNode) -> None:
     helper = site.attach()
     site.vm.kill()
     site.vm.wait()
@@ -550,7 +556,7 @@ def test_disk_directory_of_a_deleted_vm_is_removed(site: Site) -> None:
 
 def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
     """Without an idmapped mount, root's files would belong to uid 65534 in the VM and the VM could not write."""
-    site = Site(tmp_path, userns=True)
+    site = AttachmentNode(tmp_path, userns=True)
     try:
         helper = site.attach()
 
@@ -565,7 +571,7 @@ def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
 @pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
 def test_attachment_tolerates_process_names_that_are_not_valid_text(tmp_path: Path) -> None:
     """A single process with such a name used to prevent attachments to its VM and restarts of the VM."""
-    site = Site(tmp_path, userns=True)
+    site = AttachmentNode(tmp_path, userns=True)
     try:
         job = site.process("perl", "-e", '$| = 1; $0 = "\\xff"; print "ready\\n"; sleep 600')
 
@@ -577,7 +583,7 @@ def test_attachment_tolerates_process_names_that_are_not_valid_text(tmp_path: Pa
 
 
 @pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
-def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: Site) -> None:
+def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: AttachmentNode) -> None:
     """The disk gets the ids of the VM's user namespace, even if a job has created another one. Otherwise none of its
     files would belong to root in the VM, and the VM could not write.
     """
@@ -607,7 +613,7 @@ def test_init_of_a_jobs_pid_namespace_is_not_taken_for_pid_1() -> None:
 
 
 @pytest.mark.parametrize("heeds", [True, False])
-def test_reboot_helper_ends_pid_1_of_the_container(site: Site, heeds: bool) -> None:
+def test_reboot_helper_ends_pid_1_of_the_container(site: AttachmentNode, heeds: bool) -> None:
     """PID 1 gets SIGTERM, then SIGKILL if it is still running after the grace period."""
     script = ("trap 'exit 7' TERM; " if heeds else "") + "echo; sleep 999 & wait"
     container = subprocess.Popen(

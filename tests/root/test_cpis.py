@@ -20,8 +20,8 @@ import pytest
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
 from tests.support import cpi as cpis
-from tests.support.cpi import Cpi
-from tests.support.pod import Pod
+from tests.support.cpi import CpiTraits
+from tests.support.pod import PodInstance
 from tests.support.pod import pod as made
 from tests.support.volumes import fill, fingerprint
 from tests.support.waiting import until
@@ -38,10 +38,10 @@ AS_VCAP = "setpriv --reuid=vcap --regid=vcap --clear-groups --"
 EACH_WAY = pytest.mark.parametrize("prefix", [(), WITHOUT_CAPABILITIES], ids=["by mount", "without capabilities"])
 
 
-class Site:
+class CpiInstance:
     """Actions of a CPI and a Director on one instance, with checks of the invariants after each action."""
 
-    def __init__(self, pod: Pod) -> None:
+    def __init__(self, pod: PodInstance) -> None:
         self.pod = pod
         self.cpi = pod.cpi
         self.content: dict[str, Any] = {}
@@ -163,16 +163,16 @@ def _content(path: Path) -> bytes:
 
 
 @asynccontextmanager
-async def site(scratch: Path, cpi: Cpi, prefix: tuple[str, ...]) -> AsyncIterator[Site]:
+async def site(scratch: Path, cpi: CpiTraits, prefix: tuple[str, ...]) -> AsyncIterator[CpiInstance]:
     async with made(scratch, cpi) as pod:
         pod.prefix = prefix
         (scratch / "disks").mkdir()
         if cpi.attaches == "live":
             pod.seen = {"/mnt/node": scratch / "disks"}
-        yield Site(pod)
+        yield CpiInstance(pod)
 
 
-async def write_to_store(one: Site, cid: str, *, as_root: bool) -> None:
+async def write_to_store(one: CpiInstance, cid: str, *, as_root: bool) -> None:
     """Write files with all kinds of attributes that a copy must preserve. vcap must be able to write as well."""
     run = one.pod.machine.run
     run("mkdir /var/vcap/store/of-vcap; chown vcap:vcap /var/vcap/store/of-vcap")
@@ -186,7 +186,9 @@ async def write_to_store(one: Site, cid: str, *, as_root: bool) -> None:
 
 @EACH_WAY
 @pytest.mark.parametrize("cpi", ALL, ids=str)
-async def test_disk_moves_to_a_recreated_vm_with_its_content(tmp_path: Path, cpi: Cpi, prefix: tuple[str, ...]) -> None:
+async def test_disk_moves_to_a_recreated_vm_with_its_content(
+    tmp_path: Path, cpi: CpiTraits, prefix: tuple[str, ...]
+) -> None:
     """The Director sends create_vm, attach and mount, then unmount, detach, create_vm, attach and mount."""
     async with site(tmp_path, cpi, prefix) as one:
         await one.create_vm("first")
@@ -205,7 +207,7 @@ async def test_disk_moves_to_a_recreated_vm_with_its_content(tmp_path: Path, cpi
 @EACH_WAY
 @pytest.mark.parametrize("cpi", WITH_TWO_DISKS, ids=str)
 async def test_disk_resize_survives_a_new_container_between_its_steps(
-    tmp_path: Path, cpi: Cpi, prefix: tuple[str, ...]
+    tmp_path: Path, cpi: CpiTraits, prefix: tuple[str, ...]
 ) -> None:
     """The Director attaches a second disk, migrates the first to it and detaches the first.
 

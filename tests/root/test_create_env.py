@@ -22,7 +22,7 @@ import pytest
 from agent_shim.core.paths import Paths
 from agent_shim.demo.release import archive
 from tests.integration.test_create_env import EMPTY, NETWORKS, spec
-from tests.support.create_env import Cli, mbus, pair
+from tests.support.create_env import AgentClient, mbus, pair
 from tests.support.jobs import sleeper
 from tests.support.machine import Machine, machine
 
@@ -33,16 +33,16 @@ WRITING = "#!/bin/sh\necho written >/var/vcap/store/data\n"
 
 
 @dataclass
-class Env:
+class VmWithVolumes:
     """A VM and the two volumes that the CPI can attach to it."""
 
     machine: Machine
-    cli: Cli
+    cli: AgentClient
     volumes: Path
 
 
 @pytest.fixture
-def env(tmp_path: Path) -> Iterator[Env]:
+def env(tmp_path: Path) -> Iterator[VmWithVolumes]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -65,12 +65,12 @@ def env(tmp_path: Path) -> Iterator[Env]:
         argv = [sys.executable, "-m", "agent_shim.cli", "run", "-C", "/var/vcap/bosh/agent.json"]
         with (tmp_path / "agent.log").open("wb") as log:
             agent = made.popen(argv, stdout=log, stderr=subprocess.STDOUT)
-            yield Env(made, Cli(port), volumes)
+            yield VmWithVolumes(made, AgentClient(port), volumes)
             agent.terminate()
             agent.wait()
 
 
-async def until_ready(cli: Cli) -> None:
+async def until_ready(cli: AgentClient) -> None:
     """Send pings until the agent answers, as the CLI does."""
     async with asyncio.timeout(60):
         while True:
@@ -81,13 +81,13 @@ async def until_ready(cli: Cli) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def attach(cli: Cli, cid: str) -> None:
+async def attach(cli: AgentClient, cid: str) -> None:
     await until_ready(cli)
     assert await cli.run("add_persistent_disk", cid, {"path": str(VOLUMES / cid)}) == {}
     assert await cli.run("mount_disk", cid) == {}
 
 
-async def test_create_env_resizes_a_disk_and_delete_env_removes_all(env: Env) -> None:
+async def test_create_env_resizes_a_disk_and_delete_env_removes_all(env: VmWithVolumes) -> None:
     """create-env attaches a disk and then deploys a job that writes to it. A second create-env moves the data to a
     larger disk, and delete-env unmounts it.
     """

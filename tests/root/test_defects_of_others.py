@@ -15,7 +15,7 @@ import pytest
 
 from agent_shim.core.paths import Paths
 from tests.support import jobs
-from tests.support.pod import Pod
+from tests.support.pod import PodInstance
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.root
 MONIT = f"{sys.executable} -m agent_shim.cli.monit"
 
 
-async def with_disks(pod: Pod, *cids: str) -> None:
+async def with_disks(pod: PodInstance, *cids: str) -> None:
     """Start a container and mount these disks one after the other. The first contains a file with its name."""
     for cid in cids:
         pod.attach(cid)
@@ -33,7 +33,7 @@ async def with_disks(pod: Pod, *cids: str) -> None:
         await pod.run("mount_disk", cid)
 
 
-def mounts(pod: Pod) -> dict[str, str]:
+def mounts(pod: PodInstance) -> dict[str, str]:
     """Return the names of the volumes by the mount point at which the agent has mounted them."""
     lines = pod.machine.run("findmnt -rno TARGET,FSROOT").splitlines()
     found = [line.split() for line in lines if line.startswith("/var/vcap/store")]
@@ -41,12 +41,12 @@ def mounts(pod: Pod) -> dict[str, str]:
     return {place.removeprefix("/var/vcap/"): Path(volume).name for place, volume in found}
 
 
-def managed(pod: Pod) -> str:
+def managed(pod: PodInstance) -> str:
     path = pod.vcap / "bosh/managed_disk_settings.json"
     return path.read_text() if path.exists() else ""
 
 
-async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: Pod) -> None:
+async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: PodInstance) -> None:
     """The Go agent mounts the disk on the migration target as well if it gets mount_disk twice."""
     await with_disks(pod, "disk-1")
 
@@ -56,7 +56,7 @@ async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: Pod
     assert await pod.run("list_disk") == ["disk-1"]
 
 
-async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: Pod) -> None:
+async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: PodInstance) -> None:
     """When it mounts a second disk, the Go agent records it as the managed one before anything is copied to it."""
     await with_disks(pod, "disk-1", "disk-2")
 
@@ -66,7 +66,7 @@ async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: Po
     assert mounts(pod) == {"store": "disk-1", "store_migration_target": "disk-2"}
 
 
-async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: Pod) -> None:
+async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: PodInstance) -> None:
     """The Go agent fails in the last step of a migration, and afterwards neither disk is mounted."""
     await with_disks(pod, "disk-1", "disk-2")
 
@@ -78,7 +78,7 @@ async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: Pod) -> None:
     assert (pod.vcap / "store/whose").read_text() == "disk-1"
 
 
-async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: Pod) -> None:
+async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: PodInstance) -> None:
     """The Go agent unmounts the container runtime's mount, but the store stays mounted and the disk recorded."""
     await with_disks(pod, "disk-1")
 
@@ -90,7 +90,7 @@ async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: Pod) ->
     pod.machine.run("mountpoint -q /var/vcap/bosh/disks/disk-1")
 
 
-async def test_disk_is_mounted_and_listed_after_a_restart(pod: Pod) -> None:
+async def test_disk_is_mounted_and_listed_after_a_restart(pod: PodInstance) -> None:
     """After a restart, the Go agent lists the disk, but the store is an empty directory of the container."""
     await with_disks(pod, "disk-1")
 
@@ -100,7 +100,7 @@ async def test_disk_is_mounted_and_listed_after_a_restart(pod: Pod) -> None:
     assert await pod.run("list_disk") == ["disk-1"]
 
 
-async def test_agent_boots_after_its_disk_was_removed(pod: Pod) -> None:
+async def test_agent_boots_after_its_disk_was_removed(pod: PodInstance) -> None:
     """The Go agent never clears the file that names the mounted disk, so it fails at each boot after the disk was
     removed.
     """
@@ -115,7 +115,7 @@ async def test_agent_boots_after_its_disk_was_removed(pod: Pod) -> None:
     assert (await pod.run("get_state"))["job_state"] == "running"
 
 
-async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: Pod) -> None:
+async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: PodInstance) -> None:
     """The Go agent tries to rename a new file to the kubelet's /etc/hosts (EBUSY), so bosh-dns never sees new
     records.
     """
@@ -135,7 +135,7 @@ async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: Pod) -> None:
     assert line in hosts
 
 
-async def test_uptimes_are_not_negative_under_lxcfs(pod: Pod) -> None:
+async def test_uptimes_are_not_negative_under_lxcfs(pod: PodInstance) -> None:
     """lxcfs replaces /proc/uptime with the container's uptime. monit compares it with process start times, which are
     those of the host, and reports negative ages.
     """
@@ -167,12 +167,12 @@ esac
 """
 
 
-async def summary(pod: Pod, words: str) -> None:
+async def summary(pod: PodInstance, words: str) -> None:
     """Wait until ``monit summary`` shows these words for the job."""
     await until(lambda: pod.machine.run(f"{MONIT} summary | grep web").split("'web'")[1].strip() == words)
 
 
-async def test_monit_start_during_a_pending_stop_is_executed_afterwards(pod: Pod) -> None:
+async def test_monit_start_during_a_pending_stop_is_executed_afterwards(pod: PodInstance) -> None:
     """An action stays pending until its program has ended, and the service is not monitored until then.
 
     monit executes one further action afterwards, and so does the agent.

@@ -26,7 +26,7 @@ from agent_shim.services.disks.markers import OURS, Marker
 from tests.support.machine import revealing
 from tests.support.volumes import (
     Asked,
-    Instance,
+    InstanceWithVolumes,
     alone,
     by,
     drop_capabilities,
@@ -63,12 +63,12 @@ KINDS = pytest.mark.parametrize("make", [mount_tmpfs, ext4, overlay, subpath])
 """Each volume is mounted at a path that contains blanks."""
 
 
-def by_mounts(scratch: Path) -> Instance:
-    return Instance(scratch, bind=None, system=True)
+def by_mounts(scratch: Path) -> InstanceWithVolumes:
+    return InstanceWithVolumes(scratch, bind=None, system=True)
 
 
-def by_links(scratch: Path) -> Instance:
-    return Instance(scratch, bind=False)
+def by_links(scratch: Path) -> InstanceWithVolumes:
+    return InstanceWithVolumes(scratch, bind=False)
 
 
 # --- complete scenarios
@@ -80,7 +80,7 @@ def mounted_at(place: Path) -> int:
     return points.count(str(place).replace(" ", r"\040"))
 
 
-async def resize(instance: Instance, between: Callable[[], None], *, as_root: bool) -> None:
+async def resize(instance: InstanceWithVolumes, between: Callable[[], None], *, as_root: bool) -> None:
     """Resize a disk as a Director does. Call ``between`` before and after each request."""
     agent: Any = Asked(instance)
     await actions.mount_disk(agent, "a")
@@ -104,16 +104,19 @@ async def resize(instance: Instance, between: Callable[[], None], *, as_root: bo
     assert fingerprint(instance.volume("a")) == wanted
 
 
-def nothing(_: Instance) -> None:
+def nothing(_: InstanceWithVolumes) -> None:
     """Leave the container as it is, as under Warden, which attaches disks live."""
 
 
 @KINDS
-@pytest.mark.parametrize("between", [nothing, Instance.start_agent, Instance.remake_container])
+@pytest.mark.parametrize("between", [nothing, InstanceWithVolumes.start_agent, InstanceWithVolumes.remake_container])
 @pytest.mark.parametrize("way", [by_mounts, by_links])
 @alone
 async def test_disk_resize_with_mounts_keeps_all_files(
-    tmp_path: Path, make: Maker, between: Callable[[Instance], None], way: Callable[[Path], Instance]
+    tmp_path: Path,
+    make: Maker,
+    between: Callable[[InstanceWithVolumes], None],
+    way: Callable[[Path], InstanceWithVolumes],
 ) -> None:
     instance = way(tmp_path)
     instance.attach("a", make)
@@ -133,7 +136,7 @@ async def test_disk_resize_with_mounts_keeps_all_files(
 @KINDS
 @alone
 async def test_disk_resize_works_without_any_capability(tmp_path: Path, make: Maker) -> None:
-    instance = Instance(tmp_path, bind=None)
+    instance = InstanceWithVolumes(tmp_path, bind=None)
     instance.attach("a", make)
     instance.attach("b", make)
     drop_capabilities()
@@ -153,7 +156,7 @@ async def test_disk_resize_works_as_an_ordinary_user(tmp_path: Path) -> None:
     os.chown(tmp_path, 1000, 1000)
     os.setgid(1000)
     os.setuid(1000)
-    instance = Instance(tmp_path, bind=None)
+    instance = InstanceWithVolumes(tmp_path, bind=None)
     instance.attach("a")
     instance.attach("b")
 
@@ -182,7 +185,7 @@ def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a request names a directory that is no disk")
 @by("mounts")
-async def test_plain_directory_is_not_accepted_as_a_volume(instance: Instance) -> None:
+async def test_plain_directory_is_not_accepted_as_a_volume(instance: InstanceWithVolumes) -> None:
     """A directory of the container is rejected, because files in it would be lost with the container."""
     place = Path("/usr/share")
     instance.persistent["a"] = str(place)
@@ -191,12 +194,12 @@ async def test_plain_directory_is_not_accepted_as_a_volume(instance: Instance) -
         await instance.disks.mount("a")
 
 
-def of_the_node(scratch: Path, *, bind: bool) -> tuple[Instance, Path]:
+def of_the_node(scratch: Path, *, bind: bool) -> tuple[InstanceWithVolumes, Path]:
     """Return an instance and a directory of the node in which disk ``a`` is not mounted yet.
 
     This is what an instance sees before a CPI has finished a live attachment.
     """
-    instance = Instance(scratch, bind=bind, system=True)
+    instance = InstanceWithVolumes(scratch, bind=bind, system=True)
     on_node = mount_tmpfs(scratch / "node/disks") / "a"
     on_node.mkdir()
     instance.persistent["a"] = str(on_node)
@@ -267,7 +270,7 @@ async def test_disk_links_point_only_to_mounted_directories(tmp_path: Path) -> N
 
 
 @by("mounts")
-async def test_mount_options_of_the_settings_are_set(instance: Instance) -> None:
+async def test_mount_options_of_the_settings_are_set(instance: InstanceWithVolumes) -> None:
     instance.env = {"persistent_disk_mount_options": ["noexec", "noatime", "data=writeback"]}
     instance.attach("a")
 
@@ -279,7 +282,7 @@ async def test_mount_options_of_the_settings_are_set(instance: Instance) -> None
 
 
 @by("mounts")
-async def test_disk_is_read_only_while_it_is_migrated(instance: Instance) -> None:
+async def test_disk_is_read_only_while_it_is_migrated(instance: InstanceWithVolumes) -> None:
     await instance.mount("a", "b")
     said: list[str] = []
 
@@ -299,7 +302,7 @@ async def test_disk_is_read_only_while_it_is_migrated(instance: Instance) -> Non
 
 
 @by("mounts")
-async def test_unmount_names_a_process_that_uses_a_bound_disk(instance: Instance) -> None:
+async def test_unmount_names_a_process_that_uses_a_bound_disk(instance: InstanceWithVolumes) -> None:
     await instance.mount("a")
     mount_tmpfs(instance.paths.store / "nested")
 
@@ -319,7 +322,7 @@ def mounted_on(place: Path) -> int:
 # --- a manifest mounts the volume on the store ----------------------------------------------------------------------
 
 
-def manifest(instance: Instance) -> None:
+def manifest(instance: InstanceWithVolumes) -> None:
     """Mount the disk on the store before the agent starts, as a kubelet does for a StatefulSet, and name that path as
     its hint.
     """
@@ -328,7 +331,7 @@ def manifest(instance: Instance) -> None:
 
 
 @by("mounts")
-async def test_disk_without_a_hint_is_the_volume_mounted_on_the_store(instance: Instance) -> None:
+async def test_disk_without_a_hint_is_the_volume_mounted_on_the_store(instance: InstanceWithVolumes) -> None:
     instance.attach("a")
     manifest(instance)
     instance.persistent["a"] = None
@@ -340,7 +343,7 @@ async def test_disk_without_a_hint_is_the_volume_mounted_on_the_store(instance: 
 
 
 @by("mounts")
-async def test_migration_covers_a_disk_mounted_by_a_manifest(instance: Instance) -> None:
+async def test_migration_covers_a_disk_mounted_by_a_manifest(instance: InstanceWithVolumes) -> None:
     instance.attach("a")
     instance.attach("b")
     manifest(instance)
@@ -361,7 +364,7 @@ async def test_migration_covers_a_disk_mounted_by_a_manifest(instance: Instance)
 
 
 @by("mounts")
-async def test_killed_disk_swap_over_a_mount_of_the_manifest_is_completed(instance: Instance) -> None:
+async def test_killed_disk_swap_over_a_mount_of_the_manifest_is_completed(instance: InstanceWithVolumes) -> None:
     for cid in "ab":
         instance.attach(cid)
     manifest(instance)
@@ -384,7 +387,7 @@ async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path:
 
     The agent records in the disk's marker that the Director has unmounted it.
     """
-    instance = Instance(tmp_path, bind=False)
+    instance = InstanceWithVolumes(tmp_path, bind=False)
     instance.attach("a", mount_tmpfs)
     mounts.bind(instance.volume("a"), instance.paths.store)
     if read_only:
@@ -444,7 +447,7 @@ SIZE = int(os.environ.get("SHIM_TEST_BYTES", str(8 << 20)))
 """The number of kills and files and the total size of the files in bytes. Slow runs use 50, 10000 and 2147483648."""
 
 
-def in_a_process(instance: Instance, *cids: str) -> int:
+def in_a_process(instance: InstanceWithVolumes, *cids: str) -> int:
     """Fork an agent that migrates a disk and exits. Return its pid."""
     pid = os.fork()
     if pid == 0:
@@ -454,7 +457,7 @@ def in_a_process(instance: Instance, *cids: str) -> int:
     return pid
 
 
-async def what_is_left(instance: Instance) -> list[str]:
+async def what_is_left(instance: InstanceWithVolumes) -> list[str]:
     """Start the next agent, check that it reports no problem, and return the disks that it has mounted."""
     instance.start_agent()
     await instance.disks.recover()
@@ -464,7 +467,9 @@ async def what_is_left(instance: Instance) -> list[str]:
 
 @pytest.mark.parametrize("way", [by_mounts, by_links])
 @alone
-def test_agent_killed_during_a_migration_loses_no_file(tmp_path: Path, way: Callable[[Path], Instance]) -> None:
+def test_agent_killed_during_a_migration_loses_no_file(
+    tmp_path: Path, way: Callable[[Path], InstanceWithVolumes]
+) -> None:
     """The agent is killed at random times between the start of the worker and the end of the swap. Disks are migrated
     back and forth.
     """

@@ -12,8 +12,8 @@ from agent_shim.actions import disks  # noqa: F401 - importing registers the act
 from agent_shim.actions.dispatch import ACTIONS
 from agent_shim.host import mounts
 from tests.support.corpus import CORPUS
-from tests.support.replay import Step, steps
-from tests.support.volumes import Asked, Instance, alone, fill, fingerprint, mount_ext4
+from tests.support.replay import RecordedRequest, steps
+from tests.support.volumes import Asked, InstanceWithVolumes, alone, fill, fingerprint, mount_ext4
 
 pytestmark = pytest.mark.root
 
@@ -21,7 +21,7 @@ FIRST = "disk-eb459bf16855"
 SECOND = "disk-eff69e932e70"
 
 
-def disk_steps() -> list[Step]:
+def disk_steps() -> list[RecordedRequest]:
     recorded = [step for name in ("recreate-disk", "resize-disk") for step in steps(CORPUS / f"director/{name}.jsonl")]
     return [step for step in recorded if step.method.endswith("_disk")]
 
@@ -31,7 +31,7 @@ def attach(point: Path) -> None:
         mount_ext4(point, point.with_suffix(".image"), size=32 << 20)
 
 
-async def ask(instance: Instance, step: Step) -> Any:
+async def ask(instance: InstanceWithVolumes, step: RecordedRequest) -> Any:
     """Call an action with a request's arguments, in which hints name the volumes of this test."""
     volumes = instance.scratch / "volumes of others"
     arguments = json.loads(json.dumps(step.arguments).replace('"/dev/', f'"{volumes}/'))
@@ -44,7 +44,7 @@ async def test_recorded_disk_requests_get_the_answers_of_the_go_agent(tmp_path: 
     recorded = disk_steps()
     machines = {agent_id: number for number, agent_id in enumerate(dict.fromkeys(step.agent_id for step in recorded))}
     assert len(machines) == 2
-    instance = Instance(tmp_path, bind=True)
+    instance = InstanceWithVolumes(tmp_path, bind=True)
     instance.attach(FIRST, attach)
     instance.attach(SECOND, attach)
     instance.persistent.clear()

@@ -19,18 +19,18 @@ import pytest
 from agent_shim.demo.director import RpcRemoteError
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
-from tests.support.pod import Pod
+from tests.support.pod import PodInstance
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
 
-def status(pod: Pod) -> dict[str, Any]:
+def status(pod: PodInstance) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(pod.machine.run(f"{sys.executable} -m agent_shim.cli status --json"))
     return found
 
 
-async def metric(pod: Pod, name: str) -> float | None:
+async def metric(pod: PodInstance, name: str) -> float | None:
     """Return a value from the metrics page, which is cached for a second, or None if it is missing."""
 
     def read() -> str:
@@ -41,7 +41,7 @@ async def metric(pod: Pod, name: str) -> float | None:
     return float(found[1]) if found else None
 
 
-async def test_migration_progress_is_shown_in_status_and_metrics(pod: Pod) -> None:
+async def test_migration_progress_is_shown_in_status_and_metrics(pod: PodInstance) -> None:
     """They show progress only while the worker copies files."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -77,7 +77,9 @@ async def test_migration_progress_is_shown_in_status_and_metrics(pod: Pod) -> No
 
 
 @pytest.mark.parametrize("prefix", [(), ("setpriv", "--bounding-set=-all", "--")], ids=["by mount", "by link"])
-async def test_vitals_include_the_persistent_disk_while_it_is_mounted(pod: Pod, prefix: tuple[str, ...]) -> None:
+async def test_vitals_include_the_persistent_disk_while_it_is_mounted(
+    pod: PodInstance, prefix: tuple[str, ...]
+) -> None:
     """Vitals always include the system and ephemeral disks. All percentages of space and inodes are strings."""
     pod.prefix = prefix
     pod.attach("disk-1")
@@ -94,7 +96,7 @@ async def test_vitals_include_the_persistent_disk_while_it_is_mounted(pod: Pod, 
         assert all(value["percent"].isdigit() and value["inode_percent"].isdigit() for value in disks.values())
 
 
-async def test_vitals_include_a_volume_that_only_the_manifest_mounts(pod: Pod) -> None:
+async def test_vitals_include_a_volume_that_only_the_manifest_mounts(pod: PodInstance) -> None:
     """The volume is on the store, but the Director has never sent a request for it and the agent writes nothing
     to it.
     """
@@ -108,7 +110,7 @@ async def test_vitals_include_a_volume_that_only_the_manifest_mounts(pod: Pod) -
     assert list((pod.scratch / "volume").iterdir()) == []
 
 
-async def test_start_is_refused_while_the_disk_is_missing(pod: Pod) -> None:
+async def test_start_is_refused_while_the_disk_is_missing(pod: PodInstance) -> None:
     """Both the error and ``status`` give the reason, and no process of a job runs."""
     pod.attach("disk-1")
     await pod.start()
@@ -128,7 +130,7 @@ async def test_start_is_refused_while_the_disk_is_missing(pod: Pod) -> None:
     assert not (pod.vcap / "data/sys/run/web/web.pid").exists()
 
 
-async def with_a_job_on_its_disk(pod: Pod) -> None:
+async def with_a_job_on_its_disk(pod: PodInstance) -> None:
     """Deploy a job, and make vcap the owner of its disk's root directory, as many pre-start scripts do."""
     pod.attach("disk-1")
     await pod.start()
@@ -138,7 +140,7 @@ async def with_a_job_on_its_disk(pod: Pod) -> None:
 
 
 @pytest.mark.attack("a job forges the marker of its disk")
-async def test_disk_marker_forged_by_vcap_is_ignored(pod: Pod) -> None:
+async def test_disk_marker_forged_by_vcap_is_ignored(pod: PodInstance) -> None:
     await with_a_job_on_its_disk(pod)
     as_vcap = "cd /var/vcap/store; setpriv --reuid=vcap --regid=vcap --clear-groups sh -ec"
     wrong = Marker("disk-9", "store"), Marker("disk-1", ""), Marker("disk-1", "store", instance="another")
@@ -166,7 +168,7 @@ async def test_disk_marker_forged_by_vcap_is_ignored(pod: Pod) -> None:
         (Marker("disk-1", "store", instance="another"), "disk disk-1 belongs to another instance"),
     ],
 )
-async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: Pod, wrong: Marker, reason: str) -> None:
+async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: PodInstance, wrong: Marker, reason: str) -> None:
     """A job that runs as root can forge any marker. The agent then starts no job, because jobs would otherwise write to
     the container's own file system.
     """
@@ -183,7 +185,7 @@ async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: Pod, wrong: Mar
 
 
 @pytest.mark.attack("a request names a directory that is no disk")
-async def test_directory_of_the_container_is_not_accepted_as_a_disk(pod: Pod) -> None:
+async def test_directory_of_the_container_is_not_accepted_as_a_disk(pod: PodInstance) -> None:
     """If the agent accepted such a path, the store would show files of the machine, and an unmount would end
     every job.
     """

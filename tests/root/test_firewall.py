@@ -19,7 +19,7 @@ from agent_shim.demo.director import Director, RpcTimeoutError
 from agent_shim.demo.pki import Authority
 from agent_shim.services.firewall import AWAITED
 from tests.support.broker import NatsServer
-from tests.support.pod import AGENT, Pod
+from tests.support.pod import AGENT, PodInstance
 from tests.support.proxy import Proxy
 from tests.support.waiting import until
 
@@ -56,7 +56,7 @@ table ip mesh {{
 """
 
 
-class Netted(Pod):
+class Netted(PodInstance):
     """A pod that reaches its bus through ``proxy``, which listens on ``gateway``."""
 
     proxy: Proxy

@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 
 from agent_shim.demo.director import RpcRemoteError
-from tests.support.instance import AGENT, COMMAND, World, world
+from tests.support.instance import AGENT, COMMAND, RunningAgent, world
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-async def instance() -> AsyncIterator[World]:
+async def instance() -> AsyncIterator[RunningAgent]:
     """Provide an instance without a running agent."""
     async with world(COMMAND) as made:
         yield made
 
 
 @pytest.fixture
-def mounted(instance: World) -> Iterator[Callable[[str], Path]]:
+def mounted(instance: RunningAgent) -> Iterator[Callable[[str], Path]]:
     """Provide a function that moves a directory of the instance to its own small ext4 file system."""
     places = []
 
@@ -60,7 +60,7 @@ def make_read_only(place: Path) -> None:
     Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("1")
 
 
-async def test_agent_starts_on_a_full_root_file_system(instance: World, mounted: Callable[[str], Path]) -> None:
+async def test_agent_starts_on_a_full_root_file_system(instance: RunningAgent, mounted: Callable[[str], Path]) -> None:
     """The agent answers on the full file system. Once there is space again, the next agent recognizes the container, so
     it does not start the jobs again.
     """
@@ -92,7 +92,7 @@ async def test_agent_starts_on_a_full_root_file_system(instance: World, mounted:
 
 @pytest.mark.parametrize("fault", [fill, make_read_only])
 async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
-    instance: World, mounted: Callable[[str], Path], fault: Callable[[Path], None]
+    instance: RunningAgent, mounted: Callable[[str], Path], fault: Callable[[Path], None]
 ) -> None:
     """The agent stays stopped during the fault and after it, and refuses a start meanwhile."""
     data = mounted("data")

@@ -21,7 +21,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from tests.support import jobs, monitrc
 from tests.support.go_agent import CTL, NAMES, alive, starts
-from tests.support.pod import AGENT, Pod, end
+from tests.support.pod import AGENT, PodInstance, end
 
 pytestmark = pytest.mark.go_agent
 
@@ -33,7 +33,7 @@ COMPARED = ("deployment", "job", "packages", "configuration_hash", "networks", "
 
 
 @pytest.fixture
-def pod(pod: Pod) -> Pod:
+def pod(pod: PodInstance) -> PodInstance:
     pod.keeps_root = True
     pod.start_container()
     shutil.copy(os.environ["BOSH_AGENT"], pod.machine.root / "mnt/bosh-agent")
@@ -52,7 +52,7 @@ def pod(pod: Pod) -> Pod:
 
 
 @contextmanager
-def go_agent_and_monit(pod: Pod) -> Iterator[None]:
+def go_agent_and_monit(pod: PodInstance) -> Iterator[None]:
     """Run the Go agent and monit during the block. Jobs keep running afterwards."""
     pod.machine.run(START)
     search = "PATH=/var/vcap/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -67,7 +67,7 @@ def go_agent_and_monit(pod: Pod) -> Iterator[None]:
 
 
 @contextmanager
-def this_agent(pod: Pod) -> Iterator[None]:
+def this_agent(pod: PodInstance) -> Iterator[None]:
     """Run this agent during the block, then hand back to the Go agent."""
     pod.exec_agent()
     try:
@@ -77,11 +77,11 @@ def this_agent(pod: Pod) -> Iterator[None]:
         pod.machine.run(f"{sys.executable} -m agent_shim.cli handback")
 
 
-async def ready(pod: Pod) -> None:
+async def ready(pod: PodInstance) -> None:
     await pod.director.wait_until_ready(AGENT, timeout=60)
 
 
-async def deploy(pod: Pod) -> dict[str, Any]:
+async def deploy(pod: PodInstance) -> dict[str, Any]:
     """Deploy three jobs that record each of their starts, and return the state once they run."""
     files = {name: {"monit": jobs.sleeper(Paths(), name)["monit"], "bin/ctl": CTL.format(name=name)} for name in NAMES}
     spec = jobs.spec(pod.scratch / "blobs", files, {"tool": {"bin/tool": "x"}})
@@ -96,7 +96,7 @@ async def deploy(pod: Pod) -> dict[str, Any]:
     return await running(pod, 120)
 
 
-async def reload_when_asked(pod: Pod) -> None:
+async def reload_when_asked(pod: PodInstance) -> None:
     """Keep restarting monit. The Go agent relies on a service manager for that, which its test platform lacks."""
     log, seen = pod.scratch / "go.log", 0
     while True:
@@ -107,7 +107,7 @@ async def reload_when_asked(pod: Pod) -> None:
         seen = asked
 
 
-async def running(pod: Pod, seconds: float = 60) -> dict[str, Any]:
+async def running(pod: PodInstance, seconds: float = 60) -> dict[str, Any]:
     """Return the state once all jobs run. monit needs a few cycles for that."""
     async with asyncio.timeout(seconds):
         while True:
@@ -120,7 +120,7 @@ async def running(pod: Pod, seconds: float = 60) -> dict[str, Any]:
             await asyncio.sleep(0.2)
 
 
-async def keep_credentials(pod: Pod) -> None:
+async def keep_credentials(pod: PodInstance) -> None:
     """Send update_settings as a Director does to rotate the credentials of a new instance, but with the present ones.
 
     The Go agent then exits and its service manager restarts it.
@@ -130,7 +130,7 @@ async def keep_credentials(pod: Pod) -> None:
     await pod.run("update_settings", {"mbus": mbus, "trusted_certs": "", "blobstores": None})
 
 
-async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: Pod) -> None:
+async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: PodInstance) -> None:
     """The Go agent reports the job as running, stops it, and this agent finds it stopped after a second handover."""
     with this_agent(pod):
         await ready(pod)
@@ -157,7 +157,7 @@ async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: Pod) -> None:
         assert [len(pids) for pids in starts(pod.machine).values()] == [2, 2, 2]
 
 
-async def test_jobs_of_the_go_agent_continue_under_this_agent_and_back(pod: Pod) -> None:
+async def test_jobs_of_the_go_agent_continue_under_this_agent_and_back(pod: PodInstance) -> None:
     """The supervisor changes four times. All processes are still those that monit started."""
     with go_agent_and_monit(pod):
         await ready(pod)

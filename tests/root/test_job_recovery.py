@@ -15,7 +15,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.pki import Authority
 from agent_shim.host import files
 from tests.support import jobs
-from tests.support.pod import AGENT, Pod
+from tests.support.pod import AGENT, PodInstance
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
@@ -34,12 +34,12 @@ def writer(name: str) -> dict[str, str | bytes]:
     return {"monit": files["monit"], "bin/ctl": ctl, "bin/pre-start": pre_start}
 
 
-async def deploy(pod: Pod, *names: str) -> dict[str, Any]:
+async def deploy(pod: PodInstance, *names: str) -> dict[str, Any]:
     """Deploy these jobs as the Director does, but without running pre-start. Return the spec."""
     return await pod.deploy({name: writer(name) for name in names}, {"tool": {"bin/tool": "#!/bin/sh"}})
 
 
-def events(pod: Pod, cid: str = "disk-1") -> list[str]:
+def events(pod: PodInstance, cid: str = "disk-1") -> list[str]:
     """Return the lines that the jobs have written to the disk since the last call."""
     path = pod.volume(cid) / "events"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -47,7 +47,7 @@ def events(pod: Pod, cid: str = "disk-1") -> list[str]:
     return lines
 
 
-async def test_first_ping_is_answered_before_boot_steps_the_bus_does_not_need(pod: Pod) -> None:
+async def test_first_ping_is_answered_before_boot_steps_the_bus_does_not_need(pod: PodInstance) -> None:
     """In a new container, the agent installs CA certificates. The command takes most of a second, and never ends in
     this test, but the agent answers nevertheless.
     """
@@ -65,7 +65,7 @@ async def test_first_ping_is_answered_before_boot_steps_the_bus_does_not_need(po
     assert "boot step jobs that ran before" in pod.log
 
 
-async def with_a_disk(pod: Pod) -> None:
+async def with_a_disk(pod: PodInstance) -> None:
     """Start the first container and mount a disk on the store."""
     pod.attach("disk-1")
     await pod.start()
@@ -73,7 +73,7 @@ async def with_a_disk(pod: Pod) -> None:
 
 
 @pytest.mark.parametrize("prefix", [(), WITHOUT_MOUNTS], ids=["by mount", "by link"])
-async def test_container_restart_restores_disk_and_jobs(pod: Pod, prefix: tuple[str, ...]) -> None:
+async def test_container_restart_restores_disk_and_jobs(pod: PodInstance, prefix: tuple[str, ...]) -> None:
     """The boot mounts the disk, runs pre-start and starts the jobs, in this order.
 
     It also restores users and host names, and removes stale files from the run directory.
@@ -105,7 +105,7 @@ async def test_container_restart_restores_disk_and_jobs(pod: Pod, prefix: tuple[
     assert pod.vcap.joinpath("jobs/web").readlink().is_relative_to("/var/vcap/data/jobs/web")
 
 
-async def test_reboot_with_the_same_root_file_system_starts_jobs_without_pre_start(pod: Pod) -> None:
+async def test_reboot_with_the_same_root_file_system_starts_jobs_without_pre_start(pod: PodInstance) -> None:
     """As after the reboot of a VM, the run directory is emptied and the disk mounted before the jobs start. pre-start
     does not run because its changes to the root file system still exist.
     """
@@ -123,7 +123,7 @@ async def test_reboot_with_the_same_root_file_system_starts_jobs_without_pre_sta
     assert await pod.run("list_disk") == ["disk-1"]
 
 
-async def test_recreated_vm_mounts_its_disk_but_starts_no_job_until_an_apply(pod: Pod) -> None:
+async def test_recreated_vm_mounts_its_disk_but_starts_no_job_until_an_apply(pod: PodInstance) -> None:
     """The Docker and Kubernetes CPIs attach the disk before the Director sends any request, so the boot mounts it."""
     await with_a_disk(pod)
     spec = await deploy(pod, "web")
@@ -142,7 +142,7 @@ async def test_recreated_vm_mounts_its_disk_but_starts_no_job_until_an_apply(pod
     assert events(pod) == ["web"]
 
 
-async def test_jobs_wait_for_a_disk_that_appears_late(pod: Pod) -> None:
+async def test_jobs_wait_for_a_disk_that_appears_late(pod: PodInstance) -> None:
     """Until the disk appears, no job runs and the instance is failing."""
     await with_a_disk(pod)
     await deploy(pod, "web")
@@ -170,7 +170,9 @@ async def test_jobs_wait_for_a_disk_that_appears_late(pod: Pod) -> None:
     assert (pod.scratch / "container-2/late/events").read_text().splitlines() == ["pre-start web", "web"]
 
 
-async def test_second_container_does_not_mount_a_disk_that_the_first_still_uses(pod: Pod, tmp_path: Path) -> None:
+async def test_second_container_does_not_mount_a_disk_that_the_first_still_uses(
+    pod: PodInstance, tmp_path: Path
+) -> None:
     """A pod can be recreated on another node while its predecessor is still running. The second agent waits until the
     first has ended.
     """
@@ -178,7 +180,7 @@ async def test_second_container_does_not_mount_a_disk_that_the_first_still_uses(
     await deploy(pod, "web")
     events(pod)
     (tmp_path / "twin").mkdir()
-    twin = Pod(tmp_path / "twin", pod.server, pod.director)
+    twin = PodInstance(tmp_path / "twin", pod.server, pod.director)
     files.swap_link(pod.scratch / "disks", twin.scratch / "disks")
     twin.disks = pod.disks
     try:
@@ -192,7 +194,7 @@ async def test_second_container_does_not_mount_a_disk_that_the_first_still_uses(
         twin.kill()
 
 
-async def test_job_files_lost_with_a_tmpfs_are_reported_as_missing(pod: Pod) -> None:
+async def test_job_files_lost_with_a_tmpfs_are_reported_as_missing(pod: PodInstance) -> None:
     """With ``env.bosh.job_dir.tmpfs`` no disk contains the jobs' files, so the Director must apply the spec again after
     the container has been restarted.
 
@@ -225,7 +227,7 @@ async def test_job_files_lost_with_a_tmpfs_are_reported_as_missing(pod: Pod) -> 
     await pod.until("running")
 
 
-def in_memory(pod: Pod) -> list[str]:
+def in_memory(pod: PodInstance) -> list[str]:
     """Return each mount below ``data`` with its file system type. Stacked mounts appear several times."""
     return sorted(pod.machine.run("findmnt -rno TARGET,FSTYPE | grep ^/var/vcap/data/").splitlines())
 
@@ -233,7 +235,7 @@ def in_memory(pod: Pod) -> list[str]:
 SECRET = "not-to-be-found-on-a-disk"
 
 
-async def test_settings_kept_in_memory_are_not_written_to_disk(pod: Pod) -> None:
+async def test_settings_kept_in_memory_are_not_written_to_disk(pod: PodInstance) -> None:
     """With ``env.bosh.agent.settings.tmpfs``, there are no credentials in the agent's directory or in the copy on the
     data volume.
     """
@@ -260,7 +262,7 @@ IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}
 
 
 @pytest.mark.parametrize("why", ["the container may not mount", "the manifest mounts them"])
-async def test_jobs_restart_if_memory_directories_are_ordinary_ones(pod: Pod, why: str) -> None:
+async def test_jobs_restart_if_memory_directories_are_ordinary_ones(pod: PodInstance, why: str) -> None:
     """If the container may not mount, the boot logs that it skipped the mounts of ``job_dir.tmpfs`` and
     ``run_dir.tmpfs``.
 

@@ -22,7 +22,7 @@ from agent_shim.edges import monit_http, monit_text
 from agent_shim.host import process
 from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import JobFile
-from tests.support.programs.jobs import FAST, World
+from tests.support.programs.jobs import FAST, JobTree
 
 pytestmark = pytest.mark.root
 
@@ -64,7 +64,7 @@ async def both(tmp_path: Path, text: str) -> AsyncIterator[tuple[Side, Side]]:
     """Run monit and a supervisor with the same monit file. ``DIR`` stands for the directory of either."""
     theirs, ours = tmp_path / "monit", tmp_path / "w"
     theirs.mkdir()
-    world = World(ours, replace(FAST, cycle=CYCLE_S))
+    world = JobTree(ours, replace(FAST, cycle=CYCLE_S))
     for where in (theirs, ours):
         (where / "size").write_text("small")
         (where / "mode").write_text("bad old\n")

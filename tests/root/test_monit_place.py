@@ -53,7 +53,7 @@ REST_S: Final = float(os.environ.get("MONIT_PLACE_REST", "10"))
 """Number of seconds over which the idle supervisor's CPU time is measured."""
 
 
-class Place:
+class SupervisedMachine:
     """A machine with the Go agent and one of the supervisors in ``KINDS``."""
 
     def __init__(self, made: Netted, kind: str) -> None:
@@ -142,8 +142,8 @@ class Place:
 
 
 @pytest.fixture(params=[kind for kind in KINDS if "MONIT_525" in os.environ or kind == "agent-shim"])
-async def place(netted: Netted, request: pytest.FixtureRequest) -> AsyncIterator[Place]:  # noqa: F811
-    made = Place(netted, request.param)
+async def place(netted: Netted, request: pytest.FixtureRequest) -> AsyncIterator[SupervisedMachine]:  # noqa: F811
+    made = SupervisedMachine(netted, request.param)
     made.start()
     try:
         yield made
@@ -151,7 +151,7 @@ async def place(netted: Netted, request: pytest.FixtureRequest) -> AsyncIterator
         made.close()
 
 
-async def test_monit_daemon_serves_the_go_agent_through_a_deployment(place: Place) -> None:
+async def test_monit_daemon_serves_the_go_agent_through_a_deployment(place: SupervisedMachine) -> None:
     """The deployment consists of an apply, a start, a killed process with its alert, a stop, and a start with one job
     less.
 
@@ -224,7 +224,7 @@ BPM_JOBS: Final = {
 
 
 @pytest.mark.skipif(not BPM, reason="no bpm: set BPM to a directory with bpm, runc and tini")
-async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: Place) -> None:
+async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: SupervisedMachine) -> None:
     """The pidfile and the cgroup of a process stay the same when the supervisor is killed and restarted.
 
     A killed process gets a new container, and after a stop none is left.
@@ -279,7 +279,7 @@ async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: Place) -> No
     assert "running" not in bpm("list")
 
 
-def at_rest(place: Place) -> dict[str, float]:
+def at_rest(place: SupervisedMachine) -> dict[str, float]:
     """Return the CPU usage of the idle supervisor in percent of one CPU, and its memory in MiB."""
     root = place.pod.machine.root / "proc" / str(place.daemon())
 

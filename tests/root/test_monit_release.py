@@ -62,7 +62,7 @@ trap '[ $((++steps)) -lt {step} ] || kill -9 $$' DEBUG
 NEVER: Final = 1 << 30
 
 
-class Vm:
+class MonitVm:
     """A VM with monit 5.2.5, a loop that restarts it like runsv, and the release's job, whose pre-start has not run
     yet.
     """
@@ -183,15 +183,15 @@ def until(fact: Callable[[], bool], seconds: float = 100) -> None:
 
 
 @pytest.fixture
-def vm(tmp_path: Path) -> Iterator[Vm]:
+def vm(tmp_path: Path) -> Iterator[MonitVm]:
     with machine(tmp_path, has_network=True) as made:
-        found = Vm(made)
+        found = MonitVm(made)
         yield found
         found.keeper.kill()
         found.keeper.wait()
 
 
-def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Vm) -> None:
+def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: MonitVm) -> None:
     """No process is restarted. A service that was stopped under one supervisor stays stopped under the other."""
     until(lambda: vm.supervisor() == "monit")
     assert vm.pre_start()
@@ -214,7 +214,7 @@ def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Vm) 
     assert vm.starts() == 50
 
 
-def test_monit_release_pre_start_can_be_killed_before_each_command(vm: Vm) -> None:
+def test_monit_release_pre_start_can_be_killed_before_each_command(vm: MonitVm) -> None:
     """After each kill, either monit or its replacement runs, and so do all processes. The pre-start can then be
     repeated.
     """
@@ -234,7 +234,7 @@ def test_monit_release_pre_start_can_be_killed_before_each_command(vm: Vm) -> No
     assert step > 20
 
 
-def test_monit_release_restores_monit_if_its_replacement_does_not_start(vm: Vm) -> None:
+def test_monit_release_restores_monit_if_its_replacement_does_not_start(vm: MonitVm) -> None:
     until(lambda: vm.supervisor() == "monit")
     vm.write("data/packages/agent_shim_monit/digest/python/bin/python3", "#!/bin/sh\nexit 1\n")
     # Otherwise the pre-start would wait a minute for the replacement.

@@ -16,7 +16,7 @@ import pytest
 from agent_shim.host import proc, process
 from tests.support.ports import free_port
 from tests.support.programs import is_alive
-from tests.support.programs.jobs import World, in_state
+from tests.support.programs.jobs import JobTree, in_state
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
@@ -36,7 +36,7 @@ http {{
 """
 
 
-async def test_workers_of_a_killed_nginx_master_do_not_keep_its_port(world: World) -> None:
+async def test_workers_of_a_killed_nginx_master_do_not_keep_its_port(world: JobTree) -> None:
     """The supervisor ends the workers, so the first restart can use the port."""
     nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     assert nginx, "Debian's package nginx is needed"

@@ -20,7 +20,7 @@ import pytest
 
 from agent_shim.demo.director import RpcTimeoutError
 from tests.support.machine import machine
-from tests.support.pod import AGENT, Pod
+from tests.support.pod import AGENT, PodInstance
 from tests.support.source import ROOT
 
 pytestmark = [
@@ -44,14 +44,14 @@ for name in sv service systemctl; do ln -s /opt/agent_shim/stand-ins/control /op
 
 
 @pytest.fixture
-def pod(pod: Pod) -> Pod:
+def pod(pod: PodInstance) -> PodInstance:
     pod.start_container()
     pod.machine.run(INSTALL)
     return pod
 
 
 @contextmanager
-def init(pod: Pod) -> Iterator[subprocess.Popen[bytes]]:
+def init(pod: PodInstance) -> Iterator[subprocess.Popen[bytes]]:
     """Run the image's init in the container during the block."""
     with (pod.scratch / "init.log").open("ab") as log:
         argv = ["env", f"PYTHONPATH={ROOT}", "/opt/agent_shim/init/start", *ARGUMENTS.split()]
@@ -63,7 +63,7 @@ def init(pod: Pod) -> Iterator[subprocess.Popen[bytes]]:
         started.wait(60)
 
 
-async def answers(pod: Pod) -> None:
+async def answers(pod: PodInstance) -> None:
     async with asyncio.timeout(60):
         while True:
             try:
@@ -73,32 +73,32 @@ async def answers(pod: Pod) -> None:
                 continue
 
 
-async def until(pod: Pod, command: str) -> None:
+async def until(pod: PodInstance, command: str) -> None:
     """Wait until a shell command succeeds in the container."""
     async with asyncio.timeout(60):
         while pod.machine.run(f"({command}) >/dev/null 2>&1 && echo yes || true") == "":
             await asyncio.sleep(0.1)
 
 
-def tool(pod: Pod, command: str) -> str:
+def tool(pod: PodInstance, command: str) -> str:
     """Run a shell command with the stand-ins in PATH. Return its stdout and stderr, followed by a line with its exit
     code.
     """
     return pod.machine.run(f"export PATH=/opt/tools:$PATH; ({command}) 2>&1; echo $?")
 
 
-async def with_a_job(pod: Pod) -> str:
+async def with_a_job(pod: PodInstance) -> str:
     """Deploy a job and return the pid of its process."""
     await answers(pod)
     await pod.deploy()
     return number(pod)
 
 
-def number(pod: Pod) -> str:
+def number(pod: PodInstance) -> str:
     return pod.machine.run("cat /var/vcap/sys/run/web/web.pid 2>/dev/null || true").strip()
 
 
-async def test_agent_disabled_by_a_release_still_supervises_its_jobs(pod: Pod) -> None:
+async def test_agent_disabled_by_a_release_still_supervises_its_jobs(pod: PodInstance) -> None:
     """The job disable_agent of os-conf stops the agent's service.
 
     On a VM, monit then keeps supervising the jobs, so the agent must do that as well.
@@ -124,7 +124,7 @@ async def test_agent_disabled_by_a_release_still_supervises_its_jobs(pod: Pod) -
         assert number(pod) == after
 
 
-async def test_agent_stopped_for_a_handback_stays_down(pod: Pod) -> None:
+async def test_agent_stopped_for_a_handback_stays_down(pod: PodInstance) -> None:
     with init(pod):
         before = await with_a_job(pod)
 
@@ -146,7 +146,7 @@ done
 """Sets limits for monit and its ancestors, as the job "limits" of os-conf does."""
 
 
-async def test_limits_that_a_release_sets_for_monit_apply_to_jobs(pod: Pod) -> None:
+async def test_limits_that_a_release_sets_for_monit_apply_to_jobs(pod: PodInstance) -> None:
     with init(pod):
         before = await with_a_job(pod)
         assert tool(pod, "pgrep bosh-agent") == tool(pod, "pgrep monit")
@@ -159,7 +159,7 @@ async def test_limits_that_a_release_sets_for_monit_apply_to_jobs(pod: Pod) -> N
         assert limits == ["777", "888"]
 
 
-async def test_container_shutdown_stops_the_jobs_in_order(pod: Pod) -> None:
+async def test_container_shutdown_stops_the_jobs_in_order(pod: PodInstance) -> None:
     with init(pod) as started:
         before = await with_a_job(pod)
         (inside,) = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split() or [str(started.pid)]
@@ -198,7 +198,7 @@ async def test_container_shutdown_stops_the_jobs_in_order(pod: Pod) -> None:
         ("sv status", "usage: sv [-v] [-w sec] command services\n100\n"),
     ],
 )
-async def test_service_commands_answer_like_the_real_programs(pod: Pod, command: str, wanted: str) -> None:
+async def test_service_commands_answer_like_the_real_programs(pod: PodInstance, command: str, wanted: str) -> None:
     """The exit codes and messages equal those of systemctl, service and sv, and services change as requested."""
     if shutil.which("cron") is None:
         pytest.skip("needs the package cron")
@@ -208,7 +208,7 @@ async def test_service_commands_answer_like_the_real_programs(pod: Pod, command:
         assert tool(pod, command) == wanted
 
 
-async def test_runit_service_is_run_by_the_init(pod: Pod) -> None:
+async def test_runit_service_is_run_by_the_init(pod: PodInstance) -> None:
     pod.machine.run(
         "mkdir -p /etc/sv/own && printf '#!/bin/sh\\nexec sleep 1000\\n' >/etc/sv/own/run && chmod 755 /etc/sv/own/run"
     )
@@ -220,7 +220,7 @@ async def test_runit_service_is_run_by_the_init(pod: Pod) -> None:
 
 
 @pytest.mark.attack("a job has cron run its programs outside its cgroup")
-async def test_only_root_may_install_a_crontab(pod: Pod) -> None:
+async def test_only_root_may_install_a_crontab(pod: PodInstance) -> None:
     """A job could otherwise have cron run a program outside the job's cgroup, where stop and limits do not reach it."""
     if shutil.which("crontab") is None:
         pytest.skip("needs the package cron")

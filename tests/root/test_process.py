@@ -15,7 +15,7 @@ import pytest
 
 from agent_shim.demo.release import archive
 from tests.support import jobs
-from tests.support.pod import Pod
+from tests.support.pod import PodInstance
 
 pytestmark = pytest.mark.root
 
@@ -85,12 +85,12 @@ PYTHONS_OWN: Final = 3 << 31
 
 
 @pytest.fixture
-def pod(pod: Pod) -> Pod:
+def pod(pod: PodInstance) -> PodInstance:
     pod.prefix = [sys.executable, "-c", PARENT]
     return pod
 
 
-async def test_job_program_inherits_nothing_of_the_agents_parent(pod: Pod) -> None:
+async def test_job_program_inherits_nothing_of_the_agents_parent(pod: PodInstance) -> None:
     web = {path: LOOK.replace("NAME", Path(path).name) + end for path, end in PROGRAMS.items()}
     packaging = (LOOK.replace(SEEN, "/var/vcap/data/seen")).replace("NAME", "packaging")
     await pod.start()

@@ -15,7 +15,7 @@ from agent_shim.demo.director import RpcRemoteError
 from tests.support.corpus import CORPUS
 from tests.support.effects import Effects
 from tests.support.fleet import Fleet
-from tests.support.replay import VOLUMES, Replay, Step, steps
+from tests.support.replay import VOLUMES, RecordedRequest, Replay, steps
 
 pytestmark = pytest.mark.root
 
@@ -28,15 +28,15 @@ LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "l
 
 
 @dataclass
-class Played:
+class ReplayedMachines:
     """The machines of a chapter, which are created and deleted as in the recording.
 
     ``history`` contains all recorded steps of all chapters, in order.
     """
 
     fleet: Fleet
-    history: list[Step]
-    chapter: list[Step]
+    history: list[RecordedRequest]
+    chapter: list[RecordedRequest]
     replays: dict[str, Replay] = field(default_factory=dict)
     effects: dict[str, Effects] = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ class Played:
         if before:
             await self._deploy(states[len([step for step in before if step.method == "get_state"]) - 1])
 
-    async def _catch_up(self, step: Step) -> None:
+    async def _catch_up(self, step: RecordedRequest) -> None:
         """Deploy what a recorded state contains but the replayed steps have not deployed, because the recording has
         gaps.
         """
@@ -88,15 +88,15 @@ class Played:
         machine.
         """
 
-        def first(method: str, fits: Callable[[list[Any]], bool] = bool) -> Step:
+        def first(method: str, fits: Callable[[list[Any]], bool] = bool) -> RecordedRequest:
             found = next(step for step in self.history if step.method == method and fits(step.arguments))
-            return Step(state["agent_id"], method, found.arguments, found.reply)
+            return RecordedRequest(state["agent_id"], method, found.arguments, found.reply)
 
         apply = first("apply", lambda arguments: all(arguments[0].get(name) == state[name] for name in ALIKE))
         archive = apply.arguments[0]["rendered_templates_archive"]["blobstore_id"]
         disk = [first("add_persistent_disk"), first("mount_disk")] if state["persistent_disk"] else []
         upload = first("upload_blob", lambda arguments: arguments[0]["blob_id"] == archive)
-        start = Step(state["agent_id"], "start", [], {"value": "started"})
+        start = RecordedRequest(state["agent_id"], "start", [], {"value": "started"})
         for step in [*disk, upload, apply, start]:
             await self.replays[state["agent_id"]].play(step)
 
@@ -143,7 +143,7 @@ def test_each_recorded_message_is_replayed() -> None:
 async def test_recorded_deployment_gets_the_answers_of_the_go_agent(fleet: Fleet, chapter: tuple[str, ...]) -> None:
     """Three instances and their errands are replayed request by request, from the first deploy to the delete."""
     history = list(steps(*sorted((CORPUS / "director").glob("*.jsonl"))))
-    played = Played(fleet, history, [step for step in history if step.recording in chapter])
+    played = ReplayedMachines(fleet, history, [step for step in history if step.recording in chapter])
     (fleet.scratch / DISKS[0]).mkdir()
     (fleet.scratch / DISKS[0] / "precious").write_text("data")
 

@@ -18,19 +18,19 @@ from tests.support.go_agent import (
     write_all_state_files,
 )
 from tests.support.machine import Machine
-from tests.support.pod import Pod
+from tests.support.pod import PodInstance
 
 pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-def pod(pod: Pod) -> Pod:
+def pod(pod: PodInstance) -> PodInstance:
     pod.keeps_root = True
     pod.start_container()
     return pod
 
 
-async def test_takeover_from_monit_and_back_restarts_no_process(pod: Pod) -> None:
+async def test_takeover_from_monit_and_back_restarts_no_process(pod: PodInstance) -> None:
     """After two takeovers and two handbacks, all processes are still those that monit started.
 
     If one dies while no supervisor is running, the agent starts only that one.
@@ -69,7 +69,7 @@ async def test_takeover_from_monit_and_back_restarts_no_process(pod: Pod) -> Non
     assert alive(machine, after)
 
 
-async def test_jobs_stopped_by_the_go_agent_stay_stopped(pod: Pod) -> None:
+async def test_jobs_stopped_by_the_go_agent_stay_stopped(pod: PodInstance) -> None:
     machine = pod.machine
     leave_as_the_go_agent(machine)
     (machine.vcap / "monit/stopped").touch()
@@ -83,7 +83,7 @@ async def test_jobs_stopped_by_the_go_agent_stay_stopped(pod: Pod) -> None:
     await pod.until("running")
 
 
-async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: Pod) -> None:
+async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: PodInstance) -> None:
     """This state consists of the spec, the disk, an unfinished task and the settings that extend those of the CPI.
 
     A handback leaves the same files.

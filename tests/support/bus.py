@@ -97,7 +97,7 @@ def sockets_to(port: int) -> set[Any]:
     return {each.laddr for each in connections if getattr(each.raddr, "port", 0) == port}
 
 
-class Wire:
+class ClientConnection:
     """A client's connection from the point of view of the server, after the TLS handshake."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -143,7 +143,7 @@ class Wire:
                     self.send(b"PONG\r\n")
 
 
-Script = Callable[[Wire], Awaitable[None]]
+Script = Callable[[ClientConnection], Awaitable[None]]
 
 INFO = b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576,"tls_required":true}\r\n'
 
@@ -185,7 +185,7 @@ class FakeServer:
             writer.write(self._info)
             if b"tls_required" in self._info:
                 await writer.start_tls(self.context)
-            await script(Wire(reader, writer))
+            await script(ClientConnection(reader, writer))
         except (OSError, EOFError):
             pass
         except AssertionError as exc:

@@ -10,7 +10,7 @@ CORPUS = Path(__file__).resolve().parents[1] / "data/corpus"
 
 
 @dataclass(frozen=True)
-class Entry:
+class CorpusEntry:
     """A file of the corpus and the verdict of the program for which it was written."""
 
     file: str
@@ -26,10 +26,13 @@ class Entry:
         return self.file
 
 
-def entries(kind: str) -> list[Entry]:
+def entries(kind: str) -> list[CorpusEntry]:
     """Return all files of a kind (``monit``, ``bpm``), in the order of the index."""
     with (CORPUS / kind / "index.tsv").open(newline="") as rows:
         header, *found = csv.reader(rows, delimiter="\t")
     assert header[0] == "file"
     paths = [CORPUS / kind / row[0] for row in found]
-    return [Entry(path.name, path.read_bytes().decode(), row[-1], path) for row, path in zip(found, paths, strict=True)]
+    return [
+        CorpusEntry(path.name, path.read_bytes().decode(), row[-1], path)
+        for row, path in zip(found, paths, strict=True)
+    ]

@@ -78,7 +78,7 @@ def mount_secret(machine: Machine, path: str, document: Document) -> None:
 
 
 @dataclass(frozen=True)
-class Cpi:
+class CpiTraits:
     """A CPI.
 
     ``place`` is the path of a disk in the container, ``sources`` are the settings sources in its stemcell's agent.json.
@@ -125,7 +125,7 @@ class Cpi:
 
 RUN_DIRECTORIES: Final = "rm -rf /var/vcap/data/sys; mkdir -p /var/vcap/data/sys /var/vcap/store"
 
-DOCKER: Final = Cpi(
+DOCKER: Final = CpiTraits(
     name="Docker",
     deliver=unpack,
     is_late=True,
@@ -134,7 +134,7 @@ DOCKER: Final = Cpi(
     start=RUN_DIRECTORIES,
     saves=(f"{BOSH}/update_settings.json", "/var/vcap/instance/dns/records.json"),
 )
-CREATE_ENV: Final = Cpi(
+CREATE_ENV: Final = CpiTraits(
     name="Docker with create-env",
     deliver=unpack,
     is_late=True,
@@ -142,10 +142,10 @@ CREATE_ENV: Final = Cpi(
     names_disks_to_migrate=False,
     start=RUN_DIRECTORIES,
 )
-GARDEN: Final = Cpi(
+GARDEN: Final = CpiTraits(
     name="warden", place="/mnt/warden-cpi-dev/{cid}", attaches="live", loses_data_unasked=False, start=RUN_DIRECTORIES
 )
-WARDEN_WITH_SYSTEMD: Final = Cpi(
+WARDEN_WITH_SYSTEMD: Final = CpiTraits(
     name="warden with start_containers_with_systemd",
     is_late=True,
     place="/mnt/warden-cpi-dev/{cid}",
@@ -160,7 +160,7 @@ WARDEN_WITH_SYSTEMD: Final = Cpi(
 """bosh-lite's variant: process 1 is the image's own systemd, the settings are streamed in after it has started, and
 Garden's hosts file is unmounted late.
 """
-LXD: Final = Cpi(
+LXD: Final = CpiTraits(
     name="LXD",
     deliver=put_for_all,
     place="/mnt/warden-cpi-dev/{cid}",
@@ -170,14 +170,14 @@ LXD: Final = Cpi(
     loses_data_unasked=False,
     members={"disks": {"ephemeral": {"path": "/var/vcap/data"}}},
 )
-KUBERNETES: Final = Cpi(
+KUBERNETES: Final = CpiTraits(
     name="bosh-kubernetes-cpi",
     deliver=mount_file,
     place="/mnt/{cid}",
     tells_the_agent=False,
     start=f"{RUN_DIRECTORIES}; mkdir -p {BOSH}/bin; echo '#!/bin/true' >{BOSH}/bin/ntpdate",
 )
-SYKESM: Final = Cpi(
+SYKESM: Final = CpiTraits(
     name="kubernetes-cpi",
     settings=f"{BOSH}/instance_settings.json",
     sources=(f"{BOSH}/instance_settings.json",),
@@ -187,7 +187,7 @@ SYKESM: Final = Cpi(
     loses_data_unasked=False,
     members={"blobstore": {"provider": "local", "options": {"blobstore_path": "/var/vcap/blobs"}}},
 )
-SAP: Final = Cpi(
+SAP: Final = CpiTraits(
     name="SAP's kubernetes CPI",
     settings=f"{BOSH}/settings-source-file/config.json",
     sources=(WARDEN, f"{BOSH}/settings-source-file/config.json"),
@@ -195,7 +195,7 @@ SAP: Final = Cpi(
     tells_the_agent=False,
 )
 """This CPI can attach only one disk, because it gives all volumes the same name."""
-OURS: Final = Cpi(
+OURS: Final = CpiTraits(
     name="our Kubernetes CPI",
     settings=f"{BOSH}/settings-source-file/config.json",
     sources=(WARDEN, f"{BOSH}/settings-source-file/config.json"),
@@ -204,7 +204,7 @@ OURS: Final = Cpi(
     is_hint_an_object=True,
 )
 """Disks have the same path in the container whether they exist when the VM is created or are reserved for it."""
-OURS_LIVE: Final = Cpi(
+OURS_LIVE: Final = CpiTraits(
     name="our Kubernetes CPI, live",
     settings=OURS.settings,
     sources=OURS.sources,
@@ -214,6 +214,8 @@ OURS_LIVE: Final = Cpi(
     attaches="live",
     loses_data_unasked=False,
 )
-STATEFUL_SET: Final = Cpi(name="a StatefulSet", deliver=mount_file, place="/var/vcap/store", tells_the_agent=False)
+STATEFUL_SET: Final = CpiTraits(
+    name="a StatefulSet", deliver=mount_file, place="/var/vcap/store", tells_the_agent=False
+)
 """Without a CPI, the StatefulSet's manifest mounts the volume where jobs expect it and names that path in the settings.
 """

@@ -63,7 +63,7 @@ async def on_https(handle: Handle, blobs: Path, wanted: Mbus | None = None, **bo
 
 
 @dataclass
-class Answer:
+class HttpAnswer:
     """A response. Header names are lower-case."""
 
     status: int
@@ -86,7 +86,7 @@ def trusting(ca: str) -> ssl.SSLContext:
 
 
 @dataclass
-class Cli:
+class AgentClient:
     """A client of the agent that listens on ``port``."""
 
     port: int
@@ -100,18 +100,20 @@ class Cli:
         finally:
             writer.transport.abort()
 
-    async def send(self, method: str, path: str, body: bytes = b"", auth: str | None = None, **headers: str) -> Answer:
+    async def send(
+        self, method: str, path: str, body: bytes = b"", auth: str | None = None, **headers: str
+    ) -> HttpAnswer:
         """Send one request. ``auth`` is the Authorization header, or "" for none."""
         auth = basic() if auth is None else auth
         async with asyncio.timeout(60), self.connected() as (reader, writer):
             writer.write(head(method, path, len(body), auth, **headers) + body)
             return await read_answer(reader, method)
 
-    async def put_blob(self, blob_id: str, content: bytes) -> Answer:
+    async def put_blob(self, blob_id: str, content: bytes) -> HttpAnswer:
         """Upload a blob as bosh-davcli does."""
         return await self.send("PUT", dav_path(blob_id), content)
 
-    async def get_blob(self, blob_id: str) -> Answer:
+    async def get_blob(self, blob_id: str) -> HttpAnswer:
         return await self.send("GET", dav_path(blob_id))
 
     async def call(self, method: str, *arguments: Any) -> dict[str, Any]:
@@ -153,8 +155,8 @@ def head(method: str, path: str, length: int, auth: str, **headers: str) -> byte
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
-async def read_answer(reader: asyncio.StreamReader, method: str = "GET") -> Answer:
+async def read_answer(reader: asyncio.StreamReader, method: str = "GET") -> HttpAnswer:
     first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines if line)}
     length = 0 if method == "HEAD" else int(headers.get("content-length", 0))
-    return Answer(int(first.split(" ")[1]), headers, await reader.readexactly(length))
+    return HttpAnswer(int(first.split(" ")[1]), headers, await reader.readexactly(length))

@@ -40,7 +40,7 @@ THINK = "think"
 
 
 @dataclass
-class Request:
+class SeenRequest:
     """A request. Header names are lower-case."""
 
     method: str
@@ -50,7 +50,7 @@ class Request:
 
 
 @dataclass
-class Server:
+class BlobServer:
     """A server. ``blobs`` maps URL paths, without the query, to contents.
 
     Each entry of ``plan`` determines how one of the next requests is answered: a status (sent before the body is read),
@@ -59,7 +59,7 @@ class Server:
 
     blobs: dict[str, bytes] = field(default_factory=dict)
     plan: list[str] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
+    requests: list[SeenRequest] = field(default_factory=list)
     user: str = ""
     """The ``name:password`` that every request must contain, or "" for no authentication."""
     continues: bool = True
@@ -115,13 +115,13 @@ class Server:
         else:
             await self._give(request, writer, how)
 
-    async def _take(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _take(self, request: SeenRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.continues and request.headers.get("expect") == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.body = await reader.readexactly(int(request.headers["content-length"]))
         self.blobs[urlsplit(request.target).path] = request.body
 
-    async def _give(self, request: Request, writer: asyncio.StreamWriter, how: str) -> None:
+    async def _give(self, request: SeenRequest, writer: asyncio.StreamWriter, how: str) -> None:
         body = self.blobs.get(urlsplit(request.target).path)
         if body is None:
             await respond(writer, 404, b"no such blob")
@@ -151,11 +151,11 @@ class Server:
             await respond(writer, 200, body)
 
 
-async def read_head(reader: asyncio.StreamReader) -> Request:
+async def read_head(reader: asyncio.StreamReader) -> SeenRequest:
     head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     method, target, _ = head[0].split(" ")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:-2])}
-    return Request(method, target, headers)
+    return SeenRequest(method, target, headers)
 
 
 async def respond(writer: asyncio.StreamWriter, status: int, body: bytes, **headers: str) -> None:
@@ -181,9 +181,9 @@ def basic(user: str) -> str:
 
 
 @asynccontextmanager
-async def http_server(where: Path | None = None, pair: Pair | None = None) -> AsyncIterator[Server]:
+async def http_server(where: Path | None = None, pair: Pair | None = None) -> AsyncIterator[BlobServer]:
     """Run a server. If ``pair`` is given, write the certificate and key to ``where`` and use TLS."""
-    server = Server()
+    server = BlobServer()
     context = None
     if pair is not None:
         assert where is not None
@@ -196,10 +196,10 @@ async def http_server(where: Path | None = None, pair: Pair | None = None) -> As
 
 
 @dataclass
-class Proxy:
+class ForwardProxy:
     """A forward proxy that forwards requests and opens tunnels. ``seen`` contains the requests that it received."""
 
-    seen: list[Request] = field(default_factory=list)
+    seen: list[SeenRequest] = field(default_factory=list)
     port: int = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -239,8 +239,8 @@ async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @asynccontextmanager
-async def http_proxy() -> AsyncIterator[Proxy]:
+async def http_proxy() -> AsyncIterator[ForwardProxy]:
     """Run a proxy for the duration of the block."""
-    proxy = Proxy()
+    proxy = ForwardProxy()
     async with serving(proxy.serve) as proxy.port:
         yield proxy

@@ -64,7 +64,7 @@ check process {job}
 
 
 @dataclass
-class World:
+class RunningAgent:
     """A scratch directory with a bus and an agent.
 
     ``command`` is the agent's command line, with the placeholders ``{config}`` and ``{base}``.
@@ -354,7 +354,7 @@ async def _echo(data: bytes) -> tuple[str, bytes]:
 
 
 @asynccontextmanager
-async def bystander(w: World) -> AsyncIterator[None]:
+async def bystander(w: RunningAgent) -> AsyncIterator[None]:
     """Run another client on the bus, ``BYSTANDER``, that only answers requests.
 
     Its response times show how much of a delay is due to a busy machine.
@@ -378,7 +378,7 @@ def _content(seed: int, size: int) -> bytes:
 
 
 @asynccontextmanager
-async def world(command: str) -> AsyncIterator[World]:
+async def world(command: str) -> AsyncIterator[RunningAgent]:
     """Provide a scratch directory with a bus and a Director. The agent is not started yet."""
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-bench-"))
     director = Director(poll=0)
@@ -386,7 +386,7 @@ async def world(command: str) -> AsyncIterator[World]:
         async with NatsServer(scratch / "bus") as server:
             await server.add_agent(AGENT)
             async with director.on(server.peer()):
-                made = World(scratch, command, server, director)
+                made = RunningAgent(scratch, command, server, director)
                 try:
                     yield made
                 finally:

@@ -97,7 +97,7 @@ def _waited_for_processor() -> float:
 def judge(before: _Clock, after: _Clock, seen: str) -> str:
     """Describe how the period between two clock readings blocked the loop, or return "" if it did not.
 
-    ``seen`` is the second thread's observation (``_Witness.end``).
+    ``seen`` is the second thread's observation (``_SleepFinder.end``).
     """
     cpu = after.cpu - before.cpu
     if cpu >= LIMIT_S:
@@ -113,7 +113,7 @@ def install(reports: Path | None = None) -> None:
     if _installed:
         return
     run = asyncio.Handle._run  # noqa: SLF001 what asyncio calls for each callback
-    witness = _Witness()
+    witness = _SleepFinder()
     witness.start()
     _installed.extend((witness, run))
 
@@ -165,7 +165,7 @@ class _Callback:
         self.seen = ""
 
 
-class _Witness(threading.Thread):
+class _SleepFinder(threading.Thread):
     """Finds threads that sleep in a system call while they run a callback."""
 
     def __init__(self) -> None:

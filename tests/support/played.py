@@ -64,7 +64,7 @@ class Loop(asyncio.SelectorEventLoop):
         return self._jumping.now
 
 
-class Played:
+class SimulatedProcess:
     """A simulated process or program. ``over`` is set when it has ended."""
 
     def __init__(self, pid: int) -> None:
@@ -96,12 +96,12 @@ class Played:
 
 
 @dataclass
-class Machine:
+class SimulatedMachine:
     """The true state of the simulated machine, independent of the agent's view. It asserts the invariants."""
 
-    process: Played | None = None
-    starter: Played | None = None
-    stopper: Played | None = None
+    process: SimulatedProcess | None = None
+    starter: SimulatedProcess | None = None
+    stopper: SimulatedProcess | None = None
     how_starts: str = "well"
     how_stops: str = "well"
     how_ends: Ending = field(default_factory=lambda: Code(1))
@@ -132,9 +132,9 @@ class Machine:
         """Times at which the start program was run."""
         return [at for at, event in self.ran if event == "Started"]
 
-    def new(self) -> Played:
+    def new(self) -> SimulatedProcess:
         self.pids += 1
-        return Played(self.pids)
+        return SimulatedProcess(self.pids)
 
     def appear(self) -> None:
         self.process = self.new()
@@ -144,7 +144,7 @@ class Machine:
         assert self.process is not None
         self.process.end()
 
-    def run(self, event: str) -> Played:
+    def run(self, event: str) -> SimulatedProcess:
         if event == self.refuses:
             raise HostError(f"cannot run {event}")
         loop, program = asyncio.get_running_loop(), self.new()
@@ -160,13 +160,13 @@ class Machine:
             loop.call_later(STOP_TAKES[self.how_stops], self._stopped, program)
         return program
 
-    def _started(self, starter: Played) -> None:
+    def _started(self, starter: SimulatedProcess) -> None:
         if starter.is_alive:
             starter.end()
             if self.how_starts != "not" and not self.is_there:
                 self.appear()
 
-    def _stopped(self, stopper: Played) -> None:
+    def _stopped(self, stopper: SimulatedProcess) -> None:
         if stopper.is_alive:
             stopper.end()
             if self.how_stops != "not" and self.process is not None:
@@ -185,10 +185,10 @@ class PlayedFinder:
     lives_refused = False
 
     def __init__(self, keepers: Any, *_: Any) -> None:
-        self.machine: Machine = keepers.machine
-        self.process: Played | None = None
-        self.program: Played | None = None
-        self.doubted: Played | None = None
+        self.machine: SimulatedMachine = keepers.machine
+        self.process: SimulatedProcess | None = None
+        self.program: SimulatedProcess | None = None
+        self.doubted: SimulatedProcess | None = None
         self.up_at = 0.0
 
     @property
@@ -247,7 +247,7 @@ class PlayedFinder:
 class PlayedKeepers:
     """Replaces ``Keepers``."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: SimulatedMachine) -> None:
         self.machine = machine
 
     def of(self, _: Sequence[str]) -> list[object]:
@@ -275,11 +275,11 @@ class PlayedKeepers:
 class PlayedPrograms:
     """Replaces ``Programs``."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
         self.keepers = PlayedKeepers(machine)
 
-    async def run(self, _name: str, _program: MonitProgram, event: str, **_: Any) -> Played:
+    async def run(self, _name: str, _program: MonitProgram, event: str, **_: Any) -> SimulatedProcess:
         return self._machine.run(event)
 
     async def refused_limit(self, _: str) -> str:
@@ -289,7 +289,7 @@ class PlayedPrograms:
         return ["disk full"]
 
 
-def service_on(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> Service:
+def service_on(machine: SimulatedMachine, spec: ProcessSpec = SPEC, **members: Any) -> Service:
     """Create a service on a simulated machine. ``members`` override members of the service's context."""
     may_start = asyncio.Event()
     may_start.set()

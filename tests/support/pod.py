@@ -23,7 +23,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.director import Director, RpcTimeoutError
 from tests.support import jobs
 from tests.support.broker import NatsServer
-from tests.support.cpi import Cpi
+from tests.support.cpi import CpiTraits
 from tests.support.machine import Machine, machine
 
 AGENT: Final = "pod-agent"
@@ -63,7 +63,7 @@ def _cable(pid: int, gateway: str) -> None:
         subprocess.run(command, check=True)
 
 
-class Pod:
+class PodInstance:
     """An instance.
 
     ``disks`` are the cids of attached volumes. With ``keeps_root`` all containers use the same root file system.
@@ -72,8 +72,8 @@ class Pod:
     directories that are mounted there.
     """
 
-    def __init__(self, scratch: Path, server: NatsServer, director: Director, cpi: Cpi | None = None) -> None:
-        self.cpi = cpi or Cpi()
+    def __init__(self, scratch: Path, server: NatsServer, director: Director, cpi: CpiTraits | None = None) -> None:
+        self.cpi = cpi or CpiTraits()
         self.scratch = scratch
         self.server = server
         self.director = director
@@ -264,12 +264,12 @@ class Pod:
 
 
 @asynccontextmanager
-async def pod(scratch: Path, cpi: Cpi | None = None) -> AsyncIterator[Pod]:
+async def pod(scratch: Path, cpi: CpiTraits | None = None) -> AsyncIterator[PodInstance]:
     """Create an instance without a container. At the end, everything that runs in its containers is killed."""
     director = Director(poll=0.01)
     async with NatsServer(scratch / "bus") as server, director.on(server.peer()):
         await server.add_agent(AGENT)
-        made = Pod(scratch, server, director, cpi)
+        made = PodInstance(scratch, server, director, cpi)
         try:
             yield made
         finally:

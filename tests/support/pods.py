@@ -125,7 +125,7 @@ def example(podman: Podman, image: str) -> str:
 
 
 @dataclass(frozen=True)
-class Network:
+class ContainerNetwork:
     """A podman network. ``gateway`` is this machine's address in it."""
 
     name: str
@@ -133,11 +133,11 @@ class Network:
 
 
 @contextmanager
-def network(podman: Podman, name: str) -> Iterator[Network]:
+def network(podman: Podman, name: str) -> Iterator[ContainerNetwork]:
     """Create a network for the duration of the block."""
     podman("network", "create", name)
     try:
-        yield Network(name, json.loads(podman("network", "inspect", name))[0]["subnets"][0]["gateway"])
+        yield ContainerNetwork(name, json.loads(podman("network", "inspect", name))[0]["subnets"][0]["gateway"])
     finally:
         podman.run("network", "rm", "--force", name)
 

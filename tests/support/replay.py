@@ -67,7 +67,7 @@ cp server.py ${BOSH_INSTALL_TARGET}/bin/
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedRequest:
     """A recorded request. ``reply`` is None if the Director received none."""
 
     agent_id: str
@@ -77,7 +77,7 @@ class Step:
     recording: str = ""
 
 
-def steps(*recordings: Path) -> Iterator[Step]:
+def steps(*recordings: Path) -> Iterator[RecordedRequest]:
     """Yield the recorded requests in order. A request that starts a task is paired with the task's result.
 
     The poll that returned the result may be in the next recording. If no poll returned it, the result of the previous
@@ -101,7 +101,7 @@ def steps(*recordings: Path) -> Iterator[Step]:
         if reply and _is_running(reply):
             reply = results.get(reply["value"]["agent_task_id"]) or latest[line["method"]]
             latest[line["method"]] = reply
-        yield Step(line["agent"], line["method"], line["arguments"], reply, line["recording"])
+        yield RecordedRequest(line["agent"], line["method"], line["arguments"], reply, line["recording"])
 
 
 def _is_running(reply: dict[str, Any]) -> bool:
@@ -119,7 +119,7 @@ class Replay:
     """Replacement for the certificates removed from recorded ``update_settings``."""
     final_spec: dict[str, Any] = field(default_factory=dict)
 
-    async def play(self, step: Step) -> tuple[list[Any], Any]:
+    async def play(self, step: RecordedRequest) -> tuple[list[Any], Any]:
         """Send one step and compare its reply with the recorded one.
 
         Return the arguments sent and the value received.
@@ -147,7 +147,9 @@ class Replay:
             assert value["exit_code"] == expected["exit_code"]
         return arguments, value
 
-    async def _compare_state(self, step: Step, arguments: list[Any], expected: dict[str, Any]) -> dict[str, Any]:
+    async def _compare_state(
+        self, step: RecordedRequest, arguments: list[Any], expected: dict[str, Any]
+    ) -> dict[str, Any]:
         """Compare ``get_state`` replies: fields that the Director compares must be equal, others must have the same
         JSON types.
 
@@ -166,7 +168,7 @@ class Replay:
         assert shape(_settled(value)) == shape(_settled(expected))
         return value
 
-    def _fit(self, step: Step) -> list[Any]:
+    def _fit(self, step: RecordedRequest) -> list[Any]:
         """Return the step's arguments, with digests and credentials replaced by ones that are valid here."""
         arguments: list[Any] = json.loads(json.dumps(step.arguments))
         if step.method == "update_settings" and "mbus" in arguments[0]:

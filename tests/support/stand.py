@@ -28,7 +28,7 @@ from agent_shim.demo.director import HealthMonitor, RpcRemoteError, RpcTimeoutEr
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.edges import control_client
 from agent_shim.host import proc, process
-from tests.support.instance import AGENT, World, world
+from tests.support.instance import AGENT, RunningAgent, world
 from tests.support.ports import free_port
 from tests.support.proxy import Proxy
 from tests.support.witness import CANARY, Size, Witness
@@ -79,7 +79,7 @@ class Stand:
     ``jobs`` is the number of running jobs, ``involved`` are the names of those that the fault or the case restarts.
     """
 
-    world: World
+    world: RunningAgent
     proxy: Proxy
     monitor: HealthMonitor
     jobs: int = 0
@@ -391,7 +391,7 @@ async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
             one.after.close()
 
 
-def end_marked(made: World) -> None:
+def end_marked(made: RunningAgent) -> None:
     """Kill all remaining job processes of a stand."""
     marker = str(made.base).encode()
     for stat in proc.table().values():

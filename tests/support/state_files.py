@@ -38,8 +38,8 @@ ERRORS: Final = ("ENOSPC", "EROFS", "EIO")
 FAULTS: Final = (*DAMAGES, "unwritable at first", *ERRORS)
 
 
-class Instance:
-    """An instance in a scratch directory. Each of its ``Agent`` objects represents another agent process."""
+class ScratchInstance:
+    """An instance in a scratch directory. Each of its ``StatefulAgent`` objects represents another agent process."""
 
     def __init__(self, base: Path) -> None:
         self.paths = Paths(base)
@@ -63,7 +63,7 @@ class Instance:
         self.make_root()
 
 
-class Agent:
+class StatefulAgent:
     """The parts of an agent that keep state. Its job has no programs to start."""
 
     def __init__(self, paths: Paths) -> None:
@@ -90,23 +90,25 @@ class Agent:
             os.close(hold.descriptor)
 
 
-Value = Callable[[Agent], Any]
-Change = Callable[[Agent], Awaitable[None]]
+Value = Callable[[StatefulAgent], Any]
+Change = Callable[[StatefulAgent], Awaitable[None]]
 
 
-async def _apply(agent: Agent, name: str) -> None:
+async def _apply(agent: StatefulAgent, name: str) -> None:
     await agent.spec.save(ApplySpec(configuration_hash=name))
 
 
-def _written(path: Callable[[Paths], Path], content: Callable[[str], bytes]) -> Callable[[Agent, str], Awaitable[None]]:
-    async def write(agent: Agent, name: str) -> None:
+def _written(
+    path: Callable[[Paths], Path], content: Callable[[str], bytes]
+) -> Callable[[StatefulAgent, str], Awaitable[None]]:
+    async def write(agent: StatefulAgent, name: str) -> None:
         files.write_atomic(path(agent.paths), content(name), mode=0o600)
 
     return write
 
 
 def _read(path: Callable[[Paths], Path]) -> Value:
-    def read(agent: Agent) -> bytes:
+    def read(agent: StatefulAgent) -> bytes:
         with suppress(FileNotFoundError):
             return path(agent.paths).read_bytes()
         return b""
@@ -114,11 +116,11 @@ def _read(path: Callable[[Paths], Path]) -> Value:
     return read
 
 
-async def _keep_hint(agent: Agent, name: str) -> None:
+async def _keep_hint(agent: StatefulAgent, name: str) -> None:
     hints.save(agent.paths.disk_hints, {"d": DiskSettings("d", path=f"/{name}")})
 
 
-async def _start_or_stop(agent: Agent, name: str) -> None:
+async def _start_or_stop(agent: StatefulAgent, name: str) -> None:
     if name == "first":
         await agent.supervisor.configure([JOB])
         await agent.supervisor.start()
@@ -126,7 +128,7 @@ async def _start_or_stop(agent: Agent, name: str) -> None:
         await agent.supervisor.stop(wait=False)
 
 
-def _wanted(agent: Agent) -> str:
+def _wanted(agent: StatefulAgent) -> str:
     """Return "first" if the agent would start the jobs, and "second" if it would not.
 
     Without a valid state file it starts the jobs in the spec unless the stopped marker exists.
@@ -137,11 +139,11 @@ def _wanted(agent: Agent) -> str:
     return "second" if is_marked else "first"
 
 
-async def _nothing(_: Agent, __: str) -> None:
+async def _nothing(_: StatefulAgent, __: str) -> None:
     """Do nothing, because no action changes the stamps in agent_shim.json."""
 
 
-ROWS: Final[Mapping[str, tuple[Callable[[Paths], Path], Callable[[Agent, str], Awaitable[None]], Value]]] = {
+ROWS: Final[Mapping[str, tuple[Callable[[Paths], Path], Callable[[StatefulAgent, str], Awaitable[None]], Value]]] = {
     "spec.json": (lambda p: p.spec, _apply, lambda agent: agent.spec.current.configuration_hash),
     "update_settings.json": (
         lambda p: p.update_settings,
@@ -186,10 +188,10 @@ async def concluded(row: str, fault: str, *, is_container: bool) -> str:
     """Run the experiment for one cell of the table. Return what the agent concludes after a restart."""
     place, change, value = ROWS[row]
     with tempfile.TemporaryDirectory(prefix="state-") as scratch:
-        instance = Instance(Path(scratch, "vcap"))
+        instance = ScratchInstance(Path(scratch, "vcap"))
         path = place(instance.paths)
         with mock.patch.object(proc, "incarnation", instance.incarnation):
-            one, told = Agent(instance.paths), False
+            one, told = StatefulAgent(instance.paths), False
             if fault == "unwritable at first":
                 with failing(path, "ENOSPC"), suppress(OSError):
                     await one.boot()
@@ -220,7 +222,7 @@ async def concluded(row: str, fault: str, *, is_container: bool) -> str:
             (instance.paths.run / "web").mkdir(exist_ok=True)
             if is_container:
                 instance.restart_container()
-            two = Agent(instance.paths)
+            two = StatefulAgent(instance.paths)
             await two.boot()
             found = value(two)
             is_new = two.backup.root_is_new or not (instance.paths.run / "web").exists()

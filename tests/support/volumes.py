@@ -91,11 +91,11 @@ def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
 
     def decorated(test: Callable[..., Any]) -> Callable[..., None]:
         def by_links(tmp_path: Path, **given: Any) -> None:
-            asyncio.run(test(instance=Instance(tmp_path, bind=False), **given))
+            asyncio.run(test(instance=InstanceWithVolumes(tmp_path, bind=False), **given))
 
         @alone
         async def by_mounts(tmp_path: Path, **given: Any) -> None:
-            await test(instance=Instance(tmp_path, bind=True, system=True), **given)
+            await test(instance=InstanceWithVolumes(tmp_path, bind=True, system=True), **given)
 
         @functools.wraps(test)
         def run(way: str, tmp_path: Path, **given: Any) -> None:
@@ -204,7 +204,7 @@ async def copy_here(source: Path, target: Path, report: Callable[[Progress], Non
     return await asyncio.to_thread(copytree.mirror, source, target, spared=OURS, report=report)
 
 
-class Instance:
+class InstanceWithVolumes:
     """An instance with volumes. Its agent can be restarted and its container recreated.
 
     With ``bind``, the agent makes disks visible with bind mounts. ``persistent`` describes the disks in the settings.
@@ -314,7 +314,7 @@ class Instance:
 class Asked:
     """The parts of an agent that the disk actions use."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: InstanceWithVolumes) -> None:
         self.disks: Any = instance.disks
         self.settings = self
 
@@ -340,7 +340,7 @@ STEPS = [
 MORE_THAN_ALL = 22
 
 
-async def migrate_until(step: int, instance: Instance, old: str = "a", new: str = "b") -> bool:
+async def migrate_until(step: int, instance: InstanceWithVolumes, old: str = "a", new: str = "b") -> bool:
     """Migrate, and simulate a kill before change number ``step``. Return True if the migration needed fewer changes."""
     return await killed_before(step, lambda: instance.disks.migrate(old, new))
 

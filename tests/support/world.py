@@ -29,7 +29,7 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 
 
 @dataclass
-class World:
+class LocalAgent:
     """The agent. ``call`` returns the reply that the bus would send, ``asked`` records the calls to the edges."""
 
     agent: Agent
@@ -98,7 +98,7 @@ def write_settings(base: Path, **members: Any) -> Path:
 @asynccontextmanager
 async def world(
     base: Path, *, timing: Timing | None = None, work: Execute = workers.work, **members: Any
-) -> AsyncIterator[World]:
+) -> AsyncIterator[LocalAgent]:
     """Run a booted agent for the duration of the block. Its jobs are stopped at the end."""
     paths = Paths(base / "vcap")
     await boot.boot([boot.tree_step(paths)])
@@ -133,7 +133,7 @@ async def world(
             lane = asyncio.create_task(agent.tasks.run(dispatcher.failure))
             returning = asyncio.create_task(recovery.run())
             try:
-                yield World(agent, dispatcher, asked, events)
+                yield LocalAgent(agent, dispatcher, asked, events)
             finally:
                 await supervisor.stop(wait=True, timeout=20)
                 returning.cancel()

@@ -18,7 +18,7 @@ from typing import Final
 from agent_shim.core.settings import Mbus
 from agent_shim.edges.bus.nats import BusTiming, NatsBus
 from tests.support.broker import NatsServer
-from tests.support.instance import AGENT, COMMAND, World, world
+from tests.support.instance import AGENT, COMMAND, RunningAgent, world
 from tests.support.readings import own_memory
 from tools.bench.crowds import FIRST_FAILURE_S
 from tools.bench.measuring import Figure, Figures, figure
@@ -50,7 +50,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         found["growth_after_1000_reconnects"] = await reconnects(max(20, int(RECONNECTS * scale)))
 
 
-async def grown(w: World, work: object) -> Figure:
+async def grown(w: RunningAgent, work: object) -> Figure:
     """Return by how many MB the agent's memory grows during ``work``."""
     await asyncio.sleep(CALM_S)
     before = w.own_memory()
@@ -59,7 +59,7 @@ async def grown(w: World, work: object) -> Figure:
     return figure([w.own_memory() - before], "MB")
 
 
-async def act(w: World, count: int) -> None:
+async def act(w: RunningAgent, count: int) -> None:
     """Send requests in the proportions in which a Director does. One in a hundred is a task."""
     spec = w.spec(5, 1)
     for number in range(count // 10):
@@ -73,7 +73,7 @@ async def act(w: World, count: int) -> None:
             await w.director.run(AGENT, "apply" if number % 100 else "prepare", spec)
 
 
-async def restart(w: World, count: int) -> None:
+async def restart(w: RunningAgent, count: int) -> None:
     """Kill all processes repeatedly. The pauses are so long that each kill counts as a first failure."""
     for _ in range(count // JOBS):
         await asyncio.sleep(FIRST_FAILURE_S)

@@ -15,7 +15,7 @@ from typing import Final
 from isal import isal_zlib
 
 from agent_shim.demo.release import archive
-from tests.support.instance import AGENT, World, world
+from tests.support.instance import AGENT, RunningAgent, world
 from tools.bench.installs import unpack
 from tools.bench.large import fill
 from tools.bench.measuring import MB, Figure, Figures, figure, timed
@@ -39,7 +39,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         found |= await packed(w, "fetch_logs_of_20000_small_files", int(SMALL_LOGS * scale), SMALL_LOG_BYTES)
 
 
-async def unpacked(w: World, name: str, size: int, files: dict[str, bytes] | None = None) -> Figure:
+async def unpacked(w: RunningAgent, name: str, size: int, files: dict[str, bytes] | None = None) -> Figure:
     took: list[float] = []
     least: list[float] = []
     for number in range(ROUNDS):
@@ -55,7 +55,7 @@ async def unpacked(w: World, name: str, size: int, files: dict[str, bytes] | Non
     return figure(took, "s", floor=least, floor_is="tar -xzf")
 
 
-async def packed(w: World, name: str, files: int, size: int) -> dict[str, Figure]:
+async def packed(w: RunningAgent, name: str, files: int, size: int) -> dict[str, Figure]:
     """Return the throughput of ``fetch_logs`` in MB/s, with that of igzip as the floor, and the throughputs of tar with
     several compressors.
     """

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tests.support.instance import AGENT, INTERPRETER, World, world
+from tests.support.instance import AGENT, INTERPRETER, RunningAgent, world
 from tools.bench.measuring import ECHO, Figures, figure, timed
 
 ROUNDS: Final = 7
@@ -89,7 +89,7 @@ async def measure_as_root(command: str, interpreter: list[float], found: Figures
     }
 
 
-async def running_again(w: World) -> None:
+async def running_again(w: RunningAgent) -> None:
     """Wait until the agent reports that all jobs are running."""
     async with asyncio.timeout(60):
         while True:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from agent_shim.core.paths import Paths
 from tests.support import jobs
-from tests.support.pod import Pod, pod
+from tests.support.pod import PodInstance, pod
 
 JOBS: Final = [f"job{number}" for number in range(5)]
 ROUNDS: Final = 7
@@ -28,7 +28,7 @@ def job(name: str) -> dict[str, str | bytes]:
     return {**jobs.sleeper(Paths(), name), "bin/pre-start": "#!/bin/sh\nexit 0\n"}
 
 
-async def running(one: Pod, begun_at: float) -> float:
+async def running(one: PodInstance, begun_at: float) -> float:
     """Wait until the Director sees all jobs running. Return the seconds since ``begun_at`` (monotonic)."""
     await one.until("running")
     return time.monotonic() - begun_at

@@ -31,7 +31,7 @@ from kubernetes_cpi import names
 from tests.support.kubernetes import cpi_site, node
 from tests.support.kubernetes.calls import PATH, Cpi
 from tests.support.kubernetes.cpi_site import Site, Way
-from tests.support.kubernetes.deployments import NETWORKS, Instance
+from tests.support.kubernetes.deployments import NETWORKS, DeployedInstance
 from tools.bench.measuring import Figure, Figures, figure
 
 ROUNDS: Final = 15
@@ -254,7 +254,7 @@ def request(cpi: Cpi, method: str, *arguments: Any) -> bytes:
 
 async def on_node(figures: Figures, scale: float, scratch: Path) -> None:
     """Start the node and measure everything on it."""
-    here = node.Node(node.here())
+    here = node.FirstNode(node.here())
     here.start()
     async with AsyncExitStack() as stack:
         site = await stack.enter_async_context(cpi_site.site(here, WAY, scratch))
@@ -305,7 +305,7 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
         claims = [claim_by_hand(data, instance.vm, other)]
         by_hand.append(await asyncio.to_thread(bare.make, *made, claims))
         await _remove(site, bare, other)
-        fresh = Instance("one")
+        fresh = DeployedInstance("one")
         telling = asyncio.create_task(asyncio.to_thread(bare.steps_of_next, bare.watch(names.KIND_VM)))
         began = time.monotonic()
         await _create_vm(site, fresh)
@@ -338,7 +338,7 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     await _life(site, figures, instance, count)
 
 
-async def _life(site: Site, figures: Figures, instance: Instance, count: int) -> None:
+async def _life(site: Site, figures: Figures, instance: DeployedInstance, count: int) -> None:
     """Measure CPI calls together with the requests that a Director sends to the agent."""
     director = site.deployments
     pong: dict[str, list[float]] = {"claim": [], "empty_dir": []}
@@ -346,7 +346,7 @@ async def _life(site: Site, figures: Figures, instance: Instance, count: int) ->
     for _ in range(count):
         for kind, seconds in pong.items():
             with site.vm_type(ephemeral_disk={"size": 256, "type": kind}):
-                fresh, began = Instance("one"), time.monotonic()
+                fresh, began = DeployedInstance("one"), time.monotonic()
                 await director.create_vm(fresh)
                 seconds.append((time.monotonic() - began) * 1000)
                 await director.delete_vm(fresh)
@@ -364,7 +364,7 @@ async def _remove(site: Site, bare: Bare, pod: str) -> None:
     await asyncio.to_thread(bare.remove, pod)
 
 
-def _small_calls(site: Site, bare: Bare, figures: Figures, instance: Instance, count: int) -> None:
+def _small_calls(site: Site, bare: Bare, figures: Figures, instance: DeployedInstance, count: int) -> None:
     def three_requests() -> float:
         began = time.monotonic()
         link = bare.connection()
@@ -389,7 +389,7 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: Instance, c
         figures[name] = _seconds(seconds, floor, what)
 
 
-async def _create_vm(site: Site, instance: Instance) -> None:
+async def _create_vm(site: Site, instance: DeployedInstance) -> None:
     """Create a VM. No request is sent to its agent, because its credentials are not admitted to the bus."""
     instance.agent = str(uuid.uuid4())
     instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, instance.agent))

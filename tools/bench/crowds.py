@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tests.support.instance import AGENT, ENVIRONMENT, World, world
+from tests.support.instance import AGENT, ENVIRONMENT, RunningAgent, world
 from tools.bench.measuring import Figures, Stopwatch, figure
 
 SIZES: Final = (10, 50, 200, 500)
@@ -80,14 +80,14 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
             )
 
 
-async def share(w: World, seconds: float) -> float:
+async def share(w: RunningAgent, seconds: float) -> float:
     """Return the agent's CPU usage over this time in percent of one core."""
     used, watch = w.cpu_seconds(), Stopwatch()
     await asyncio.sleep(seconds)
     return (w.cpu_seconds() - used) / watch.seconds * 100
 
 
-async def ping(w: World, into: list[float]) -> None:
+async def ping(w: RunningAgent, into: list[float]) -> None:
     """Ping twice a second. More requests would increase the load that is to be measured."""
     while True:
         watch = Stopwatch()
@@ -96,7 +96,7 @@ async def ping(w: World, into: list[float]) -> None:
         await asyncio.sleep(0.5)
 
 
-async def running(w: World, jobs: int, starts: int) -> None:
+async def running(w: RunningAgent, jobs: int, starts: int) -> None:
     """Wait until each job has been started this many times and its pidfile names a running process."""
     async with asyncio.timeout(300):
         while True:
@@ -108,7 +108,7 @@ async def running(w: World, jobs: int, starts: int) -> None:
             await asyncio.sleep(0.2)
 
 
-async def killed(w: World, jobs: int, starts: int) -> tuple[float, float]:
+async def killed(w: RunningAgent, jobs: int, starts: int) -> tuple[float, float]:
     """Kill all processes at once.
 
     Return the seconds until the first and until the last of the new processes has written its pidfile.

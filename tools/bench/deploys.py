@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from tests.support.instance import AGENT, World, world
+from tests.support.instance import AGENT, RunningAgent, world
 from tools.bench.measuring import MB, Figures, figure
 
 INSTANCES: Final = 20
@@ -55,7 +55,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def update(
-    w: World, version: str, poll: float, steps: Steps | None = None, *, turns: Steps | None = None
+    w: RunningAgent, version: str, poll: float, steps: Steps | None = None, *, turns: Steps | None = None
 ) -> float:
     """Deploy an instance with new jobs and packages, in the order of the Director's instance updater.
 
@@ -83,7 +83,7 @@ async def update(
     return time.monotonic() - begun_at
 
 
-async def no_op(w: World) -> float:
+async def no_op(w: RunningAgent) -> float:
     """Send the requests of a deploy without changes: query the state of the instance, and ping it. Return the
     seconds.
     """
@@ -93,7 +93,7 @@ async def no_op(w: World) -> float:
     return time.monotonic() - begun_at
 
 
-def _asking(w: World, poll: float, steps: Steps, turns: Steps) -> Callable[..., Awaitable[Any]]:
+def _asking(w: RunningAgent, poll: float, steps: Steps, turns: Steps) -> Callable[..., Awaitable[Any]]:
     w.director.poll = poll
 
     async def ask(method: str, *arguments: Any) -> Any:

@@ -25,7 +25,7 @@ import agent_shim
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.state import State
 from tests.support import jobs
-from tests.support.world import World, world
+from tests.support.world import LocalAgent, world
 
 HOME: Final = Path(agent_shim.__file__).parent
 UNNAMED: Final = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
@@ -64,7 +64,7 @@ async def until(fact: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def measure(one: World) -> dict[str, set[CodeType]]:
+async def measure(one: LocalAgent) -> dict[str, set[CodeType]]:
     """Apply and start a job with one process, and kill the process. Return the functions that were entered in each
     step.
     """

@@ -11,7 +11,7 @@ from typing import Final
 
 from agent_shim.demo.director import HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
-from tests.support.instance import AGENT, BYSTANDER, INTERPRETER, World, bystander, world
+from tests.support.instance import AGENT, BYSTANDER, INTERPRETER, RunningAgent, bystander, world
 from tests.support.ports import free_address
 from tests.support.readings import pss
 from tools.bench.large import fill, watched
@@ -52,7 +52,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         interpreter.wait()
 
 
-async def still(w: World, least: World, seconds: float) -> Figures:
+async def still(w: RunningAgent, least: RunningAgent, seconds: float) -> Figures:
     """Return the idle agent's CPU usage in percent of one core, and the milliseconds of CPU time per heartbeat."""
     monitor, watch = HealthMonitor(), Stopwatch()
     used, floor = w.cpu_seconds(), least.cpu_seconds()
@@ -75,7 +75,7 @@ async def still(w: World, least: World, seconds: float) -> Figures:
     return found
 
 
-async def busy(w: World, size: int) -> Figures:
+async def busy(w: RunningAgent, size: int) -> Figures:
     """Measure pings while the agent stops, installs and starts jobs and packs logs.
 
     An uninvolved process is pinged at the same time. If its answers are late as well, the machine is the reason.

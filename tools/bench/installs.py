@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from tests.support.instance import World, world
+from tests.support.instance import RunningAgent, world
 from tools.bench.measuring import MB, Figure, Figures, figure, timed
 
 ROUNDS: Final = 3
@@ -35,7 +35,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         found["apply_of_installed_bundles"] = figure(again, "s")
 
 
-async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:
+async def applied(w: RunningAgent, jobs: int, packages: int, size: int) -> Figure:
     """Apply new bundles in each round. Before each apply, tar unpacks the same archives, two at a time."""
     took: list[float] = []
     least: list[float] = []

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from agent_shim.core.errors import HostError
 from agent_shim.demo.release import archive
-from tests.support.instance import AGENT, BYSTANDER, World, bystander, world
+from tests.support.instance import AGENT, BYSTANDER, RunningAgent, bystander, world
 from tools.bench.measuring import Figures
 
 POOL_BYTES: Final = 4 << 20
@@ -86,14 +86,14 @@ class Watch:
     children: dict[str, float] = field(default_factory=dict)
     """Peak memory in MB of each child process of the agent, by pid."""
 
-    async def ping(self, w: World, agent_id: str) -> None:
+    async def ping(self, w: RunningAgent, agent_id: str) -> None:
         while True:
             begun_at = time.monotonic()
             await w.director.value(agent_id, "ping")
             self.pings[agent_id].append((time.monotonic() - begun_at) * 1000)
             await asyncio.sleep(0.01)
 
-    async def look(self, w: World) -> None:
+    async def look(self, w: RunningAgent) -> None:
         while True:
             with contextlib.suppress(OSError):
                 children = Path(f"/proc/{w.pid}/task/{w.pid}/children").read_text().split()
@@ -102,7 +102,7 @@ class Watch:
 
 
 @asynccontextmanager
-async def watched(w: World) -> AsyncIterator[Watch]:
+async def watched(w: RunningAgent) -> AsyncIterator[Watch]:
     """Send pings and sample memory during the block."""
     watch = Watch()
     going = [asyncio.create_task(work) for work in (*(watch.ping(w, who) for who in watch.pings), watch.look(w))]
@@ -114,7 +114,7 @@ async def watched(w: World) -> AsyncIterator[Watch]:
         await asyncio.wait(going)
 
 
-async def figures(w: World, size: float, work: Awaitable[Any]) -> dict[str, Any]:
+async def figures(w: RunningAgent, size: float, work: Awaitable[Any]) -> dict[str, Any]:
     """Return the measurements of ``work``, which processes ``size`` bytes."""
     Path(f"/proc/{w.pid}/clear_refs").write_text("5")  # This resets VmHWM to the current memory.
     before, begun_at = memory(w.pid, "VmRSS"), time.monotonic()
@@ -149,7 +149,7 @@ async def write(log: Path) -> None:
         log.replace(log.with_name(f"{log.name}.1"))
 
 
-async def of_logs(w: World, scale: float) -> dict[str, Any]:
+async def of_logs(w: RunningAgent, scale: float) -> dict[str, Any]:
     """Measure fetching logs, for the Director through the blobstore and for the CLI as a bundle."""
     size, logs = LOGS * scale, w.base / "data/sys/log"
     count = max(1, int(FILES * scale))
@@ -166,7 +166,7 @@ async def of_logs(w: World, scale: float) -> dict[str, Any]:
         writing.cancel()
 
 
-async def of_compiling(w: World, scale: float) -> dict[str, Any]:
+async def of_compiling(w: RunningAgent, scale: float) -> dict[str, Any]:
     """Measure the compilation of a package with a large result."""
     half = int(COMPILED * scale / 2)
     packaging = f"""set -e
@@ -178,7 +178,7 @@ yes all work and no play makes a dull package | head -c {half} >$BOSH_INSTALL_TA
     return {"compile_package": await figures(w, 2 * half, compiling)}
 
 
-async def of_applying(w: World, scale: float) -> dict[str, Any]:
+async def of_applying(w: RunningAgent, scale: float) -> dict[str, Any]:
     """Measure an apply of large packages."""
     size = int(PACKAGE * scale)
     spec = w.spec(1, PACKAGES)
@@ -205,7 +205,7 @@ def pack(path: Path, size: int) -> str:
         return hashlib.file_digest(file, "sha1").hexdigest()
 
 
-PARTS: Final[dict[Callable[[World, float], Awaitable[dict[str, Any]]], int]] = {
+PARTS: Final[dict[Callable[[RunningAgent, float], Awaitable[dict[str, Any]]], int]] = {
     of_logs: LOGS,
     of_compiling: COMPILED,
     of_applying: PACKAGES * PACKAGE,

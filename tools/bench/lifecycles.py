@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from agent_shim.host import proc
-from tests.support.instance import AGENT, World, world
+from tests.support.instance import AGENT, RunningAgent, world
 from tools.bench.measuring import Figures, figure, timed
 
 ROUNDS: Final = 5
@@ -55,7 +55,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         found["killed_until_successor_lives"] = figure(await killed(w), "s", floor=each_by_hand, floor_is=SCRIPT)
 
 
-async def start_by_hand(w: World, into: list[float]) -> None:
+async def start_by_hand(w: RunningAgent, into: list[float]) -> None:
     """Run the start scripts until all pidfiles exist, and append the duration to ``into``. Then end the processes."""
     before = w.starts()
     with timed(into):
@@ -72,7 +72,7 @@ async def start_by_hand(w: World, into: list[float]) -> None:
         path.unlink()
 
 
-async def killed(w: World) -> list[float]:
+async def killed(w: RunningAgent) -> list[float]:
     """Kill the process of each job. Return the seconds until each has been replaced.
 
     Each job is killed only once, so that every kill counts as a first failure.

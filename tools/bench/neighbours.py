@@ -10,7 +10,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Final
 
-from tests.support.instance import World, world
+from tests.support.instance import RunningAgent, world
 from tools.bench.measuring import ECHO, Figures, figure
 
 AGENTS: Final = 8
@@ -31,7 +31,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 async def memory(command: str, *, jobs: int, idle: float = 0.0, found: Figures | None = None) -> list[float]:
     """Start agents one after the other. Return the memory of each in MB while all are running."""
     async with AsyncExitStack() as opened:
-        worlds: list[World] = []
+        worlds: list[RunningAgent] = []
         for _ in range(AGENTS):
             w = await opened.enter_async_context(world(command))
             worlds.append(w)

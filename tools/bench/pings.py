@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Final
 
-from tests.support.instance import AGENT, World, world
+from tests.support.instance import AGENT, RunningAgent, world
 from tools.bench.measuring import ECHO, Figures, figure, timed
 
 BLOCKS: Final = 5
@@ -32,13 +32,13 @@ async def measure(command: str, scale: float, found: Figures) -> None:
     found["pipelined_pings_per_second"] = figure(rates["ours"], "1/s", floor=rates["least"], floor_is=floor_is)
 
 
-async def serial(w: World, into: list[float]) -> None:
+async def serial(w: RunningAgent, into: list[float]) -> None:
     for _ in range(SERIAL):
         with timed(into):
             await w.director.value(AGENT, "ping")
 
 
-async def pipelined(w: World) -> float:
+async def pipelined(w: RunningAgent) -> float:
     begun_at = time.monotonic()
     await asyncio.gather(*(w.director.value(AGENT, "ping") for _ in range(AT_ONCE)))
     return AT_ONCE / (time.monotonic() - begun_at)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agent_shim.demo.director import Director, RpcTimeoutError
-from tests.support.instance import AGENT, BYSTANDER, COMMAND, World, bystander, world
+from tests.support.instance import AGENT, BYSTANDER, COMMAND, RunningAgent, bystander, world
 
 ASKERS: Final = 8
 ANSWER_TIMEOUT_S: Final = 5.0
@@ -49,7 +49,7 @@ class Seen:
             self._last = now
 
 
-async def _rotate(w: World, *, bootstrap: bool) -> None:
+async def _rotate(w: RunningAgent, *, bootstrap: bool) -> None:
     mbus = w.server.mbus(AGENT, bootstrap=bootstrap)
     cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
     await w.server.add_agent(AGENT, bootstrap=True, permanent=True)

@@ -118,7 +118,7 @@ class Phase:
     """By program, the different contexts that it inherited."""
 
 
-class World:
+class ComparedAgent:
     """The environment of one agent. ``cycle`` is the interval of monit's checks in seconds."""
 
     def __init__(self, plan: dict[str, Any], cycle: int) -> None:
@@ -146,7 +146,7 @@ class World:
         self.start()
 
 
-class GoWorld(World):
+class GoWorld(ComparedAgent):
     """The Go agent with monit.
 
     Another process restarts monit whenever it exits, as runit does, and kills it when the agent waits for a reload.
@@ -187,7 +187,7 @@ class GoWorld(World):
             (VCAP / "packages/bpm").symlink_to(VCAP / "data/packages/bpm")
 
 
-class ShimWorld(World):
+class ShimWorld(ComparedAgent):
     def prepare(self) -> None:
         (VCAP / "bosh/bin").mkdir(parents=True)
         wrapper = VCAP / "bosh/bin/monit"
@@ -210,13 +210,13 @@ class ShimWorld(World):
         )
 
 
-WORLDS: Final[dict[str, type[World]]] = {"go": GoWorld, "shim": ShimWorld}
+WORLDS: Final[dict[str, type[ComparedAgent]]] = {"go": GoWorld, "shim": ShimWorld}
 
 
 class Life:
     """Runs the phases of a lifecycle and records them in ``phases``."""
 
-    def __init__(self, world: World, plan: dict[str, Any], director: Director, hm: HealthMonitor) -> None:
+    def __init__(self, world: ComparedAgent, plan: dict[str, Any], director: Director, hm: HealthMonitor) -> None:
         self.world, self.plan, self.director, self.hm = world, plan, director, hm
         self.phases: list[Phase] = []
         self.notices = 0

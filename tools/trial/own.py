@@ -19,7 +19,7 @@ def main(where: Path) -> int:
     """Start the node in new namespaces, write ``node.json``, and wait for the file ``stop``. Return the exit code."""
     if nodes.NODE not in os.environ:
         return run_as_node([sys.executable, "-m", "tools.trial.own", str(where)])
-    node = nodes.Node(nodes.here())
+    node = nodes.FirstNode(nodes.here())
     node.start()
     storage = STORAGE | {"metadata": {"name": CLASS, "annotations": DEFAULT}}
     done = node.kubectl("apply", "--filename=-", stdin=json.dumps(storage))

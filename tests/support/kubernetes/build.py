@@ -29,7 +29,7 @@ TAGS: Final = "providerless,dockerless"
 
 
 @dataclass(frozen=True)
-class Source:
+class DebianSource:
     """The entry of a package in Debian's signed index. ``digest`` is the digest of its .dsc file."""
 
     version: str
@@ -68,7 +68,7 @@ def cached(cache: Path) -> Path:
     return place
 
 
-def _build(tree: Path, source: Source, scratch: Path) -> Path:
+def _build(tree: Path, source: DebianSource, scratch: Path) -> Path:
     major, minor, _ = source.upstream.split(".")
     version = scratch / "version"
     said = {
@@ -122,13 +122,13 @@ class _Apt:
         self._environment = {**os.environ, "APT_CONFIG": str(config)}
         _run(["apt-get", "update", "-qq"], env=self._environment)
 
-    def source(self, package: str) -> Source:
+    def source(self, package: str) -> DebianSource:
         """Return the available versions of a package."""
         said = _run(["apt-get", "source", "--print-uris", "-qq", package], env=self._environment)
         found = re.search(rf" {package}_(\S+)\.dsc \d+ SHA256:([0-9a-f]{{64}})", said)
         if found is None:
             raise ShimError(f"cannot build {package}: no source package of that name in {SUITE}")
-        return Source(found[1], found[2])
+        return DebianSource(found[1], found[2])
 
     def unpacked(self, package: str) -> Path:
         """Download a package's sources, verify their digests, apply Debian's patches, and return the directory."""

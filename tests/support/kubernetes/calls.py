@@ -23,7 +23,7 @@ LIMIT_S: Final = 180.0
 """Time limit of a call in seconds. The Director has none."""
 
 
-class CpiError(Exception):
+class CpiCallError(Exception):
     """An error in a response. ``kind`` is its type without ``Bosh::Clouds::``."""
 
     def __init__(self, kind: str, message: str, *, ok_to_retry: bool) -> None:
@@ -54,7 +54,7 @@ class Cpi:
     calls: list[Call] = field(default_factory=list)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call an operation and return its result. Raises ``CpiError``."""
+        """Call an operation and return its result. Raises ``CpiCallError``."""
         info, _, _ = await self._run("info", [])
         assert _result(info)["api_version"] == 3
         response, seconds, said = await self._run(method, list(arguments))
@@ -102,4 +102,4 @@ def _result(response: Any) -> Any:
     if error is None:
         return response["result"]
     assert error.keys() == {"type", "message", "ok_to_retry"}, error
-    raise CpiError(error["type"], error["message"], ok_to_retry=error["ok_to_retry"])
+    raise CpiCallError(error["type"], error["message"], ok_to_retry=error["ok_to_retry"])

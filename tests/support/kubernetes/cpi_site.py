@@ -18,8 +18,8 @@ import yaml
 
 from tests.support.kubernetes import calls, deployments
 from tests.support.kubernetes import node as nodes
-from tests.support.kubernetes.deployments import Deployments, Instance
-from tests.support.kubernetes.node import Node
+from tests.support.kubernetes.deployments import DeployedInstance, Deployments
+from tests.support.kubernetes.node import FirstNode
 from tests.support.kubernetes.objects import LIMIT, Document, Namespace
 from tests.support.source import ROOT
 
@@ -72,7 +72,7 @@ class Site:
     way: Way
     hosted: Path
     """Directory on the node below which disks are mounted when they are attached live."""
-    spare: Instance | None = None
+    spare: DeployedInstance | None = None
     """An instance that a successful flow has left for the next flow to use."""
 
     @property
@@ -103,17 +103,17 @@ class Site:
         self.deployments.vms.clear()
         self.deployments.disks.clear()
 
-    async def exec(self, instance: Instance, *command: str) -> str:
+    async def exec(self, instance: DeployedInstance, *command: str) -> str:
         """Return the output of a command in a VM."""
         return await self.namespace.pod(instance.vm).exec(*command)
 
-    async def write(self, instance: Instance) -> None:
+    async def write(self, instance: DeployedInstance) -> None:
         """Write the file that no flow may lose, once as root, like a job, and once as vcap."""
         instance.kept = uuid.uuid4().hex
         await self.exec(instance, "sh", "-c", f"echo {instance.kept} >/var/vcap/store/{deployments.KEPT}; sync")
         await self.exec(instance, "sh", "-ec", _AS_VCAP)
 
-    async def check(self, *instances: Instance) -> None:
+    async def check(self, *instances: DeployedInstance) -> None:
         """Check the invariants of a flow: jobs run, the file still exists, and every object is in the Director's
         records.
         """
@@ -261,7 +261,7 @@ def manifests(level: str, namespace: str) -> list[Document]:
 
 
 @asynccontextmanager
-async def site(node: Node, way: Way, scratch: Path, **config: Any) -> AsyncIterator[Site]:
+async def site(node: FirstNode, way: Way, scratch: Path, **config: Any) -> AsyncIterator[Site]:
     """Run a Director with this CPI in a new namespace."""
     namespace = Namespace(node, f"test-{secrets.token_hex(4)}", scratch)
     await namespace.create()

@@ -25,8 +25,8 @@ from agent_shim.demo.pki import Authority
 from agent_shim.demo.release import archive
 from tests.support import jobs
 from tests.support.broker import NatsServer
-from tests.support.http import Server, http_server
-from tests.support.kubernetes.calls import Cpi, CpiError
+from tests.support.http import BlobServer, http_server
+from tests.support.kubernetes.calls import Cpi, CpiCallError
 from tests.support.proxy import Proxy
 
 NETWORKS: Final = {
@@ -40,13 +40,13 @@ KEPT: Final = "written-at-the-beginning"
 
 
 @dataclass
-class World:
+class CpiEnvironment:
     """The environment of a CPI: a bus that revokes bootstrap credentials, and a blobstore, both reachable from pods."""
 
     address: str
     server: NatsServer
     bus: Proxy
-    blobs: Server
+    blobs: BlobServer
     blobs_port: int
     agents: Director
 
@@ -72,7 +72,7 @@ class World:
 
 
 @asynccontextmanager
-async def world(address: str, scratch: Path) -> AsyncIterator[World]:
+async def world(address: str, scratch: Path) -> AsyncIterator[CpiEnvironment]:
     """Run an environment. ``address`` is one of this machine's addresses that pods can reach."""
     authority = Authority()
     async with (
@@ -82,11 +82,11 @@ async def world(address: str, scratch: Path) -> AsyncIterator[World]:
         Proxy(blobs.port, address) as ahead,
         Director(poll=0.1).on(server.peer()) as agents,
     ):
-        yield World(address, server, bus, blobs, ahead.port, agents)
+        yield CpiEnvironment(address, server, bus, blobs, ahead.port, agents)
 
 
 @dataclass
-class Instance:
+class DeployedInstance:
     """An instance in the Director's database. ``vm`` and ``agent`` are "" while it has no VM."""
 
     group: str
@@ -116,7 +116,7 @@ class DynamicDisk:
 class Deployments:
     """Instances on a cluster. ``vms`` and ``disks`` contain all cids in this Director's database."""
 
-    def __init__(self, cpi: Cpi, world: World, stemcell: str, vm_type: dict[str, Any]) -> None:
+    def __init__(self, cpi: Cpi, world: CpiEnvironment, stemcell: str, vm_type: dict[str, Any]) -> None:
         self.cpi = cpi
         self.world = world
         self.stemcell = stemcell
@@ -133,7 +133,7 @@ class Deployments:
 
     # --- VMs --------------------------------------------------------------------------------------------------------
 
-    async def create_vm(self, instance: Instance, disks: Sequence[str] = ()) -> None:
+    async def create_vm(self, instance: DeployedInstance, disks: Sequence[str] = ()) -> None:
         """Create a VM whose agent gets permanent credentials (vm_creator.rb,
         steps/update_instance_settings_step.rb).
         """
@@ -169,39 +169,39 @@ class Deployments:
         await self.ask(instance, "update_settings", {"mbus": {"urls": [world.mbus], "cert": permanent}})
         await world.server.add_agent(agent, bootstrap=False)
 
-    async def delete_vm(self, instance: Instance) -> None:
+    async def delete_vm(self, instance: DeployedInstance) -> None:
         """Delete the VM, and with it the agent's user on the bus."""
-        with contextlib.suppress(CpiError):
+        with contextlib.suppress(CpiCallError):
             await self._delete_vm(instance)
         instance.vm = instance.agent = ""
 
-    async def _delete_vm(self, instance: Instance) -> None:
+    async def _delete_vm(self, instance: DeployedInstance) -> None:
         try:
             await self.cpi.call("delete_vm", instance.vm)
-        except CpiError as exc:
+        except CpiCallError as exc:
             if exc.kind != "VMNotFound":
                 raise AssertionError(f"delete_vm of {instance.vm}: {exc}") from exc
         self.vms.discard(instance.vm)
         with contextlib.suppress(KeyError):
             await self.world.server.remove_agent(instance.agent)
 
-    async def until_ready(self, instance: Instance) -> None:
+    async def until_ready(self, instance: DeployedInstance) -> None:
         """Ping the agent once a second, as the Director does, but with a shorter time limit."""
         await self.world.agents.wait_until_ready(instance.agent, timeout=READY_S)
 
-    async def ask(self, instance: Instance, method: str, *arguments: Any) -> Any:
+    async def ask(self, instance: DeployedInstance, method: str, *arguments: Any) -> Any:
         """Run an action, wait until it ends, and return its value."""
         return await self.world.agents.run(instance.agent, method, *arguments)
 
     # --- disks ------------------------------------------------------------------------------------------------------
 
-    async def create_disk(self, instance: Instance, size_mib: int = 0) -> str:
+    async def create_disk(self, instance: DeployedInstance, size_mib: int = 0) -> str:
         """Create a disk for the VM of an instance."""
         disk: str = await self.cpi.call("create_disk", size_mib or self.disk_size_mib, self.disk_type, instance.vm)
         self.disks.add(disk)
         return disk
 
-    async def attach(self, instance: Instance, disk: str) -> None:
+    async def attach(self, instance: DeployedInstance, disk: str) -> None:
         """Attach a disk like steps/attach_disk_step.rb, then set the disk's metadata."""
         hint = await self.cpi.call("attach_disk", instance.vm, disk)
         assert hint not in (None, "", {}), "AttachDiskResponseError"
@@ -209,10 +209,10 @@ class Deployments:
         await self.ask(instance, "add_persistent_disk", disk, hint)
         await self.cpi.call("set_disk_metadata", disk, {"director": "director", "deployment": "dep"})
 
-    async def mount(self, instance: Instance, disk: str) -> None:
+    async def mount(self, instance: DeployedInstance, disk: str) -> None:
         await self.ask(instance, "mount_disk", disk)
 
-    async def detach(self, instance: Instance, disk: str) -> None:
+    async def detach(self, instance: DeployedInstance, disk: str) -> None:
         """Unmount and detach a disk like steps/unmount_disk_step.rb and detach_disk_step.rb."""
         if disk in await self.ask(instance, "list_disk"):
             await self.ask(instance, "unmount_disk", disk)
@@ -225,7 +225,7 @@ class Deployments:
 
     # --- dynamic disks ----------------------------------------------------------------------------------------------
 
-    async def provide_dynamic_disk(self, instance: Instance, name: str) -> str:
+    async def provide_dynamic_disk(self, instance: DeployedInstance, name: str) -> str:
         """Create a dynamic disk and attach it, as far as that is not done yet.
 
         Return its cid. This is ``POST /dynamic_disks/provide`` (jobs/dynamic_disks).
@@ -246,7 +246,7 @@ class Deployments:
         await self.ask(instance, "add_dynamic_disk", disk.cid, disk.hint)
         return disk.cid
 
-    async def detach_dynamic_disk(self, instance: Instance, cid: str) -> None:
+    async def detach_dynamic_disk(self, instance: DeployedInstance, cid: str) -> None:
         """Detach a dynamic disk like ``POST /dynamic_disks/NAME/detach`` and steps/detach_dynamic_disk_step.rb."""
         await self.ask(instance, "remove_dynamic_disk", cid)
         await self.cpi.call("detach_disk", instance.vm, cid)
@@ -260,7 +260,7 @@ class Deployments:
             await self.delete_disk(cid)
         del self.dynamic_disks[cid]
 
-    async def _detach_all_dynamic_disks(self, instance: Instance) -> None:
+    async def _detach_all_dynamic_disks(self, instance: DeployedInstance) -> None:
         """Detach all dynamic disks before a VM with a responsive agent is deleted, like
         steps/detach_instance_disks_step.rb.
         """
@@ -270,7 +270,7 @@ class Deployments:
 
     # --- jobs -------------------------------------------------------------------------------------------------------
 
-    def spec(self, instance: Instance) -> dict[str, Any]:
+    def spec(self, instance: DeployedInstance) -> dict[str, Any]:
         """Return the ``apply`` spec of an instance with one job."""
         name = instance.group
         files = {f"{name}/{path}": text for path, text in self.job(name).items()}
@@ -293,7 +293,7 @@ class Deployments:
         errand = "#!/bin/sh\necho the errand has run\n"
         return jobs.sleeper(Paths(), name) | {"bin/run": errand, "bin/drain": drain} | self.files
 
-    async def start(self, instance: Instance) -> None:
+    async def start(self, instance: DeployedInstance) -> None:
         """Apply and start, and wait until the jobs run (instance_updater/starter.rb)."""
         await self.ask(instance, "apply", self.spec(instance))
         await self.ask(instance, "run_script", "pre-start", {})
@@ -301,19 +301,19 @@ class Deployments:
         await self.until_running(instance)
         await self.ask(instance, "run_script", "post-start", {})
 
-    async def until_running(self, instance: Instance) -> None:
+    async def until_running(self, instance: DeployedInstance) -> None:
         async with asyncio.timeout(READY_S):
             while (await self.world.agents.value(instance.agent, "get_state"))["job_state"] != "running":
                 await asyncio.sleep(0.1)
 
-    async def stop(self, instance: Instance) -> None:
+    async def stop(self, instance: DeployedInstance) -> None:
         """Stop the jobs like instance_updater/stopper: pre-stop, drain, stop, post-stop."""
         await self.ask(instance, "run_script", "pre-stop", {})
         await self.ask(instance, "drain", "shutdown", {})
         await self.ask(instance, "stop")
         await self.ask(instance, "run_script", "post-stop", {})
 
-    async def connect(self, instance: Instance) -> None:
+    async def connect(self, instance: DeployedInstance) -> None:
         """Make the first contact with an agent on a new VM (steps/apply_vm_spec_step.rb)."""
         bare = {"deployment": "dep", "job": {"name": instance.group}, "index": instance.index, "id": instance.id}
         await self.ask(instance, "apply", {**bare, "name": instance.group, "networks": instance.networks})
@@ -322,9 +322,9 @@ class Deployments:
 
     # --- flows ------------------------------------------------------------------------------------------------------
 
-    async def first_deploy(self, group: str = "db", *, with_disk: bool = True) -> Instance:
+    async def first_deploy(self, group: str = "db", *, with_disk: bool = True) -> DeployedInstance:
         """``bosh deploy`` of a new instance, with a disk on which a job then writes a file."""
-        instance = Instance(group)
+        instance = DeployedInstance(group)
         await self.create_vm(instance)
         await self.connect(instance)
         if with_disk:
@@ -334,7 +334,7 @@ class Deployments:
         await self.start(instance)
         return instance
 
-    async def new_vm(self, instance: Instance) -> None:
+    async def new_vm(self, instance: DeployedInstance) -> None:
         """Create a VM for an instance with an existing disk, and start its jobs."""
         disks = [instance.disk] if instance.disk else []
         await self.create_vm(instance, disks)
@@ -344,7 +344,7 @@ class Deployments:
             await self.mount(instance, disk)
         await self.start(instance)
 
-    async def stop_hard(self, instance: Instance) -> None:
+    async def stop_hard(self, instance: DeployedInstance) -> None:
         """``bosh stop --hard``."""
         await self.stop(instance)
         if instance.disk:
@@ -352,22 +352,22 @@ class Deployments:
         await self._detach_all_dynamic_disks(instance)
         await self.delete_vm(instance)
 
-    async def recreate(self, instance: Instance) -> None:
+    async def recreate(self, instance: DeployedInstance) -> None:
         """``bosh recreate``, which is also what a changed VM type causes."""
         await self.stop_hard(instance)
         await self.new_vm(instance)
 
-    async def resurrect(self, instance: Instance) -> None:
+    async def resurrect(self, instance: DeployedInstance) -> None:
         """Recreate a VM as the Health Monitor's scan-and-fix and cck's "Recreate VM" do, without asking the agent."""
         await self.delete_vm(instance)
         await self.new_vm(instance)
 
-    async def create_swap_delete(self, instance: Instance) -> None:
+    async def create_swap_delete(self, instance: DeployedInstance) -> None:
         """Update an instance with create-swap-delete: create the second VM while the first still has the disk.
 
         The first VM is orphaned and deleted at the end.
         """
-        old = Instance(instance.group, instance.index, instance.id, instance.vm, instance.agent, instance.disk)
+        old = DeployedInstance(instance.group, instance.index, instance.id, instance.vm, instance.agent, instance.disk)
         await self.create_vm(instance, [instance.disk])
         await self.connect(instance)
         await self.stop(old)
@@ -379,7 +379,7 @@ class Deployments:
         await self.start(instance)
         await self.delete_vm(old)
 
-    async def grow_by_migration(self, instance: Instance, size_mib: int) -> str:
+    async def grow_by_migration(self, instance: DeployedInstance, size_mib: int) -> str:
         """Replace the disk by a new one of another size, to which the agent copies the files.
 
         Return the cid of the old disk, which is now orphaned.
@@ -395,7 +395,7 @@ class Deployments:
         await self.start(instance)
         return old
 
-    async def grow_by_resize(self, instance: Instance, size_mib: int) -> None:
+    async def grow_by_resize(self, instance: DeployedInstance, size_mib: int) -> None:
         """Detach the disk, enlarge it with ``resize_disk``, and attach it again
         (``director.enable_cpi_resize_disk``).
         """
@@ -406,7 +406,7 @@ class Deployments:
         await self.mount(instance, instance.disk)
         await self.start(instance)
 
-    async def delete(self, instance: Instance) -> None:
+    async def delete(self, instance: DeployedInstance) -> None:
         """Delete an instance as ``bosh delete-deployment`` does. Its disk is orphaned and remains."""
         await self.stop(instance)
         if instance.disk:
@@ -416,21 +416,21 @@ class Deployments:
 
     async def errand(self, group: str = "errand") -> str:
         """``bosh run-errand`` on an instance without a VM. Return the errand's output."""
-        instance = Instance(group)
+        instance = DeployedInstance(group)
         await self.new_vm_without_start(instance)
         result = await self.ask(instance, "run_errand", group)
         await self.stop(instance)
         await self.delete_vm(instance)
         return str(result["stdout"])
 
-    async def new_vm_without_start(self, instance: Instance) -> None:
+    async def new_vm_without_start(self, instance: DeployedInstance) -> None:
         await self.create_vm(instance)
         await self.connect(instance)
         await self.ask(instance, "apply", self.spec(instance))
 
     async def compile(self, name: str) -> dict[str, Any]:
         """Compile a package on a new compilation VM. Return the agent's result."""
-        instance = Instance(f"compilation-{uuid.uuid4()}")
+        instance = DeployedInstance(f"compilation-{uuid.uuid4()}")
         await self.create_vm(instance)
         await self.cpi.call("set_vm_metadata", instance.vm, {"compiling": name, "deployment": "dep"})
         script = "#!/bin/sh\nset -e\necho compiled >$BOSH_INSTALL_TARGET/result\n"
@@ -440,7 +440,7 @@ class Deployments:
         found: dict[str, Any] = answer["result"]
         return found
 
-    async def is_unresponsive(self, instance: Instance) -> bool:
+    async def is_unresponsive(self, instance: DeployedInstance) -> bool:
         """Return whether a ping fails, which is how the Health Monitor and cck decide."""
         try:
             await self.world.agents.value(instance.agent, "ping", timeout=2.0)

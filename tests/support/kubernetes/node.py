@@ -88,7 +88,7 @@ exec sleep infinity
 """
 
 
-class Worker:
+class KubeletNode:
     """A kubelet with its container runtime.
 
     ``where`` contains their state and logs, ``cluster`` the files that all nodes share.
@@ -226,14 +226,14 @@ class Worker:
             time.sleep(0.2)
 
 
-class Node(Worker):
+class FirstNode(KubeletNode):
     """The control plane of the cluster, and its first node."""
 
     def __init__(self, where: Path) -> None:
         super().__init__(where, where, NAME, ADDRESS)
         self.times: dict[str, float] = {}
         """Seconds from the start of the node until each step was complete."""
-        self.workers: list[Worker] = [self]
+        self.workers: list[KubeletNode] = [self]
 
     def start(self) -> None:
         """Start the node and wait until a pod can be created.
@@ -252,7 +252,7 @@ class Node(Worker):
             self.times[step.__name__.removeprefix("_")] = time.monotonic() - began
 
     @contextmanager
-    def second(self) -> Iterator[Worker]:
+    def second(self) -> Iterator[KubeletNode]:
         """Run another node for the duration of the block. Its pods must be deleted before the block ends."""
         made = Second(self)
         self.workers.append(made)
@@ -351,10 +351,10 @@ class Node(Worker):
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
 
 
-class Second(Worker):
+class Second(KubeletNode):
     """A node with its own network and mounts, connected to the bridge of the first node."""
 
-    def __init__(self, first: Node) -> None:
+    def __init__(self, first: FirstNode) -> None:
         super().__init__(first.where, first.where / SECOND, SECOND, SECOND_ADDRESS)
 
     def start(self) -> None:

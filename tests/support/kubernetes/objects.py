@@ -18,7 +18,7 @@ import yaml
 
 from tests.support.kubernetes import node as nodes
 from tests.support.kubernetes.manifests import manifests
-from tests.support.kubernetes.node import Node
+from tests.support.kubernetes.node import FirstNode
 from tests.support.web import page
 
 LIMIT: Final = 120.0
@@ -55,7 +55,7 @@ def _template(document: Document) -> Document:
 class Namespace:
     """A namespace. ``scratch`` contains its volumes."""
 
-    node: Node
+    node: FirstNode
     name: str
     scratch: Path
 

@@ -17,7 +17,7 @@ FAST = Timing(settle=0.3, backoff_first=0.05, backoff_limit=0.4, stop=2, grace=0
 LASTING = "exec sleep 600"
 
 
-class World:
+class JobTree:
     """Jobs below one directory. Their scripts write to ``log``."""
 
     def __init__(self, base: Path, timing: Timing = FAST) -> None:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from agent_shim.host import clock, proc, process, reaper
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs import argv, number_in
-from tests.support.programs.jobs import FAST, World, in_state, info
+from tests.support.programs.jobs import FAST, JobTree, in_state, info
 from tests.support.waiting import until
 
 LASTING: Final = "sleep 100000"
@@ -68,7 +68,7 @@ class Rounds:
     """Runs a sequence of supervisors for the same jobs."""
 
     def __init__(self, base: Path, seed: int) -> None:
-        self.world = World(base, HURRY)
+        self.world = JobTree(base, HURRY)
         self.random = random.Random(seed)
         self.strangers = Strangers()
         self.files: list[JobFile] = [

@@ -12,7 +12,7 @@ from agent_shim.cli import monit
 from agent_shim.core.errors import NoAgentError
 from agent_shim.edges import control_client, monit_text
 
-MACHINE = monit_text.Machine("vm-1", (0.5, 1.25, 2.0), "Sat Aug  1 10:00:00 2026")
+MACHINE = monit_text.HostFacts("vm-1", (0.5, 1.25, 2.0), "Sat Aug  1 10:00:00 2026")
 
 
 def service(name: str = "web", **members: Any) -> dict[str, Any]:

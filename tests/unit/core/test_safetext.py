@@ -123,7 +123,7 @@ SERVICE = {
 @nasty
 def test_monit_output_is_escaped(text: str) -> None:
     shown = {"services": [SERVICE | {"name": f"web{text}", "reason": f"ended{text}"}], "uptime_secs": 1}
-    here = monit_text.Machine("here", (0.0, 0.0, 0.0), "now")
+    here = monit_text.HostFacts("here", (0.0, 0.0, 0.0), "now")
 
     for page in (monit_text.summary(shown, here), monit_text.status(shown, here)):
         assert all(is_safe(line) for line in page.split("\n"))

@@ -87,7 +87,7 @@ def test_s8_alert_ids_are_unique() -> None:
     assert messages[0]["title"] == "a - Timeout - alert"
 
 
-class Bus:
+class SwitchedBus:
     """A bus that accepts messages while it is up."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Bus:
 
 
 @asynccontextmanager
-async def sending(bus: Bus, *, quiet: float = 20.0) -> AsyncIterator[Alerts]:
+async def sending(bus: SwitchedBus, *, quiet: float = 20.0) -> AsyncIterator[Alerts]:
     """Send the alerts of the queue to a bus for the duration of the block."""
     queue = Alerts("agent", bus.publish, quiet=quiet)
     running = asyncio.create_task(queue.run())
@@ -128,7 +128,7 @@ def fail(queue: Alerts, service: str, event: str = "Does not exist") -> None:
 
 async def test_alerts_wait_for_the_bus() -> None:
     """An event that occurs without a connection is sent when the bus is back."""
-    bus = Bus()
+    bus = SwitchedBus()
     bus.is_up = False
     async with sending(bus) as queue:
         fail(queue, "p1")
@@ -149,7 +149,7 @@ async def test_alerts_wait_for_the_bus() -> None:
 async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit bounds the memory if the bus is down for a long time."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 3)
-    bus = Bus()
+    bus = SwitchedBus()
     bus.is_up = False
     async with sending(bus) as queue:
         for number in range(5):
@@ -164,7 +164,7 @@ async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pyt
 async def test_alert_dropped_while_it_is_sent_drops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue may overflow and drop an alert while it is being sent. No other alert must be dropped in its place."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 2)
-    bus = Bus()
+    bus = SwitchedBus()
     async with sending(bus) as queue:
         fail(queue, "p0")
         await asyncio.sleep(0)
@@ -177,7 +177,7 @@ async def test_alert_dropped_while_it_is_sent_drops_no_other(monkeypatch: pytest
 
 async def test_repeated_alert_is_sent_once_within_the_quiet_time() -> None:
     """Repetitions are only counted. An alert about another process or event is sent."""
-    bus = Bus()
+    bus = SwitchedBus()
     async with sending(bus) as queue:
         for _ in range(50):
             fail(queue, "p1")
@@ -190,7 +190,7 @@ async def test_repeated_alert_is_sent_once_within_the_quiet_time() -> None:
 
 
 async def test_alert_is_sent_again_after_the_quiet_time() -> None:
-    bus = Bus()
+    bus = SwitchedBus()
     async with sending(bus, quiet=0.01) as queue:
         fail(queue, "p1")
         await asyncio.sleep(0.02)

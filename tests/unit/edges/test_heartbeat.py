@@ -22,7 +22,7 @@ from tests.support import protocol
 from tests.support.waiting import until
 
 
-class World:
+class HeartbeatParts:
     """Vitals that can be slow or fail, a state to report, and a bus that records the heartbeats."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class World:
 
 
 @asynccontextmanager
-async def beating(world: World, **bounds: float) -> AsyncIterator[Heartbeat[int]]:
+async def beating(world: HeartbeatParts, **bounds: float) -> AsyncIterator[Heartbeat[int]]:
     """Send heartbeats with these time limits, by default the agent's, for the duration of the block."""
     heart = Heartbeat(world.collect, world.compose, world.publish, **bounds)
     running = asyncio.create_task(heart.run())
@@ -102,7 +102,7 @@ def test_s7_heartbeats_keep_a_fixed_schedule(monkeypatch: pytest.MonkeyPatch, sl
     """In an hour, 120 heartbeats are sent, each at most 1 s after its multiple of 30 s, however long measuring
     takes.
     """
-    world = World()
+    world = HeartbeatParts()
     world.slowness = slowness
 
     async def play() -> None:
@@ -119,7 +119,7 @@ def test_s7_heartbeats_keep_a_fixed_schedule(monkeypatch: pytest.MonkeyPatch, sl
 
 def test_extra_heartbeats_do_not_shift_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each extra heartbeat is sent within a second, which is the time allowed for vitals."""
-    world = World()
+    world = HeartbeatParts()
     world.slowness = 5.0
     told_at = [3.0, 29.5, 45.0, 89.999, 90.001]
 
@@ -142,7 +142,7 @@ def test_extra_heartbeats_do_not_shift_the_schedule(monkeypatch: pytest.MonkeyPa
 
 def test_missed_heartbeats_are_not_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the whole machine pauses, the schedule continues afterwards without the missed heartbeats."""
-    world = World()
+    world = HeartbeatParts()
 
     async def play() -> None:
         selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]  # noqa: SLF001
@@ -158,7 +158,7 @@ def test_missed_heartbeats_are_not_sent_later(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_slow_vitals_do_not_delay_a_heartbeat() -> None:
     """If a measurement hangs, heartbeats contain the previous vitals but the current state."""
-    world = World()
+    world = HeartbeatParts()
     async with beating(world, period=0.05, collect_s=0.02) as heart:
         await until(lambda: bool(world.vitals) and world.vitals[-1] is not None)
         world.can_measure.clear()
@@ -179,7 +179,7 @@ async def test_slow_vitals_do_not_delay_a_heartbeat() -> None:
 
 
 async def test_failing_vitals_are_logged_and_replaced_by_the_last_ones(caplog: pytest.LogCaptureFixture) -> None:
-    world = World()
+    world = HeartbeatParts()
     async with beating(world, period=0.03, collect_s=0.02):
         await until(lambda: world.vitals[-1:] not in ([], [None]))
         world.failure = OSError("no /proc")
@@ -193,7 +193,7 @@ async def test_failing_vitals_are_logged_and_replaced_by_the_last_ones(caplog: p
 
 
 async def test_heartbeat_without_a_connection_is_skipped() -> None:
-    world = World()
+    world = HeartbeatParts()
     world.no_link = BusError("there is no link")
     async with beating(world, period=0.02, collect_s=0.02) as heart:
         await until(lambda: world.missed >= 3)

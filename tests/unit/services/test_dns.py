@@ -23,7 +23,7 @@ def blob(version: int = 3, *records: list[str]) -> bytes:
     return json.dumps({"version": version, "records": known, "record_keys": ["id"], "aliases": {}}).encode()
 
 
-class Source:
+class CountingBlobstore:
     """A blobstore that returns a blob and counts the requests."""
 
     def __init__(self, raw: bytes) -> None:
@@ -56,7 +56,7 @@ async def test_unreadable_dns_records_are_replaced(dns: Dns, paths: Paths, store
     paths.dns_records.parent.mkdir(parents=True)
     if stored is not None:
         paths.dns_records.write_bytes(stored)
-    await dns.sync(0, Source(blob(0)), agent_id=AGENT)
+    await dns.sync(0, CountingBlobstore(blob(0)), agent_id=AGENT)
 
     assert paths.dns_records.read_bytes() == blob(0)
 
@@ -77,7 +77,7 @@ async def test_invalid_dns_blob_leaves_records_and_hosts_unchanged(
 ) -> None:
     """The error messages are the Go agent's."""
     with pytest.raises(ActionError) as failed:
-        await dns.sync(3, Source(raw), agent_id=AGENT)
+        await dns.sync(3, CountingBlobstore(raw), agent_id=AGENT)
 
     assert str(failed.value).startswith(text)
     assert not paths.dns_records.exists()
@@ -96,7 +96,7 @@ async def test_sync_dns_succeeds_if_the_hosts_file_cannot_be_written(
         real(path, data, mode=mode, owner=owner)
 
     monkeypatch.setattr(files, "write_atomic", refuse)
-    await dns.sync(3, Source(blob()), agent_id=AGENT)
+    await dns.sync(3, CountingBlobstore(blob()), agent_id=AGENT)
 
     assert paths.dns_records.read_bytes() == blob()
 
@@ -106,7 +106,7 @@ async def test_sync_dns_fails_if_the_records_cannot_be_written(dns: Dns, paths: 
     paths.instance.write_text("in the way")
 
     with pytest.raises(ActionError, match=r"^saving local DNS state: cannot make the directory .*instance: "):
-        await dns.sync(3, Source(blob()), agent_id=AGENT)
+        await dns.sync(3, CountingBlobstore(blob()), agent_id=AGENT)
 
     assert not (paths.etc / "hosts").exists()
 
@@ -115,14 +115,14 @@ async def test_sync_dns_fails_if_the_records_cannot_be_written(dns: Dns, paths: 
 async def test_dns_records_in_an_unknown_format_are_stored_for_bosh_dns(dns: Dns, paths: Paths, records: bytes) -> None:
     """A newer Director may use another format. Such records are stored, but left out of the hosts file."""
     raw = b'{"version":3,"records":' + records + b"}"
-    await dns.sync(3, Source(raw), agent_id=AGENT)
+    await dns.sync(3, CountingBlobstore(raw), agent_id=AGENT)
 
     assert paths.dns_records.read_bytes() == raw
 
 
 async def test_concurrent_dns_syncs_fetch_once(dns: Dns) -> None:
     """The second sync uses the records that the first has fetched, for either variant of the action."""
-    first, second = Source(blob()), Source(blob())
+    first, second = CountingBlobstore(blob()), CountingBlobstore(blob())
     await asyncio.gather(dns.sync(3, first, agent_id=AGENT), dns.sync(3, second, agent_id=AGENT))
 
     assert first.fetched + second.fetched == 1
@@ -130,7 +130,7 @@ async def test_concurrent_dns_syncs_fetch_once(dns: Dns) -> None:
 
 async def test_hanging_dns_fetch_does_not_delay_a_request_for_stored_records(dns: Dns) -> None:
     """A request for the stored version returns at once, although the fetch of the next version hangs."""
-    await dns.sync(3, Source(blob()), agent_id=AGENT)
+    await dns.sync(3, CountingBlobstore(blob()), agent_id=AGENT)
     never = asyncio.Event()
 
     async def hang() -> bytes:
@@ -152,8 +152,8 @@ async def test_hosts_file_keeps_the_line_of_the_container(dns: Dns, paths: Paths
     paths.etc.mkdir()
     stale = f"10.0.0.9 old.bosh\n10.0.0.8 x # {socket.gethostname()}\n"
     (paths.etc / "hosts").write_text(f"# by the kubelet\n{stale}{own}\n")
-    await dns.sync(3, Source(blob()), agent_id=AGENT)
-    await dns.sync(4, Source(blob(4)), agent_id=AGENT)
+    await dns.sync(3, CountingBlobstore(blob()), agent_id=AGENT)
+    await dns.sync(4, CountingBlobstore(blob(4)), agent_id=AGENT)
 
     assert hosts(paths).count(own) == 1
     assert "old.bosh" not in hosts(paths)
@@ -164,7 +164,7 @@ async def test_hosts_file_maps_an_agent_id_that_is_the_host_name_to_loopback_onl
     """If the agent id is the host name, only loopback addresses remain. The runtime's line for the name is dropped."""
     paths.etc.mkdir()
     (paths.etc / "hosts").write_text(f"10.9.9.9 {socket.gethostname()}\n")
-    await dns.sync(3, Source(blob()), agent_id=socket.gethostname())
+    await dns.sync(3, CountingBlobstore(blob()), agent_id=socket.gethostname())
 
     assert resolve(hosts(paths), socket.gethostname()) == [LOOPBACK, "::1"]
 
@@ -181,7 +181,7 @@ async def test_huge_dns_records_do_not_block_the_event_loop(dns: Dns, paths: Pat
             await asyncio.sleep(0.005)
 
     ticking = asyncio.create_task(tick())
-    await dns.sync(3, Source(blob(3, *known)), agent_id=AGENT)
+    await dns.sync(3, CountingBlobstore(blob(3, *known)), agent_id=AGENT)
     ticking.cancel()
 
     assert hosts(paths).count("\n") == 30_008
@@ -251,7 +251,7 @@ async def test_localhost_and_host_name_resolve_before_the_first_records(
 
 async def test_hosts_file_records_survive_an_agent_restart(dns: Dns, paths: Paths) -> None:
     """A hosts file that already contains localhost and the host name is not rewritten."""
-    await dns.sync(3, Source(blob()), agent_id=AGENT)
+    await dns.sync(3, CountingBlobstore(blob()), agent_id=AGENT)
     before = (paths.etc / "hosts").stat()
 
     await Dns(paths).name_self(AGENT)
@@ -286,10 +286,10 @@ async def test_dns_sync_keeps_localhost_and_the_host_name(
     """The container's host name may itself be ``localhost``."""
     for name in ("web-0", "localhost"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        await dns.sync(3, Source(blob(3)), agent_id=AGENT)
+        await dns.sync(3, CountingBlobstore(blob(3)), agent_id=AGENT)
         for version in (4, 5):
             paths.dns_records.unlink()
-            await dns.sync(version, Source(blob(version)), agent_id=AGENT)
+            await dns.sync(version, CountingBlobstore(blob(version)), agent_id=AGENT)
         text = hosts(paths)
 
         assert resolve(text, "localhost") == [LOOPBACK, "::1"]

@@ -13,7 +13,7 @@ from agent_shim.supervisor.process_stats import ProcessInfo, ServiceInfo
 ALL = ["Web", "db", "own"]
 
 
-class Supervisor:
+class RecordingSupervisor:
     """Records the requests that it receives. A service is ``busy`` until a request has waited for it."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ def described(name: str, state: str) -> ServiceInfo:
 
 async def asked(obstacle: str = "", **request: Any) -> tuple[list[str], Any]:
     """Return the calls to the supervisor, and the answer: the name and state of each service, or an error."""
-    supervisor: Any = Supervisor()
+    supervisor: Any = RecordingSupervisor()
     answer = await monit_api.answer(supervisor, request, obstacle=obstacle)
     if "exception" in answer:
         return supervisor.calls, answer["exception"]["message"]

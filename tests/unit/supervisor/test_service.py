@@ -26,7 +26,7 @@ from agent_shim.supervisor.ownership.keepers import Left
 from agent_shim.supervisor.plan import ProcessSpec, RestartLimit
 from agent_shim.supervisor.service import Event, Service, ServiceRecord, StopRequest
 from agent_shim.supervisor.state import State, Trigger
-from tests.support.played import SPEC, START_TAKES, TIMING, Machine, played, service_on
+from tests.support.played import SPEC, START_TAKES, TIMING, SimulatedMachine, played, service_on
 
 CTL: Final = MonitProgram(("ctl",))
 CALL: Final = BpmCall("start", "web", "web")
@@ -55,7 +55,7 @@ async def up(*services: Service) -> None:
 
 
 @contextlib.asynccontextmanager
-async def lived(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> AsyncIterator[Service]:
+async def lived(machine: SimulatedMachine, spec: ProcessSpec = SPEC, **members: Any) -> AsyncIterator[Service]:
     """Start a service, and run it for the duration of the block."""
     service = service_on(machine, spec, **members)
     async with running(service):
@@ -72,7 +72,7 @@ def gaps(times: list[float], took: float = 0.0) -> list[float]:
 
 @played
 async def test_restart_delay_is_at_most_a_second_in_the_minute_after_a_start_request() -> None:
-    machine = Machine(how_starts="not")
+    machine = SimulatedMachine(how_starts="not")
     service = service_on(machine)
     async with running(service):
         service.start()
@@ -87,7 +87,7 @@ async def test_restart_delay_is_at_most_a_second_in_the_minute_after_a_start_req
 
 @played
 async def test_first_restart_is_immediate_and_later_delays_double_up_to_a_limit() -> None:
-    async with lived(machine := Machine()):
+    async with lived(machine := SimulatedMachine()):
         await asyncio.sleep(TIMING.eager)
         machine.how_starts = "not"
         died_at = asyncio.get_running_loop().time()
@@ -100,7 +100,7 @@ async def test_first_restart_is_immediate_and_later_delays_double_up_to_a_limit(
 
 @played
 async def test_consecutive_crashes_lengthen_the_restart_delay() -> None:
-    async with lived(machine := Machine()):
+    async with lived(machine := SimulatedMachine()):
         for _ in range(4):
             machine.end()
             await asyncio.sleep(1.001)
@@ -120,7 +120,7 @@ async def test_process_that_appears_after_the_start_timeout_is_adopted() -> None
 
     The service fails at the timeout, and counts as running once the process appears. No second start program runs.
     """
-    machine = Machine(how_starts="late")
+    machine = SimulatedMachine(how_starts="late")
     service = service_on(machine)
     async with running(service):
         service.start()
@@ -139,7 +139,7 @@ async def test_restart_waits_a_cycle_after_a_start_program_that_exceeded_its_tim
 
     The start after the next failure has the usual delay.
     """
-    machine = Machine(how_starts="late")
+    machine = SimulatedMachine(how_starts="late")
     service = service_on(machine)
     async with running(service):
         service.start()
@@ -157,7 +157,7 @@ async def test_restart_waits_a_cycle_after_a_start_program_that_exceeded_its_tim
 @pytest.mark.parametrize(("is_restarted", "seconds"), [(True, 0.5), (False, None)])
 @played
 async def test_retry_time_is_set_only_while_a_restart_is_pending(is_restarted: bool, seconds: float | None) -> None:
-    machine = Machine(how_starts="not")
+    machine = SimulatedMachine(how_starts="not")
     service = service_on(machine, replace(SPEC, stop=SPEC.stop if is_restarted else None))
     async with running(service):
         service.start()
@@ -170,7 +170,7 @@ async def test_retry_time_is_set_only_while_a_restart_is_pending(is_restarted: b
 
 @played
 async def test_restarts_of_all_services_share_a_budget() -> None:
-    async with lived(machine := Machine(), restarts=TokenBucket(1, 1 / 100)):
+    async with lived(machine := SimulatedMachine(), restarts=TokenBucket(1, 1 / 100)):
         for _ in range(2):
             await asyncio.sleep(TIMING.backoff_limit + 1)
             machine.end()
@@ -195,7 +195,7 @@ async def test_restart_limit_counts_restarts_in_different_cycles(count: int, lif
     """Several restarts within one cycle count once, because monit restarts at most once per cycle."""
     events: list[Event] = []
     spec = replace(SPEC, limits=(RestartLimit(count, 10, Action("unmonitor")),))
-    async with lived(machine := Machine(), spec, notify=events.append) as service:
+    async with lived(machine := SimulatedMachine(), spec, notify=events.append) as service:
         for _ in range(2):
             await asyncio.sleep(life)
             machine.end()
@@ -231,7 +231,9 @@ async def test_out_of_memory_kill_is_counted_and_reported_as_the_exit_reason(
     events: list[Event] = []
     bpm: Any = SimpleNamespace(was_killed_for_memory=lambda _: by_limit, start=None, last_words=no_words)
     spec = replace(SPEC, start_call=CALL)
-    service = service_on(machine := Machine(how_ends=how), spec, was_oom=lambda: was_oom, notify=events.append, bpm=bpm)
+    service = service_on(
+        machine := SimulatedMachine(how_ends=how), spec, was_oom=lambda: was_oom, notify=events.append, bpm=bpm
+    )
     machine.appear()
     async with running(service):
         await up(service)
@@ -267,8 +269,8 @@ async def test_dependants_restart_with_their_service_unless_they_are_stopped(
 
     If the service has no stop program, it is not restarted after an exit, so its dependants keep running.
     """
-    service = service_on(machine := Machine(), SPEC if is_restarted else replace(SPEC, stop=None))
-    dependant = service_on(other := Machine())
+    service = service_on(machine := SimulatedMachine(), SPEC if is_restarted else replace(SPEC, stop=None))
+    dependant = service_on(other := SimulatedMachine())
     service.dependants, dependant.prerequisites = [dependant], [service]
     async with running(service, dependant):
         await up(service, dependant)
@@ -287,7 +289,7 @@ async def test_dependants_restart_with_their_service_unless_they_are_stopped(
 @played
 async def test_service_is_failing_as_soon_as_its_process_exits() -> None:
     """The reported state changes as soon as the process exits, before the service has reacted."""
-    async with lived(machine := Machine()) as service:
+    async with lived(machine := SimulatedMachine()) as service:
         assert service.reported == "running"
         machine.end()
         assert service.reported == "failing"
@@ -301,7 +303,7 @@ async def test_rule_failures_are_cleared_by_an_exit_but_kept_during_a_requested_
     trigger: Trigger, are_kept: bool
 ) -> None:
     """When a restart is requested, a failure is kept until its check passes."""
-    async with lived(Machine()) as service:
+    async with lived(SimulatedMachine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.on(trigger)
         assert bool(service.complaints) is are_kept
@@ -309,7 +311,7 @@ async def test_rule_failures_are_cleared_by_an_exit_but_kept_during_a_requested_
 
 @played
 async def test_rule_failures_are_cleared_when_the_monit_file_changes_its_rules() -> None:
-    async with lived(Machine()) as service:
+    async with lived(SimulatedMachine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.take_spec(replace(SPEC, every=2))
         assert (list(service.complaints), service.spec.every) == ([0], 2)
@@ -330,7 +332,7 @@ async def test_rule_restarts_only_a_service_with_start_and_stop_programs(changes
 
     A restart that a rule requests increments the restart counter.
     """
-    service = service_on(machine := Machine(), replace(SPEC, **changes))
+    service = service_on(machine := SimulatedMachine(), replace(SPEC, **changes))
     if not service.spec.start:
         machine.appear()
     async with running(service):
@@ -348,7 +350,7 @@ async def test_rule_restarts_only_a_service_with_start_and_stop_programs(changes
 async def test_program_that_cannot_run_is_reported(event: str) -> None:
     """A program that cannot run is reported, and the stop then ends the process without it."""
     events: list[Event] = []
-    async with lived(machine := Machine(refuses=event), notify=events.append) as service:
+    async with lived(machine := SimulatedMachine(refuses=event), notify=events.append) as service:
         await service.react(Action("exec", CTL), "Timeout", "too often")
         service.stop()
         await service.has_left(frozenset({State.STOPPING}))
@@ -364,7 +366,7 @@ async def test_program_that_cannot_run_is_reported(event: str) -> None:
 async def test_start_action_of_a_rule_runs_the_start_program_only_for_a_path(
     kind: Literal["file", "process"], starts: int
 ) -> None:
-    async with lived(machine := Machine(), replace(SPEC, kind=kind)) as service:
+    async with lived(machine := SimulatedMachine(), replace(SPEC, kind=kind)) as service:
         process, machine.process = machine.process, None
         await service.react(Action("start"), "Timeout", "too often")
         machine.process = process
@@ -374,8 +376,8 @@ async def test_start_action_of_a_rule_runs_the_start_program_only_for_a_path(
 
 @played
 async def test_path_without_programs_is_monitored_and_restarts_its_dependants() -> None:
-    service = service_on(machine := Machine(), replace(SPEC, kind="file", start=None, stop=None))
-    dependant = service_on(other := Machine())
+    service = service_on(machine := SimulatedMachine(), replace(SPEC, kind="file", start=None, stop=None))
+    dependant = service_on(other := SimulatedMachine())
     service.dependants, dependant.prerequisites = [dependant], [service]
     async with running(service, dependant):
         service.start()
@@ -398,7 +400,7 @@ async def test_path_without_programs_is_monitored_and_restarts_its_dependants() 
 @played
 async def test_path_with_rules_is_reported_as_starting_until_first_checked(is_checked: bool, reported: str) -> None:
     rule = Rule(Limit("size", ">", 5), ALERT)
-    service = service_on(machine := Machine(), replace(SPEC, kind="file", start=None, rules=(rule,)))
+    service = service_on(machine := SimulatedMachine(), replace(SPEC, kind="file", start=None, rules=(rule,)))
     machine.appear()
     async with running(service):
         await up(service)
@@ -413,7 +415,7 @@ async def test_new_process_with_a_port_rule_is_reported_as_starting_until_first_
 
     The time limit is needed because the process may have been started by an earlier agent.
     """
-    service = service_on(machine := Machine(), replace(SPEC, rules=(Rule(Connection(port=1), ALERT),)))
+    service = service_on(machine := SimulatedMachine(), replace(SPEC, rules=(Rule(Connection(port=1), ALERT),)))
     machine.appear()
     async with running(service):
         await up(service)
@@ -428,7 +430,7 @@ async def test_new_process_with_a_port_rule_is_reported_as_starting_until_first_
 async def test_stop_program_runs_once_and_only_if_the_service_was_started(is_resumed: bool) -> None:
     """A service that an earlier agent started counts as started."""
     for state, programs in ((State.STOPPED, 0), (State.RUNNING, 1), (State.UNMONITORED, 1)):
-        service = service_on(machine := Machine(how_starts="not"))
+        service = service_on(machine := SimulatedMachine(how_starts="not"))
         if is_resumed:
             service.resume(ServiceRecord(state=state), same_world=True)
         elif programs:
@@ -444,7 +446,7 @@ async def test_stop_program_runs_once_and_only_if_the_service_was_started(is_res
 
 @played
 async def test_process_without_a_stop_program_receives_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = service_on(machine := Machine(), replace(SPEC, stop=None))
+    service = service_on(machine := SimulatedMachine(), replace(SPEC, stop=None))
     sent: list[int] = []
     async with running(service):
         await up(service)
@@ -459,7 +461,7 @@ async def test_process_without_a_stop_program_receives_sigterm(monkeypatch: pyte
 @played
 async def test_path_whose_start_program_cannot_run_is_reported_as_missing() -> None:
     events: list[Event] = []
-    service = service_on(Machine(refuses="Started"), replace(SPEC, kind="file"), notify=events.append)
+    service = service_on(SimulatedMachine(refuses="Started"), replace(SPEC, kind="file"), notify=events.append)
     async with running(service):
         service.start()
         await service.has_left(frozenset({State.STARTING}))
@@ -475,7 +477,7 @@ async def test_running_service_is_void_if_its_pidfile_names_no_process(changes: 
 
     The pidfile of a bpm process, which the agent writes, is ignored.
     """
-    service = service_on(machine := Machine(), replace(SPEC, **changes))
+    service = service_on(machine := SimulatedMachine(), replace(SPEC, **changes))
     machine.appear()
     async with running(service):
         await up(service)
@@ -491,7 +493,7 @@ async def test_stop_and_restart_fail_if_processes_of_a_killed_keeper_may_remain(
 
     They are therefore listed but not signalled, and a restart fails too, because it could run a second instance.
     """
-    async with lived(Machine(orphans=[Left(8, 80, "orphan")])) as service:
+    async with lived(SimulatedMachine(orphans=[Left(8, 80, "orphan")])) as service:
         if ask == "stop":
             service.stop()
         else:
@@ -506,7 +508,7 @@ async def test_stop_and_restart_fail_if_processes_of_a_killed_keeper_may_remain(
 async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> None:
     """The reason and an alert list the processes that may belong to the service."""
     orphans, told = [Left(8, 80, "orphan")], list[Event]()
-    async with lived(Machine(orphans=orphans), notify=told.append) as service:
+    async with lived(SimulatedMachine(orphans=orphans), notify=told.append) as service:
         service.lose_keeper(orphans)
 
         why = "the keeper of its processes was killed, these may be its processes: 8 (orphan)"
@@ -517,7 +519,7 @@ async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> N
 @played
 async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
     """With the expired deadline, the restart would kill the processes without a grace period."""
-    async with lived(machine := Machine()) as service:
+    async with lived(machine := SimulatedMachine()) as service:
         service.stop(StopRequest(by=asyncio.get_running_loop().time()))
         await asyncio.sleep(1)
         await up(service)
@@ -530,7 +532,7 @@ async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
 @played
 async def test_start_waits_until_a_hanging_stop_program_is_terminated() -> None:
     """A stop program that is still running would stop the new process."""
-    async with lived(machine := Machine(how_stops="hangs")) as service:
+    async with lived(machine := SimulatedMachine(how_stops="hangs")) as service:
         service.stop()
         await asyncio.sleep(1)
         service.take_spec(ProcessSpec(name="web", job="web", error="line 1"))
@@ -546,7 +548,7 @@ async def test_start_waits_until_a_hanging_stop_program_is_terminated() -> None:
 @played
 async def test_exit_in_the_same_event_loop_iteration_as_a_stop_is_not_reported() -> None:
     events: list[Event] = []
-    async with lived(machine := Machine(), notify=events.append) as service:
+    async with lived(machine := SimulatedMachine(), notify=events.append) as service:
         machine.end()
         service.stop()
         await asyncio.sleep(1)
@@ -565,7 +567,7 @@ async def test_bpm_stop_gets_the_earlier_of_the_request_and_monit_file_deadlines
 
     bpm = SimpleNamespace(stop=stop)
     events: list[Event] = []
-    service = service_on(machine := Machine(), replace(SPEC, stop_call=CALL), bpm=bpm, notify=events.append)
+    service = service_on(machine := SimulatedMachine(), replace(SPEC, stop_call=CALL), bpm=bpm, notify=events.append)
     machine.appear()
     async with running(service):
         await up(service)
@@ -580,7 +582,7 @@ async def test_bpm_stop_gets_the_earlier_of_the_request_and_monit_file_deadlines
 @played
 async def test_start_request_clears_the_mark_of_a_stop_with_the_prerequisite() -> None:
     """After an explicit start, the service no longer counts as stopped together with its prerequisite."""
-    service = service_on(Machine())
+    service = service_on(SimulatedMachine())
     service.record.was_taken_along = True
     service.start()
 

@@ -38,7 +38,7 @@ class Violation(Exception):  # noqa: N818 - a finding
 
 
 @dataclass(frozen=True)
-class World:
+class ModelledService:
     """A situation of the model: a service and its machine."""
 
     state: State = State.STOPPED
@@ -51,7 +51,7 @@ class World:
     strangers: int = 0
     """Number of processes and start programs that the record has lost."""
 
-    def on(self, trigger: Trigger, table: Table) -> World:
+    def on(self, trigger: Trigger, table: Table) -> ModelledService:
         """Return the situation after an event, with the same effects as ``Service.on``."""
         move = table[self.state].get(trigger)
         if move is None:
@@ -67,7 +67,7 @@ class World:
         # A failed stop is reported as an error to its caller, after which no request is pending.
         return replace(one, asked="left alone") if one.state is State.STUCK else one
 
-    def asked_for(self, table: Table) -> Iterator[World]:
+    def asked_for(self, table: Table) -> Iterator[ModelledService]:
         """Yield the situation after each request, after each change of the monit file, and after a reboot."""
         for trigger in OUTSIDE:
             one = self
@@ -77,7 +77,7 @@ class World:
                 one = replace(self, process=False, starter=False, strangers=0)
             yield one.on(trigger, table)
 
-    def left_to_itself(self, table: Table) -> Iterator[World]:
+    def left_to_itself(self, table: Table) -> Iterator[ModelledService]:
         """Yield the situation after everything that can happen without a request."""
         if self.process:
             yield replace(self, process=False)
@@ -102,7 +102,7 @@ class World:
                 if self.process:
                     yield self.on(Trigger.STUCK, table)
 
-    def started(self) -> World:
+    def started(self) -> ModelledService:
         if self.asked != "up":
             raise Violation(STOP if self.asked == "down" else UNASKED)
         if self.strangers:
@@ -118,9 +118,9 @@ def violations(table: Table) -> set[str]:
         for trigger in WORK[state].value
         if trigger not in moves or moves[trigger].to is state
     }
-    alone: dict[World, set[World]] = {}
-    all_next: dict[World, set[World]] = {}
-    ahead = [World()]
+    alone: dict[ModelledService, set[ModelledService]] = {}
+    all_next: dict[ModelledService, set[ModelledService]] = {}
+    ahead = [ModelledService()]
     for world in ahead:
         if world in alone:
             continue
@@ -148,9 +148,9 @@ def violations(table: Table) -> set[str]:
     return found
 
 
-def reaching(leads: Mapping[World, Iterable[World]], state: State) -> set[World]:
+def reaching(leads: Mapping[ModelledService, Iterable[ModelledService]], state: State) -> set[ModelledService]:
     """Return the situations from which some sequence of events leads to the state."""
-    sources: dict[World, set[World]] = {}
+    sources: dict[ModelledService, set[ModelledService]] = {}
     for world, targets in leads.items():
         for target in targets:
             sources.setdefault(target, set()).add(world)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.service import Event, Service, ServiceRecord
 from agent_shim.supervisor.state import ENDING, State
-from tests.support.played import SPEC, START_TAKES, TIMING, Machine, Played, played, service_on
+from tests.support.played import SPEC, START_TAKES, TIMING, SimulatedMachine, SimulatedProcess, played, service_on
 
 BROKEN: Final = ProcessSpec(name="web", job="web", error="line 1")
 EVENTS: Final = 100
@@ -45,7 +45,7 @@ class Model:
     It depends on the last request, on the machine, and on whether the process is trusted to keep running.
     """
 
-    machine: Machine
+    machine: SimulatedMachine
     wanted: Literal["up", "down", "left alone", "stuck", "nothing usable"] = "down"
     is_trusted: bool = True
     is_ending: bool = False
@@ -53,7 +53,7 @@ class Model:
     again: bool = False
     since: float = 0.0
     """When the watched process was first seen. It is trusted once it has run for the settling time."""
-    watched: Played | None = None
+    watched: SimulatedProcess | None = None
 
     def state(self) -> State:
         machine = self.machine
@@ -135,7 +135,7 @@ class Model:
 class Walk:
     """A service on a simulated machine, and the model with which it is compared."""
 
-    machine: Machine = field(default_factory=Machine)
+    machine: SimulatedMachine = field(default_factory=SimulatedMachine)
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
