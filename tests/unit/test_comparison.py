@@ -368,6 +368,18 @@ def test_comparison_ignores_an_unanswered_request_on_a_busy_machine(tmp_path: Pa
         assert judge.judge(planned(tmp_path, job()), *quiet).kind == "difference"
 
 
+@pytest.mark.parametrize(
+    ("services", "is_lacking"), [({"web": True, "job": True}, False), ({"web": True, "job": False}, True)]
+)
+def test_comparison_looks_for_missing_files_if_one_service_has_no_process(
+    services: dict[str, bool], is_lacking: bool
+) -> None:
+    """In ossec_client of cg-ossec-boshrelease, a script names its four programs in a variable."""
+    lives = [{"phases": [phase("rest", services=seen)]} for seen in ({"web": True}, services)]
+
+    assert judge.lacks_a_process(lives) == is_lacking
+
+
 def test_comparison_adds_reporting_to_scripts_and_creates_missing_hooks(tmp_path: Path) -> None:
     files = planned(tmp_path, job()).job.files
 
@@ -467,6 +479,32 @@ def test_comparison_lists_a_request_that_monit_refuses_during_a_stop(tmp_path: P
     assert judged(tmp_path, refused, phase("unmonitor", value="0", services={"web": False})).kind == "listed"
     other = phase("unmonitor", value=words.format("There is no service by that name"))
     assert judged(tmp_path / "other", other, phase("unmonitor", value="0")).kind == "difference"
+
+
+@pytest.mark.parametrize(
+    ("states", "rest", "kind"),
+    [
+        ({}, {"web": True, "job": True}, "listed"),
+        ({"web": ["running"]}, {"web": True, "job": True}, "difference"),
+        ({}, {"web": True, "job": False}, "difference"),
+    ],
+)
+def test_comparison_lists_services_outside_the_group_vcap_that_monit_starts_one_after_the_other(
+    tmp_path: Path, states: dict[str, list[str]], rest: dict[str, bool], kind: str
+) -> None:
+    """An example is ossec_client of cg-ossec-boshrelease. The Director waits only for services of the group vcap."""
+    lives = [
+        {
+            "error": "",
+            "phases": [
+                phase("start", states=states, services=started, same=dict.fromkeys(started, False)),
+                phase("rest", services=rest, same=dict.fromkeys(rest, True)),
+            ],
+        }
+        for started in ({"web": True, "job": False}, {"web": True, "job": True})
+    ]
+
+    assert judge.judge(planned(tmp_path, job()), *lives).kind == kind
 
 
 def test_comparison_ignores_figures_in_monit_texts(tmp_path: Path) -> None:

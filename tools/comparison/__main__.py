@@ -151,11 +151,12 @@ def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) 
             shutil.rmtree(place)
             return judge.Verdict(made.job, not_played="interrupted")
         verdict = judge.judge(made, *lives)
-        said = "\n".join(path.read_text(errors="replace") for path in place.glob("go-*/*"))
+        said = "\n".join(path.read_text(errors="replace") for path in place.glob("*-log/*"))
         called = judge.tools(lives[0])
-        if not verdict.not_played and not (judge.is_unsteady(lives) and set(called) - set(made.lives)):
-            break
-        if not plan.learn(made, said, called):
+        if verdict.not_played or (judge.is_unsteady(lives) and set(called) - set(made.lives)):
+            if not plan.learn(made, said, called):
+                break
+        elif not (judge.lacks_a_process(lives) and plan.learn_paths(made, said)):
             break
     verdict.helped = made.lives + ["lenient"] * made.is_lenient
     (place / "verdict.json").write_text(json.dumps(verdict.document(), indent=1))

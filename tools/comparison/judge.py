@@ -55,6 +55,8 @@ class Difference:
     """Whether the previous phase is a stop that this agent reported at least a second later than the Go agent."""
     is_refused: bool = False
     """Whether the Go agent's monit refused to unmonitor a service because a stop was still in progress."""
+    starts_in_turn: bool = False
+    """Whether the Director does not wait for the services, so that it sees how monit starts one after the other."""
     is_pending: bool = False
     """Whether the restart in an earlier phase was still in progress at its end in both environments."""
 
@@ -148,7 +150,8 @@ AFTER_STOPS: Final = (
 """Phases in which a process that outlived a stop or a restart may still be running."""
 LAST: Final = ("pre-stop", "drain", "stop", "post-stop")
 """Phases after a slow start."""
-STARTS: Final = ("start", "post-start", "post-deploy", "rest", "start after stop", "slow start")
+UNTIL_REST: Final = ("start", "post-start", "post-deploy", "rest")
+STARTS: Final = (*UNTIL_REST, "start after stop", "slow start")
 
 ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     (
@@ -222,6 +225,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
             (one.act in ("death", "empty pidfile") and one.what.startswith("alert") and one.is_dependent and not one.go)
             or (one.act in ("agent restarted", "stop") and one.is_pending)
             or (one.act in ("unmonitor", "monitor again") and one.is_refused)
+            or (one.phase in UNTIL_REST and one.what.startswith("process of ") and one.starts_in_turn)
         ),
     ),
     (
@@ -317,6 +321,7 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.is_restarted_by_usage = any("Resource limit matched - restart" in alert for alert in used)
         one.is_refused = "Other action already in progress" in lives[0].get("unmonitor", {}).get("value", "")
         one.runs_beside_stop_program = one.act in STARTS and _is_shorter_stop(lives[0], lives[1], one.phase)
+        one.starts_in_turn = all(_starts_in_turn(life) for life in lives)
         one.has_failed_start = _has_failed_start(lives[0], one)
         one.go_alerts, one.go_answer = " ".join(seen.get("alerts", [])), seen.get("value", "")
         one.allowed = next((title for title, is_one in ALLOWED if is_one(one)), "")
@@ -353,6 +358,12 @@ def _has_failed_start(life: Phases, one: Difference) -> bool:
         lives.get(name) and f"{name} - Execution failed - alert" in alerts
         for name in ([about] if about in lives else lives)
     )
+
+
+def _starts_in_turn(life: Phases) -> bool:
+    """True if all of several services outside the group vcap, which the state does not list, have a process at rest."""
+    has_process = life.get("rest", {}).get("services", {}).values()
+    return len(has_process) > 1 and all(has_process) and not life["start"]["states"]
 
 
 def _begun(life: Phases, *names: str) -> int:
@@ -404,6 +415,12 @@ def tools(life: dict[str, Any]) -> list[str]:
     """Return the stand-ins that start programs ran as short-lived tools, in order."""
     events = [one for phase in life["phases"] if phase["name"] in ("start", "rest") for one in phase["events"]]
     return [program for _, event, program in events if event == "tool"]
+
+
+def lacks_a_process(lives: list[dict[str, Any]]) -> bool:
+    """Return True if a service had no process at rest in one of the environments."""
+    resting = [phase for life in lives for phase in life["phases"] if phase["name"] == "rest"]
+    return not all(has_process for phase in resting for has_process in phase["services"].values())
 
 
 def is_unsteady(lives: list[dict[str, Any]]) -> bool:

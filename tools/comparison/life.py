@@ -43,7 +43,7 @@ OBSERVER: Final = 59999
 LOOK_S: Final = 0.7
 LAST_LOOK_S: Final = 20
 """Time limit in seconds for the get_state at the end of a phase, whose answer is compared."""
-SCRIPT_LIMIT_S: Final = 60.0
+SCRIPT_LIMIT_S: Final = 240.0
 START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
 MONIT_TRIES: Final = 10

@@ -276,7 +276,7 @@ def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
     stand-ins that start programs ran as tools; the last of them must keep running in the next run. If neither changes
     the plan, scripts are made lenient.
     """
-    found = _learn_paths(made, said)
+    found = learn_paths(made, said)
     new = [name for name in called if name not in (*made.lives, *NEVER_LIVE)][-1:]
     made.lives += new
     if found or new:
@@ -308,7 +308,7 @@ def lenient(path: str, text: str) -> str:
     return f"{text}\nexit 0\n" if path in ("bin/pre-start", "bin/post-start") else text
 
 
-def _learn_paths(made: Plan, said: str) -> bool:
+def learn_paths(made: Plan, said: str) -> bool:
     """Add stand-ins for the programs and files that scripts did not find. Return False if there are none."""
     found, news = False, []
     for package, place in re.findall(
