@@ -177,6 +177,27 @@ def test_comparison_accepts_a_process_that_reports_its_start_in_the_next_phase(
     assert judge.judge(planned(tmp_path, job()), *worlds).kind == kind
 
 
+@pytest.mark.parametrize(("is_same", "kind"), [(True, "equal"), (False, "difference")])
+def test_comparison_accepts_a_late_report_in_any_phase_unless_a_process_was_replaced(
+    tmp_path: Path, is_same: bool, kind: str
+) -> None:
+    """The start program of emitter of metrics-demo waits 15 seconds before it runs its program."""
+    lives = [1.0, "lives", "server"]
+    worlds = [
+        {
+            "error": "",
+            "phases": [
+                phase("start"),
+                phase("agent restarted", events=first, same={"web": is_same}),
+                phase("errand", events=then, same={"web": is_same}),
+            ],
+        }
+        for first, then in (([lives], []), ([], [lives]))
+    ]
+
+    assert judge.judge(planned(tmp_path, job()), *worlds).kind == kind
+
+
 def test_comparison_reports_a_slow_start_without_an_alert(tmp_path: Path) -> None:
     """monit may run the start program again in the meantime, so other states and processes are a listed difference.
 

@@ -546,6 +546,9 @@ def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
 def _speaks_late(go: Phases, shim: Phases, name: str, what: str) -> bool:
     """Return True if the same number of processes of this program started in both runs, some of which reported in the
     next phase.
+
+    The first of the two phases is a start, or neither of them replaced a process: a start program may wait before it
+    runs its program.
     """
     program = what.removesuffix(" lives")
 
@@ -556,7 +559,10 @@ def _speaks_late(go: Phases, shim: Phases, name: str, what: str) -> bool:
     names = [one for one in go if one in shim]
     at = names.index(name)
     pairs = [
-        pair for pair in (names[max(at - 1, 0) : at + 1], names[at : at + 2]) if pair[0].rpartition(": ")[2] in STARTS
+        pair
+        for pair in (names[max(at - 1, 0) : at + 1], names[at : at + 2])
+        if pair[0].rpartition(": ")[2] in STARTS
+        or all(life[one]["same"] and all(life[one]["same"].values()) for life in (go, shim) for one in pair)
     ]
     return any(began(go, *pair) == began(shim, *pair) for pair in pairs)
 
