@@ -361,7 +361,10 @@ def _has_failed_start(life: Phases, one: Difference) -> bool:
 
 
 def _starts_in_turn(life: Phases) -> bool:
-    """True if all of several services outside the group vcap, which the state does not list, have a process at rest."""
+    """Return True if there are several services outside the group vcap, and at rest each of them has a process.
+
+    The state lists only services of that group.
+    """
     has_process = life.get("rest", {}).get("services", {}).values()
     return len(has_process) > 1 and all(has_process) and not life["start"]["states"]
 
