@@ -223,7 +223,7 @@ class Client:
         items = page.get("items") or []
         return (items[0] if items else None), page["metadata"]["resourceVersion"]
 
-    # --- transport ------------------------------------------------------------------------------------------------
+    # --- transport ----------------------------------------------------------------------------------------------------
 
     def _object(self, method: str, path: str, body: Object | None = None, name: str = "") -> Object:
         status, data = self._send(method, path, body, name)

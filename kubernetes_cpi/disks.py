@@ -163,7 +163,7 @@ def update(session: Session, disk: Cid, size_mib: int, cloud_properties: Object 
     _grow(session, claim, size_mib)
 
 
-# --- attach ---------------------------------------------------------------------------------------------------------
+# --- attach -----------------------------------------------------------------------------------------------------------
 
 
 def _attach_live(session: Session, pod: Object, disk: str) -> dict[str, str]:
@@ -233,7 +233,7 @@ def _free(session: Session, disk: str, held: claims.Held) -> None:
             recreation.carry_on(session, other, intent, is_enough=pods.has_started)
 
 
-# --- create and change ----------------------------------------------------------------------------------------------
+# --- create and change ------------------------------------------------------------------------------------------------
 
 
 def _properties(document: Mapping[str, Any]) -> DiskProperties:

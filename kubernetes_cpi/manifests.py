@@ -288,7 +288,7 @@ def requests_of(pod: Object) -> dict[str, str]:
     return {resource: str(quantity) for resource, quantity in requests.items()}
 
 
-# --- the pod --------------------------------------------------------------------------------------------------------
+# --- the pod ----------------------------------------------------------------------------------------------------------
 
 
 def pod(vm: Vm) -> Object:

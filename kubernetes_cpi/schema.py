@@ -80,7 +80,7 @@ def _struct_in(hint: Any) -> Any:
     return next((one for one in inner if isinstance(one, type) and issubclass(one, msgspec.Struct)), hint)
 
 
-# --- the property table ---------------------------------------------------------------------------------------------
+# --- the property table -----------------------------------------------------------------------------------------------
 
 
 def rows(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:

@@ -213,7 +213,7 @@ def calculate_properties(_config: Config, requirements: Object) -> dict[str, Any
         raise InputError(f"cannot calculate cloud properties: `vm_resources` lacks {exc}") from None
 
 
-# --- create ---------------------------------------------------------------------------------------------------------
+# --- create -----------------------------------------------------------------------------------------------------------
 
 
 def _described(
@@ -389,7 +389,7 @@ def _check_address(pod: Object, wanted: str) -> None:
         )
 
 
-# --- delete ---------------------------------------------------------------------------------------------------------
+# --- delete -----------------------------------------------------------------------------------------------------------
 
 
 def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> None:

@@ -122,7 +122,7 @@ def _place(tree: _UnpackedTree, member: tarfile.TarInfo, path: str, data: Iterat
         raise ArchiveError("it is neither file, directory nor link")
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 class _Blocks:
@@ -229,7 +229,7 @@ def _quoted(name: str) -> str:
     return repr(name if len(name) <= 200 else f"{name[:200]}…")
 
 
-# --- placing --------------------------------------------------------------------------------------------------------
+# --- placing ----------------------------------------------------------------------------------------------------------
 
 
 class _UnpackedTree(msgspec.Struct):

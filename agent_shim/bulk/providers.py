@@ -249,7 +249,7 @@ def local_directory(store: Blobstore, paths: Paths) -> Path:
     return paths.blobs if directory == CREATE_ENV_CACHE else paths.moved(Path(directory))
 
 
-# --- what a program said --------------------------------------------------------------------------------------------
+# --- program output ---------------------------------------------------------------------------------------------------
 
 NO_SECRET: Final = frozenset(
     {"endpoint", "host", "region", "bucket_name", "container_name", "account_name", "environment", "storage_class"}

@@ -187,7 +187,7 @@ async def _guarded(timing: TransferTiming) -> AsyncIterator[_Guard]:
         yield _Guard(timer, timing)
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 _UNUSABLE: Final = (ValueError, aiohttp.NonHttpUrlClientError)

@@ -140,7 +140,7 @@ def _may_ask(base: str) -> bool:
         return False
 
 
-# --- the command line -----------------------------------------------------------------------------------------------
+# --- the command line -------------------------------------------------------------------------------------------------
 
 
 def _read(base: str, arguments: list[str]) -> tuple[CommandLine, Verb | None]:
@@ -239,7 +239,7 @@ def _flags(flags: Sequence[Flag]) -> str:
     return "\n".join(f"  {name:<{width}}   {flag.about}" for name, flag in zip(names, flags, strict=True))
 
 
-# --- verbs ----------------------------------------------------------------------------------------------------------
+# --- verbs ------------------------------------------------------------------------------------------------------------
 
 
 def _ask(call: CommandLine, verb: str = "", **more: Any) -> Any:

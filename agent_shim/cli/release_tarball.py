@@ -106,7 +106,7 @@ _FLOAT: Final = re.compile(r"[-+]?[0-9][0-9_,]*(?:\.[0-9_,]*)?(?:[eE][-+]?[0-9]+
 _QuotingDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_manifest(tarball: Path) -> ReleaseManifest:
@@ -210,7 +210,7 @@ def _opened(tarball: Path) -> BinaryIO:
         raise files.failed(f"open {tarball}", exc) from exc
 
 
-# --- writing --------------------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def compiled_manifest(source: ReleaseManifest, packages: list[CompiledPackage]) -> ReleaseManifest:

@@ -30,7 +30,7 @@ class Paths:
         changed.
         """
 
-        # --- bosh: the agent's own state ---------------------------------------------------------------------------
+        # --- bosh: the agent's own state ------------------------------------------------------------------------------
         self.bosh = base / "bosh"
         self.bosh_etc = self.bosh / "etc"
         self.dev_tools_list = self.bosh_etc / "dev_tools_file_list"
@@ -68,7 +68,7 @@ class Paths:
         self.taken_down = self.bosh / "taken_down_disks.json"
         """List of the unmounted disks whose markers could not be changed."""
 
-        # --- data: the ephemeral disk -------------------------------------------------------------------------------
+        # --- data: the ephemeral disk ---------------------------------------------------------------------------------
         self.data = base / "data"
         self.data_jobs = self.data / "jobs"
         """Installed job bundles: ``data/jobs/<job>/<sha1>``."""
@@ -91,7 +91,7 @@ class Paths:
         self.shim_run = self.run / "agent_shim"
         """Run-time files of this agent, such as captured output."""
 
-        # --- what jobs see ------------------------------------------------------------------------------------------
+        # --- environment of jobs --------------------------------------------------------------------------------------
         self.sys = base / "sys"
         """A link to ``data/sys``."""
         self.jobs = base / "jobs"

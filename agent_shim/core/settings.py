@@ -40,7 +40,7 @@ Level = Annotated[
 ]
 
 
-# --- agent.json -----------------------------------------------------------------------------------------------------
+# --- agent.json -------------------------------------------------------------------------------------------------------
 
 
 class Source(msgspec.Struct, frozen=True, rename="pascal"):
@@ -158,7 +158,7 @@ def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -
         raise ConfigError(f"cannot read the agent's configuration from {origin}: {_placed(exc, raw)}") from exc
 
 
-# --- settings -------------------------------------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 class Cert(msgspec.Struct, frozen=True):
@@ -383,7 +383,7 @@ def _is_bus(url: str) -> bool:
     return parts.scheme == "https" or (parts.scheme == "nats" and bool(parts.hostname))
 
 
-# --- what follows from both -------------------------------------------------------------------------------------------
+# --- combined results -------------------------------------------------------------------------------------------------
 
 
 class Mbus(msgspec.Struct, frozen=True):

@@ -221,7 +221,7 @@ class Daemon:
         source = standalone.write_settings(self._paths, Path(self._config.shim.spec))
         return SettingsStore(self._paths, [source], needs_bus=False)
 
-    # --- requests ---------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def _readings(self) -> metrics.Readings:
         return metrics.Readings() if self._live is None else status_report.readings(self._live)

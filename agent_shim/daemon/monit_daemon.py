@@ -195,7 +195,7 @@ class MonitDaemon:
         where = control.address or ANY
         return monit_http.About(str(control.path), control.poll, where, control.port, identity, incarnation)
 
-    # --- monit's state ----------------------------------------------------------------------------------------------
+    # --- monit's state ------------------------------------------------------------------------------------------------
 
     def _monitored_by_monit(self) -> dict[str, bool]:
         """Return the services in the state file left by monit, and whether each is monitored."""
@@ -215,7 +215,7 @@ class MonitDaemon:
         content = _COUNT.pack(len(rows)) + b"".join(rows)
         files.write_atomic(self._control.statefile, content, mode=0o600, is_synced=False)
 
-    # --- mails ------------------------------------------------------------------------------------------------------
+    # --- mail ---------------------------------------------------------------------------------------------------------
 
     def _tell(self, event: Event) -> None:
         self._alerts.raise_alert(event.service, event.event, event.action, event.description, ())
@@ -234,7 +234,7 @@ class MonitDaemon:
             await asyncio.sleep(clock.until_beat(float(self._control.poll)))
             self._alerts.flush()
 
-    # --- requests ---------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer the command ``monit`` and clients of its API (see ``supervisor.monit_api``)."""

@@ -160,7 +160,7 @@ class Runtime:
         """The agent's progress as text, which is ``running`` when requests are answered."""
         return self.endings.phase or ("running" if self.is_booted else "booting")
 
-    # --- serving ----------------------------------------------------------------------------------------------------
+    # --- serving ------------------------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
         """Boot, then answer requests until ``stop`` is set."""
@@ -233,7 +233,7 @@ class Runtime:
         except BaseExceptionGroup as broken:
             raise broken.exceptions[0] from None
 
-    # --- requests of the edges --------------------------------------------------------------------------------------
+    # --- requests from the edges --------------------------------------------------------------------------------------
 
     async def _is_bus_heard(self, timeout_s: float) -> bool:
         return isinstance(self.bus, NatsBus) and await self.bus.is_heard(timeout_s)

@@ -159,7 +159,7 @@ def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
             raise files.failed(f"copy {source} to {target}", exc) from exc
 
 
-# --- in place of the Director -----------------------------------------------------------------------------------------
+# --- without a Director -----------------------------------------------------------------------------------------------
 
 
 class NoBus:

@@ -72,7 +72,7 @@ def _blocked(live: Runtime) -> str:
     return live.job_recovery.obstacle or (alone.failure if alone is not None else "")
 
 
-# --- status ---------------------------------------------------------------------------------------------------------
+# --- status -----------------------------------------------------------------------------------------------------------
 
 
 async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any]:
@@ -156,7 +156,7 @@ async def _disk(agent: Agent) -> str:
     return await agent.disks.problem() or ("mounted" if agent.disks.is_mounted else "none")
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 def readings(live: Runtime) -> metrics.Readings:

@@ -46,7 +46,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 PLAIN: Final = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of the text format. The library defines a constant for it only since version 0.23."""
 
-# --- readings -------------------------------------------------------------------------------------------------------
+# --- readings ---------------------------------------------------------------------------------------------------------
 
 
 class BusReading(msgspec.Struct, frozen=True):
@@ -367,7 +367,7 @@ _gauge = partial(_family, GaugeMetricFamily)
 _counter = partial(_family, CounterMetricFamily)
 
 
-# --- HTTP -----------------------------------------------------------------------------------------------------------
+# --- HTTP -------------------------------------------------------------------------------------------------------------
 
 
 class Routes(msgspec.Struct, frozen=True):

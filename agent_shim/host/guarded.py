@@ -47,7 +47,7 @@ BLOCK_BYTES: Final = 512
 """Unit of ``st_blocks``."""
 
 
-# --- opening --------------------------------------------------------------------------------------------------------
+# --- opening ----------------------------------------------------------------------------------------------------------
 
 
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
@@ -115,7 +115,7 @@ def _below(path: StrPath, root: StrPath) -> str:
     return "/".join(list(names)[len(above) :])
 
 
-# --- regular files --------------------------------------------------------------------------------------------------
+# --- regular files ----------------------------------------------------------------------------------------------------
 
 
 def open_file(path: StrPath, root: StrPath | None = None) -> int:
@@ -276,7 +276,7 @@ def _append_to(name: str, directory: int) -> int:
     return descriptor
 
 
-# --- directories ----------------------------------------------------------------------------------------------------
+# --- directories ------------------------------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
@@ -338,7 +338,7 @@ def open_directory(top: int, below: str) -> int:
     return open_beneath(top, below, flags) if below else os.open(".", flags, dir_fd=top)
 
 
-# --- from the event loop --------------------------------------------------------------------------------------------
+# --- calls from the event loop ----------------------------------------------------------------------------------------
 
 _hanging: Final[set[str]] = set()
 """Keys of calls whose threads have not ended."""

@@ -184,7 +184,7 @@ class Keeper:
     def __repr__(self) -> str:
         return f"<Keeper {self.state.keeper} of {self.label}>"
 
-    # --- reading ----------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
@@ -281,7 +281,7 @@ class Keeper:
         """Return the living descendants of the keeper. Blocks."""
         return [each for each in proc.below(self.pid).values() if each.is_alive] if self.pid else []
 
-    # --- acting -----------------------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------------
 
     async def watch(self, identity: tuple[int, int]) -> Exit | None:
         """Let the keeper record how this process ends. If it has already ended, return how."""
@@ -382,7 +382,7 @@ class Keeper:
         except TimeoutError:
             raise HostError(f"cannot ask the keeper of {self.label}: it does not answer") from None
 
-    # --- the connection ---------------------------------------------------------------------------------------------
+    # --- the connection -----------------------------------------------------------------------------------------------
 
     def _attach(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -454,7 +454,7 @@ class Keeper:
                 answer.set_exception(HostError(f"cannot ask the keeper of {self.label}: the connection is closed"))
 
 
-# --- starting and finding -------------------------------------------------------------------------------------------
+# --- starting and finding ---------------------------------------------------------------------------------------------
 
 
 async def start(

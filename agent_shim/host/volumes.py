@@ -139,7 +139,7 @@ def flags_to_set(place: Path, like: Path, more: Collection[str], table: Sequence
     return sum(FLAGS[name] for name in wanted) if wanted != FLAGS.keys() & here.options else None
 
 
-# --- who is there ---------------------------------------------------------------------------------------------------
+# --- users of a volume ------------------------------------------------------------------------------------------------
 
 
 class Holder(msgspec.Struct, frozen=True):

@@ -57,7 +57,7 @@ def refused(bosh: BoshEnv) -> str | None:
     return "; ".join(f"env.bosh.{key.name}: {key.outcome}" for key in KEYS if given.get(key.name)) or None
 
 
-# --- files that are not wanted ----------------------------------------------------------------------------------------
+# --- unwanted files ---------------------------------------------------------------------------------------------------
 
 
 async def remove_listed(listing: Path, *, is_wanted: bool) -> str | None:

@@ -144,7 +144,7 @@ class Bundles:
         """Create the log, run and data directories of jobs. Existing directories are not changed (models/job.go)."""
         await self._in_thread(self._make_job_dirs, [checked_name("job", name) for name in names])
 
-    # --- blobs that came to this machine -----------------------------------------------------------------------------
+    # --- received blobs -----------------------------------------------------------------------------------------------
 
     async def keep_blob(self, blob_id: str, digest: str, content: bytes) -> None:
         """Keep the payload of ``upload_blob`` until the next install (agent/action/upload_blob.go)."""
@@ -186,7 +186,7 @@ class Bundles:
         """Remove incomplete bundles and temporary files of earlier boots."""
         await self._in_thread(self._sweep)
 
-    # --- on the disk, in a thread ------------------------------------------------------------------------------------
+    # --- disk access in a thread --------------------------------------------------------------------------------------
 
     async def _in_thread(self, function: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -131,7 +131,7 @@ class StateBackup:
         a stop needs no space.
         """
 
-    # --- a new agent ------------------------------------------------------------------------------------------------
+    # --- a new agent --------------------------------------------------------------------------------------------------
 
     def begin(self, jobs_live: Callable[[], bool] = lambda: False, former_holder: str = "") -> None:
         """Clear the run directory if it belongs to another container. Blocks on the disk.
@@ -251,7 +251,7 @@ class StateBackup:
                 shutil.move(path, aside / path.name)
                 logger.warning("%s belongs to another agent, %s: moved to %s", path, whose, aside)
 
-    # --- pre-start on a new root file system ------------------------------------------------------------------------
+    # --- pre-start on a new root file system --------------------------------------------------------------------------
 
     @property
     def is_prepared(self) -> bool:
@@ -264,7 +264,7 @@ class StateBackup:
             self._stamp = msgspec.structs.replace(self._stamp, is_prepared=True)
             await asyncio.to_thread(self._write_stamps)
 
-    # --- copying ----------------------------------------------------------------------------------------------------
+    # --- copying ------------------------------------------------------------------------------------------------------
 
     async def update(self) -> None:
         """Copy changed files. A failure is logged, and the copy is tried again later."""

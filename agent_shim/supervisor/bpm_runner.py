@@ -142,7 +142,7 @@ class Bpm:
                 self._isolation = await sandbox.isolation()
         return self._isolation
 
-    # --- state ------------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def definition(self, job: str, name: str) -> bpm.ProcessConfig:
         """Look up the process in its bpm.yml. Raises ``ConfigError`` or ``HostError``."""
@@ -201,7 +201,7 @@ class Bpm:
         entry = self._entry(call.job, call.process)
         return await last_line(entry.label, entry.logs["stderr"], self._paths.sys / "log")
 
-    # --- start and stop ---------------------------------------------------------------------------------------------
+    # --- start and stop -----------------------------------------------------------------------------------------------
 
     async def start(self, call: BpmCall) -> process.Process:
         """Start the process unless it is running. Return once it runs. Raises ``HostError`` or ``ConfigError``."""
@@ -337,7 +337,7 @@ class Bpm:
         if status != 0:
             raise HostError(f"the pre_start hook {wanted.pre_start} failed: exit {status}")
 
-    # --- execution --------------------------------------------------------------------------------------------------
+    # --- execution ----------------------------------------------------------------------------------------------------
 
     def order(self, job: str, wanted: bpm.ProcessConfig, isolation: sandbox.Isolation) -> sandbox_exec.ExecSpec:
         """Build the exec spec of a process and create its cgroups. Raises ``HostError``."""
@@ -518,7 +518,7 @@ class Bpm:
                 logger.warning("%s: ignoring, as bpm does, %s", path, key)
         return found
 
-    # --- memory -----------------------------------------------------------------------------------------------------
+    # --- memory -------------------------------------------------------------------------------------------------------
 
     async def used(self) -> None:
         """Wait until this agent or an earlier one has started a bpm.yml process. From then on, the run directory

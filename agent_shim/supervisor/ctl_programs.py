@@ -136,7 +136,7 @@ class Programs:
         """Return the working directory of programs and scripts."""
         return self._empty if self._empty.is_dir() else Path("/")
 
-    # --- program output ---------------------------------------------------------------------------------------------
+    # --- program output -----------------------------------------------------------------------------------------------
 
     async def refused_limit(self, name: str) -> str:
         """Return the last shell message about a limit that a script could not set, or ""."""

@@ -196,7 +196,7 @@ class Service:
         """
         self.take_spec(spec)
 
-    # --- state ------------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -259,7 +259,7 @@ class Service:
         while self.state in states:
             await self._moved.wait()
 
-    # --- requests ---------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def take_spec(self, spec: ProcessSpec) -> None:
         """Apply a changed monit file."""
@@ -310,7 +310,7 @@ class Service:
             dependant.unmonitor()
         self.on(Trigger.UNMONITOR_ASKED)
 
-    # --- events -----------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def on(self, trigger: Trigger) -> None:
         """Handle an event: change to the next state, apply the effect, and end work that does not expect the event."""
@@ -391,7 +391,7 @@ class Service:
         self._finder.doubt(self.record.processes)
         self._work.end()
 
-    # --- life -------------------------------------------------------------------------------------------------------
+    # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     def resume(self, record: ServiceRecord, *, same_world: bool) -> None:
         """Resume from the record of an earlier agent, or of this one before an apply.
@@ -431,7 +431,7 @@ class Service:
         """Drop the process handles. The processes keep running."""
         self._finder.release()
 
-    # --- start ------------------------------------------------------------------------------------------------------
+    # --- start --------------------------------------------------------------------------------------------------------
 
     async def _launch(self) -> None:
         """Start the process unless it already runs, and report the outcome."""
@@ -546,7 +546,7 @@ class Service:
         self.record.processes.begin(program.identity, before)
         self._shared.changed()
 
-    # --- watch ------------------------------------------------------------------------------------------------------
+    # --- watch --------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Wait for the process to exit, and follow a process that replaced it.
@@ -649,7 +649,7 @@ class Service:
             if not self._delay():
                 self.on(Trigger.RETRIED)
 
-    # --- restart ----------------------------------------------------------------------------------------------------
+    # --- restart ------------------------------------------------------------------------------------------------------
 
     async def _wait(self) -> None:
         """Restart after a growing delay, or adopt a process that appears meanwhile.
@@ -720,7 +720,7 @@ class Service:
             self.notify("Execution failed", "alert", str(exc))
         await asyncio.sleep(0)
 
-    # --- stop -------------------------------------------------------------------------------------------------------
+    # --- stop ---------------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
         """Stop the dependants, run the stop program, end the remaining processes, and verify that none is left."""
@@ -795,7 +795,7 @@ class Service:
         these = f"these may be its processes: {', '.join(map(str, orphans))}" if orphans else "no process is left"
         return f"the keeper of its processes was killed, {these}"
 
-    # --- helpers ----------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     async def _with_last_words(self, why: str) -> str:
         words = await self._starter.last_words(self.spec)

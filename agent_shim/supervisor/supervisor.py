@@ -240,7 +240,7 @@ class Supervisor:
             await self._saving
         await self._save()
 
-    # --- plan -------------------------------------------------------------------------------------------------------
+    # --- plan ---------------------------------------------------------------------------------------------------------
 
     async def recover(self, *, root_is_new: bool = False) -> bool:
         """Resume from the saved state: watch running processes again, and restart exited ones.
@@ -370,7 +370,7 @@ class Supervisor:
             self._bug = self._bug or bug
             self._has_bug.set()
 
-    # --- requests to all services -----------------------------------------------------------------------------------
+    # --- requests to all services -------------------------------------------------------------------------------------
 
     async def start(self, *, is_asked: bool = True) -> None:
         """Start all jobs without waiting. This includes services in other groups than vcap, because monit starts them
@@ -470,7 +470,7 @@ class Supervisor:
         """
         return [service for service in self._services.values() if self._is_sealed or service.spec.is_vcap]
 
-    # --- requests to one service ------------------------------------------------------------------------------------
+    # --- requests to one service --------------------------------------------------------------------------------------
 
     async def start_one(self, name: str) -> None:
         """Start a service after its prerequisites, and with it the dependants that are running or were stopped with
@@ -533,7 +533,7 @@ class Supervisor:
             raise ActionError(f"There is no service by that name: {name}")
         return service
 
-    # --- reports ----------------------------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------------
 
     def job_state(self) -> str:
         """Return the state of the instance (jobsupervisor/monit_job_supervisor.go)."""
@@ -566,7 +566,7 @@ class Supervisor:
         """The last events of a service since the agent started, oldest first."""
         return self._shared.history.of(name)
 
-    # --- persistent state -------------------------------------------------------------------------------------------
+    # --- persistent state ---------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
         self._is_dirty = True

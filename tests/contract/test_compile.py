@@ -377,7 +377,7 @@ async def test_compilation_works_after_the_apply_of_a_compilation_vm(world: Loca
     assert members(await compiled(world, "touch $BOSH_INSTALL_TARGET/x")) == {".": None, "./x": b""}
 
 
-# --- while it runs ----------------------------------------------------------------------------------------------------
+# --- running programs -------------------------------------------------------------------------------------------------
 
 
 async def begun(world: LocalAgent, packaging: str) -> tuple[str, int]:

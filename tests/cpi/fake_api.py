@@ -105,7 +105,7 @@ class FakeCluster:
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     timers: list[threading.Timer] = field(default_factory=list)
 
-    # --- used by tests ----------------------------------------------------------------------------------------------
+    # --- functions for tests ------------------------------------------------------------------------------------------
 
     def of(self, plural: str) -> dict[str, Object]:
         """Return the objects of a kind by name."""
@@ -130,7 +130,7 @@ class FakeCluster:
                 timer.cancel()
                 timer.function(*timer.args)
 
-    # --- verbs ----------------------------------------------------------------------------------------------------
+    # --- verbs --------------------------------------------------------------------------------------------------------
 
     def admitted(self, key: Key, body: Object) -> Object:
         """Raise ``RefusalError`` for an object that ``create`` would refuse, without storing it."""
@@ -233,7 +233,7 @@ class FakeCluster:
                 self._remove(other)
         return body
 
-    # --- scheduler, kubelet, volumes ------------------------------------------------------------------------------
+    # --- scheduler, kubelet, volumes ----------------------------------------------------------------------------------
 
     def _later(self, step: Callable[..., None], *arguments: Any, after_s: float = STEP_S) -> None:
         timer = threading.Timer(after_s, step, arguments)

@@ -27,7 +27,7 @@ def command(cpi: CpiCalls, *arguments: str, env: Mapping[str, str] | None = None
     return done.stdout or done.stderr, done.returncode
 
 
-# --- doctor ---------------------------------------------------------------------------------------------------------
+# --- doctor -----------------------------------------------------------------------------------------------------------
 
 
 def test_cpi_doctor_checks_the_permissions_of_the_role() -> None:
@@ -97,7 +97,7 @@ def test_cpi_doctor_reports_only_a_rejected_token(cpi: CpiCalls, server: FakeApi
     assert len(out.splitlines()) == 2
 
 
-# --- leftovers ------------------------------------------------------------------------------------------------------
+# --- leftovers --------------------------------------------------------------------------------------------------------
 
 
 REAL = f'exec {sys.executable} {ROOT}/tests/cpi/bosh_cli.py "$@"'

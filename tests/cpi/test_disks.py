@@ -35,7 +35,7 @@ def attachments(cluster: FakeCluster) -> list[str]:
     return [name for name in cluster.of("pods") if name.startswith("attach-")]
 
 
-# --- at creation ----------------------------------------------------------------------------------------------------
+# --- disks at VM creation ---------------------------------------------------------------------------------------------
 
 
 def test_attach_of_a_disk_mounted_at_vm_creation_changes_nothing(
@@ -246,7 +246,7 @@ def test_disk_of_a_deleted_vm_is_free(cpi: CpiCalls, cluster: FakeCluster) -> No
     assert disk in mounts(cluster, cpi.create_vm("agent-2", [disk]))
 
 
-# --- reserved -------------------------------------------------------------------------------------------------------
+# --- reserved ---------------------------------------------------------------------------------------------------------
 
 
 def test_reserved_disk_is_returned_by_create_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
@@ -282,7 +282,7 @@ def test_create_vm_with_a_disk_does_not_reserve_another(cpi: CpiCalls, cluster: 
     assert sorted(mounts(cluster, vm)) == sorted([f"data-{vm}", disk])
 
 
-# --- by recreation --------------------------------------------------------------------------------------------------
+# --- attach by recreation ---------------------------------------------------------------------------------------------
 
 
 def test_attach_by_recreation_replaces_the_pod(
@@ -408,7 +408,7 @@ def test_disk_in_use_by_a_foreign_pod_is_not_attached_or_deleted(cpi: CpiCalls, 
         cpi("delete_disk", disk)
 
 
-# --- the default ----------------------------------------------------------------------------------------------------
+# --- the default ------------------------------------------------------------------------------------------------------
 
 POD_SECURITY = 'pods "attach-1" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes, privileged'
 
@@ -490,7 +490,7 @@ def test_failed_admission_dry_run_disables_live_attach(
     assert cluster.of("pods")[vm]["metadata"]["annotations"]["cpi.bosh.io/attach"] == "auto"
 
 
-# --- live -----------------------------------------------------------------------------------------------------------
+# --- live disks -------------------------------------------------------------------------------------------------------
 
 
 def live_vm(cpi: CpiCalls, agent: str = "agent-1", disks: list[str] | None = None, **properties: object) -> str:
@@ -768,7 +768,7 @@ def test_attach_with_repeated_conflicts_is_a_retryable_error(
     assert failed.value.ok_to_retry is True
 
 
-# --- size, type, snapshots ------------------------------------------------------------------------------------------
+# --- size, type, snapshots --------------------------------------------------------------------------------------------
 
 
 def test_resize_disk_grows_a_claim_and_refuses_to_shrink_it(cpi: CpiCalls, cluster: FakeCluster) -> None:

@@ -25,7 +25,7 @@ def running(ready: str = "False") -> Object:
     return {"phase": "Running", "containerStatuses": statuses, "conditions": [{"type": "Ready", "status": ready}]}
 
 
-# --- the bus --------------------------------------------------------------------------------------------------------
+# --- the bus ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mbus", ["", "10.0.0.6:4222", "nats://", "http://10.0.0.6", "nats://u:CANARY@10.0.0.6:port"])
@@ -99,7 +99,7 @@ def test_create_vm_does_not_check_the_bus_of_a_listening_agent(
     assert cpi.create_vm() == VM
 
 
-# --- claims ---------------------------------------------------------------------------------------------------------
+# --- claims -----------------------------------------------------------------------------------------------------------
 
 
 CLASS = {"storage_class": "slow"}
@@ -156,7 +156,7 @@ def test_missing_provisioner_has_its_own_timeout(cpi: CpiCalls, cluster: FakeClu
         cpi.create_vm()
 
 
-# --- pods -----------------------------------------------------------------------------------------------------------
+# --- pods -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_slow_pod_start_is_reported_with_its_events(
     assert f"pod {VM}: ContainerCreating; {VM}: FailedMount" in capsys.readouterr().err
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------------
 
 WRONG: list[Callable[[CpiCalls], Any]] = [
     lambda cpi: cpi.create_vm(grace=-5),

@@ -70,7 +70,7 @@ def left_open() -> list[str]:
     return [name for name in found if "vcap" in name]
 
 
-# --- order ----------------------------------------------------------------------------------------------------------
+# --- order of jobs ----------------------------------------------------------------------------------------------------
 
 
 async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server: BlobServer, blobs: Blobs) -> None:
@@ -118,7 +118,7 @@ async def test_configured_proxies_override_proxy_variables(
         assert [seen.target for seen in proxy.seen] == [f"{server.url}/{SHARD}/{ID}"]
 
 
-# --- digests --------------------------------------------------------------------------------------------------------
+# --- digests ----------------------------------------------------------------------------------------------------------
 
 
 async def test_local_blob_with_a_wrong_digest_fails_without_a_download(
@@ -138,8 +138,7 @@ async def test_blob_without_a_valid_digest_is_rejected(paths: Paths, blobs: Blob
         await content(blobs, blob_id=ID, digest=digest)
 
 
-# --- retries
-# --------------------------------------------------------------------------------------------------------------
+# --- retries ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ async def test_full_disk_fails_a_download_without_a_retry(
     assert left_open() == []
 
 
-# --- storing --------------------------------------------------------------------------------------------------------
+# --- storing ----------------------------------------------------------------------------------------------------------
 
 
 async def test_upload_to_a_signed_url_is_not_retried(server: BlobServer, blobs: Blobs, tmp_path: Path) -> None:

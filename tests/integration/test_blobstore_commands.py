@@ -76,7 +76,7 @@ def left(world: LocalAgent) -> list[str]:
     return [path.name for path in world.paths.tmp.iterdir() if path.is_file() or path.name.startswith(".")]
 
 
-# --- gcs and azure-storage ------------------------------------------------------------------------------------------
+# --- gcs and azure-storage --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("provider", OPTIONS)
@@ -140,7 +140,7 @@ async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> 
         assert world.asked == []
 
 
-# --- s3 -------------------------------------------------------------------------------------------------------------
+# --- s3 ---------------------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager

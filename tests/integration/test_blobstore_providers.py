@@ -62,7 +62,7 @@ async def content(store: Provider, blob_id: str = ID) -> bytes:
     return found
 
 
-# --- local ----------------------------------------------------------------------------------------------------------
+# --- local blobstore --------------------------------------------------------------------------------------------------
 
 
 async def test_local_blobstore_stores_and_returns_blobs(
@@ -140,7 +140,7 @@ async def test_blob_that_is_missing_a_directory_or_a_link_is_not_read(paths: Pat
         await content(made(paths, "local", blobstore_path=str(tmp_path)))
 
 
-# --- dav ------------------------------------------------------------------------------------------------------------
+# --- dav --------------------------------------------------------------------------------------------------------------
 
 
 async def test_dav_path_begins_with_the_first_byte_of_the_ids_sha1(
@@ -186,7 +186,7 @@ async def test_error_of_a_wrong_dav_password_contains_only_host_and_status(paths
         assert str(caught.value) == f"Error executing GET, response was 401 from {server.host}"
 
 
-# --- external programs ----------------------------------------------------------------------------------------------
+# --- external programs ------------------------------------------------------------------------------------------------
 
 
 def program(paths: Paths, body: str) -> None:
@@ -294,8 +294,7 @@ async def test_endless_blobstore_command_output_is_not_kept_in_memory(paths: Pat
     assert peak < 16_000_000
 
 
-# --- other providers
-# ----------------------------------------------------------------------------------------------------
+# --- other providers --------------------------------------------------------------------------------------------------
 
 
 async def test_dummy_blobstore_accepts_uploads_and_returns_no_blob(paths: Paths, tmp_path: Path) -> None:

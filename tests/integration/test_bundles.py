@@ -59,7 +59,7 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
+# --- names ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ async def test_bundle_with_an_unsafe_name_or_no_version_is_rejected(paths: Paths
         await installed(bundles, Bundle("job", "web", "", BlobRef("x", digest="00")))
 
 
-# --- install --------------------------------------------------------------------------------------------------------
+# --- install ----------------------------------------------------------------------------------------------------------
 
 
 async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ async def test_boot_removes_leftover_bundle_files(paths: Paths, bundles: Bundles
     assert sorted(paths.base.rglob("*")) == sorted(kept)
 
 
-# --- activate -------------------------------------------------------------------------------------------------------
+# --- activate ---------------------------------------------------------------------------------------------------------
 
 
 async def test_links_point_to_the_bundles_in_use(paths: Paths, bundles: Bundles) -> None:
@@ -286,7 +286,7 @@ async def test_bundle_is_renamed_before_its_content_is_removed(
     assert looked_installed == [False]
 
 
-# --- directories of jobs --------------------------------------------------------------------------------------------
+# --- job directories --------------------------------------------------------------------------------------------------
 
 
 async def test_job_directories_are_created_but_existing_ones_keep_their_modes(
@@ -310,7 +310,7 @@ async def test_job_directories_are_created_but_existing_ones_keep_their_modes(
     assert not (tmp_path / "absent").exists()
 
 
-# --- blobs ----------------------------------------------------------------------------------------------------------
+# --- blobs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
@@ -357,8 +357,7 @@ async def test_small_blob_is_read_and_oversized_one_is_rejected(paths: Paths, bu
     assert list(paths.tmp.iterdir()) == []
 
 
-# --- disk errors
-# ----------------------------------------------------------------------------------------------------------
+# --- disk errors ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

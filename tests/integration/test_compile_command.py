@@ -237,8 +237,7 @@ def test_compile_command_reports_wrong_flags_and_a_missing_tarball(paths: Paths,
     assert missing.stderr.endswith(text)
 
 
-# --- stemcell name and version
-# ------------------------------------------------------------------------------------------
+# --- stemcell name and version ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ async def test_next_agent_ends_the_compilation_of_a_killed_agent(machine: Machin
     assert left(machine.base) == []
 
 
-# --- the service alone ----------------------------------------------------------------------------------------------
+# --- service without a supervisor -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

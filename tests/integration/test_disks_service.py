@@ -118,7 +118,7 @@ async def test_disk_stays_mounted_after_a_restart_unless_of_another_instance(
     assert instance.cid_at(instance.paths.store_migration_target) == ("b" if stays else "")
 
 
-# --- mount and list -------------------------------------------------------------------------------------------------
+# --- mount and list ---------------------------------------------------------------------------------------------------
 
 
 @each_way
@@ -454,8 +454,7 @@ async def test_mount_that_cannot_be_removed_counts_as_unmounted(
     assert await instance.disks.list() == ["a"]
 
 
-# --- a volume that is already at the store
-# ------------------------------------------------------------------------------
+# --- volume mounted on the store --------------------------------------------------------------------------------------
 
 
 def at_the_store(instance: InstanceWithVolumes) -> None:
@@ -501,7 +500,7 @@ async def test_volume_mounted_at_the_store_cannot_be_migrated_without_mounts(ins
     assert await instance.disks.list() == ["a", "b"]
 
 
-# --- hints ----------------------------------------------------------------------------------------------------------
+# --- hints ------------------------------------------------------------------------------------------------------------
 
 
 @each_way
@@ -522,7 +521,7 @@ async def test_disk_known_from_a_hint_is_mounted_and_its_hint_removed(instance: 
     assert await instance.disks.list() == []
 
 
-# --- unmount --------------------------------------------------------------------------------------------------------
+# --- unmount ----------------------------------------------------------------------------------------------------------
 
 
 @by("links")
@@ -686,7 +685,7 @@ async def test_unmount_ends_processes_of_a_job_in_parallel(instance: InstanceWit
                 program.kill()
 
 
-# --- after a restart ------------------------------------------------------------------------------------------------
+# --- after a restart --------------------------------------------------------------------------------------------------
 
 
 @each_way
@@ -842,7 +841,7 @@ async def test_unmarked_disk_is_not_mounted_if_it_may_not_be_the_former_one(
         await instance.disks.migrate("a", "b")
 
 
-# --- migrate --------------------------------------------------------------------------------------------------------
+# --- migrate ----------------------------------------------------------------------------------------------------------
 
 
 async def resizing(instance: InstanceWithVolumes) -> dict[str, object]:
@@ -1171,7 +1170,7 @@ async def test_mount_and_unmount_killed_at_any_step_can_be_repeated(
     assert [instance.marker(cid) for cid in "abc"] == [Marker(cid, "") for cid in "abc"]
 
 
-# --- links ----------------------------------------------------------------------------------------------------------
+# --- links ------------------------------------------------------------------------------------------------------------
 
 
 @each_way

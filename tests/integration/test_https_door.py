@@ -94,8 +94,7 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
             return b""
 
 
-# --- clients that disconnect
-# --------------------------------------------------------------------------------------------
+# --- clients that disconnect ------------------------------------------------------------------------------------------
 
 
 async def test_https_action_finishes_after_its_client_disconnects(bus: HttpsBus, agent: PingAgent) -> None:
@@ -151,7 +150,7 @@ async def test_https_shutdown_closes_all_connections(agent: PingAgent, tmp_path:
         assert await until_closed(reader) == b""
 
 
-# --- clients that are slow or many ------------------------------------------------------------------------------------
+# --- slow clients and many clients ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /ag", head("GET", "/", 0, "")])
@@ -413,8 +412,7 @@ async def test_https_blob_transfers_are_counted(
     assert (transfers.sizes["upload"], transfers.sizes["download"]) == (300_000, 300_000)
 
 
-# --- faulty clients
-# -----------------------------------------------------------------------------------------------------
+# --- faulty clients ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -588,8 +586,7 @@ async def test_https_listen_error_names_the_address_without_its_password(
     assert "hush" not in bus.stats.last_error
 
 
-# --- endless unauthenticated requests
-# -----------------------------------------------------------------------------------
+# --- endless unauthenticated requests ---------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")

@@ -194,8 +194,7 @@ def alert(mail: list[str]) -> dict[str, str]:
     return {name: value for name, _, value in lines if name in wanted}
 
 
-# --- lifecycle
-# ----------------------------------------------------------------------------------------------------------
+# --- lifecycle --------------------------------------------------------------------------------------------------------
 
 
 async def test_monit_daemon_starts_and_reports_the_jobs_of_its_files(vm: MonitTree) -> None:
@@ -362,8 +361,7 @@ async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: MonitTree
     await vm.until(web="running", db="failing")
 
 
-# --- exits
-# ----------------------------------------------------------------------------------------------------------------
+# --- exits ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

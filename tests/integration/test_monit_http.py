@@ -77,7 +77,7 @@ def number(element: ET.Element, path: str) -> int:
     return int(element.findtext(path, "missing"))
 
 
-# --- what the Go agent reads ------------------------------------------------------------------------------------------
+# --- settings that the Go agent reads ---------------------------------------------------------------------------------
 
 
 async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world: JobTree) -> None:
@@ -170,8 +170,7 @@ async def test_monit_xml_of_dead_and_failing_services_has_status_and_message(wor
         assert "memory of" in found["fat"].findtext("status_message", "")
 
 
-# --- what pxc does
-# ------------------------------------------------------------------------------------------------------
+# --- pxc --------------------------------------------------------------------------------------------------------------
 
 
 def of_galera(root: ET.Element, name: str) -> str:
@@ -256,8 +255,7 @@ async def test_monit_http_accepts_each_action_for_the_system_service(world: JobT
         assert info(supervisor, "web").state == "running"
 
 
-# --- access
-# -------------------------------------------------------------------------------------------------------------
+# --- access -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a job calls monit's port without the password")

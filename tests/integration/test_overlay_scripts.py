@@ -61,7 +61,7 @@ def run(program: Path, *arguments: str, cwd: Path, stdin: str = "", **environ: s
     return subprocess.run(argv, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, umask=0o077)
 
 
-# --- launch ---------------------------------------------------------------------------------------------------------
+# --- launch -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_launch_script_starts_the_agent_or_the_init_depending_on_its_name(
         assert done.stdout.splitlines() == [str(where), f"C.UTF-8 /root 2 0022 {top}/var/vcap/bosh/bin"]
 
 
-# --- the init -------------------------------------------------------------------------------------------------------
+# --- the init ---------------------------------------------------------------------------------------------------------
 
 
 def test_init_sets_up_services_and_signal_handlers_and_passes_few_variables(top: Path) -> None:
@@ -116,7 +116,7 @@ def test_init_sets_up_services_and_signal_handlers_and_passes_few_variables(top:
     assert {link.name for link in (bosh / "bin").iterdir()} == {"monit", "bosh-agent"}
 
 
-# --- the end of the container ---------------------------------------------------------------------------------------
+# --- container shutdown -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_container_exits_with_the_recorded_exit_code_of_the_drain(top: Path, not
     assert run(top / "opt/agent_shim/init/finish", cwd=top).returncode == code
 
 
-# --- services -------------------------------------------------------------------------------------------------------
+# --- services ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("service", "program"), [("cron", "cron"), ("rsyslog", "rsyslogd")])
@@ -213,7 +213,7 @@ def test_replaced_systemd_programs_call_the_real_ones_under_systemd(top: Path, n
     assert told(top) == [f"{name}.distrib a b"]
 
 
-# --- name servers ---------------------------------------------------------------------------------------------------
+# --- name servers -----------------------------------------------------------------------------------------------------
 
 
 BEFORE = "search x\nnameserver 192.0.2.1\n"

@@ -363,8 +363,7 @@ def test_log_sizes_are_written_as_for_logrotate(text: str, number: int | None) -
         rotation.size(text)
 
 
-# --- what a job may do to the rotation
-# ----------------------------------------------------------------------------------
+# --- hostile changes during a rotation --------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")

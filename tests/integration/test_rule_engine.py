@@ -17,7 +17,7 @@ from agent_shim.supervisor.supervisor import JobFile, ServiceInfo, Supervisor
 from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
-# --- resources ------------------------------------------------------------------------------------------------------
+# --- resources --------------------------------------------------------------------------------------------------------
 
 
 async def test_process_above_a_resource_limit_is_failing_and_keeps_running(world: JobTree) -> None:
@@ -223,7 +223,7 @@ async def test_stop_and_unmonitor_by_a_rule_clear_its_failure(world: JobTree) ->
         assert info(supervisor, "one").faults == info(supervisor, "two").faults == ()
 
 
-# --- connections ----------------------------------------------------------------------------------------------------
+# --- connections ------------------------------------------------------------------------------------------------------
 
 
 async def test_hanging_port_check_does_not_delay_other_checks(world: JobTree) -> None:
@@ -309,7 +309,7 @@ async def test_opened_port_ends_the_failing_state(world: JobTree) -> None:
             assert [each.event for each in world.events] == ["Connection failed", "Connection succeeded"]
 
 
-# --- other checks ----------------------------------------------------------------------------------------------------
+# --- other checks -----------------------------------------------------------------------------------------------------
 
 
 async def test_filesystem_rule_checks_used_space(world: JobTree) -> None:
@@ -329,7 +329,7 @@ check device lost with path {world.base}/absent
         assert info(supervisor, "lost").faults == ()
 
 
-# --- other reports ---------------------------------------------------------------------------------------------------
+# --- other reports ----------------------------------------------------------------------------------------------------
 
 
 async def test_out_of_memory_kill_is_reported_as_such(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ async def test_check_host_skips_port_checks_of_a_host_that_fails_ping(
         assert web.heard
 
 
-# --- connections of processes -----------------------------------------------------------------------------------------
+# --- process connections ----------------------------------------------------------------------------------------------
 
 
 async def test_failed_url_check_restarts_a_process(world: JobTree, web: Web) -> None:

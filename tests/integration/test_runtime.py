@@ -30,7 +30,7 @@ def played(program: str, *arguments: object) -> str:
     return shlex.join([sys.executable, str(PROGRAMS / program), *map(str, arguments), *shlex.split(COMMAND)[3:]])
 
 
-# --- the end of the agent -------------------------------------------------------------------------------------------
+# --- agent shutdown ---------------------------------------------------------------------------------------------------
 
 
 async def test_volume_lease_is_released_only_after_the_jobs_stop(instance: RunningAgent) -> None:
@@ -59,7 +59,7 @@ async def test_delayed_get_task_reply_is_sent_before_the_agent_disconnects(insta
     assert (await poll)["value"] == {"agent_task_id": task, "state": "running"}
 
 
-# --- a new connection -----------------------------------------------------------------------------------------------
+# --- a new connection -------------------------------------------------------------------------------------------------
 
 
 async def test_reconnect_sends_pending_alerts_and_an_extra_heartbeat(instance: RunningAgent) -> None:
@@ -101,7 +101,7 @@ async def test_reconnect_updates_the_packet_filter(instance: RunningAgent) -> No
     await until(lambda: written.read_text() != before)
 
 
-# --- the start of the agent -----------------------------------------------------------------------------------------
+# --- agent start ------------------------------------------------------------------------------------------------------
 
 
 async def test_jobs_start_only_after_the_late_boot_steps(instance: RunningAgent) -> None:
@@ -159,7 +159,7 @@ async def test_default_monit_password_of_the_go_agent_is_replaced(instance: Runn
     assert len(made.removeprefix("vcap:").strip()) == 32
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 async def test_metrics_separate_running_from_waiting_tasks_and_sent_from_repeated_alerts(

@@ -187,7 +187,7 @@ async def test_script_log_that_is_a_link_is_not_followed(paths: Paths, runner: S
     assert victim.read_text() == "safe"
 
 
-# --- drain ---
+# --- drain ------------------------------------------------------------------------------------------------------------
 
 
 async def drain(runner: Scripts, *jobs: str, cancelled: asyncio.Event | None = None) -> None:
@@ -218,7 +218,7 @@ async def test_drain_script_that_prints_no_number_fails(paths: Paths, runner: Sc
     assert str(failed.value) == "1 of 2 drain scripts failed. Failed Jobs: a. Successful Jobs: b."
 
 
-# --- errands ---
+# --- errands ----------------------------------------------------------------------------------------------------------
 
 
 async def errand(runner: Scripts, job: str = "smoke", cancelled: asyncio.Event | None = None) -> Errand:

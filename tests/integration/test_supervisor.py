@@ -28,7 +28,7 @@ from tests.support.programs import foreign, is_alive, number_in
 from tests.support.programs.jobs import FAST, LASTING, JobTree, in_state, info, program
 from tests.support.waiting import until
 
-# --- starting -------------------------------------------------------------------------------------------------------
+# --- starting ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ async def test_dependant_of_a_failed_service_is_still_started(world: JobTree) ->
         await in_state(supervisor, "b", "running")
 
 
-# --- reports ---------------------------------------------------------------------------------------------------------
+# --- reports ----------------------------------------------------------------------------------------------------------
 
 
 async def test_invalid_monit_file_counts_as_one_failing_process(world: JobTree) -> None:
@@ -350,7 +350,7 @@ async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(wor
         assert is_alive(own.pid)
 
 
-# --- stopping -------------------------------------------------------------------------------------------------------
+# --- stopping ---------------------------------------------------------------------------------------------------------
 
 
 async def test_stop_runs_the_stop_program(world: JobTree) -> None:
@@ -629,8 +629,7 @@ async def test_start_requested_during_a_stop_runs_after_it(world: JobTree) -> No
         assert info(supervisor, "web").pid != first.pid
 
 
-# --- unmonitoring
-# -----------------------------------------------------------------------------------------------------------
+# --- unmonitoring -----------------------------------------------------------------------------------------------------
 
 
 async def test_unmonitored_process_keeps_running(world: JobTree) -> None:

@@ -29,8 +29,7 @@ async def killed(supervisor: Supervisor, name: str) -> int:
     return info(supervisor, name).pid
 
 
-# --- exit and restart
-# ---------------------------------------------------------------------------------------------------
+# --- exit and restart -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", [None, program("fork_twice.py", "$pidfile")], ids=["a child", "forked twice"])
@@ -284,8 +283,7 @@ async def test_process_in_manual_mode_waits_for_its_start(world: JobTree) -> Non
         await in_state(supervisor, "own", "running")
 
 
-# --- single services
-# ----------------------------------------------------------------------------------------------------
+# --- single services --------------------------------------------------------------------------------------------------
 
 
 async def chain(world: JobTree) -> list[JobFile]:
@@ -406,7 +404,7 @@ async def test_crash_restarts_unmonitored_dependants(world: JobTree) -> None:
         assert info(supervisor, "c").pid != before
 
 
-# --- other checks ----------------------------------------------------------------------------------------------------
+# --- other checks -----------------------------------------------------------------------------------------------------
 
 
 async def test_file_check_restarts_while_its_file_is_missing(world: JobTree) -> None:

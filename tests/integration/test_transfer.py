@@ -69,7 +69,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-# --- GET ------------------------------------------------------------------------------------------------------------
+# --- GET --------------------------------------------------------------------------------------------------------------
 
 
 async def test_url_is_requested_unchanged(server: BlobServer, transfer: Transfer) -> None:
@@ -176,7 +176,7 @@ async def test_redirects_are_followed_up_to_a_limit(server: BlobServer, transfer
     )
 
 
-# --- PUT ------------------------------------------------------------------------------------------------------------
+# --- PUT --------------------------------------------------------------------------------------------------------------
 
 
 async def put(transfer: Transfer, url: str, data: bytes, where: Path, **headers: str) -> None:
@@ -238,7 +238,7 @@ async def test_put_that_is_not_read_or_answered_ends(server: BlobServer, tmp_pat
             await put(transfer, f"{server.url}/new?{SECRET}", bytes(size), tmp_path)
 
 
-# --- TLS ------------------------------------------------------------------------------------------------------------
+# --- TLS --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a neighbour acts as the blobstore")
@@ -317,7 +317,7 @@ async def test_invalid_ca_is_reported(tmp_path: Path, ca: str) -> None:
         Transfer(ca, FAST, tmp_path)
 
 
-# --- proxies --------------------------------------------------------------------------------------------------------
+# --- proxies ----------------------------------------------------------------------------------------------------------
 
 
 async def test_proxy_variables_are_used_with_their_password(

@@ -93,7 +93,7 @@ async def install(paths: Paths, *targets: UnpackTarget, parallel: int = 5, store
     return (await workers.work(Install(str(paths.base), store, parallel, list(targets)))).outcomes
 
 
-# --- install --------------------------------------------------------------------------------------------------------
+# --- install ----------------------------------------------------------------------------------------------------------
 
 
 async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
@@ -255,7 +255,7 @@ async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_p
     assert "cannot open" in outcome.error
 
 
-# --- other requests -------------------------------------------------------------------------------------------------
+# --- other requests ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
@@ -345,8 +345,7 @@ async def test_worker_names_a_full_disk_with_its_free_space(paths: Paths, tmp_pa
     assert list(paths.tmp.iterdir()) == []
 
 
-# --- how it ends
-# ----------------------------------------------------------------------------------------------------------
+# --- termination ------------------------------------------------------------------------------------------------------
 
 
 async def begun(paths: Paths, server: BlobServer, started: list[process.Process]) -> asyncio.Task[list[Outcome]]:
@@ -487,8 +486,7 @@ async def test_invalid_worker_request_is_reported_without_its_text() -> None:
     assert CANARY not in str(caught.value)
 
 
-# --- secrets
-# ------------------------------------------------------------------------------------------------------------
+# --- secrets ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")

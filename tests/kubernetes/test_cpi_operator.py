@@ -46,7 +46,7 @@ async def attempt(site: Site, *arguments: str, stdin: str = "") -> subprocess.Co
     )
 
 
-# --- evictions ------------------------------------------------------------------------------------------------------
+# --- evictions --------------------------------------------------------------------------------------------------------
 
 
 async def evict(site: Site, instance: DeployedInstance) -> subprocess.CompletedProcess[str]:
@@ -261,7 +261,7 @@ async def test_vm_reaches_only_addresses_allowed_by_its_egress_policy(node: Firs
         await site.check(common)
 
 
-# --- the doctor -----------------------------------------------------------------------------------------------------
+# --- the doctor -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", [BY_RECREATION, RESTRICTED], ids=str)
@@ -278,7 +278,7 @@ async def test_cpi_doctor_agrees_with_the_cluster(node: FirstNode, tmp_path: Pat
         assert await site.objects() == []
 
 
-# --- the trial ------------------------------------------------------------------------------------------------------
+# --- trial ------------------------------------------------------------------------------------------------------------
 
 
 def status_of(url: str) -> int:
@@ -308,7 +308,7 @@ async def test_trial_vms_start_in_a_cluster(node: FirstNode, tmp_path: Path) -> 
         await site.check()
 
 
-# --- without root ---------------------------------------------------------------------------------------------------
+# --- without root -----------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -346,7 +346,7 @@ async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: FirstNode, t
         await site.check(db)
 
 
-# --- over an unmodified stemcell ------------------------------------------------------------------------------------
+# --- agent added to an unmodified stemcell ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("copy", [False, True], ids=["image volume", "copy"])
@@ -401,7 +401,7 @@ async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: FirstNode, t
         await site.check(db)
 
 
-# --- root of a user namespace ---------------------------------------------------------------------------------------
+# --- root of a user namespace -----------------------------------------------------------------------------------------
 
 
 async def test_vm_in_a_user_namespace_gets_a_live_disk(node: FirstNode, tmp_path: Path) -> None:
@@ -501,7 +501,7 @@ async def test_root_of_a_user_namespace_cannot_fill_the_node(node: FirstNode, tm
         await site.check(vm)
 
 
-# --- the policy -----------------------------------------------------------------------------------------------------
+# --- the policy -------------------------------------------------------------------------------------------------------
 
 
 def thefts(namespace: str) -> Iterator[Document]:

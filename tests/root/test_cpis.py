@@ -56,7 +56,7 @@ class CpiInstance:
         """
         return not (self.pod.prefix and self.cpi.place.startswith(cpis.BOSH))
 
-    # --- the CPI --------------------------------------------------------------------------------------------------
+    # --- the CPI ------------------------------------------------------------------------------------------------------
 
     async def create_vm(self, agent_id: str) -> None:
         """Replace the instance with a new VM, which has an empty root file system and no disk."""
@@ -108,7 +108,7 @@ class CpiInstance:
         else:
             await self.remake(loses_data=self.cpi.loses_data_unasked)
 
-    # --- the Director ---------------------------------------------------------------------------------------------
+    # --- the Director -------------------------------------------------------------------------------------------------
 
     async def attach_and_mount(self, cid: str) -> None:
         """Attach and mount a disk in the Director's order (attach_disk_step.rb, mount_disk_step.rb).

@@ -71,8 +71,7 @@ def by_links(scratch: Path) -> InstanceWithVolumes:
     return InstanceWithVolumes(scratch, bind=False)
 
 
-# --- complete scenarios
-# -------------------------------------------------------------------------------------------------
+# --- complete scenarios -----------------------------------------------------------------------------------------------
 
 
 def mounted_at(place: Path) -> int:
@@ -164,7 +163,7 @@ async def test_disk_resize_works_as_an_ordinary_user(tmp_path: Path) -> None:
     assert instance.paths.store.is_symlink()
 
 
-# --- bind mounts ----------------------------------------------------------------------------------------------------
+# --- bind mounts ------------------------------------------------------------------------------------------------------
 
 
 def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
@@ -319,7 +318,7 @@ def mounted_on(place: Path) -> int:
     return sum(mount.point == place for mount in mounts.mounts())
 
 
-# --- a manifest mounts the volume on the store ----------------------------------------------------------------------
+# --- manifest that mounts the volume on the store ---------------------------------------------------------------------
 
 
 def manifest(instance: InstanceWithVolumes) -> None:
@@ -439,7 +438,7 @@ def test_migration_to_a_full_disk_fails_with_its_message(tmp_path: Path) -> None
         copytree.mirror(source, target, spared=OURS)
 
 
-# --- SIGKILL --------------------------------------------------------------------------------------------------------
+# --- SIGKILL ----------------------------------------------------------------------------------------------------------
 
 POINTS = int(os.environ.get("SHIM_TEST_KILLS", "6"))
 FILES = int(os.environ.get("SHIM_TEST_FILES", "300"))

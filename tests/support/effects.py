@@ -49,7 +49,7 @@ class Effects:
                 continue
         return [line for line in lines if re.search(r"/var/vcap/(jobs|packages)/", line)]
 
-    # --- installing and running ------------------------------------------------------------------------------------
+    # --- installing and running ---------------------------------------------------------------------------------------
 
     def _upload_blob(self, _: str, upload: dict[str, str]) -> None:
         kept = (self.paths.sensitive_blobs / upload["blob_id"]).read_bytes()
@@ -86,7 +86,7 @@ class Effects:
         assert self.processes() == []
         assert self.paths.stopped_marker.exists()
 
-    # --- scripts -----------------------------------------------------------------------------------------------------
+    # --- scripts ------------------------------------------------------------------------------------------------------
 
     def _run_script(self, _: Any, name: str, options: dict[str, Any]) -> None:
         if not self._has_script("web", name):
@@ -124,7 +124,7 @@ class Effects:
         assert self._in_use(self.paths.packages) == set()
         assert self._names(self.paths.compile) == set()
 
-    # --- everything else ---------------------------------------------------------------------------------------------
+    # --- everything else ----------------------------------------------------------------------------------------------
 
     def _fetch_logs(self, value: dict[str, str], kinds: str, filters: list[str] | None) -> None:
         packed = (self.blobs / value["blobstore_id"]).read_bytes()
@@ -163,7 +163,7 @@ class Effects:
             assert stored["mbus"]["cert"] == news["mbus"]["cert"]
         assert stored["trusted_certs"] == news["trusted_certs"]
 
-    # --- disks -------------------------------------------------------------------------------------------------------
+    # --- disks --------------------------------------------------------------------------------------------------------
 
     def _add_persistent_disk(self, _: Any, cid: str, hint: dict[str, str]) -> None:
         assert self._json(self.paths.disk_hints)[cid]["Path"] == hint["path"]
@@ -193,8 +193,7 @@ class Effects:
         marker = place / ".agent_shim/disk.json"
         return marker.exists() and bool(self._json(marker)["cid"] == cid)
 
-    # --- queries
-    # ---------------------------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------------
 
     def _has_script(self, job: str, name: str) -> bool:
         return job in self._names(self.paths.jobs) and (self._seen(self.paths.jobs / job) / "bin" / name).exists()

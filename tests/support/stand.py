@@ -116,7 +116,7 @@ class Stand:
     def __post_init__(self) -> None:
         self.witness = Witness(self)
 
-    # --- what cases do ---
+    # --- actions of cases ---------------------------------------------------------------------------------------------
 
     def of(self, scaled: int, full: int) -> int:
         """Return a number or a duration: ``scaled`` for ordinary runs, ``full`` for a case at full size."""
@@ -253,7 +253,7 @@ class Stand:
         memory = int(fields["VmRSS"].split()[0]) * 1024
         return Size(len(list(Path(f"/proc/{self.pid}/fd").iterdir())), int(fields["Threads"]), memory)
 
-    # --- used by the witness ---
+    # --- functions for the witness ------------------------------------------------------------------------------------
 
     def remember(self) -> None:
         """Record the reference state for the invariants. Call this after the setup and before the fault."""
@@ -267,7 +267,7 @@ class Stand:
         """
         self.witness.remember_memory()
 
-    # --- init ---
+    # --- init ---------------------------------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
         while True:

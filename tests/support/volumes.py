@@ -192,7 +192,7 @@ def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> It
             program.kill()
 
 
-# --- an instance ----------------------------------------------------------------------------------------------------
+# --- an instance ------------------------------------------------------------------------------------------------------
 
 HASTY = DiskTimeouts(arrival=0.3, use=0.3, grace=1.0, look=0.02, rival=0.3)
 PATIENT = msgspec.structs.replace(HASTY, arrival=60.0)
@@ -367,7 +367,7 @@ async def killed_before(step: int, request: Callable[[], Awaitable[object]]) -> 
     return left >= 0
 
 
-# --- trees ----------------------------------------------------------------------------------------------------------
+# --- trees ------------------------------------------------------------------------------------------------------------
 
 ACL = struct.pack("<I", 2) + b"".join(
     struct.pack("<HHI", tag, permission, who)

@@ -161,7 +161,7 @@ class Witness:
         found = [one for one in found if one.partition(":")[0] not in stand.omitted]
         return found or [one for one in await self._beats(before) if one.partition(":")[0] not in stand.omitted]
 
-    # --- I2, I11 to I18: what the Director, the Health Monitor and the machine see ---
+    # --- I2, I11 to I18: what the Director, the Health Monitor and the machine see ------------------------------------
 
     async def _settled(self) -> list[str]:
         """Wait until jobs and processes are in the requested state, and return the violations of I15 and I16."""
@@ -522,7 +522,7 @@ class Witness:
                 return [f"I18: {counted:g} alerts are counted, and {least} came"]
             time.sleep(0.2)
 
-    # --- I3 to I10 ---
+    # --- invariants I3 to I10 -----------------------------------------------------------------------------------------
 
     async def _deaf(self) -> list[str]:
         """Ping for some seconds, so that even a temporary failure to answer is noticed (I3).

@@ -63,7 +63,7 @@ _MESSAGE: Final = heartbeat.Message(
 BEAT: Final = msgspec.json.encode(_MESSAGE)
 
 
-# --- a process with about fifty agents --------------------------------------------------------------------------------
+# --- process that runs about fifty agents -----------------------------------------------------------------------------
 
 
 async def answer(data: bytes) -> tuple[str, bytes]:

@@ -114,7 +114,7 @@ class Mutant:
         return text[: self.begin] + self.after + text[self.end :]
 
 
-# --- mutants --------------------------------------------------------------------------------------------------------
+# --- mutants ----------------------------------------------------------------------------------------------------------
 
 _SWAPPED: Final[dict[type[ast.AST], str]] = {
     ast.Lt: "<=",
@@ -208,7 +208,7 @@ def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
                 continue
 
 
-# --- which tests reach which line -----------------------------------------------------------------------------------
+# --- line coverage of tests -------------------------------------------------------------------------------------------
 
 
 def measure(copy: Path, stage: Stage, workers: int) -> None:
@@ -282,7 +282,7 @@ def _lines(bits: bytes) -> Iterator[int]:
                 yield index * 8 + bit
 
 
-# --- running --------------------------------------------------------------------------------------------------------
+# --- running ----------------------------------------------------------------------------------------------------------
 
 
 def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, str]:

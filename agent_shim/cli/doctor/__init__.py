@@ -207,7 +207,7 @@ def _status(paths: Paths) -> Mapping[str, Any]:
     return found
 
 
-# --- who we are -----------------------------------------------------------------------------------------------------
+# --- own identity -----------------------------------------------------------------------------------------------------
 
 
 def _user(view: ContainerView) -> Iterator[Finding]:
@@ -287,7 +287,7 @@ def _vcap() -> pwd.struct_passwd | None:
     return None
 
 
-# --- what there is --------------------------------------------------------------------------------------------------
+# --- inventory --------------------------------------------------------------------------------------------------------
 
 
 def _cgroups(view: ContainerView) -> Iterator[Finding]:
@@ -398,7 +398,7 @@ def _kernel(view: ContainerView) -> Iterator[Finding]:
     yield view.judged("process 1", "" if is_init else f"{name}, no known init", "no init", good=name)
 
 
-# --- environment ----------------------------------------------------------------------------------------------------
+# --- environment ------------------------------------------------------------------------------------------------------
 
 
 def _clock(view: ContainerView) -> Iterator[Finding]:

@@ -174,7 +174,7 @@ class HttpsBus:
                     await self._try_to_listen()
                 raise ActionError(f"cannot use the new bus credentials: {exc}") from exc
 
-    # --- the port ---
+    # --- the port -----------------------------------------------------------------------------------------------------
 
     async def _try_to_listen(self) -> None:
         try:
@@ -245,7 +245,7 @@ class HttpsBus:
         if handler.transport is not None:
             handler.transport.abort()
 
-    # --- requests ---
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request completely. A client that does not read its answer in time loses the connection."""

@@ -262,7 +262,7 @@ class NatsBus:
             self._activate(new)
             self._retiring = asyncio.create_task(self._retire(old), name="bus rotation")
 
-    # --- links ---
+    # --- links --------------------------------------------------------------------------------------------------------
 
     async def _relink(self) -> None:
         link = await self._connect(self.mbus)
@@ -416,7 +416,7 @@ class NatsBus:
         self._logged.add(kind or problem)
         self.stats.last_error = problem
 
-    # --- messages ---
+    # --- messages -----------------------------------------------------------------------------------------------------
 
     def _received(self, data: bytes) -> None:
         self.stats.received += 1

@@ -33,7 +33,7 @@ from agent_shim.services.disks.markers import DIRECTORY, Marker, Role
 NOT_FOUND: Final = "Persistent disk with volume id '{}' could not be found"
 """The error text of the Go agent (settings/service.go)."""
 
-# --- the view -------------------------------------------------------------------------------------------------------
+# --- view -------------------------------------------------------------------------------------------------------------
 
 
 class Disk(msgspec.Struct, frozen=True):
@@ -145,7 +145,7 @@ class View(msgspec.Struct, frozen=True):
         return self.store if cid == self.on_store else self.target if cid == self.on_target else None
 
 
-# --- where disks belong ---------------------------------------------------------------------------------------------
+# --- disk locations ---------------------------------------------------------------------------------------------------
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -208,7 +208,7 @@ def _is_strange(disk: Disk, instance: str) -> bool:
     return disk.role in ("store", "target") and "" not in (owner, instance) and owner != instance
 
 
-# --- steps ----------------------------------------------------------------------------------------------------------
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 class Take(msgspec.Struct, frozen=True):
@@ -281,7 +281,7 @@ class ReleaseVolume(msgspec.Struct, frozen=True):
 
 Step = Take | Show | TakeAway | Mark | Claim | Unclaim | Sync | ReleaseVolume
 
-# --- decisions ------------------------------------------------------------------------------------------------------
+# --- decisions --------------------------------------------------------------------------------------------------------
 
 
 def restore(view: View) -> list[Step]:
@@ -447,7 +447,7 @@ def _is_migrated(view: View, old: str, new: str) -> bool:
     return new in ("", there.cid) and old in ("", there.marker.source)
 
 
-# --- parts of decisions ---------------------------------------------------------------------------------------------
+# --- parts of decisions -----------------------------------------------------------------------------------------------
 
 
 def _take(disk: Disk) -> list[Step]:

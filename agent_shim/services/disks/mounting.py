@@ -81,7 +81,7 @@ class DiskMounts:
         self.carry_out(steps)
         return self.look() if steps else view
 
-    # --- looking ----------------------------------------------------------------------------------------------------
+    # --- inspection ---------------------------------------------------------------------------------------------------
 
     def known(self) -> dict[str, DiskSettings]:
         """Return all disks that the settings or a hint name."""
@@ -223,7 +223,7 @@ class DiskMounts:
         files.make_dir(self._paths.instance_disks, 0o755)
         files.swap_link(disk.place, self._paths.instance_disks / plain(wanted.name))
 
-    # --- carrying out -----------------------------------------------------------------------------------------------
+    # --- carrying out steps -------------------------------------------------------------------------------------------
 
     def carry_out(self, steps: Sequence[Step]) -> None:
         """Carry out the steps in order, up to the first that fails."""

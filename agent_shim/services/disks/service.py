@@ -101,7 +101,7 @@ class Disks:
         self.is_mounted = False
         """True if there was a disk on the store, known or not, when the disks were last examined."""
 
-    # --- restarts ---------------------------------------------------------------------------------------------------
+    # --- restarts -----------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
         """Mount every disk where it was before a restart. ``problem`` reports failures."""
@@ -146,7 +146,7 @@ class Disks:
         self.is_mounted = bool(view.on_store) or view.has_unknown_volume
         return view
 
-    # --- hints ------------------------------------------------------------------------------------------------------
+    # --- hints --------------------------------------------------------------------------------------------------------
 
     async def add(self, cid: str, hint: Any) -> None:
         """Store the CPI's hint for a disk. Raises ``ActionError`` for a disk without a cid.
@@ -179,7 +179,7 @@ class Disks:
             return DiskSettings(cid=cid)
         raise ActionError(decisions.NOT_FOUND.format(cid))
 
-    # --- list, mount, unmount ---------------------------------------------------------------------------------------
+    # --- list, mount, unmount -----------------------------------------------------------------------------------------
 
     async def list(self) -> list[str]:
         """Restore missing mounts, then return the mounted disks, the one on the store first."""
@@ -265,7 +265,7 @@ class Disks:
             left = await process.send_all(left, sig, within)
         return len(left) < len(leftovers)
 
-    # --- migrate ----------------------------------------------------------------------------------------------------
+    # --- migrate ------------------------------------------------------------------------------------------------------
 
     async def migrate(self, old: str = "", new: str = "") -> None:
         """Copy the disk on the store to the one on the migration target, and swap them.
@@ -294,7 +294,7 @@ class Disks:
                 self.progress = None
                 await self._restored()
 
-    # --- links ------------------------------------------------------------------------------------------------------
+    # --- links --------------------------------------------------------------------------------------------------------
 
     async def associate(self, wanted: Collection[DiskAssociation]) -> None:
         """Create a link ``instance/disks/NAME`` to each disk. Raises ``ActionError`` in the same cases as the Go

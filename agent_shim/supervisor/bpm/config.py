@@ -125,7 +125,7 @@ def parse(
     return file
 
 
-# --- the schema -----------------------------------------------------------------------------------------------------
+# --- the schema -------------------------------------------------------------------------------------------------------
 
 
 def _process(entry: _Map, root: str, disks: frozenset[str]) -> ProcessConfig:
@@ -212,7 +212,7 @@ def _clean(path: str) -> str:
     return re.sub("^//", "/", posixpath.normpath(path))
 
 
-# --- YAML as Go's yaml.v3 decodes it --------------------------------------------------------------------------------
+# --- YAML as Go's yaml.v3 decodes it ----------------------------------------------------------------------------------
 
 MAX_DEPTH: Final = 100
 """Maximum nesting depth of a file. The schema has six levels."""

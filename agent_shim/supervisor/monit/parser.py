@@ -103,7 +103,7 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
         reader.end()
 
 
-# --- checks ---------------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]) -> Check:
@@ -267,7 +267,7 @@ OPTIONS: Final[Mapping[str, _Option]] = {
 }
 
 
-# --- several files --------------------------------------------------------------------------------------------------
+# --- several files ----------------------------------------------------------------------------------------------------
 
 
 class Problem(msgspec.Struct, frozen=True):

@@ -172,7 +172,7 @@ def _recovery(reader: Reader) -> tuple[values.Action, values.Rate]:
     return _action(reader), rate
 
 
-# --- tests ----------------------------------------------------------------------------------------------------------
+# --- tests ------------------------------------------------------------------------------------------------------------
 
 
 def _restarts(reader: Reader, _: str) -> values.Restarts:
@@ -279,7 +279,7 @@ def read_regex(reader: Reader, *kinds: str) -> str:
     return token.value
 
 
-# --- connections ----------------------------------------------------------------------------------------------------
+# --- connections ------------------------------------------------------------------------------------------------------
 
 
 def _echo(reader: Reader, _: str) -> values.Echo:

@@ -106,7 +106,7 @@ class Keepers:
         """The connected keepers. The tuple is replaced at each change, because threads read it."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # --- life -------------------------------------------------------------------------------------------------------
+    # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     async def find(self) -> None:
         """Connect to the keepers of an earlier agent. Keepers that do not answer were killed meanwhile."""
@@ -212,7 +212,7 @@ class Keepers:
         if self.on_loss is not None:
             self.on_loss(label, orphans)
 
-    # --- whose a process is -----------------------------------------------------------------------------------------
+    # --- ownership of processes ---------------------------------------------------------------------------------------
 
     def above(self, identity: Identity) -> Keeper | None:
         """Return the keeper above a process, or None if there is none or the process is gone. Blocks for a moment while
@@ -272,7 +272,7 @@ class Keepers:
             or (each.is_alive and each.pid not in ours and any(_may_be_of(each, one) for one in lost))
         )
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- termination --------------------------------------------------------------------------------------------------
 
     async def clear(self, labels: Collection[str], others: Collection[Identity], grace: float) -> None:
         """End the remaining processes of the last run, because they may occupy a port or lock that the next run needs.

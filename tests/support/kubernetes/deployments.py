@@ -131,7 +131,7 @@ class Deployments:
         self.secrets: list[str] = []
         """Private keys and passwords that were in requests. Tests check that they do not leak."""
 
-    # --- VMs --------------------------------------------------------------------------------------------------------
+    # --- VMs ----------------------------------------------------------------------------------------------------------
 
     async def create_vm(self, instance: DeployedInstance, disks: Sequence[str] = ()) -> None:
         """Create a VM whose agent gets permanent credentials (vm_creator.rb,
@@ -193,7 +193,7 @@ class Deployments:
         """Run an action, wait until it ends, and return its value."""
         return await self.world.agents.run(instance.agent, method, *arguments)
 
-    # --- disks ------------------------------------------------------------------------------------------------------
+    # --- disks --------------------------------------------------------------------------------------------------------
 
     async def create_disk(self, instance: DeployedInstance, size_mib: int = 0) -> str:
         """Create a disk for the VM of an instance."""
@@ -223,7 +223,7 @@ class Deployments:
         await self.cpi.call("delete_disk", disk)
         self.disks.discard(disk)
 
-    # --- dynamic disks ----------------------------------------------------------------------------------------------
+    # --- dynamic disks ------------------------------------------------------------------------------------------------
 
     async def provide_dynamic_disk(self, instance: DeployedInstance, name: str) -> str:
         """Create a dynamic disk and attach it, as far as that is not done yet.
@@ -268,7 +268,7 @@ class Deployments:
             if disk.vm == instance.vm:
                 await self.detach_dynamic_disk(instance, disk.cid)
 
-    # --- jobs -------------------------------------------------------------------------------------------------------
+    # --- jobs ---------------------------------------------------------------------------------------------------------
 
     def spec(self, instance: DeployedInstance) -> dict[str, Any]:
         """Return the ``apply`` spec of an instance with one job."""
@@ -320,7 +320,7 @@ class Deployments:
         instance.networks = (await self.ask(instance, "get_state"))["networks"]
         await self.ask(instance, "prepare", self.spec(instance))
 
-    # --- flows ------------------------------------------------------------------------------------------------------
+    # --- flows --------------------------------------------------------------------------------------------------------
 
     async def first_deploy(self, group: str = "db", *, with_disk: bool = True) -> DeployedInstance:
         """``bosh deploy`` of a new instance, with a disk on which a job then writes a file."""

@@ -112,7 +112,7 @@ def make_tree(tree: Path) -> None:
         os.utime(path, (1_000_000_000, 1_000_000_000 + len(path.name)), follow_symlinks=False)
 
 
-# --- valid archives -------------------------------------------------------------------------------------------------
+# --- valid archives ---------------------------------------------------------------------------------------------------
 
 
 COMPRESSIONS = ("gzip", "bzip2", "xz", "lzma", "zstd", "lzip", "lzop", "compress")
@@ -291,7 +291,7 @@ def test_unpacking_into_an_existing_directory_fails_without_changes(tmp_path: Pa
     assert sorted(listing(tmp_path / "o")) == [".", "kept"]
 
 
-# --- hostile archives -----------------------------------------------------------------------------------------------
+# --- hostile archives -------------------------------------------------------------------------------------------------
 
 
 def with_size(size: int, kind: bytes = tarfile.REGTYPE) -> bytes:

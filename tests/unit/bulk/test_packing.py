@@ -323,7 +323,7 @@ def test_pathological_packing_patterns_are_matched_quickly(tmp_path: Path) -> No
     assert entries(packed(Tree(str(tmp_path), patterns=["**/*/" * 30 + "b", "**/" + "*a" * 40 + "b"]))) == {}
 
 
-# --- trees that are written into meanwhile --------------------------------------------------------------------------
+# --- trees that change during the copy --------------------------------------------------------------------------------
 
 
 def test_log_rotated_during_packing_is_packed_under_its_new_name(
@@ -540,7 +540,7 @@ def test_size_limit_of_compilation_output_does_not_apply_to_logs(
         packed(Tree(str(tmp_path)))
 
 
-# --- hostile files among the logs -----------------------------------------------------------------------------------
+# --- hostile files among the logs -------------------------------------------------------------------------------------
 
 
 def test_sparse_log_is_packed_without_its_holes(tmp_path: Path) -> None:

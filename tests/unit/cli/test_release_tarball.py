@@ -38,7 +38,7 @@ def names(packages: Sequence[SourcePackage]) -> list[str]:
     return [package.name for package in packages]
 
 
-# --- release.MF -----------------------------------------------------------------------------------------------------
+# --- release.MF -------------------------------------------------------------------------------------------------------
 
 
 def test_release_manifest_values_are_read_as_text() -> None:
@@ -88,7 +88,7 @@ def test_compiled_release_manifest_has_the_members_of_the_go_agent() -> None:
     assert release_tarball.parse_manifest(raw) == compiled
 
 
-# --- order ----------------------------------------------------------------------------------------------------------
+# --- order of jobs ----------------------------------------------------------------------------------------------------
 
 
 def test_packages_are_ordered_by_dependencies_and_then_by_name() -> None:
@@ -110,7 +110,7 @@ def test_cyclic_or_missing_package_dependencies_are_rejected(packages: list[Sour
         release_tarball.in_order(packages)
 
 
-# --- reading a tarball ----------------------------------------------------------------------------------------------
+# --- reading a tarball ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w"])

@@ -25,7 +25,7 @@ def names_in(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
-# --- write_atomic ---------------------------------------------------------------------------------------------------
+# --- write_atomic -----------------------------------------------------------------------------------------------------
 
 
 def test_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def _full(_: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-# --- failures -------------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_own_file_is_read_through_a_symlink_to_memory_but_not_a_second_symlink(t
         files.read(tmp_path / "state", is_own=True)
 
 
-# --- make_dir, chown ------------------------------------------------------------------------------------------------
+# --- make_dir, chown --------------------------------------------------------------------------------------------------
 
 
 def test_new_directory_has_the_given_mode_despite_the_umask(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_ordinary_user_changes_no_owners(tmp_path: Path, monkeypatch: pytest.Mon
     assert names_in(tmp_path) == ["a", "b"]
 
 
-# --- links, removal -------------------------------------------------------------------------------------------------
+# --- links, removal ---------------------------------------------------------------------------------------------------
 
 
 def test_symlink_to_a_directory_is_swapped_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def test_proc_file_without_a_size_is_read_up_to_the_limit() -> None:
         files.read(mappings, 100)
 
 
-# --- copies ---------------------------------------------------------------------------------------------------------
+# --- copies -----------------------------------------------------------------------------------------------------------
 
 
 def test_copy_of_a_file_starts_at_the_current_offset(tmp_path: Path) -> None:

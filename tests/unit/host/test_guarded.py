@@ -23,7 +23,7 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-# --- beneath a directory---------------------------------------------------------------------------------------------
+# --- opening paths relative to a directory ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_guarded_error_escapes_file_names(tree: Path) -> None:
     assert str(caught.value).isprintable()
 
 
-# --- by an absolute path----------------------------------------------------------------------------------------------
+# --- opening absolute paths -------------------------------------------------------------------------------------------
 
 
 def test_guarded_read_follows_own_symlinks(tree: Path) -> None:
@@ -293,7 +293,7 @@ def test_data_search_stops_at_the_requested_end(tmp_path: Path, monkeypatch: pyt
         assert list(guarded.segments(file.fileno(), 0, 40, limit=1000)) == [(0, 40)]
 
 
-# --- appending ------------------------------------------------------------------------------------------------------
+# --- appending --------------------------------------------------------------------------------------------------------
 
 
 def test_guarded_log_is_created_and_appended_to(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_guarded_log_is_not_opened_through_a_symlink_or_second_hard_link(tmp_pat
     assert not victim.exists() or victim.read_bytes() == b""
 
 
-# --- directories ----------------------------------------------------------------------------------------------------
+# --- directories ------------------------------------------------------------------------------------------------------
 
 
 def test_guarded_walk_finds_regular_files_without_following_symlinks(tree: Path) -> None:
@@ -366,7 +366,7 @@ def test_guarded_walk_returns_undecodable_names(tmp_path: Path) -> None:
         os.close(top)
 
 
-# --- from the event loop --------------------------------------------------------------------------------------------
+# --- calls from the event loop ----------------------------------------------------------------------------------------
 
 
 async def test_hanging_guarded_call_ends_at_its_timeout_without_delaying_others() -> None:

@@ -188,7 +188,7 @@ async def test_huge_dns_records_do_not_block_the_event_loop(dns: Dns, paths: Pat
     assert ticks > 3
 
 
-# --- after a restart ------------------------------------------------------------------------------------------------
+# --- after a restart --------------------------------------------------------------------------------------------------
 
 
 async def test_hosts_file_is_unchanged_before_the_first_records(dns: Dns, paths: Paths) -> None:
@@ -212,7 +212,7 @@ async def test_unreadable_dns_records_are_an_error_at_boot(dns: Dns, paths: Path
     assert hosts(paths) == "as it is"
 
 
-# --- names of the container itself ----------------------------------------------------------------------------------
+# --- the container's own names ----------------------------------------------------------------------------------------
 
 
 def resolve(text: str, name: str) -> list[str]:

@@ -67,7 +67,7 @@ def gaps(times: list[float], took: float = 0.0) -> list[float]:
     return [round(later - earlier - took, 3) for earlier, later in itertools.pairwise(times)]
 
 
-# --- delays ---------------------------------------------------------------------------------------------------------
+# --- delays -----------------------------------------------------------------------------------------------------------
 
 
 @played
@@ -212,7 +212,7 @@ def test_settling_times_are_shorter_than_a_monit_cycle() -> None:
     assert TIMING.backoff_limit <= TIMING.cycle
 
 
-# --- death ----------------------------------------------------------------------------------------------------------
+# --- exits ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ async def test_rule_failures_are_cleared_when_the_monit_file_changes_its_rules()
         assert service.complaints == {}
 
 
-# --- requests and reactions -----------------------------------------------------------------------------------------
+# --- requests and reactions -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

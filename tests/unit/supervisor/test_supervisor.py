@@ -90,7 +90,7 @@ def saved_states(paths: Paths) -> dict[str, State]:
     return {} if saved is None else {name: record.state for name, record in saved.services.items()}
 
 
-# --- saved state ----------------------------------------------------------------------------------------------------
+# --- saved state ------------------------------------------------------------------------------------------------------
 
 
 async def test_supervisor_state_is_saved_soon_after_a_change_and_readable_only_by_root(
@@ -162,7 +162,7 @@ def test_unfinished_restart_saved_by_version_0_2_0_continues(paths: Paths) -> No
     assert found == [(State.BOUNCING, False), (State.STOPPING, False), (State.RUNNING, False)]
 
 
-# --- plan -----------------------------------------------------------------------------------------------------------
+# --- plan -------------------------------------------------------------------------------------------------------------
 
 
 async def test_plan_is_rebuilt_only_if_the_monit_files_changed(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ async def test_invalid_monit_file_is_reported_once_per_error(paths: Paths) -> No
     assert "nonsense" in events[1].description
 
 
-# --- requests -------------------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 async def test_jobs_are_wanted_from_start_to_stop(paths: Paths) -> None:
@@ -292,7 +292,7 @@ async def test_previously_stopped_services_do_not_start_with_their_prerequisite(
         await supervisor.start_one("other")
 
 
-# --- reports --------------------------------------------------------------------------------------------------------
+# --- reports ----------------------------------------------------------------------------------------------------------
 
 
 async def test_container_shutdown_stops_the_instance_without_a_stop_marker(

@@ -30,7 +30,7 @@ from agent_shim.services.disks.decisions import (
 )
 from agent_shim.services.disks.markers import Marker
 
-# --- where disks belong ---------------------------------------------------------------------------------------------
+# --- disk locations ---------------------------------------------------------------------------------------------------
 
 HERE = Path("/volumes")
 
@@ -112,7 +112,7 @@ def test_disk_of_any_instance_is_used_before_the_instance_id_is_known() -> None:
     assert plan([marked("a", "store", instance="i-2")], on_store="", managed="", instance="") == Placement("a")
 
 
-# --- steps ----------------------------------------------------------------------------------------------------------
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 RECORDED = [json.loads(line) for line in Path(__file__).with_name("decisions.jsonl").read_text().splitlines()]
 """Views of disks and the resulting steps, recorded in the disk tests on 2026-11-28 before these functions existed.

@@ -172,7 +172,7 @@ def test_tail_escapes_invalid_utf_8_and_keeps_json_valid() -> None:
     assert json.loads(line.as_json()) == {"logger": "job", "job": "web", "file": "a.log", "message": '\ufffd\0"'}
 
 
-# --- what a job may do to the stream --------------------------------------------------------------------------------
+# --- jobs that change the tree meanwhile ------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")

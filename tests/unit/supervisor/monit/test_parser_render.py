@@ -87,7 +87,7 @@ def test_any_program_argument_can_be_rendered(word: str, spelled: str) -> None:
     assert parser.parse(monit_render.render(file), origin="x") == file
 
 
-# --- any values ---------------------------------------------------------------------------------------------------
+# --- arbitrary values -------------------------------------------------------------------------------------------------
 
 TEXT = st.text(
     st.one_of(
