@@ -48,7 +48,7 @@ def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: 
     if serve is None:
         raise NotImplementedByCpiError(f"cannot {name}: this CPI does not have the method")
     if name == "create_vm":
-        # Directors redact the same part of the request.
+        # The Director redacts this argument, the VM's environment, in its own logs too.
         log.hide(list(arguments[ENV]))
     try:
         given = msgspec.structs.astuple(msgspec.convert(arguments, _arguments(serve)))

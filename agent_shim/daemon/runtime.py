@@ -139,7 +139,10 @@ class Runtime:
             self.standalone = standalone.Standalone(self.agent, Path(shim.spec))
 
     def _make_bus(self, paths: Paths, store: SettingsStore) -> Bus:
-        """Choose the bus by the first address: HTTPS (bosh CLI) or NATS (Director) (mbus/handler_provider.go)."""
+        """Create the bus that the scheme of the first address requires: HTTPS (bosh CLI) or NATS (Director).
+
+        As in the Go agent (mbus/handler_provider.go).
+        """
         is_off = os.environ.get(BUS) == "off"
         if is_off or self._shim.spec:
             from agent_shim.daemon.standalone import NoBus

@@ -488,8 +488,10 @@ _blocked: dict[int, threading.Thread] = {}
 
 
 def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
-    """Apply ``work`` to each process in a thread. A process that blocks the thread is left out, and also in later calls
-    until the thread returns.
+    """Apply ``work`` to each process, in a separate thread, and return the results by pid.
+
+    If reading a process blocks the thread, that process is missing from the result. Later calls skip it too, until the
+    blocked thread has finished.
     """
     found: dict[int, T] = {}
     for pid in [pid for pid, reader in list(_blocked.items()) if not reader.is_alive()]:

@@ -162,7 +162,7 @@ def plan(
 
 
 def _problems(parsed: Sequence[tuple[str, values.MonitFile]], errors: Mapping[str, str]) -> dict[str, str]:
-    """Find conflicts between the files of those jobs that have no error. Return them by the job at fault."""
+    """Find conflicts between the monit files of jobs without errors. Return an error message for each job at fault."""
     jobs = {file.origin: job for job, file in parsed}
     good = [file for job, file in parsed if job not in errors]
     return {

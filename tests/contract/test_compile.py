@@ -1,4 +1,4 @@
-"""Replies and effects of compilations. A16 and A17 are facts on the protocol page."""
+"""Tests what compile requests return and change. A16 and A17 in test names number facts in docs/protocol.md."""
 
 from __future__ import annotations
 

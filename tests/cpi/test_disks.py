@@ -573,7 +573,7 @@ def test_manually_deleted_attachment_is_kept_while_its_disk_is_in_use(cpi: CpiCa
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_attach_helper_uses_the_agent_image_over_an_unmodified_stemcell(
+def test_attach_helper_of_an_unmodified_stemcell_uses_the_agent_image(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, copy: bool
 ) -> None:
     """The helper pod used to run the VM's image, which does not contain the agent's Python."""

@@ -455,7 +455,7 @@ def test_invalid_vm_cloud_properties_are_rejected(
 AGENT = {"image": "registry.example/agent-shim-volume:1"}
 
 
-def test_agent_runs_over_an_unmodified_stemcell(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_agent_can_be_added_to_an_unmodified_stemcell(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """The agent is mounted from an image volume, and PID 1 applies the overlay to the stemcell."""
     vm = cpi.create_vm(agent=AGENT)
 

@@ -72,7 +72,7 @@ DIGEST = hashlib.sha1(SOURCE).hexdigest()
 
 
 def left(world: LocalAgent) -> list[str]:
-    """Return files and hidden entries that remain in the directory for temporary files."""
+    """Return the files and hidden entries that remain in the temporary directory."""
     return [path.name for path in world.paths.tmp.iterdir() if path.is_file() or path.name.startswith(".")]
 
 

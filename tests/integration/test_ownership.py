@@ -135,7 +135,7 @@ async def test_stop_ends_a_process_that_forks_endlessly(world: JobTree, how: str
 
 
 @pytest.mark.attack("a job outruns its stop by forking")
-async def test_zombies_of_one_job_do_not_fail_the_stop_of_another(world: JobTree) -> None:
+async def test_zombies_of_one_job_do_not_prevent_another_job_from_stopping(world: JobTree) -> None:
     jobs = [world.job("web"), world.job("noise", f"{program('keep_zombies.py')} & echo $! >$pidfile")]
     async with world.supervising(*jobs) as supervisor:
         await in_state(supervisor, "web", "running")

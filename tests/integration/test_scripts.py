@@ -57,7 +57,7 @@ def patient(paths: Paths, grace: float) -> Scripts:
 
 
 def script(paths: Paths, job: str, name: str, text: str, *, mode: int = 0o755) -> Path:
-    """Write a shell script of a job. Return its path."""
+    """Write a shell script for a job and return its path."""
     path = paths.jobs / job / "bin" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")

@@ -350,7 +350,7 @@ async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: FirstNode, t
 
 
 @pytest.mark.parametrize("copy", [False, True], ids=["image volume", "copy"])
-async def test_vm_over_an_unmodified_stemcell_supports_live_disks_and_reboots(
+async def test_vm_from_an_unmodified_stemcell_supports_live_disks_and_reboots(
     node: FirstNode, tmp_path: Path, copy: bool
 ) -> None:
     """The helper pods for attachments and reboots must get their program from the agent's image."""

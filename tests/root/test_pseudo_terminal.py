@@ -288,7 +288,7 @@ def test_terminal_is_restored_if_a_signal_arrives_before_copying_begins(operator
 
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
 @pytest.mark.parametrize("is_signal", [True, False])
-def test_program_that_reads_no_keys_can_be_hung_up(operator: Operator, is_signal: bool) -> None:
+def test_session_ends_on_hangup_even_if_its_program_reads_no_input(operator: Operator, is_signal: bool) -> None:
     """The session used to block while it wrote keys to the program, even after the operator's terminal was closed."""
     operator.call("trap '' HUP; stty raw -echo; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")

@@ -11,7 +11,7 @@ import yaml
 from tests.support.source import ROOT
 
 WORKFLOWS = sorted(path.name for path in (ROOT / ".github/workflows").iterdir())
-TASK = re.compile(r"\./dev (\$\{\{ matrix\.task \}\}|[a-z-]+)")
+TASK = re.compile(r"\./dev (\$\{\{ matrix\.task \}\}|[a-z0-9-]+)")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def test_ci_workflow_runs_the_tasks_of_dev_ci() -> None:
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_tasks_named_by_workflows_exist(name: str) -> None:
-    known = set(re.findall(r"^do-([a-z-]+)\(\)", (ROOT / "dev").read_text(), re.MULTILINE))
+    known = set(re.findall(r"^do-([a-z0-9-]+)\(\)", (ROOT / "dev").read_text(), re.MULTILINE))
 
     assert tasks(read(name))
     assert tasks(read(name)) - known == set()

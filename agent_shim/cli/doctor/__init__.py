@@ -102,10 +102,11 @@ class ContainerView:
         return os.geteuid() == 0
 
     def judged(self, topic: str, found: str, limit: str | Consequence = "", *, good: str = "", **words: str) -> Finding:
-        """Return a finding. It is good without a ``limit``, or if nothing was ``found``. A ``limit`` given as text is
-        the name of a row in ``LIMITS``.
+        """Return a finding for ``topic``.
 
-        The finding suggests the change that suits the creator of this container.
+        Its verdict is ``GOOD`` if there is no ``limit`` or nothing was ``found``. ``limit`` is a consequence or the
+        name of a row in ``LIMITS``. The suggested change depends on what created this container: a kubelet, a CPI or a
+        container engine.
         """
         if not limit or not found:
             return Finding(topic, GOOD, good or found)

@@ -144,7 +144,7 @@ def test_status_watch_fits_two_hundred_jobs_and_shows_the_failing_one() -> None:
     ("state", "phase", "word"),
     [("unknown", "stopped", "stopped"), ("unknown", "unmonitored", "unmonitored"), ("failing", "running", "failing")],
 )
-def test_status_shows_the_state_names_of_the_agent_instead_of_unknown(state: str, phase: str, word: str) -> None:
+def test_status_shows_the_phase_of_a_process_whose_state_is_unknown(state: str, phase: str, word: str) -> None:
     assert status_text.shown_state({"state": state, "phase": phase}) == word
 
 

@@ -117,7 +117,7 @@ def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_traceback_shows_the_code_location_but_no_untrusted_text(form: str, setup: Callable[..., Path]) -> None:
-    """Exceptions of Python and of libraries quote invalid input, which may be secret."""
+    """Exceptions raised by Python or a library may quote the invalid input, which can contain secrets."""
     stderr = setup(form=form)
 
     secret = "s3cr3t"

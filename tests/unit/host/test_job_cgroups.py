@@ -57,9 +57,10 @@ def test_job_cgroup_members_include_nested_cgroups(own: Path) -> None:
         ("/", False),
     ],
 )
-def test_processes_in_job_cgroups_of_an_earlier_agent_without_keepers_are_found(
+def test_members_of_finds_processes_in_a_job_cgroup_and_below_it(
     monkeypatch: pytest.MonkeyPatch, path: str, is_in: bool
 ) -> None:
+    """Agents before 0.3 put the processes of jobs into these cgroups instead of below keepers."""
     monkeypatch.setattr(proc, "groups", lambda pid: {"pids": path} if pid == os.getpid() else {})
     itself = proc.stat(os.getpid())
     assert itself is not None
