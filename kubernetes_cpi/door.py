@@ -51,9 +51,17 @@ def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
     name, result, error = "request", None, None
     try:
         config = _config_file(arguments)
-        request = _decoded(raw)
+        try:
+            request = msgspec.json.decode(raw, type=CpiRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise InputError(f"cannot read the request: {exc}") from None
         name = request.method
-        result = INFO if name == "info" else _called(request, config)
+        if name == "info":
+            result = INFO
+        else:
+            from kubernetes_cpi import methods
+
+            result = methods.call(name, request.arguments, request.context or {}, config)
     except CpiError as exc:
         error = Failure(exc.type_name, log.redacted(f"{exc}"), exc.ok_to_retry)
     except Exception as exc:  # noqa: BLE001 - a bug also needs a response; its traceback goes to stderr
@@ -64,28 +72,12 @@ def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
         told = f"cannot {name}: {type(exc).__name__} in {frames[-1].name}, a fault of this CPI; its log has the place"
         log.say("".join(frames.format()) + told)
         error = Failure(CpiError.type_name, told, False)
-    return _encoded(CpiResponse(result, error, log.summary(name, time.monotonic() - began)))
-
-
-def _called(request: CpiRequest, config: str) -> Any:
-    from kubernetes_cpi import methods
-
-    return methods.call(request.method, request.arguments, request.context or {}, config)
-
-
-def _encoded(response: CpiResponse) -> bytes:
+    response = CpiResponse(result, error, log.summary(name, time.monotonic() - began))
     try:
         return msgspec.json.encode(response)
     except (TypeError, ValueError, RecursionError, msgspec.EncodeError) as exc:
         failure = Failure(CpiError.type_name, f"cannot write the result: {exc}", False)
         return msgspec.json.encode(CpiResponse(None, failure, ""))
-
-
-def _decoded(raw: bytes) -> CpiRequest:
-    try:
-        return msgspec.json.decode(raw, type=CpiRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise InputError(f"cannot read the request: {exc}") from None
 
 
 def _config_file(arguments: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Final, NewType
 import msgspec
 
 from agent_shim.actions.agent import Agent
-from agent_shim.actions.tasks import Task, Tasks, TaskWork
+from agent_shim.actions.tasks import Tasks, TaskWork
 from agent_shim.core import safetext, wire
 from agent_shim.core.errors import ActionError, BadArgumentsError, HostError, ShimError, UnknownActionError
 
@@ -157,7 +157,14 @@ class Dispatcher:
             if found.mode is Mode.NOW or request.protocol < found.task_from_protocol:
                 value = await self._run(found, request, is_task=False)
             else:
-                task_id = (await self._begin(found, request, data)).id
+                cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
+                work = partial(self._run, found, request, cancelled)
+                if found.persistent:  # it is stored before the reply contains its id
+                    task = await self._tasks.submit_persistent(found.method, work, data)
+                    await self._agent.state_backup.update()
+                else:
+                    task = self._tasks.submit(found.method, work, cancelled=cancelled, size=wire.weight(data))
+                task_id = task.id
                 value = {"agent_task_id": task_id, "state": "running"}
             reply = wire.encode_value(value, limit=limit)
         except Exception as exc:  # noqa: BLE001 - no request can end the process
@@ -165,16 +172,6 @@ class Dispatcher:
             return wire.encode_exception(self._failed(request.method, exc), limit=limit)
         write_audit(request.method, "accepted" if task_id else "done", begun_at, caller=request.reply_to, task=task_id)
         return reply
-
-    async def _begin(self, found: RegisteredAction, request: wire.Request, data: bytes) -> Task:
-        """Queue the task of a request. A persistent task is stored before the reply contains its id."""
-        cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
-        work = partial(self._run, found, request, cancelled)
-        if not found.persistent:
-            return self._tasks.submit(found.method, work, cancelled=cancelled, size=wire.weight(data))
-        task = await self._tasks.submit_persistent(found.method, work, data)
-        await self._agent.state_backup.update()
-        return task
 
     def resumed(self) -> dict[str, Callable[[bytes], TaskWork]]:
         """Return the factories that resume persistent tasks after a restart by running their stored request again."""

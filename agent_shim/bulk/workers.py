@@ -52,30 +52,26 @@ class Workers:
         ``report`` is called with each step of the request. Cancellation ends the worker and its process group.
         """
         try:
-            done = await self._execute(request, nice, report)
+            worker = self._resting.pop(nice, None)
+            if worker is None or not worker.wake():
+                worker = _Worker(nice)
+            try:
+                done = await worker.execute(request, report)
+            except BaseException:
+                await worker.end()
+                await asyncio.to_thread(_tidy, request, worker.process.pid)
+                raise
+            if nice in self._resting:
+                await worker.end()
+            else:
+                self._resting[nice] = worker
+                worker.rest(lambda: self._resting.pop(nice))
             if done.error:
                 raise ActionError(done.error)
         except BaseException:
             _count(request, "failed")
             raise
         _count(request, "failed" if done.put_error else "done")
-        return done
-
-    async def _execute(self, request: Request, nice: int, report: Report) -> Done:
-        worker = self._resting.pop(nice, None)
-        if worker is None or not worker.wake():
-            worker = _Worker(nice)
-        try:
-            done = await worker.execute(request, report)
-        except BaseException:
-            await worker.end()
-            await asyncio.to_thread(_tidy, request, worker.process.pid)
-            raise
-        if nice in self._resting:
-            await worker.end()
-        else:
-            self._resting[nice] = worker
-            worker.rest(lambda: self._resting.pop(nice))
         return done
 
 

@@ -512,14 +512,23 @@ class Service:
             if spec.start is None:
                 raise HostError("it has no start program")
             await self._shared.may_start.wait()
-            await self._lead()
+            if self._is_leading:
+                self._is_leading = False
+                # Dependants that are starting already wait for this start.
+                self._bounce_dependants(FOLLOWING - {State.STARTING})
+                for dependant in self.dependants:
+                    await dependant.has_left(UP | ENDING)
             if not spec.is_process and record.state is State.RESTARTING:
                 await self._run_stop()
             # If a process is alive that the pidfile no longer names, do not end it. Like monit, run the start program
             # once, because it may write the pid of that process.
             if spec.is_process and self._starter is self._by_ctl and doubted is None:
                 await self._keepers.clear(spec.labels, self._others(), self._timing.grace)
-            await self._run_start()
+            with watchdog.reading(spec.name, "its pidfile"):
+                before = process_record.read(spec.pidfile)
+            finder.program = program = await self._starter.start(spec, finder.pid)
+            record.processes.begin(program.identity, before)
+            self._shared.changed()
         finder.doubted = None
         await finder.arrival(spec, record.processes)
         if doubted is not None and not is_only_named and finder.process is not None:
@@ -527,24 +536,6 @@ class Service:
                 doubted.release()
             else:
                 await doubted.terminate(spec.stop.timeout if spec.stop else self._timing.stop)
-
-    async def _lead(self) -> None:
-        """Before a start with which dependants are restarted, stop the dependants. Dependants that are starting wait
-        for this start.
-        """
-        if self._is_leading:
-            self._is_leading = False
-            self._bounce_dependants(FOLLOWING - {State.STARTING})
-            for dependant in self.dependants:
-                await dependant.has_left(UP | ENDING)
-
-    async def _run_start(self) -> None:
-        """Run the start program and record that it runs."""
-        with watchdog.reading(self.spec.name, "its pidfile"):
-            before = process_record.read(self.spec.pidfile)
-        self._finder.program = program = await self._starter.start(self.spec, self._finder.pid)
-        self.record.processes.begin(program.identity, before)
-        self._shared.changed()
 
     # --- watch --------------------------------------------------------------------------------------------------------
 

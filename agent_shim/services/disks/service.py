@@ -189,7 +189,15 @@ class Disks:
     async def mount(self, cid: str) -> None:
         """Mount a disk on the store, or on the migration target while the store has a disk. Idempotent."""
         with self._exclusively(f"mount_disk {cid}"):
-            view: View | None = await self._wait_for_volume(cid)
+            deadline = time.monotonic() + self.timeouts.arrival
+            while True:
+                found = await self._look()
+                disk = found.disks.get(cid)
+                if disk is None or disk.volume is not None or disk.unusable or time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(self.timeouts.look)
+            decisions.present(found, cid)  # raises if the disk is unknown or has no usable volume
+            view: View | None = found
             deadline = time.monotonic() + self.timeouts.rival
             while True:
                 try:
@@ -229,19 +237,6 @@ class Disks:
             yield
         finally:
             self._running = ""
-
-    async def _wait_for_volume(self, cid: str) -> View:
-        """Wait for the volume of a known disk. Raises ``ActionError`` if the disk is unknown or waiting is
-        pointless.
-        """
-        deadline = time.monotonic() + self.timeouts.arrival
-        while True:
-            view = await self._look()
-            disk = view.disks.get(cid)
-            if disk is None or disk.volume is not None or disk.unusable or time.monotonic() > deadline:
-                decisions.present(view, cid)
-                return view
-            await asyncio.sleep(self.timeouts.look)
 
     async def _wait_until_unused(self, place: Path, volume: Path | None) -> None:
         """Wait until no process uses a disk. Only job processes are terminated."""
