@@ -408,7 +408,7 @@ def _clock(view: ContainerView) -> Iterator[Finding]:
     if (year := time.gmtime().tm_year) < 2024:
         yield view.judged("clock", f"it shows the year {year}", "wrong year")
     elif abs(drift) > 5:
-        yield view.judged("clock", f"/proc/uptime tells another age ({drift:+.0f} s): lxcfs", "other uptime")
+        yield view.judged("clock", f"/proc/uptime shows a different uptime ({drift:+.0f} s): lxcfs", "other uptime")
     elif is_synchronized is False:
         yield view.judged("clock", "the kernel says that no time server is followed", "no time server")
     else:
@@ -425,7 +425,7 @@ def _certificate(view: ContainerView, mbus: Mbus) -> Finding:
     kind, topic = ("door", "certificate of the HTTPS door") if mbus.scheme == "https" else ("bus", "bus certificate")
     found, limit = f"good for {days:.0f} days more", f"{kind} certificate near its end" if days < 30 else ""
     if begins > now:
-        found, limit = "not good yet", f"{kind} certificate not yet valid"
+        found, limit = "not valid yet", f"{kind} certificate not yet valid"
     elif days <= 0:
         found, limit = f"expired {-days:.0f} days ago", f"{kind} certificate expired"
     return view.judged(topic, found, limit)
@@ -531,7 +531,7 @@ def _bus_error(view: ContainerView, place: SplitResult) -> str:
     The handshake is completed, because otherwise the server would log an error.
     """
     if held := view.status.get("bus"):
-        return "" if held["connected"] else str(held["error"]) or "there is no link yet"
+        return "" if held["connected"] else str(held["error"]) or "not connected yet"
     assert view.settings is not None, "the place is out of the settings"
     try:
         with socket.create_connection((place.hostname or "", place.port or NATS_PORT), ANSWER_TIMEOUT_S) as one:

@@ -17,7 +17,7 @@ from agent_shim.cli.doctor.finding import CLOUD_PROPERTIES, LIMITED, NO_PATCH, W
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - that very directory
 
 NEEDED: Final = {
-    "CHOWN": "files cannot be given to vcap",
+    "CHOWN": "files cannot be chowned to vcap",
     "DAC_OVERRIDE": "files of vcap cannot be written by the agent",
     "FOWNER": "modes of files of vcap cannot be set",
     "SETUID": "jobs cannot run as vcap",
@@ -42,12 +42,14 @@ STRONG: Final = {
 each.
 """
 KERNEL_FEATURES: Final = {
-    "pidfd": "ends of processes that were adopted are noticed by looking, up to a second late",
+    "pidfd": "exits of adopted processes are detected by polling, up to a second late",
     "Landlock": "processes of bpm.yml are not confined to their files",
     "pressure stall information": "memory pressure is invisible until memory runs out",
 }
 
-_PRIVILEGED_BY_CPI: Final = "an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all"
+_PRIVILEGED_BY_CPI: Final = (
+    "an engine that runs as root on the CPI's host and grants all capabilities (the CPI requests all)"
+)
 """The change for capabilities that only the engine can withhold. ``cloud_properties`` have no effect, because the
 Docker and warden CPIs always create privileged containers.
 """
@@ -62,8 +64,8 @@ no capabilities = limited: jobs (and sshd) cannot listen on ports below 1024
   pod: none without root
 few capabilities = limited: {lost}
   pod: securityContext.capabilities.add, for jobs that need one of them
-  cpi: an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all, for jobs that need
-    one of them
+  cpi: an engine that runs as root on the CPI's host and grants all capabilities (the CPI requests all), for jobs that
+    need one of them
   engine: --cap-add=NAME, for jobs that need one of them
   lxd: cloud_properties of the VM: config: {{security.privileged: "true"}}, and no lxc.cap.drop in raw.lxc, for jobs
     that need one of them
@@ -77,17 +79,17 @@ no vcap = wrong: jobs cannot run as vcap
 no login programs = limited: no bosh ssh
   pod: an image with passwd and openssh-server
 other vcap = limited: files of volumes from other hosts have other owners here
-  pod: give vcap the number 1000
-no mounts = limited: a persistent disk is shown by a link (scripts that ask `mountpoint /var/vcap/store` see none);
-    jobs that mount (nfs volumes, garden) fail; what env.bosh wants in memory is on disk
+  pod: give vcap the uid 1000
+no mounts = limited: a persistent disk is reachable through a link, so `mountpoint /var/vcap/store` fails in scripts;
+    jobs that mount (nfs volumes, garden) fail; directories that env.bosh wants in memory are on disk
   pod: securityContext.privileged: true, or mount the volume on /var/vcap/store itself
-  cpi: an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all
+  cpi: an engine that runs as root on the CPI's host and grants all capabilities (the CPI requests all)
   engine: --privileged, or --volume=NAME:/var/vcap/store
   lxd: cloud_properties of the VM: config: {{security.nesting: "true"}}, or security.privileged
-no mounts beside a volume = limited: jobs that mount (nfs volumes, garden) fail; what env.bosh wants in memory is on
-    disk
+no mounts beside a volume = limited: jobs that mount (nfs volumes, garden) fail; directories that env.bosh wants in
+    memory are on disk
   pod: securityContext.privileged: true, for such jobs
-  cpi: an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all
+  cpi: an engine that runs as root on the CPI's host and grants all capabilities (the CPI requests all)
   engine: --privileged, for such jobs
   lxd: cloud_properties of the VM: config: {{security.nesting: "true"}}, or security.privileged
 no isolation = limited: a process of bpm.yml can read the files of other jobs that vcap can read
@@ -97,23 +99,23 @@ no cgroups = limited: memory and processor in heartbeats are the host's; kills b
   cpi: the property mount_cgroupfs of the CPI
   engine: --volume=/sys/fs/cgroup:/sys/fs/cgroup:ro
   lxd: cloud_properties of the VM: config: raw.lxc with lxc.mount.auto = cgroup:mixed
-cgroups read-only = good: limits.memory of bpm.yml is kept by a watchdog that looks once a second, limits.processes is
-    not
+cgroups read-only = good: limits.memory of bpm.yml is enforced by a watchdog once a second; limits.processes is not
+    enforced
 no cgroups, lxcfs = limited: kills by the memory limit go unreported
   pod: mount /sys/fs/cgroup (read-only is enough)
   lxd: cloud_properties of the VM: config: raw.lxc with lxc.mount.auto = cgroup:mixed
-kills together = limited: when memory runs out, the kernel ends the agent and all jobs, not only the process that needs
-    too much
+kills together = limited: when memory runs out, the kernel kills the agent and all jobs, not only the process that uses
+    too much memory
   pod: singleProcessOOMKill: true in the configuration of the node's kubelet, or securityContext.privileged: true, with
     which the agent turns it off
   cpi: an engine that does not set memory.oom.group on containers
   engine: 0 in memory.oom.group of the container's cgroup
-no memory limit = limited: one job can take the memory of the whole machine; heartbeats tell the machine's memory
+no memory limit = limited: one job can use up the memory of the whole machine; heartbeats report that machine's memory
   pod: resources.limits.memory
   cpi: cloud_properties of the VM: Memory: BYTES
   engine: --memory=SIZE
   lxd: cloud_properties of the VM: instance_type, or config: {{limits.memory: SIZE}}
-few open files = limited: jobs that want more open files get these (bpm.yml limits.open_files is often 65536 or
+few open files = limited: jobs cannot open more files than this (limits.open_files of bpm.yml is often 65536 or
     100000)
   pod: the default ulimits of the container runtime on the node (LimitNOFILE)
   cpi: cloud_properties of the VM: Ulimits: [{{Name: nofile, Soft: 1048576, Hard: 1048576}}]
@@ -134,11 +136,11 @@ volume noexec = wrong: no program of a job or package runs there
   cpi: cloud_properties of the VM: no Tmpfs or Mounts on {path} with noexec
   engine: --volume=NAME:{path} without noexec
   lxd: cloud_properties of the VM: no raw.mount.options=noexec of a device
-no volume = limited: {needs} are gone with the container
+no volume = limited: {needs} are lost with the container
   pod: a volume mounted on {path}
   cpi: a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data
   engine: --volume=NAME:{path}
-no data volume = limited: {needs} are gone with the container
+no data volume = limited: {needs} are lost with the container
   pod: a volume mounted on {path}; an emptyDir lasts as long as the pod
   cpi: a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data
   engine: --volume=NAME:{path}
@@ -156,10 +158,10 @@ directory of another user = limited: {needs}
   pod: securityContext.runAsUser: 0, where that is allowed
   cpi: an image without USER
   engine: --user=0
-disk full = wrong: state cannot be written: a deploy fails
-  pod: a larger volume, or room
-disk nearly full = limited: a package may not fit in any more
-  pod: a larger volume, or room
+disk full = wrong: state cannot be written, so deploys fail
+  pod: a larger volume, or free some space
+disk nearly full = limited: the next package may not fit
+  pod: a larger volume, or free some space
 little shared memory = limited: databases that share memory between processes (postgres) may fail when they need more
   pod: an emptyDir with medium: Memory on /dev/shm
   cpi: cloud_properties of the VM: ShmSize: BYTES
@@ -169,29 +171,30 @@ old kernel = limited: {lost}
   pod: a newer kernel on the node, or a runtime class with fewer restrictions
 no inotify = limited: the agent does not use it; jobs that watch files fail or poll
   pod: sysctl fs.inotify.max_user_instances=1024 on the node
-no init = limited: an agent that ends may not be started again, and SIGTERM to the container may not stop the jobs in
+no init = limited: the agent may not be restarted if it exits, and SIGTERM to the container may not stop the jobs in
     order
   pod: command: [/opt/agent_shim/launch, …] or /sbin/init; shareProcessNamespace: false
   cpi: cloud_properties of the VM: no Init, no PidMode
   engine: /sbin/init as the command; no --init, no --pid=host
   lxd: cloud_properties of the VM: config: raw.lxc without lxc.init.cmd
-wrong year = wrong: certificates are not good yet: no bus
+wrong year = wrong: certificates are not valid yet, so the bus cannot be reached
   pod: the time of the node
-other uptime = good: nothing here: ages come from the kernel; scripts that use /proc/uptime may be surprised
-no time server = limited: it may drift until certificates and logs do not fit; a container cannot set it
+other uptime = good: no effect on the agent; scripts that read /proc/uptime get another value
+no time server = limited: the clock may drift until certificates are rejected and log times are wrong; a
+    container cannot set it
   pod: a time server on the node
 bus certificate not yet valid = wrong: no connection to the bus
   pod: the time of the node is wrong
-bus certificate expired = wrong: the Director does not reach this instance any more
+bus certificate expired = wrong: the Director can no longer reach this instance
   pod: rotate it: a deploy with new certificates, or recreate the instance
-bus certificate near its end = limited: afterwards the Director does not reach this instance any more
+bus certificate near its end = limited: when it expires, the Director can no longer reach this instance
   pod: rotate the certificates of the Director's NATS and deploy
 door certificate not yet valid = wrong: the bosh CLI refuses it
   pod: the time of the node is wrong
 door certificate expired = wrong: the bosh CLI refuses it
-  pod: make another (cloud_provider.cert in the manifest of create-env) and run create-env
-door certificate near its end = limited: afterwards the bosh CLI refuses it
-  pod: make another (cloud_provider.cert in the manifest of create-env) and run create-env
+  pod: create a new one (cloud_provider.cert in the manifest of create-env) and run create-env
+door certificate near its end = limited: when it expires, the bosh CLI refuses it
+  pod: create a new one (cloud_provider.cert in the manifest of create-env) and run create-env
 no low ports without root = limited: routers, DNS servers and sshd cannot listen on their usual ports
   pod: securityContext.sysctls of the pod: net.ipv4.ip_unprivileged_port_start=0
   cpi: cloud_properties of the VM: Sysctls: {{net.ipv4.ip_unprivileged_port_start: "0"}}
@@ -201,19 +204,20 @@ port taken = wrong: the agent runs without it
   pod: another port in agent.json, or for the other program
 port refused = limited: the agent runs without it
   pod: another port
-own names unknown = wrong: jobs do not find themselves; sudo and bosh ssh wait for name servers
+own names unknown = wrong: the container cannot resolve its own name; sudo and bosh ssh wait for name servers
   pod: /etc/hosts writable for the agent, which completes it at the boot
-no name server = wrong: names are not found
+no name server = wrong: no host name can be resolved
   pod: dnsPolicy and dnsConfig of the pod
   cpi: dns of the network in the cloud-config
   engine: --dns=ADDRESS
 bus name unknown = wrong: the bus cannot be found
-  pod: dnsPolicy: ClusterFirst, a NetworkPolicy that lets port 53 out, or an address in the settings
+  pod: dnsPolicy: ClusterFirst, a NetworkPolicy that allows outgoing traffic to port 53, or an address in the settings
   cpi: dns of the network in the cloud-config, or an address of the bus instead of its name
   engine: --dns=ADDRESS, or an address in the settings
-fixed name servers = limited: bosh-dns cannot put itself before them: /etc/resolv.conf cannot be written
+fixed name servers = limited: bosh-dns cannot add itself as the first name server, because /etc/resolv.conf cannot be
+    written
   pod: /etc/resolv.conf writable, where bosh-dns is deployed
-address missing = wrong: other instances look for this one at the wrong place
+address missing = wrong: other instances connect to the wrong address
   pod: `bosh recreate` this instance, or give the pod its address again
   cpi: `bosh recreate` this instance
   engine: --ip=ADDRESS
@@ -223,10 +227,10 @@ no default route = limited: dynamic networks get no address
   pod: hostNetwork or a CNI network
   cpi: name of the network in cloud_properties of the subnet
   engine: --network=NAME
-bus not reached = wrong: the Director does not reach this instance
-  pod: a NetworkPolicy or firewall that lets port 4222 out; is the Director's NATS up?
-  cpi: a firewall that lets port 4222 out; is the Director's NATS up?
-  engine: a firewall that lets port 4222 out; is the Director's NATS up?
+bus not reached = wrong: the Director cannot reach this instance
+  pod: a NetworkPolicy or firewall that allows outgoing traffic to port 4222; is the Director's NATS up?
+  cpi: a firewall that allows outgoing traffic to port 4222; is the Director's NATS up?
+  engine: a firewall that allows outgoing traffic to port 4222; is the Director's NATS up?
 """
 
 

@@ -249,4 +249,4 @@ def test_doctor_does_not_suggest_a_volume_that_exists(
 
     assert finding.verdict == LIMITED
     assert ("--volume" not in finding.change) == is_volume
-    assert ("shown by a link" not in finding.follows) == is_volume
+    assert ("reachable through a link" not in finding.follows) == is_volume
