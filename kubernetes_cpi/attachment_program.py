@@ -425,7 +425,7 @@ def reboot(uid: str, grace: float) -> None:
         else:
             say("ended")
             return
-    raise SystemExit("cannot reboot: process 1 of the VM does not end")
+    raise SystemExit("cannot reboot: PID 1 of the VM does not exit")
 
 
 def processes(uid: str) -> Iterator[int]:

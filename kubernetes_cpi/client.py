@@ -88,8 +88,8 @@ class Client:
             _url(access.proxy, "the proxy of the API server")
         if self._server.scheme == "http" and not _is_loopback(self._server.hostname or ""):
             raise InputError(
-                f"cannot use the API server {access.server}: it would get the credentials unencrypted; plain http is "
-                "for 127.0.0.1 alone, as of `kubectl proxy`"
+                f"cannot use the API server {access.server}: the credentials would be sent unencrypted; plain http is "
+                "allowed only on loopback, for example for `kubectl proxy`"
             )
         self._connection: http.client.HTTPConnection | None = None
         self._tls: ssl.SSLContext | None = None
@@ -356,7 +356,7 @@ def _url(text: str, what: str) -> urllib.parse.SplitResult:
     except ValueError:
         is_good = False
     if not is_good or "@" in found.netloc or not re.fullmatch(HEADER_VALUE, text):
-        raise InputError(f"cannot reach {what}: its address is no URL of the form https://HOST:PORT without a user")
+        raise InputError(f"cannot reach {what}: its address is not a URL of the form https://HOST:PORT without a user")
     return found
 
 

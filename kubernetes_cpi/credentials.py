@@ -111,7 +111,7 @@ def _from_properties(cluster: Cluster) -> Access:
     mounted = SERVICE_ACCOUNT / "token"
     if not has_credentials and not mounted.exists():
         raise InputError(
-            "cannot reach a cluster: `cluster` of the configuration names no credentials, and this is no pod with a "
+            "cannot reach a cluster: `cluster` of the configuration names no credentials, and this is not a pod with a "
             f"service account ({mounted} is missing)"
         )
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
@@ -176,7 +176,7 @@ def _parsed(text: str, origin: str) -> dict[str, Any]:
             place = getattr(exc, "problem_mark", None)
             raise InputError(f"cannot read {origin}: no YAML{f' in line {place.line + 1}' if place else ''}") from None
     if not isinstance(document, dict):
-        raise InputError(f"cannot read {origin}: it is no hash")
+        raise InputError(f"cannot read {origin}: it is not a hash")
     return document
 
 
@@ -194,7 +194,7 @@ def _data_or_file(entry: Mapping[str, Any], key: str, base: Path) -> str:
         try:
             return base64.b64decode("".join(data.split()), validate=True).decode()
         except (AttributeError, binascii.Error, ValueError):
-            raise InputError(f"cannot use the kubeconfig: `{key}-data` is no base64 of a PEM text") from None
+            raise InputError(f"cannot use the kubeconfig: `{key}-data` is not base64 of a PEM text") from None
     return _text(base / entry[key], key) if entry.get(key) else ""
 
 
@@ -204,4 +204,4 @@ def _text(file: Path, what: str) -> str:
     except OSError as exc:
         raise InputError(f"cannot read the {what}: {exc.strerror}: {file}") from exc
     except UnicodeDecodeError as exc:
-        raise InputError(f"cannot read the {what}: {file} is no text") from exc
+        raise InputError(f"cannot read the {what}: {file} is not text") from exc

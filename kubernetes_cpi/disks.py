@@ -196,8 +196,8 @@ def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str,
         )
     if not recreation.can_recreate(pod):
         raise NotSupportedError(
-            f"cannot attach the disk {disk} to {vm}, which runs: its {manifests.DATA} is no claim, so that its pod "
-            "cannot be made again; recreate the VM with `disks.attach: recreate` or `live`"
+            f"cannot attach the disk {disk} to {vm}, which runs: its {manifests.DATA} is not a claim, so its pod "
+            "cannot be recreated; recreate the VM with `disks.attach: recreate` or `live`"
         )
     _free(session, disk, claims.hold(session, disk, vm))
     kept = [one for one in manifests.disks_of(pod) if claims.is_held(session, one, vm)]

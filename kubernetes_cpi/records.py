@@ -80,7 +80,7 @@ class _RefusedError(InputError):
     """A CLI command that failed. ``told`` is its output."""
 
     def __init__(self, command: str, told: str) -> None:
-        super().__init__(f"cannot learn what the Director knows: `{command}` failed: {told}")
+        super().__init__(f"cannot query the Director: `{command}` failed: {told}")
         self.told = told
 
 
@@ -91,7 +91,7 @@ def director() -> str:
     """
     uuid = _get("/info", _Info).uuid
     if not uuid:
-        raise InputError("cannot learn what the Director knows: `bosh curl /info` tells no UUID")
+        raise InputError("cannot query the Director: `bosh curl /info` returned no UUID")
     return uuid
 
 
@@ -155,7 +155,7 @@ def _get(path: str, kind: type[T]) -> T:
 def _ask(arguments: list[str]) -> _Answer:
     program = shutil.which("bosh")
     if program is None:
-        raise InputError("cannot learn what the Director knows: the bosh CLI is not installed")
+        raise InputError("cannot query the Director: the bosh CLI is not installed")
     command = [program, *arguments, "--json", "--non-interactive"]
     done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True)
     try:

@@ -54,17 +54,17 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
     """Recreate the pod with these disks, or with its former ones if it cannot start with them."""
     vm, had = pod["metadata"]["name"], manifests.disks_of(pod)
     intent = _begun(session, pod, disks)
-    log.say(f"pod {vm}: made again with the disks {', '.join(disks) or '(none)'}")
+    log.say(f"pod {vm}: recreated with the disks {', '.join(disks) or '(none)'}")
     pods.end(session, session.namespace_of(vm), vm, is_name_needed=True)
     try:
         made = carry_on(session, vm, intent)
     except VMCreationFailedError as exc:
-        log.say(f"pod {vm}: {exc}; made again with the disks that it had")
+        log.say(f"pod {vm}: {exc}; recreated with its previous disks")
         former = msgspec.structs.replace(intent, disks=had)
         _note(session, vm, former)
         pods.end(session, session.namespace_of(vm), vm, grace_s=1, is_name_needed=True)
         carry_on(session, vm, former)
-        raise CpiError(f"cannot make the pod of {vm} again with the disks {', '.join(disks)}: {exc}") from exc
+        raise CpiError(f"cannot recreate the pod of {vm} with the disks {', '.join(disks)}: {exc}") from exc
     before, after = (one.get("status", {}).get("podIP") for one in (pod, made))
     if before != after:
         log.say(f"pod {vm}: its address is {after}; links and DNS of the Director keep {before} until `bosh recreate`")
@@ -83,7 +83,7 @@ def release(session: Session, pod: Object, disk: str) -> None:
         log.say(f"the disk {disk} is mounted by {vm} still, which is shut down: its pod ends")
         pods.end(session, namespace, vm)
         return
-    log.say(f"the disk {disk} is mounted by {vm} still, which is made again without it")
+    log.say(f"{vm} still mounts the disk {disk}, so its pod is recreated without it")
     try:
         if intent is None:
             intent = _begun(session, pod, [one for one in manifests.disks_of(pod) if claims.is_held(session, one, vm)])
@@ -92,7 +92,7 @@ def release(session: Session, pod: Object, disk: str) -> None:
         # becomes ready.
         carry_on(session, vm, intent, is_enough=pods.has_started)
     except VMNotFoundError:
-        log.say(f"pod {vm}: it is not made again, since its VM is being deleted")
+        log.say(f"pod {vm}: it is not recreated, because its VM is being deleted")
     except VMCreationFailedError as exc:
         log.say(f"pod {vm}: {exc}; the disk {disk} is free all the same")
 
@@ -106,7 +106,7 @@ def carry_on(
         attachments.end_all(session, vm)
     secret = session.client.find(SECRETS, namespace, vm)
     if secret is None:
-        raise VMNotFoundError(f"cannot make the pod of {vm} again: its Secret is gone")
+        raise VMNotFoundError(f"cannot recreate the pod of {vm}: its Secret is gone")
     body = msgspec.json.decode(base64.b64decode(secret["data"][manifests.POD]), type=Object)
     # The recreation may have been interrupted long ago, so mount only disks that are still attached to the VM.
     held = [disk for disk in intent.disks if claims.is_held(session, disk, vm)]
@@ -119,7 +119,7 @@ def carry_on(
         # The VM was deleted meanwhile, so remove the new pod. If it is deleted after this check, delete_vm removes the
         # pod, because it looks for one again after it has removed the Secret.
         pods.end(session, namespace, vm, grace_s=1)
-        raise VMNotFoundError(f"cannot make the pod of {vm} again: its VM was deleted meanwhile")
+        raise VMNotFoundError(f"cannot recreate the pod of {vm}: its VM was deleted meanwhile")
     timeout_s = session.config.timeouts.create_vm
     ready = pods.until_ready(session, namespace, made, timeout_s=timeout_s, is_enough=is_enough)
     attachments.bound(session, ready)
@@ -142,7 +142,7 @@ def _begun(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
     vm = pod["metadata"]["name"]
     if not can_recreate(pod):
         raise NotSupportedError(
-            f"cannot make the pod of {vm} again: {manifests.DATA} is no claim, and its credentials and packages "
+            f"cannot recreate the pod of {vm}: {manifests.DATA} is not a claim, so its credentials and packages "
             "would be lost; recreate the VM with `disks.attach: recreate`, or attach disks live"
         )
     live = attachments.disks_of(attachments.of(session, vm)) if manifests.live_disks(pod) else []
@@ -172,7 +172,7 @@ def _note(session: Session, vm: str, intent: Intent | None) -> None:
     except ApiError as exc:
         if exc.status != http.client.NOT_FOUND:
             raise
-        raise VMNotFoundError(f"cannot make the pod of {vm} again: its VM was deleted meanwhile") from exc
+        raise VMNotFoundError(f"cannot recreate the pod of {vm}: its VM was deleted meanwhile") from exc
 
 
 def _metadata(pod: Object, kind: str) -> dict[str, str]:

@@ -40,7 +40,7 @@ def create(config: Config, _image_path: str | None, properties: dict[str, Any]) 
     reference, _, digest = str(given).partition("@")
     digest = str(properties.get("digest") or digest)
     if not re.fullmatch(REFERENCE, reference) or (digest and not re.fullmatch(DIGEST, digest)):
-        raise CpiError(f"cannot create the stemcell: {given!r} with digest {digest!r} is no reference to an image")
+        raise CpiError(f"cannot create the stemcell: {given!r} with digest {digest!r} is not a reference to an image")
     if digest:
         return f"{reference}@{digest}{_suffix(properties)}"
     if not config.stemcells.allow_mutable_images:

@@ -334,7 +334,7 @@ def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
         is_good = False
     if not is_good:
         raise InputError(
-            f"cannot create the VM: `agent.mbus` of the CPI {'is no address of a bus' if mbus else 'is empty'}: set it "
+            f"cannot create the VM: `agent.mbus` of the CPI {'is not a bus address' if mbus else 'is empty'}: set it "
             "to the Director's, nats://IP:4222, or for `bosh create-env` to the https:// one of the VM"
         )
     return [one.scheme for one in parts]
@@ -407,7 +407,7 @@ def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> 
         for disk in held:
             claims.record_detach(session, disk, vm)
     except CpiError as exc:
-        log.say(f"cannot remove all objects of {vm}: {exc}; delete_vm {vm} finds it")
+        log.say(f"cannot remove all objects of {vm}: {exc}; run delete_vm {vm} to remove the rest")
 
 
 def _fit_budget(session: Session, pod: Object) -> None:

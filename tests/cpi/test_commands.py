@@ -232,7 +232,7 @@ def test_leftovers_are_kept_after_an_incomplete_director_answer(
     out, code = leftovers(cpi, director, "--delete")
 
     assert (code, cluster.snapshot()) == (1, before)
-    assert out.startswith(f"cannot learn what the Director knows: `bosh curl {path}"), out
+    assert out.startswith(f"cannot query the Director: `bosh curl {path}"), out
 
 
 @pytest.mark.parametrize(

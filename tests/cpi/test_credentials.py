@@ -99,9 +99,9 @@ def test_failed_exec_plugin_is_reported(tmp_path: Path, text: str, words: str) -
             Cluster(kubeconfig=kubeconfig({"auth-provider": {"name": "gcp"}})),
             "`auth-provider` of users is not supported",
         ),
-        (Cluster(kubeconfig=kubeconfig({"client-key-data": "%"})), "no base64"),
+        (Cluster(kubeconfig=kubeconfig({"client-key-data": "%"})), "is not base64"),
         (Cluster(kubeconfig="a: ["), "cannot read"),
-        (Cluster(kubeconfig="text"), "it is no hash"),
+        (Cluster(kubeconfig="text"), "it is not a hash"),
         (Cluster(kubeconfig_file="/missing"), "No such file"),
         (Cluster(server="https://192.0.2.1"), "names no credentials"),
     ],
@@ -189,7 +189,7 @@ def test_api_server_certificate_may_have_the_configured_name(authority: pki.Auth
 
 @pytest.mark.parametrize("address", ["https://", "ftp://127.0.0.1", "https://a:b@127.0.0.1", "https://[127.0.0.1"])
 def test_invalid_api_server_address_is_reported(server: FakeApiServer, directory: Path, address: str) -> None:
-    with pytest.raises(CpiFailedError, match="cannot reach the API server: its address is no URL"):
+    with pytest.raises(CpiFailedError, match="cannot reach the API server: its address is not a URL"):
         call(server, directory, kubeconfig=kubeconfig({"token": server.token}, server=address))
 
 

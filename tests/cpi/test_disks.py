@@ -310,7 +310,7 @@ def test_attach_by_recreation_replaces_the_pod(
 @pytest.mark.parametrize(
     ("properties", "words"),
     [
-        ({"ephemeral_disk": {"type": "empty_dir"}}, "is no claim"),
+        ({"ephemeral_disk": {"type": "empty_dir"}}, "is not a claim"),
         ({"ephemeral_disk": {"type": "claim"}, "attach": "never"}, "attach: never"),
     ],
     ids=["without a data claim", "never"],
@@ -388,7 +388,7 @@ def test_attach_refuses_a_disk_still_mounted_by_a_vm_without_data_claim(cpi: Cpi
     cpi("detach_disk", old, disk)
     new = cpi.create_vm("agent-2", [disk])
 
-    with pytest.raises(CpiFailedError, match="is no claim"):
+    with pytest.raises(CpiFailedError, match="is not a claim"):
         cpi("attach_disk", new, disk)
 
     assert disk in mounts(cluster, old)

@@ -125,7 +125,7 @@ def test_internal_error_of_the_cpi_becomes_a_response(
     error = cpi.answer(cpi.request("has_vm", ["vm-bosh-0"]))["error"]
 
     assert (error["type"], error["ok_to_retry"]) == ("Bosh::Clouds::CloudError", False)
-    assert error["message"].startswith(f"cannot has_vm: {kind.__name__} in broken, a fault of this CPI")
+    assert error["message"].startswith(f"cannot has_vm: {kind.__name__} in broken, a bug in this CPI")
     assert 'raise kind("a bug")' in capsys.readouterr().err
 
 

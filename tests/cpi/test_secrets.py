@@ -209,7 +209,7 @@ def test_credentials_are_not_sent_over_plain_http(secretive: CpiCalls, server: F
     config["cluster"]["server"] = server.url.replace("127.0.0.1", "192.0.2.1")
     secretive.write(config)
 
-    with pytest.raises(CpiFailedError, match="would get the credentials unencrypted"):
+    with pytest.raises(CpiFailedError, match="the credentials would be sent unencrypted"):
         secretive("has_vm", "vm-bosh-0")
 
 

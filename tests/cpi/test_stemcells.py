@@ -45,12 +45,12 @@ def test_image_reference_of_any_registry_is_accepted(reference: str) -> None:
     [
         ({}, "only light stemcells"),
         ({"image": "registry.example/a:1"}, "has no digest"),
-        ({"image_reference": "registry.example/a:1", "digest": "md5:1"}, "no reference to an image"),
-        ({"image_reference": "a b", "digest": DIGEST}, "no reference to an image"),
-        ({"image_reference": ["a"], "digest": DIGEST}, "no reference to an image"),
-        ({"image_reference": "REG/X:1", "digest": DIGEST}, "no reference to an image"),
-        ({"image_reference": "registry.example/a/:1", "digest": DIGEST}, "no reference to an image"),
-        ({"image_reference": "registry.example/a:1:2", "digest": DIGEST}, "no reference to an image"),
+        ({"image_reference": "registry.example/a:1", "digest": "md5:1"}, "not a reference to an image"),
+        ({"image_reference": "a b", "digest": DIGEST}, "not a reference to an image"),
+        ({"image_reference": ["a"], "digest": DIGEST}, "not a reference to an image"),
+        ({"image_reference": "REG/X:1", "digest": DIGEST}, "not a reference to an image"),
+        ({"image_reference": "registry.example/a/:1", "digest": DIGEST}, "not a reference to an image"),
+        ({"image_reference": "registry.example/a:1:2", "digest": DIGEST}, "not a reference to an image"),
         ({"image": f"registry.example/a:1@{DIGEST}", "architecture": "mips"}, "'mips', not one of x86_64, amd64"),
     ],
 )
