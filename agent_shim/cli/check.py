@@ -57,7 +57,7 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
     reports = [_FileReport(path, kind or kind_of(path.name)) for path in files]
     unknown = [report.file for report in reports if not report.kind]
     if unknown:
-        print(f"agent-shim: cannot check {unknown[0]}: its name does not say what it is (use --as)", file=sys.stderr)
+        print(f"agent-shim: cannot check {unknown[0]}: cannot tell its kind from its name (use --as)", file=sys.stderr)
         return USAGE
     parsed: list[MonitFile] = []
     for report in reports:
@@ -164,7 +164,7 @@ def _wrong_programs(check: Check) -> Iterator[str]:
         if program is not None and not program.argv[0].startswith("/"):
             hint = f", expected '{verb} program \"/…\"'" if len(program.argv) > 1 else ""
             name = f"the {verb} program of {check.name}, '{program.argv[0]}'"
-            yield f"line {check.line}: {name}, is no absolute path{hint}"
+            yield f"line {check.line}: {name}, is not an absolute path{hint}"
         missing = "stop" if check.stop is None else "start" if check.start is None else ""
         for word, path in pairwise(program.argv[1:] if program is not None and missing else ()):
             if path.startswith("/") and get_close_matches(word, [missing]):
@@ -173,7 +173,7 @@ def _wrong_programs(check: Check) -> Iterator[str]:
     for rule in check.rules:
         for action in (rule.action, rule.recovery):
             if action.program is not None and not action.program.argv[0].startswith("/"):
-                yield f"line {rule.line}: the program '{action.program.argv[0]}' is no absolute path"
+                yield f"line {rule.line}: the program '{action.program.argv[0]}' is not an absolute path"
 
 
 @dataclass
@@ -207,4 +207,4 @@ def _decoded(content: bytes, path: Path) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as exc:
-        raise ConfigError(f"cannot read {path}: it is no UTF-8 text ({exc.reason} at byte {exc.start})") from exc
+        raise ConfigError(f"cannot read {path}: it is not UTF-8 text ({exc.reason} at byte {exc.start})") from exc

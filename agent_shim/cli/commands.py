@@ -242,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
     _add_for_tools(command)
     demo = command("demo", _demo, "deploy a small release with a scripted Director to a private agent")
     demo.add_argument("--keep", action="store_true", help="leave Director, bus and agent running until Ctrl-C")
-    completion = command("completion", _completion, "print the completion of a shell")
+    completion = command("completion", _completion, "print the completion script for a shell")
     completion.add_argument("shell", choices=tuple(SHELLS), help="bash, zsh or fish")
     of_help = command("help", _help, "describe a command, or list all")
     of_help.add_argument("topic", nargs="?", metavar="COMMAND", help="name of a command")
@@ -263,7 +263,7 @@ def _add_daemon(command: Command) -> None:
     levels = ("debug", "info", "warning", "error")
     run.add_argument("--log-level", choices=levels, default="", help="lowest level that is logged")
     run.add_argument("--job-logs", action="store_true", help="copy the log files of jobs to standard output")
-    monit = command("monit", _monit, "supervise alone, in monit's place beside another agent, in the foreground")
+    monit = command("monit", _monit, "run only the supervisor, replacing monit under another agent, in the foreground")
     monit.add_argument(
         "-c", dest="control_file", type=Path, required=True, metavar="MONITRC", help="monit's control file"
     )
@@ -280,8 +280,8 @@ def _add_for_operators(command: Command) -> None:
     status = command("status", _status, "show the bus, vitals and a table of processes, or single processes")
     text = "show these processes in full; exit with 1 if one does not run"
     status.add_argument("names", nargs="*", metavar="NAME", help=text)
-    status.add_argument("--json", action="store_true", help="for programs")
-    status.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument("--watch", action="store_true", help="keep refreshing until Ctrl-C")
     text = "refresh interval in seconds (default: 2)"
     status.add_argument("--every", type=_seconds, default=2.0, metavar="S", help=text)
     _base_option(status)
@@ -297,10 +297,10 @@ def _add_for_operators(command: Command) -> None:
 
     doctor = command("doctor", _doctor, "probe what this container allows, and list the changes to its manifest")
     output = doctor.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for programs")
+    output.add_argument("--json", action="store_true", help="print JSON")
     text = "the changes as a patch for kubectl: of the template of a StatefulSet or Deployment (default), or of a pod"
     output.add_argument("--patch", nargs="?", const="template", choices=("template", "pod"), help=text)
-    text = "the container that --patch changes (default: this one, where the kubelet tells its name)"
+    text = "the container that --patch changes (default: this one, if the kubelet reveals its name)"
     doctor.add_argument("--container", metavar="NAME", help=text)
     doctor.add_argument("-C", dest="config", type=Path, metavar="agent.json", help="the agent's configuration")
     _base_option(doctor)
@@ -320,7 +320,8 @@ def _add_for_tools(command: Command) -> None:
     _base_option(call)
 
     check = command("check", _check, "validate configuration files")
-    check.add_argument("--as", dest="kind", choices=KINDS, help="kind of the files, whatever their names")
+    text = "treat the files as this kind, regardless of their names"
+    check.add_argument("--as", dest="kind", choices=KINDS, help=text)
     text = "print mistakes and warnings of each file as JSON"
     check.add_argument("--json", action="store_true", dest="as_json", help=text)
     check.add_argument("--strict", action="store_true", help="statements and keys without effect are mistakes")
@@ -343,14 +344,14 @@ def _add_for_tools(command: Command) -> None:
     text = "seconds until all processes run (default: 300)"
     trial.add_argument("--timeout", type=_seconds, default=300.0, metavar="S", help=text)
 
-    text = "evaluate the templates of an instance group by ruby, for an agent without a Director"
+    text = "render the templates of an instance group with Ruby, for an agent without a Director"
     render = command("render", _render, text)
     render.add_argument("manifest", type=Path, metavar="MANIFEST", help="deployment manifest without variables")
     text = "directory or tarball of a release with the jobs"
     render.add_argument("releases", nargs="+", type=Path, metavar="RELEASE", help=text)
     render.add_argument("--group", default="", metavar="GROUP", help="instance group, if the manifest has several")
     render.add_argument("--only", action="append", metavar="JOB", help="only this job")
-    text = "directory for jobs, packages and instance.json: AgentShim.spec of agent.json"
+    text = "output directory for jobs, packages and instance.json; set AgentShim.spec in agent.json to it"
     render.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
     text = "which of the group's instances (AGENT_SHIM_INDEX, also a pod's name; default: 0)"
     render.add_argument("--index", type=int, metavar="N", help=text)
@@ -362,7 +363,7 @@ def _add_for_tools(command: Command) -> None:
     render.add_argument("--bootstrap", action=argparse.BooleanOptionalAction, help=text)
     text = "addresses of instances in links, with {group} {index} {id} {az} {network} {deployment}"
     render.add_argument("--addresses", default="", metavar="PATTERN", help=text)
-    text = "address of a whole group, which bosh-dns would give"
+    text = "address of a whole group, as bosh-dns would return it"
     render.add_argument("--group-address", default="", metavar="PATTERN", help=text)
     text = "write Kubernetes manifests for pods that render their own instances"
     render.add_argument("--kubernetes", action="store_true", help=text)
@@ -374,11 +375,11 @@ def _add_for_tools(command: Command) -> None:
     probe = command(
         "probe", _probe, "for exec probes: check whether the agent process is alive, or report the result of /readyz"
     )
-    text = "live looks for the process and asks it nothing, ready is /readyz"
+    text = "live: check that the agent process exists; ready: report the result of /readyz"
     probe.add_argument("kind", choices=("live", "ready"), help=text)
     _base_option(probe)
 
-    text = "prepare state and jobs for the BOSH agent and monit (end this agent first)"
+    text = "prepare the state and the jobs for the Go agent and monit (stop this agent first)"
     _base_option(command("handback", _handback, text))
 
 
@@ -387,7 +388,7 @@ def _seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
     if not 0 < value <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400")
     return value

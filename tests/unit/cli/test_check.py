@@ -50,8 +50,8 @@ def test_check_accepts_valid_files(tmp_path: Path, capsys: pytest.CaptureFixture
         ("settings.json", '{"agent_id": "a",\n\n  "mbus" 5}', "(line 3 column 10)"),
         ("settings.json", '{"agent_id": 3}', "$.agent_id"),
         ("settings.json", '{"agent_id": "a"}', "$.mbus"),
-        ("settings.json", '{"agent_id": "a", "mbus": "nats//foo"}', "$.mbus is no address"),
-        ("settings.json", '{"agent_id": "a", "mbus": "nats://h:70000"}', "$.mbus is no address"),
+        ("settings.json", '{"agent_id": "a", "mbus": "nats//foo"}', "$.mbus is not an address"),
+        ("settings.json", '{"agent_id": "a", "mbus": "nats://h:70000"}', "$.mbus is not an address"),
         ("bpm.yml", "processes:\n- name: x\n", "executable"),
     ],
 )
@@ -264,10 +264,10 @@ def test_check_of_a_valid_agent_json_says_what_the_agent_will_do(
     [
         (
             'start progam "/x start"',
-            "line 1: the start program of web, 'progam', is no absolute path, expected 'start program \"/…\"'",
+            "line 1: the start program of web, 'progam', is not an absolute path, expected 'start program \"/…\"'",
         ),
-        ('stop porgram "/x stop"', "the stop program of web, 'porgram', is no absolute path"),
-        ('start program "x"', "the start program of web, 'x', is no absolute path"),
+        ('stop porgram "/x stop"', "the stop program of web, 'porgram', is not an absolute path"),
+        ('start program "x"', "the start program of web, 'x', is not an absolute path"),
         (
             'start program "/x"\nstp program "/x stop"',
             "'stp' is an argument of the start program of web, expected 'stop",
@@ -276,7 +276,7 @@ def test_check_of_a_valid_agent_json_says_what_the_agent_will_do(
             'stop program "/x"\nstrat program "/x a"',
             "'strat' is an argument of the stop program of web, expected 'start",
         ),
-        ('if not exist then exec "reboot now"', "line 2: the program 'reboot' is no absolute path"),
+        ('if not exist then exec "reboot now"', "line 2: the program 'reboot' is not an absolute path"),
         ('strat program "/x start"', "line 2 column 1: found 'strat', expected an option of check process"),
     ],
 )

@@ -70,7 +70,7 @@ def test_command_line_without_arguments_lists_the_commands(capsys: pytest.Captur
 def test_error_for_an_invalid_duration_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         commands.main(["drain", "--timeout", "soon"])
-    assert "argument --timeout: 'soon' is no number of seconds" in capsys.readouterr().err
+    assert "argument --timeout: 'soon' is not a number of seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--bogus"], ["--bogus", "status"], ["status", "--bogus"]])
