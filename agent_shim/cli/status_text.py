@@ -169,13 +169,13 @@ def _aligned(column: str, text: str, columns: int) -> str:
 
 def isolation(found: dict[str, Any]) -> str:
     """Describe the isolation of bpm.yml processes (``host.sandbox.Isolation``) in one line."""
-    level = {1: "namespaces of their own", 2: "Landlock rules", 3: "none for files"}[found["level"]]
+    level = {1: "separate namespaces", 2: "Landlock rules", 3: "none for files"}[found["level"]]
     memory = "cgroups" if found["memory"] else "a watchdog"
     why = f" ({found['obstacle']})" if found["obstacle"] else ""
     # Only level 1 has a mount namespace with a private /tmp. At other levels, only the directory in TMPDIR is private
     # to the job.
     temporary = "" if found["level"] == 1 else "; /tmp is shared by all jobs"
-    return f"level {found['level']} for bpm.yml: {level}{why}; memory limits by {memory}{temporary}"
+    return f"level {found['level']} for bpm.yml: {level}{why}; memory limits enforced by {memory}{temporary}"
 
 
 def _row(process: dict[str, Any]) -> tuple[str, ...]:

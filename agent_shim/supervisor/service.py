@@ -609,7 +609,7 @@ class Service:
         """Record an unexpected exit, and restart the process at once unless a delay is due."""
         record = self.record
         is_exit = not isinstance(how, NoPid)
-        reason = await self._with_last_words(f"the process ended by itself: {how}") if is_exit else str(how)
+        reason = await self._with_last_words(f"the process exited unexpectedly: {how}") if is_exit else str(how)
         if Trigger.DIED not in NEXT[record.state]:  # a stop was requested in the same iteration of the event loop
             return
         if time.monotonic() - self._finder.up_at > self._timing.backoff_limit:
@@ -626,11 +626,11 @@ class Service:
         # cgroups.
         by_kernel = how == Signal(signal.SIGKILL) and self._shared.was_oom()
         if by_limit or by_kernel:
-            killer = "its limit of memory" if by_limit else "the kernel"
+            by_whom = "because it exceeded its memory limit" if by_limit else "by the kernel because memory ran out"
             record.oom_kills += 1
             record.last_exit = f"{how}, out of memory"
-            record.reason = f"{killer} killed the process: out of memory ({how})"
-            text = f"{text}: {killer} killed it, out of memory"
+            record.reason = f"the process was killed {by_whom} ({how})"
+            text = f"{text}: killed {by_whom}"
         if why_not := self.spec.why_not_restarted:
             record.reason = f"{record.reason}; it is not restarted: {why_not}"
         self.notify("Does not exist", self.spec.absence.kind, text)

@@ -666,7 +666,7 @@ async def test_bpm_process_above_its_memory_limit_is_killed_and_reported(world: 
         assert found.last_exit in ("SIGKILL, out of memory", "exit 0, out of memory")
         assert found.oom_kills == sum(found.exits.values())
         ends = {event.description for event in world.events if event.event == "Does not exist"}
-        assert ends == {"process is not running: its limit of memory killed it, out of memory"}
+        assert ends == {"process is not running: killed because it exceeded its memory limit"}
         await supervisor.stop(wait=True)
 
 

@@ -36,7 +36,7 @@ async def test_broken_example_is_diagnosed_and_fixed_as_documented(tmp_path: Pat
     place.start()
     try:
         status = await output_with(place, "exit 1", "status")
-        assert "the process ended by itself: exit 1" in status
+        assert "the process exited unexpectedly: exit 1" in status
         assert (await place.ask("probe", "ready"))[0] == 1
         said = await output_with(place, "cannot serve", "logs", "web", "-n", "1")
         assert f"web/web.stdout.log | cannot serve: no port is configured ({tmp_path}/port)" in said

@@ -348,7 +348,7 @@ async def test_out_of_memory_kill_is_reported_as_such(world: JobTree, monkeypatc
             await until(lambda count=before: len(world.told("Does not exist")) > count)  # type: ignore[misc]
 
         assert [each.description for each in world.events if each.event == "Does not exist"] == [
-            "process is not running: the kernel killed it, out of memory",
+            "process is not running: killed by the kernel because memory ran out",
             "process is not running",
         ]
 

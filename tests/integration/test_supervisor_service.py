@@ -133,9 +133,9 @@ async def test_process_exit_is_logged_with_its_reason_and_fields(
         events = [event.text for event in supervisor.events("web")]
 
     assert events[:2] == ["start asked, now starting", "appeared, now running"]
-    assert events[2] == "died: the process ended by itself: exit 3 (no space), now down"
+    assert events[2] == "died: the process exited unexpectedly: exit 3 (no space), now down"
     assert line.levelname == "WARNING"
-    assert line.getMessage() == "web: died: the process ended by itself: exit 3 (no space), now down"
+    assert line.getMessage() == "web: died: the process exited unexpectedly: exit 3 (no space), now down"
     assert line.members == {  # type: ignore[attr-defined]
         "process": "web",
         "job": "web",
@@ -216,7 +216,7 @@ async def test_service_without_a_stop_program_is_not_restarted(world: JobTree) -
 
         assert supervisor.job_state() == "failing"
         assert found.reason == (
-            "the process ended by itself: SIGKILL; "
+            "the process exited unexpectedly: SIGKILL; "
             "it is not restarted: it has no stop program, without which monit restarts nothing"
         )
         assert world.lines() == ["start web"]

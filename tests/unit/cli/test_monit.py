@@ -121,7 +121,7 @@ def test_monit_status_aligns_values_as_monit_does() -> None:
         ({"phase": "starting"}, "initializing - start pending"),
         ({"phase": "settling"}, "initializing"),
         ({"phase": "restarting"}, "Does not exist - restart pending"),
-        ({"phase": "down", "reason": "the process ended by itself"}, "Does not exist"),
+        ({"phase": "down", "reason": "the process exited unexpectedly"}, "Does not exist"),
         ({"phase": "down", "reason": "cannot start: no such file"}, "Execution failed"),
         ({"phase": "broken"}, "Execution failed"),
         ({"kind": "host"}, "online with all services"),

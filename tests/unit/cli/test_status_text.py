@@ -43,7 +43,7 @@ def shown(**members: Any) -> dict[str, Any]:
         "mem_kb": 0,
         "restarts": 3,
         "last_exit": "exit code 1",
-        "reason": "the process ended by itself: exit code 1 (no such table)",
+        "reason": "the process exited unexpectedly: exit code 1 (no such table)",
         "unheeded": ["restart when it ends (it has no stop program)"],
     }
     return {
@@ -87,14 +87,14 @@ def test_status_page_is_complete() -> None:
         "deployment cf / api/1\n"
         "job state  failing\n"
         "disk       mounted\n"
-        "isolation  level 2 for bpm.yml: Landlock rules (mount: Permission denied); memory limits by a watchdog; "
-        "/tmp is shared by all jobs\n"
+        "isolation  level 2 for bpm.yml: Landlock rules (mount: Permission denied); memory limits enforced by a "
+        "watchdog; /tmp is shared by all jobs\n"
         "machine    memory 51 % (512.0 MiB), cpu 5 %, waiting 0 %, load 0.10 0.20 0.30\n"
         "space      system 40 %, ephemeral 93 %\n"
         "\n"
         "PROCESS  STATE    PID  UPTIME    MEMORY    CPU  RESTARTS  LAST EXIT\n"
         "worker   down       -       -         -      -         3  exit code 1\n"
-        "  the process ended by itself: exit code 1 (no such table)\n"
+        "  the process exited unexpectedly: exit code 1 (no such table)\n"
         "  not acted on: restart when it ends (it has no stop program)\n"
         "web      running  812   1h 1m  20.0 MiB  1.2 %         0  -"
     )
@@ -195,7 +195,7 @@ def test_status_details_omit_empty_values() -> None:
         "     groups  vcap\n"
         "       logs  agent-shim logs web"
     )
-    assert "     reason  the process ended by itself" in status_text.details(worker)
+    assert "     reason  the process exited unexpectedly" in status_text.details(worker)
     assert "pid" not in status_text.details(worker)
 
 
@@ -233,7 +233,7 @@ def test_status_reasons_and_warnings_are_wrapped() -> None:
 
     assert [line for line in narrow if len(line) > 60] == []
     for text in (
-        "the process ended by itself: exit code 1 (no such table)",
+        "the process exited unexpectedly: exit code 1 (no such table)",
         status["warnings"][0],
         status["firewall"]["why"],
     ):

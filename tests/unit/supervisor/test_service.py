@@ -220,8 +220,8 @@ def test_settling_times_are_shorter_than_a_monit_cycle() -> None:
     [
         (Code(1), True, False, ""),
         (Signal(signal.SIGKILL), False, False, ""),
-        (Signal(signal.SIGKILL), True, False, "the kernel"),
-        (Signal(signal.SIGKILL), False, True, "its limit of memory"),
+        (Signal(signal.SIGKILL), True, False, "by the kernel because memory ran out"),
+        (Signal(signal.SIGKILL), False, True, "because it exceeded its memory limit"),
     ],
 )
 @played
@@ -244,8 +244,9 @@ async def test_out_of_memory_kill_is_counted_and_reported_as_the_exit_reason(
     record = service.record
     assert (record.oom_kills, sum(record.exits.values())) == (bool(killer), 1)
     assert record.last_exit == (f"{how}, out of memory" if killer else str(how))
-    assert record.reason.startswith(f"{killer} killed the process" if killer else f"the process ended by itself: {how}")
-    assert [event.description.endswith("out of memory") for event in events] == [bool(killer)]
+    killed = f"the process was killed {killer} ({how})"
+    assert record.reason == (killed if killer else f"the process exited unexpectedly: {how}")
+    assert [event.description.partition(": ")[2] for event in events] == [f"killed {killer}" if killer else ""]
 
 
 async def no_words(_: BpmCall) -> str:
