@@ -137,7 +137,7 @@ class Tasks:
 
     def _require_room(self, method: str, size: int) -> None:
         if (waiting := self._queue.qsize()) >= MAX_WAITING or self._waiting_bytes + size > MAX_WAITING_BYTES:
-            raise ActionError(f"cannot queue {method}: {waiting} tasks wait already, repeat it after their end")
+            raise ActionError(f"cannot queue {method}: {waiting} tasks are already queued; try again later")
 
     async def submit_persistent(self, method: str, work: TaskWork, request: bytes) -> Task:
         """Queue a task that survives a restart of the agent and keeps its id (tasks.json).
@@ -146,7 +146,7 @@ class Tasks:
         """
         self._require_room(method, size := wire.weight(request))
         if sum(len(entry["Payload"]) for entry in self._stored.values()) + len(request) > MAX_JOURNAL_BYTES:
-            raise ActionError(f"cannot queue {method}: {len(self._stored)} stored tasks wait already")
+            raise ActionError(f"cannot queue {method}: {len(self._stored)} stored tasks are already queued")
         task_id = str(uuid.uuid4())
         self._stored[task_id] = {"TaskID": task_id, "Method": method, "Payload": base64.b64encode(request).decode()}
         await self._save()
@@ -277,7 +277,7 @@ class Tasks:
 
 
 async def _give_up() -> None:
-    raise ActionError("it has ended two agents, or both ended in its midst: it is not tried again")
+    raise ActionError("two agents have exited while running it, so it is not tried again")
 
 
 def _read_journal(journal: Path) -> list[tuple[str, str, bytes, bool]]:

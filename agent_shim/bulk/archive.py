@@ -271,7 +271,7 @@ class _UnpackedTree(msgspec.Struct):
         try:
             os.link(target, path, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
-            raise ArchiveError(f"it is a link to {_quoted(target)}, which is no file unpacked before it") from None
+            raise ArchiveError(f"it is a link to {_quoted(target)}, which is not a file unpacked before it") from None
 
     def finish(self) -> None:
         for path, link in self.links.items():
@@ -294,7 +294,7 @@ class _UnpackedTree(msgspec.Struct):
         try:
             os.mkdir(path, 0o700, dir_fd=self.fd)
         except FileExistsError:
-            raise ArchiveError(f"{_quoted(path)} is no directory") from None
+            raise ArchiveError(f"{_quoted(path)} is not a directory") from None
         self.directories[path] = None
 
     def _vacate(self, path: str) -> None:

@@ -328,7 +328,7 @@ def parse(raw: bytes, *, origin: str, ignored: list[str] | None = None) -> Setti
     if not settings.agent_id:
         raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is empty")
     if any(each in ".*>/" or each.isspace() or not each.isprintable() for each in settings.agent_id):
-        raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is no single word of a bus subject")
+        raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is not a valid bus subject token")
     return settings
 
 
@@ -374,7 +374,7 @@ def require_bus(found: Effective, origin: str) -> None:
         raise SettingsError(f"cannot use the settings in {origin}: neither $.env.bosh.mbus.urls nor $.mbus is set")
     if not found.update.mbus.urls and not all(map(_is_bus, urls)):
         place = "$.env.bosh.mbus.urls" if found.source.env.bosh.mbus.urls else "$.mbus"
-        raise SettingsError(f"cannot use the settings in {origin}: {place} is no address like nats://HOST:PORT")
+        raise SettingsError(f"cannot use the settings in {origin}: {place} is not an address like nats://HOST:PORT")
 
 
 def _is_bus(url: str) -> bool:

@@ -127,7 +127,7 @@ def make_tree(paths: Paths) -> None:
             try:
                 files.close_to_others(path, "root:root" if paths.is_system else None, more=0o755)
             except HostError as exc:
-                logger.warning("%s: jobs may exchange what root runs", exc)
+                logger.warning("%s: jobs may replace programs that root runs", exc)
     for path, mode, owner in directories(paths):
         if path == paths.data and path.is_dir():
             continue

@@ -18,7 +18,7 @@ def ask(path: str | os.PathLike[str], request: dict[str, Any], *, timeout: float
         line = json.dumps(request, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError as exc:
         wrong = exc.object[exc.start : exc.end]
-        raise NoAgentError(f"cannot ask the agent: an argument is no UTF-8 text, see {wrong!a}") from exc
+        raise NoAgentError(f"cannot ask the agent: an argument is not UTF-8 text, see {wrong!a}") from exc
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout)

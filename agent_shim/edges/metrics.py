@@ -145,7 +145,7 @@ class Metrics:
         self._durations = Histogram(
             "agent_shim_action_duration_seconds", text, ("method",), buckets=ACTION_BOUNDS, registry=None
         )
-        text = "How late the event loop woke a sleeper."
+        text = "Delay with which the event loop wakes a sleeping task."
         self._lag = Histogram("agent_shim_loop_lag_seconds", text, buckets=LAG_BOUNDS, registry=None)
         self._of_process = ProcessCollector(registry=None)
         self._read_at = float("-inf")

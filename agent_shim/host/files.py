@@ -54,11 +54,11 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
         fd = os.open(path, flags)
     except OSError as exc:
         if exc.errno in (errno.ELOOP, errno.ENXIO):  # it is a link or a socket
-            raise OSError(errno.EINVAL, "it is no regular file", str(path)) from exc
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path)) from exc
         raise
     with closing(fd):
         if not stat.S_ISREG((found := os.fstat(fd)).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         # Read in portions of the file's size, because a buffer as large as the limit would be mapped each time. For
         # kernel files, which report the size 0, use ``CHUNK_BYTES``.
         content, size = b"", max(found.st_size, CHUNK_BYTES)
@@ -322,7 +322,7 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
             continue
         except OSError as exc:
             raise failed(f"make the directory {path}", exc) from exc
-    raise HostError(f"cannot make the directory {path}: another user keeps putting something there")
+    raise HostError(f"cannot make the directory {path}: another user keeps creating something else at this path")
 
 
 def close_to_others(path: Path, owner: str | None, *, more: int = 0) -> None:
@@ -344,7 +344,7 @@ def move_away(path: Path) -> None:
         owner = path.lstat().st_uid
         if owner not in trusted_path.trusted_users():
             aside = path.rename(sibling(path))
-            logger.warning("%s was put there by user %d: it is %s now", path, owner, aside.name)
+            logger.warning("%s was created by user %d and was renamed to %s", path, owner, aside.name)
 
 
 def _open_made(path: Path, mode: int) -> int:

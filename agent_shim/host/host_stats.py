@@ -88,4 +88,4 @@ def _psutil(proc: Path) -> ModuleType:
 
 def _require_natural(*figures: float) -> None:
     if not all(math.isfinite(figure) and figure >= 0 for figure in figures):
-        raise ValueError(f"{figures} are no figures of a kernel")
+        raise ValueError(f"{figures} are not numbers that a kernel reports")

@@ -89,13 +89,13 @@ class Sshd:
         users = await asyncio.to_thread(network.listeners, self._port)
         if strangers := users - {0, os.geteuid()}:
             whose = f"a process of user {min(strangers)}"
-            raise HostError(f"port {self._port} is in use by {whose}, which is no sshd: end it")
+            raise HostError(f"port {self._port} is in use by {whose}, which is not sshd; stop it")
         return bool(users)
 
     async def _start(self) -> None:
         program = shutil.which("sshd", path=command.ENVIRONMENT["PATH"])
         if program is None:
-            raise HostError(f"nothing listens on port {self._port}, and there is no sshd (package openssh-server)")
+            raise HostError(f"nothing listens on port {self._port}, and sshd (package openssh-server) is not installed")
         if os.geteuid() != 0:
             raise HostError(f"nothing listens on port {self._port}, and the agent is not root")
         await self._have_host_key()

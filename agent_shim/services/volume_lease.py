@@ -313,7 +313,7 @@ def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
     try:
         with files.attempting(f"{what}: {path}"):
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "it is no regular file")
+                raise OSError(errno.EINVAL, "it is not a regular file")
         if _lock(descriptor) is False:
             who = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
             other = f"another agent, process {who}," if who.isdigit() else "another agent"

@@ -119,5 +119,5 @@ async def test_fifo_in_place_of_a_state_copy_fails_the_boot(tmp_path: Path, name
     (paths.mirror / "agent_shim.json").write_text(json.dumps(stamp))
     os.mkfifo(tmp_path / name)
 
-    with pytest.raises(BootError, match="cannot restore the state of this agent: .* it is no regular file"):
+    with pytest.raises(BootError, match="cannot restore the state of this agent: .* it is not a regular file"):
         await StateBackup(paths).recover(AGENT)

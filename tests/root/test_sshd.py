@@ -345,7 +345,7 @@ def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
         job.kill()
         job.communicate()
 
-    assert error == "Seeing to sshd: port 2022 is in use by a process of user 1234, which is no sshd: end it"
+    assert error == "Seeing to sshd: port 2022 is in use by a process of user 1234, which is not sshd; stop it"
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
 
 
@@ -394,7 +394,7 @@ def test_container_without_sshd_is_reported_and_leaves_no_user(alone: Alone) -> 
     finally:
         alone.box.run("umount /usr/sbin")
 
-    assert error == "Seeing to sshd: nothing listens on port 22, and there is no sshd (package openssh-server)"
+    assert error == "Seeing to sshd: nothing listens on port 22, and sshd (package openssh-server) is not installed"
     assert "bosh_any" not in passwd
 
 

@@ -63,7 +63,7 @@ def read(volume: Path) -> Marker | None:
             with closing(guarded.open_file(inside / NAME, inside)) as file:
                 for found in (os.fstat(directory), os.fstat(file)):
                     if not _is_of_agents(found):
-                        raise OSError(errno.EPERM, f"user {found.st_uid} put it there")
+                        raise OSError(errno.EPERM, f"it belongs to user {found.st_uid}")
                 return wire.decode(os.pread(file, _MAX_BYTES, 0), Marker)
     except OSError as exc:
         if exc.errno != errno.ENOENT:
@@ -100,7 +100,7 @@ def write(volume: Path, marker: Marker) -> None:
         try:
             files.close_to_others(volume, None, more=0o755 if is_new else 0)
         except HostError as exc:
-            logger.warning("%s: jobs may exchange its marker", exc)
+            logger.warning("%s: jobs may replace the marker", exc)
     with files.attempting(f"mark the volume {volume} as disk {marker.cid}"):
         set_aside(volume)
         files.make_dir(volume / DIRECTORY, 0o700)

@@ -291,7 +291,7 @@ class DiskMounts:
             except HostError as exc:
                 if unmarked is not None:
                     raise
-                logger.warning("%s; the marker of disk %s tells where it belongs", exc, marker.cid)
+                logger.warning("%s; the marker on disk %s still records where it belongs", exc, marker.cid)
 
     def _unclaim(self, step: decisions.Unclaim, covered: dict[Path, Path]) -> None:
         """Raise ``HostError`` if the record can be written neither to the marker nor to the root file system."""

@@ -469,7 +469,9 @@ def _composed(text: str, origin: str) -> yaml.Node | None:
     except yaml.reader.ReaderError as exc:
         raise ConfigError(f"cannot read {origin}: line {_line(text, exc.position)}: {exc.reason}") from exc
     except UnicodeEncodeError as exc:
-        raise ConfigError(f"cannot read {origin}: line {_line(text, exc.start)}: found bytes that are no text") from exc
+        raise ConfigError(
+            f"cannot read {origin}: line {_line(text, exc.start)}: found bytes that are not text"
+        ) from exc
 
 
 def _line(text: str, at: int) -> int:

@@ -149,7 +149,7 @@ class ProcessFinder:
             return False
         one, relation = found
         if relation is Tie.NAMED:
-            self._refuse(pidfile, one, f"{before.pid} ({proc.name(before.pid)}) runs beside it")
+            self._refuse(pidfile, one, f"the service's process {before.pid} ({proc.name(before.pid)}) is still running")
             return False
         if not self._adopt(record, pidfile, one, relation):
             return False

@@ -239,7 +239,7 @@ async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> Non
             running.cancel()
 
     assert begun == [b"first", b"second"]
-    assert (await ended(lane, first.id)).outcome.startswith("update_settings: it has ended two agents")
+    assert (await ended(lane, first.id)).outcome.startswith("update_settings: two agents have exited while running it")
     assert lane.find(second.id).state == "running"
     running.cancel()
 
@@ -318,9 +318,9 @@ async def test_full_task_queue_rejects_requests(tasks: Tasks) -> None:
         await asyncio.sleep(0)
     for _ in range(2):
         last = tasks.submit("prepare", gate.wait, size=MAX_WAITING_BYTES // 2)
-    with pytest.raises(ActionError, match="cannot queue prepare: 2 tasks wait already, repeat it after their end"):
+    with pytest.raises(ActionError, match="cannot queue prepare: 2 tasks are already queued; try again later"):
         tasks.submit("prepare", gate.wait, size=1)
-    with pytest.raises(ActionError, match="cannot queue update_settings: 2 tasks wait already"):
+    with pytest.raises(ActionError, match="cannot queue update_settings: 2 tasks are already queued"):
         await tasks.submit_persistent("update_settings", gate.wait, b"{}")
     tasks.submit("start the jobs again", gate.wait)
 
@@ -336,5 +336,5 @@ async def test_size_of_the_task_journal_is_limited(tasks: Tasks) -> None:
     for _ in range(3):
         await tasks.submit_persistent("update_settings", gate.wait, request)
 
-    with pytest.raises(ActionError, match="cannot queue update_settings: 3 stored tasks wait already"):
+    with pytest.raises(ActionError, match="cannot queue update_settings: 3 stored tasks are already queued"):
         await tasks.submit_persistent("update_settings", gate.wait, request)

@@ -148,7 +148,7 @@ def test_own_file_is_not_read_or_written_through_a_symlink_out_of_its_directory(
     (own / "below").mkdir(parents=True)
     (own / "state").symlink_to(target)
 
-    with pytest.raises(OSError, match="it is no regular file"):
+    with pytest.raises(OSError, match="it is not a regular file"):
         files.read(own / "state", is_own=True)
     files.write_atomic(files.behind(own / "state"), b"mine")
 
@@ -165,7 +165,7 @@ def test_own_file_is_read_through_a_symlink_to_memory_but_not_a_second_symlink(t
 
     (tmp_path / "memory/state").unlink()
     (tmp_path / "memory/state").symlink_to("/dev/zero")
-    with pytest.raises(OSError, match="it is no regular file"):
+    with pytest.raises(OSError, match="it is not a regular file"):
         files.read(tmp_path / "state", is_own=True)
 
 
@@ -374,7 +374,7 @@ def test_temporary_files_are_recognised_by_their_names(tmp_path: Path) -> None:
 
 def test_reading_a_directory_as_a_file_leaks_no_descriptor(tmp_path: Path) -> None:
     """The path of the settings may be a directory. It is read twice a second, so a leak would add up."""
-    with pytest.raises(OSError, match="it is no regular file"):
+    with pytest.raises(OSError, match="it is not a regular file"):
         files.read(tmp_path)
 
 

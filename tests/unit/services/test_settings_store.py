@@ -74,7 +74,7 @@ async def test_fifos_devices_and_huge_files_are_rejected_as_settings(files: File
         files.write()
         os.truncate(files.source, MAX_FILE_BYTES + 1)
 
-    with pytest.raises(SettingsError, match=r"it is no regular file|it has more than \d+ bytes"):
+    with pytest.raises(SettingsError, match=r"it is not a regular file|it has more than \d+ bytes"):
         await files.store.refreshed()
 
 

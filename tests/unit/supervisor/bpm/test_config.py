@@ -261,7 +261,7 @@ processes:
         ("a: 'b\nc: d", "line 2 column 5: found unexpected end of stream"),
         ("a: *b", "line 1 column 4: found undefined alias"),
         ("a: \x07", "line 1: control characters are not allowed"),
-        ("a:\n b: \udcff", "line 2: found bytes that are no text"),
+        ("a:\n b: \udcff", "line 2: found bytes that are not text"),
         ("a: " + "[" * 101, "line 1: found more than 100 levels, expected a bpm.yml"),
         ("a: [" + "[[]]," * 50 + "[" * 100, "line 1: found more than 100 levels, expected a bpm.yml"),
     ],
