@@ -558,7 +558,10 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
 
 
 def _begun(path: Path) -> int:
-    """Return the tick at which the keeper of a socket started, or a slightly earlier one."""
+    """Return the clock tick at which the keeper that owns this socket started.
+
+    For a socket without a start time in its name, this is an estimate that is never too late.
+    """
     named = _NAME.fullmatch(path.name)
     if named and named["ticks"]:
         return int(named["ticks"], 16)

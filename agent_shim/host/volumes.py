@@ -45,7 +45,7 @@ def is_directory(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Return True if ``path``, or the target of a link there, exists and is reachable."""
+    """Return True if ``path`` exists and is reachable. Symlinks are followed."""
     return os.path.exists(path)  # noqa: PTH110 - that of Path raises for what is unreachable
 
 

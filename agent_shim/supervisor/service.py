@@ -520,8 +520,8 @@ class Service:
                     await dependant.has_left(UP | ENDING)
             if not spec.is_process and record.state is State.RESTARTING:
                 await self._run_stop()
-            # If a process is alive that the pidfile no longer names, do not end it. Like monit, run the start program
-            # once, because it may write the pid of that process.
+            # Do not kill a live process that the pidfile no longer names. Run the start program once, as monit does,
+            # because it may write that process's pid to the pidfile.
             if spec.is_process and self._starter is self._by_ctl and doubted is None:
                 await self._keepers.clear(spec.labels, self._others(), self._timing.grace)
             with watchdog.reading(spec.name, "its pidfile"):

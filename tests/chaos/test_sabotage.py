@@ -43,7 +43,7 @@ def test_change_of_each_saboteur_can_be_applied(saboteur: Saboteur) -> None:
     assert saboteur in GENERAL or saboteur.played in CASES
 
 
-def test_saboteur_is_not_caught_by_a_row_that_fails_for_another_reason() -> None:
+def test_case_failing_for_another_reason_does_not_count_as_catching_the_saboteur() -> None:
     saboteur = Saboteur("N-02", "is deaf", "x", "a", "b", "dead link")
 
     assert is_caught(saboteur, Row("N-02", "", "not held", "dead link noticed: not within 16 s"))

@@ -15,7 +15,7 @@ JOBS = {
 }
 
 
-def test_release_habits_include_at_least_twenty_monit_files() -> None:
+def test_corpus_of_release_patterns_has_at_least_twenty_monit_files() -> None:
     assert len(JOBS) >= 20
 
 

@@ -100,7 +100,7 @@ async def test_local_blobstore_on_a_full_disk_names_the_file_and_removes_it(path
     assert list((tmp_path / "store").iterdir()) == []
 
 
-async def test_create_env_cache_is_the_directory_of_uploaded_blobs(paths: Paths) -> None:
+async def test_create_env_cache_path_maps_to_the_uploaded_blobs_directory(paths: Paths) -> None:
     """The cache path that ``bosh create-env`` configures stands for the directory in which the agent stores uploaded
     blobs.
     """

@@ -584,7 +584,7 @@ def test_bpm_isolation_matches_the_isolation_level(
 
 @pytest.mark.parametrize("kept", [None, (5, 77)])
 @pytest.mark.parametrize("is_next_killed", [False, True])
-async def test_oom_kill_explains_one_exit_although_its_cgroup_is_removed(
+async def test_old_oom_kills_are_not_attributed_to_the_next_process_in_a_cgroup(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, int] | None, is_next_killed: bool
 ) -> None:
     """If the cgroup cannot be removed, its old kills are not counted again for the next process."""

@@ -432,7 +432,7 @@ async def test_unmount_that_fails_and_cannot_be_recorded_is_reported(
 
 
 @each_way
-async def test_mount_that_cannot_be_removed_counts_as_unmounted(
+async def test_failed_unmount_is_recorded_on_the_root_file_system(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The volume's marker cannot be written, but a record on the root file system says so, for the next agent too."""

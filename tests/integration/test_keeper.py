@@ -233,7 +233,7 @@ async def test_failed_keeper_start_names_the_step(sockets: Path, program: Progra
     assert list(sockets.iterdir()) == []
 
 
-async def test_keeper_does_not_run_a_program_without_an_interpreter(sockets: Path, tmp_path: Path) -> None:
+async def test_keeper_reports_a_missing_script_interpreter(sockets: Path, tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("#!/nowhere/sh\n")
     script.chmod(0o755)

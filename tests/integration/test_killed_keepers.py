@@ -28,7 +28,7 @@ def keeper_of(supervisor: Supervisor) -> int:
     return kept.pid
 
 
-async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: JobTree) -> None:
+async def test_service_and_its_stop_fail_after_its_keeper_was_killed(world: JobTree) -> None:
     """The reason names the processes that may belong to the service. Once they have ended, the stop succeeds."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")

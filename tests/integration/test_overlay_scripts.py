@@ -142,7 +142,7 @@ def test_stop_script_waits_for_a_restarting_agent_and_records_its_exit(
     assert (top / "exit_code").read_text() == f"{code}\n"
 
 
-def test_stop_script_leaves_the_grace_period_to_agent_json_without_a_variable(top: Path) -> None:
+def test_stop_script_uses_the_grace_period_of_agent_json_if_no_variable_is_set(top: Path) -> None:
     recorder(top / "opt/agent_shim/bin/agent-shim")
     recorder(top / "tools/s6-svscanctl")
 

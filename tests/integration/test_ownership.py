@@ -213,7 +213,7 @@ async def test_stop_ends_processes_below_a_subreaper_of_the_job(world: JobTree) 
         assert not is_alive(pid)
 
 
-async def test_session_begun_after_the_pidfile_belongs_to_the_service(world: JobTree) -> None:
+async def test_session_created_after_the_pidfile_was_written_belongs_to_the_service(world: JobTree) -> None:
     """A daemon creates a session after it has written its pidfile.
 
     If it is killed, its worker, which only this session identifies, is killed before the next start.

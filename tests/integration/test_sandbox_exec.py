@@ -193,7 +193,7 @@ def test_sandboxed_job_does_not_inherit_the_agents_oom_protection(tmp_path: Path
         ({"argv": ["/etc/passwd"], "has_init": True}, "execute: /etc/passwd: Permission denied"),
     ],
 )
-async def test_failed_sandbox_step_is_named(tmp_path: Path, members: dict[str, Any], step: str) -> None:
+async def test_sandbox_error_names_the_step_that_failed(tmp_path: Path, members: dict[str, Any], step: str) -> None:
     """If the step concerns a path, the error contains it."""
     status, found = await run(tmp_path, order(**members))
 

@@ -72,7 +72,7 @@ def dns(world: JobTree, pre_start: str = "") -> JobFile:
     lines, ctls = [], []
     for name in NAMES:
         as_user = "setpriv --reuid=1000 --regid=1000 --clear-groups --" if is_root and name == "dns" else ""
-        # As in the release, each start gives even pidfiles that root wrote to vcap.
+        # As in the release, every start chowns the pidfiles to vcap, including those that root wrote.
         give = f"chown -R 1000 {world.pidfile(name)}" if is_root else ":"
         child = world.base / f"{name}.child"
         ctl = world.script(name, "ctl", CTL.format(as_user=as_user, give=give, child=child))

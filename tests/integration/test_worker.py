@@ -513,7 +513,7 @@ async def test_worker_has_no_secrets_in_arguments_environment_or_files(
     assert score == "500\n"
 
 
-def test_worker_keeps_an_oom_score_above_its_own() -> None:
+def test_worker_does_not_lower_an_inherited_oom_score() -> None:
     """The agent of a Burstable pod can have 990. If its worker had less, the kernel would kill the agent first."""
     code = (
         "import os; from pathlib import Path; from agent_shim.bulk import worker; "

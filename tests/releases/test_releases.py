@@ -90,7 +90,7 @@ def test_process_started_by_pre_start_belongs_to_the_job(life: Phases) -> None:
     files={"monit": check(), "bin/ctl": ctl(before="pkill -x serve || true")},
     acts=(("unhealthy", f"echo 0 >{RUN}/web.pid"),),
 )
-def test_zero_in_the_pidfile_restarts_an_unhealthy_service(life: Phases) -> None:
+def test_service_is_restarted_when_its_post_start_writes_0_to_the_pidfile(life: Phases) -> None:
     assert starts(life["unhealthy"]) == 1
     assert runs(life["unhealthy"])
     assert "web - Does not exist - restart" in life["unhealthy"]["alerts"]

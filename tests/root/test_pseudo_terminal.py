@@ -335,7 +335,7 @@ def test_children_that_keep_the_terminal_open_do_not_delay_the_end_of_a_session(
 @pytest.mark.parametrize(
     ("script", "code"), [("exit 7", 7), ("kill -TERM $$", 143), ("echo up >&3; exec sleep 1000", 130)]
 )
-def test_interrupts_by_the_operator_reach_only_the_program(operator: Operator, script: str, code: int) -> None:
+def test_ctrl_c_interrupts_the_program_but_not_its_caller(operator: Operator, script: str, code: int) -> None:
     """The caller must survive Ctrl-C to report how the program ended."""
     report = f"exec 3>>{operator.report}; "
     operator.call(report + script, what="in_terminal")

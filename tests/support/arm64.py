@@ -32,6 +32,9 @@ PACKAGES: Final = (
 )
 PLATFORMS: Final = ("manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in (17, 24, 28, 34)))
 BINFMT: Final = Path("/proc/sys/fs/binfmt_misc")
+UNSUPPORTED: Final = ("tests/unit/edges/test_metrics.py::test_agent_exports_the_standard_process_metrics",)
+"""Tests that the emulator makes fail. Its ``/proc/self/stat`` reports no resident memory."""
+
 _ENTER: Final = """
 set -eu
 mount --make-rprivate /

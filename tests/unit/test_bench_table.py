@@ -94,7 +94,7 @@ def test_benchmark_deploy_steps_have_a_row_for_each_agent() -> None:
     assert "| deploy queries" not in text
 
 
-def test_benchmark_figure_with_a_budget_keeps_its_row() -> None:
+def test_benchmark_table_keeps_individual_rows_for_measurements_with_a_budget() -> None:
     crowds = {f"{count}_processes_idle_cpu": figure([0.05], "%") for count in (10, 200)}
     text = table.render(document("ours", crowds), [])
 

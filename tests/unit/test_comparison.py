@@ -86,7 +86,7 @@ def test_comparison_does_not_mistake_a_directory_for_a_missing_program(tmp_path:
     assert {"render"} == made.system & {"render", ".", ".."}
 
 
-def test_comparison_keeps_the_last_tool_of_a_start_program_running(tmp_path: Path) -> None:
+def test_comparison_treats_the_last_command_of_a_start_program_as_the_daemon(tmp_path: Path) -> None:
     made = planned(tmp_path, job())
 
     assert plan.learn(made, "", ["render", "server"])
@@ -151,7 +151,7 @@ def test_comparison_uses_the_final_state_of_a_process_that_an_apply_removes(tmp_
     assert judged(tmp_path / "other", phase("apply", values=listed), late).kind == "difference"
 
 
-def test_comparison_lists_an_alert_about_an_empty_pidfile_that_monit_does_not_send_for_a_dependant(
+def test_missing_monit_alert_for_a_dependant_with_an_empty_pidfile_is_a_known_deviation(
     tmp_path: Path,
 ) -> None:
     """monit restarts the service with its prerequisite. An example is cf-redis-broker in shared-redis-release."""
@@ -178,7 +178,7 @@ def test_comparison_accepts_a_process_that_reports_its_start_in_the_next_phase(
 
 
 @pytest.mark.parametrize(("is_same", "kind"), [(True, "equal"), (False, "difference")])
-def test_comparison_accepts_a_late_report_in_any_phase_unless_a_process_was_replaced(
+def test_comparison_accepts_a_delayed_start_in_any_phase_if_the_process_is_the_same(
     tmp_path: Path, is_same: bool, kind: str
 ) -> None:
     """The start program of emitter of metrics-demo waits 15 seconds before it runs its program."""
@@ -211,13 +211,10 @@ def test_comparison_reports_a_slow_start_without_an_alert(tmp_path: Path) -> Non
     assert judged(tmp_path / "silent", monit, phase("slow start", events=[lives])).kind == "difference"
 
 
-def test_comparison_lists_a_service_that_still_fails_under_monit_although_its_slow_start_succeeded(
+def test_service_still_failing_under_monit_after_a_slow_start_is_a_known_deviation(
     tmp_path: Path,
 ) -> None:
-    """An example is nginx in artifactory-bosh-release.
-
-    If the service fails for another reason, that is a difference.
-    """
+    """As with nginx in artifactory-bosh-release. A failure for any other reason is an unexpected difference."""
     failed = {"job_states": ["failing"], "states": {"web": ["failing"]}}
     alert, up = {"alerts": ["web - Execution failed - alert"]}, {"states": {"web": ["running"]}}
 
@@ -401,14 +398,14 @@ def test_comparison_looks_for_missing_files_if_one_service_has_no_process(
     assert judge.lacks_a_process(lives) == is_lacking
 
 
-def test_comparison_adds_reporting_to_scripts_and_creates_missing_hooks(tmp_path: Path) -> None:
+def test_comparison_instruments_scripts_and_adds_missing_lifecycle_hooks(tmp_path: Path) -> None:
     files = planned(tmp_path, job()).job.files
 
     assert files["bin/ctl"].splitlines()[1].startswith(plan.TOLD)
     assert all(plan.TOLD in files[f"bin/{name}"] for name in plan.HOOKS)
 
 
-def test_comparison_gives_the_second_version_a_short_start_timeout(tmp_path: Path) -> None:
+def test_comparison_shortens_the_start_timeout_in_the_second_deploy(tmp_path: Path) -> None:
     monit = MONIT.replace("ctl start'\"", "ctl start'\" with timeout 90 seconds")
     made = planned(tmp_path, job(monit=monit))
 
@@ -417,7 +414,7 @@ def test_comparison_gives_the_second_version_a_short_start_timeout(tmp_path: Pat
     assert made.slow == ["/var/vcap/jobs/web/bin/ctl start"]
 
 
-def test_comparison_sets_memory_and_cpu_limits_within_reach(tmp_path: Path) -> None:
+def test_comparison_lowers_memory_and_cpu_limits_so_that_test_programs_can_exceed_them(tmp_path: Path) -> None:
     rules = (
         "  if totalmem > 4 GB for 15 cycles then alert\n  if cpu usage > 95% then alert\n  if mem > 80% then alert\n"
     )
@@ -427,7 +424,7 @@ def test_comparison_sets_memory_and_cpu_limits_within_reach(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", breaks.BREAKS)
-def test_comparison_break_of_the_agent_can_be_applied(tmp_path: Path, name: str) -> None:
+def test_each_deliberate_defect_for_the_comparison_applies_and_compiles(tmp_path: Path, name: str) -> None:
     broken = breaks.BREAKS[name]
     broken.copy(tmp_path)
     compile((tmp_path / "agent_shim" / broken.path).read_text(), broken.path, "exec")

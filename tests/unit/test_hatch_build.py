@@ -1,4 +1,4 @@
-"""Versions of builds, the README of the wheel, and the compiler for the keeper."""
+"""Tests of the build hook: build versions, the wheel's README, and how the keeper is compiled."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_mutation_table_counts_by_module_and_stage() -> None:
     assert [line.partition(": ")[0] for line in lines[7:]] == ["x.py:12", "x.py:12", "x.py:12"]
 
 
-def test_mutation_stage_tries_unnoticed_mutants_without_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_stage_runs_only_surviving_mutants_not_yet_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     unit, integration, _ = mutate.STAGES
     ones = list(mutants("x.py", MODULE))
     at_import, noticed, tried, unreached, *rest = ones

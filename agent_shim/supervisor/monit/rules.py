@@ -71,8 +71,9 @@ def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | 
     """Parse a rule in a check of this kind. Return None for a test on which the agent does not act. ``address`` is the
     host for connections that do not name one.
 
-    A rule without a rate has the rate of one failed check. (In monit 5.2.5, it gets the rate of the preceding rule if
-    that rule tests existence or a pid change, because of a bug in ``seteventaction`` in ``p.y``.)
+    A rule without a rate (``for N cycles``) fires on the first failed check. (In monit 5.2.5, it gets the rate of
+    the preceding rule if that rule tests existence or a pid change, because of a bug in ``seteventaction`` in
+    ``p.y``.)
     """
     line = reader.line(reader.skip())
     test = _test(reader, kind)

@@ -146,7 +146,7 @@ def test_doctor_advice_uses_the_terms_of_the_container_runtime(
         (True, errno.EPERM, "unprivileged: root of a user namespace"),
     ],
 )
-def test_doctor_calls_only_root_of_the_host_privileged(
+def test_doctor_reports_privileged_only_for_root_outside_a_user_namespace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_inside: bool, mount_error: int, tier: str
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0)

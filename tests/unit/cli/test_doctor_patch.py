@@ -94,7 +94,7 @@ def test_patch_contains_risky_and_incomplete_changes_only_as_comments(limit: str
 
 
 @pytest.mark.attack("text of a job adds a container to the patch that an operator applies")
-def test_text_of_a_finding_cannot_leave_its_comment_in_the_patch() -> None:
+def test_finding_text_cannot_break_out_of_a_comment_in_the_patch() -> None:
     hostile = "x\nspec: {hostPID: true}\r\u2028spec: {}"
 
     text = patch.patch(Report("few", [Finding(hostile, WRONG, hostile, hostile, hostile)]), "web", (), "pod")
@@ -111,7 +111,7 @@ def test_creating_a_patch_does_not_change_the_tables() -> None:
 
 
 @pytest.mark.parametrize("name", limits.LIMITS)
-def test_every_patch_is_limited_to_harmless_members_of_a_pod(name: str) -> None:
+def test_patches_change_only_harmless_pod_fields(name: str) -> None:
     found: Mapping[str, Any] = limits.LIMITS[name].patch
     container = found.get("container", {})
 
@@ -142,7 +142,7 @@ def test_doctor_patch_names_its_own_container(
     assert yaml.safe_load(capsys.readouterr().out)["spec"]["containers"][0]["name"] == container
 
 
-def test_doctor_patch_has_a_placeholder_for_the_container_outside_kubernetes(
+def test_doctor_patch_uses_a_placeholder_container_name_outside_kubernetes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mounts, "mounts", lambda: ())

@@ -51,7 +51,9 @@ def live(tmp_path: Path, **others: Any) -> Runtime:
     return cast("Runtime", SimpleNamespace(**made | others))
 
 
-def test_metrics_readings_come_from_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_readings_contain_the_values_of_every_component(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "os-release").write_text('PRETTY_NAME="Debian GNU/Linux 12"\nID=debian\nVERSION_CODENAME=bookworm\n')
     (tmp_path / "stemcell_version").write_text("1.2\n")
     blobs = SimpleNamespace(counts=Counter({("in", "done"): 21}), sizes=Counter({"in": 22}))

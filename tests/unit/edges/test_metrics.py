@@ -194,7 +194,7 @@ def test_metrics_page_omits_unknown_readings() -> None:
     }
 
 
-def test_openmetrics_and_text_format_have_the_same_samples() -> None:
+def test_openmetrics_and_text_format_have_equally_many_samples() -> None:
     """The OpenMetrics page is accepted by a strict parser, and has as many samples as the text page."""
     made = Metrics(lambda: FULL, ["ping"])
     made.action_done("ping", "done", 0.001)

@@ -101,7 +101,7 @@ def test_container_memory_is_unknown_without_a_limit_below_that_of_the_machine(t
     assert cgroups.memory(version_2(tmp_path), HOST) is None
 
 
-def test_swap_without_a_limit_is_the_swap_of_the_machine(tmp_path: Path) -> None:
+def test_container_with_unlimited_swap_reports_the_machines_swap(tmp_path: Path) -> None:
     """``max`` means all swap of the machine. Without the files, the container has no swap."""
     write(tmp_path, {"memory.max": MIB, "memory.current": 5})
     without = cgroups.memory(version_2(tmp_path), HOST)

@@ -108,7 +108,7 @@ def test_incarnation_differs_in_a_container_with_a_reused_namespace_number(monke
     assert proc.incarnation().rpartition("/")[0] == before.rpartition("/")[0]
 
 
-def test_small_process_table_is_complete_or_none() -> None:
+def test_small_table_returns_none_if_the_process_table_exceeds_the_limit() -> None:
     found = proc.small_table(1 << 22)
     assert found is not None
     assert os.getpid() in found
@@ -165,7 +165,7 @@ def test_cgroup_path_may_contain_colons_and_carriage_returns() -> None:
     assert found == {"cpu": "/a:b/c", "cpuacct": "/a:b/c", "": "/d:e\r1:memory:/f"}
 
 
-def test_processes_that_are_read_slowly_are_all_read() -> None:
+def test_all_processes_are_read_even_if_the_total_exceeds_the_timeout() -> None:
     """On a busy machine, reading hundreds of processes takes longer than the timeout for one of them."""
 
     def work(pid: int) -> int:
@@ -193,7 +193,7 @@ def test_number_of_reported_files_in_use_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parent", [40, 41])
-def test_process_with_a_hidden_parent_has_no_ancestor(monkeypatch: pytest.MonkeyPatch, parent: int) -> None:
+def test_ancestor_search_finds_none_if_hidepid_hides_the_parent(monkeypatch: pytest.MonkeyPatch, parent: int) -> None:
     """With the mount option ``hidepid``, an agent without root cannot see the processes of other users."""
     shown = {50: proc.Stat(50, "S", parent, 50, 50, 0, 9, 0), 41: proc.Stat(41, "S", 40, 41, 41, 0, 8, 0)}
     monkeypatch.setattr(proc, "stat", shown.get)

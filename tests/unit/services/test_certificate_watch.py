@@ -87,7 +87,7 @@ def test_certificate_rotation_ends_the_warning() -> None:
     assert expiry.warnings == []
 
 
-def test_expiry_of_a_ca_bundle_is_that_of_its_last_ca() -> None:
+def test_ca_bundle_expires_when_its_longest_lived_ca_does() -> None:
     """During a rotation, the bundle contains the old and the new CA. An empty bundle causes no warning."""
     ending = Authority().agent("old-ca", valid=(-99 * DAY_S, DAY_S)).certificate
     expiry = CertificateWatch(lambda: {"CA": ending + AUTHORITY.ca, "client": ""})

@@ -358,7 +358,7 @@ async def test_state_copy_with_a_broken_stamp_is_set_aside(paths: Paths) -> None
 
 @pytest.mark.parametrize("damage", ["", None, "{ half", "\0\0\0"])
 @pytest.mark.parametrize("whose", ["root", "copy", "both"])
-async def test_container_without_a_stamp_is_recognized_by_other_evidence(
+async def test_same_container_is_recognized_without_a_stamp_by_pid_namespace_or_job_process(
     paths: Paths, restart: Container, whose: str, damage: str | None
 ) -> None:
     """The run files are kept, because the container is known to be the same.

@@ -182,7 +182,7 @@ async def test_uptime_is_that_of_the_machine_if_pid_1_is_hidden(paths: Paths, pr
 
 
 @pytest.mark.parametrize(("missing", "member"), [("stat", "cpu"), ("meminfo", "mem"), ("loadavg", "load")])
-async def test_missing_kernel_figure_does_not_affect_other_vitals(
+async def test_missing_proc_file_does_not_affect_other_vitals(
     paths: Paths, proc: Path, missing: str, member: str
 ) -> None:
     """A container may hide any of these files."""

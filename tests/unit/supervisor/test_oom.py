@@ -10,7 +10,7 @@ from agent_shim.host import cgroups
 from agent_shim.supervisor.oom import Kills
 
 
-def test_oom_kill_explains_one_exit() -> None:
+def test_each_oom_kill_is_attributed_to_only_one_exit() -> None:
     """Kills that the kernel counted before the agent started explain no exit."""
     kills = [3]
     counted = Kills(lambda: kills[0])
@@ -42,6 +42,6 @@ def test_oom_kills_are_read_from_the_cgroup_of_the_container(tmp_path: Path, mon
     assert not Kills().claim()
 
 
-def test_missing_oom_kill_counter_explains_no_exit() -> None:
+def test_no_exit_is_attributed_to_oom_on_kernels_without_a_kill_counter() -> None:
     """Some kernels do not count OOM kills."""
     assert not Kills(lambda: None).claim()

@@ -79,7 +79,7 @@ def test_plan_compiles_the_pattern_of_a_process_without_a_pidfile() -> None:
         ("group VCAP group other", "groups", frozenset({"vcap", "other"})),
     ],
 )
-def test_plan_keeps_rules_that_drive_a_service_in_separate_fields(statement: str, member: str, value: object) -> None:
+def test_state_changing_rules_become_fields_of_the_process_spec(statement: str, member: str, value: object) -> None:
     (spec,) = plan([JobFile("j", "", check("s", statement))])
 
     assert getattr(spec, member) == value
@@ -107,7 +107,7 @@ check file two with path /tmp
     assert two.unsupported == ("if not match", "ignore match")
 
 
-def test_plan_does_not_list_statements_that_the_agent_acts_on_in_monits_place() -> None:
+def test_statements_supported_only_by_the_monit_daemon_are_not_listed_as_ignored_there() -> None:
     """When the agent runs in monit's place, it acts on most statements outside of checks."""
     text = "set daemon 10\ninclude /etc/x\nset init\n" + check("one", "alert a@example.com")
 

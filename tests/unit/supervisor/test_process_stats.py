@@ -64,7 +64,7 @@ def test_process_statistics_cover_the_tree_and_the_process_itself(stats: Process
     assert (found.process.uptime_secs, found.started_at) == (100, 1e9 + 1000)
 
 
-def test_faults_are_listed_in_monits_order_while_the_service_is_up(stats: ProcessStats) -> None:
+def test_rule_failures_are_listed_in_monits_order_only_while_the_service_runs(stats: ProcessStats) -> None:
     up, down = stats.describe([service(), service(state=State.DOWN)])
 
     assert up.faults == ("Connection failed", "Resource limit matched")

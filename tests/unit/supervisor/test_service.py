@@ -473,7 +473,7 @@ async def test_path_whose_start_program_cannot_run_is_reported_as_missing() -> N
 
 @pytest.mark.parametrize(("changes", "is_void"), [({}, True), ({"start_call": CALL}, False)])
 @played
-async def test_running_service_is_void_if_its_pidfile_names_no_process(changes: dict[str, Any], is_void: bool) -> None:
+async def test_running_service_is_void_without_a_pid_in_its_pidfile(changes: dict[str, Any], is_void: bool) -> None:
     """A service is void if its pidfile names no process.
 
     The pidfile of a bpm process, which the agent writes, is ignored.
@@ -581,7 +581,7 @@ async def test_bpm_stop_gets_the_earlier_of_the_request_and_monit_file_deadlines
 
 
 @played
-async def test_start_request_clears_the_mark_of_a_stop_with_the_prerequisite() -> None:
+async def test_explicit_start_forgets_that_the_service_was_stopped_with_its_dependency() -> None:
     """After an explicit start, the service no longer counts as stopped together with its prerequisite."""
     service = service_on(SimulatedMachine())
     service.record.was_taken_along = True

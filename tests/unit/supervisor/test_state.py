@@ -56,7 +56,7 @@ def test_state_table_is_complete() -> None:
     assert set(WORK.values()) == set(Work)
 
 
-def test_state_sets_agree_with_the_work_of_their_states() -> None:
+def test_underway_ending_and_active_sets_match_the_work_table() -> None:
     """``UNDERWAY``, ``ENDING`` and ``ACTIVE`` contain the states with the corresponding work."""
     assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.END)} == UNDERWAY
     assert {state for state in State if WORK[state] is Work.END} == ENDING

@@ -318,7 +318,7 @@ async def test_program_output_is_truncated_while_the_agent_runs(paths: Paths, mo
         await asyncio.wait([running])
 
 
-async def test_hold_with_an_obstacle_makes_an_instance_failing_unless_it_is_stopped(paths: Paths) -> None:
+async def test_instance_is_failing_while_an_obstacle_prevents_the_start_unless_it_is_stopped(paths: Paths) -> None:
     async with Supervisor(paths, on_event=lambda _: None) as supervisor:
         assert (supervisor.is_held, supervisor.job_state()) == (False, "running")
         supervisor.hold("the disk is missing")

@@ -126,7 +126,7 @@ def converted(document: Any, kind: type[Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: "-".join(case["request"]))
-def test_disk_request_leads_to_the_recorded_steps(case: dict[str, Any]) -> None:
+def test_disk_requests_produce_the_steps_recorded_in_decisions_jsonl(case: dict[str, Any]) -> None:
     name, *cids = case["request"]
     view = converted(case["view"], View)
     if "refused" in case:

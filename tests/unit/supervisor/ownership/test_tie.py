@@ -124,7 +124,7 @@ def test_start_program_is_the_process_only_if_the_pidfile_was_written_after_its_
     assert tie(keepers("web"), ONE, SPEC, record, NEWER)[0] is Tie.OWNED
 
 
-def test_recorded_process_keeps_its_relation_to_the_service() -> None:
+def test_recorded_process_still_belongs_to_the_service_without_a_keeper() -> None:
     """The keeper of a recorded process may have been killed, or the process never had one."""
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity), OLDER)[0] is Tie.OWNED
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity, is_only_named=True), OLDER)[0] is Tie.NAMED
