@@ -58,7 +58,7 @@ async def test_killed_agent_is_restarted_without_restarting_jobs(stand: Stand) -
 @case(
     "C-02",
     "SIGKILL at every system call by which an apply changes a file (2 packages, 2 jobs)",
-    scale="each eighth",
+    scale="every eighth call",
     has_full=True,
     is_long=True,
 )
@@ -86,7 +86,8 @@ async def test_apply_killed_at_any_system_call_can_be_repeated(stand: Stand) -> 
 
     count, last = await sweep(apply, stand.of(8, 1))
     stand.tell(
-        f"{count} kills, the last at call {last}; each repeated apply the same, to the byte, as one without a kill"
+        f"killed {count} times, the last time at call {last}; "
+        "each repeated apply gave the same bytes as one without a kill"
     )
 
 
@@ -111,7 +112,7 @@ def _installed(world: RunningAgent, version: str) -> dict[str, tuple[int, bytes]
 @case(
     "C-03",
     "SIGKILL at every system call that writes state: settings, specs, tasks, disks, jobs, copies",
-    scale="each third",
+    scale="every third call",
     has_full=True,
     is_long=True,
 )
@@ -168,8 +169,12 @@ async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) 
     stand.between = lambda: None
     names = {name for name in written if name.endswith(".json")}
     expect(len(names) >= 5, f"killed in writes of {sorted(names)} alone")
-    told = f"{count} kills at work, the last at call {last}, and {boots} in boots, the last at {last_of_boot}"
-    stand.tell(f"{told}; in writes of {len(names)} documents among others: each old or new, every boot ok")
+    at_work = f"killed {count} times at work, the last time at call {last}"
+    in_boots = f"{boots} times in boots, the last at call {last_of_boot}"
+    stand.tell(
+        f"{at_work}, and {in_boots}; "
+        f"{len(names)} documents were being written: each was old or new, every boot succeeded"
+    )
 
 
 STANDING: Final = 'kill -STOP $$; exec "$@"'
@@ -264,7 +269,7 @@ async def test_sigterm_ends_a_compilation_and_its_children(stand: Stand) -> None
     stand.tell(f"the agent ended after {took:.2f} s, nothing of the compilation is left")
 
 
-@case("C-07", "the container is killed and starts in place: its root is new, its data is kept")
+@case("C-07", "the container is killed and restarted with a new root file system and the old data")
 async def test_container_restarted_in_place_starts_its_jobs(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
@@ -292,7 +297,7 @@ async def test_container_restarted_in_place_starts_its_jobs(stand: Stand) -> Non
     wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
     expect(not wrong, f"not started exactly once more: {wrong}")
     expect(not (base / "data/sys/run/stale").exists(), "the run directory of before is still there")
-    stand.tell(f"all jobs run {took:.1f} s after it was killed, none of 5 pidfiles that named process 1 was believed")
+    stand.tell(f"all jobs were running after {took:.1f} s; 5 pidfiles with pid 1 were ignored")
 
 
 @case("C-08", "the agent is replaced while 50 jobs and an errand run", is_long=True)
@@ -355,7 +360,7 @@ async def test_failing_part_of_the_agent_does_not_affect_the_others(stand: Stand
             await until(lambda: stand.ends, pause, "the end")
         if stand.ends:
             break  # the agent has been replaced, and the signal would kill the new one during its boot
-    await until(lambda: stand.ends, 5, "the end of the agent whose lane keeps failing")
+    await until(lambda: stand.ends, 5, "the end of the agent whose task queue keeps failing")
     first = await stand.answers(5)
     part.write_text("supervisor")
     os.kill(stand.pid, signal.SIGRTMIN)
@@ -363,7 +368,8 @@ async def test_failing_part_of_the_agent_does_not_affect_the_others(stand: Stand
     back = max(first, await stand.answers(5))
     await stand.world.until_running()
     stand.tell(
-        f"a heartbeat within {beat:.0f} s; a lane that keeps failing ends the agent, which is back after {back:.1f} s"
+        f"a heartbeat within {beat:.0f} s; "
+        f"if the task queue keeps failing, the agent exits and is back after {back:.1f} s"
     )
 
 
@@ -378,7 +384,7 @@ async def test_second_agent_on_the_same_tree_is_refused(stand: Stand) -> None:
     took = at_most(time.monotonic() - begun_at, 20, "seconds until it ends")
     expect(done.returncode == 3, f"it ended with {done.returncode}")
     expect(str(stand.pid) in done.stderr, f"it does not name the other: {done.stderr[-200:]}")
-    stand.tell(f"ends with 3 after {took:.2f} s and names the other")
+    stand.tell(f"exits with code 3 after {took:.2f} s and reports the other agent")
 
 
 VICTIMS: Final = ("caller", "all", "root")

@@ -97,7 +97,7 @@ def loop_device(stand: Stand, megabytes: int) -> str:
 
 
 @case(
-    "D-05", "blobs that are cut, changed or missing", attack="a blobstore delivers another blob than the requested one"
+    "D-05", "blobs that are cut, changed or missing", attack="a blobstore delivers a blob other than the requested one"
 )
 async def test_apply_refuses_incomplete_changed_and_missing_blobs(stand: Stand) -> None:
     await stand.boot()
@@ -250,7 +250,7 @@ async def test_logs_that_rotate_and_vanish_can_be_fetched(stand: Stand) -> None:
     grown = watched.memory - before.memory
     expect(grown < 30 << 20, f"the agent grew by {grown >> 20} MiB")
     stand.tell(
-        f"{len(names)} members in {took:.1f} s; {watched.disk >> 20} MiB more disk for {size >> 20} MiB of archive; "
+        f"{len(names)} files in {took:.1f} s; {watched.disk >> 20} MiB more disk for {size >> 20} MiB of archive; "
         f"the agent {grown / (1 << 20):+.1f} MiB, its worker {watched.worker >> 20} MiB"
     )
 
@@ -496,7 +496,7 @@ def _unmount_below(place: Path) -> None:
 @case(
     "D-11",
     "ENOSPC, EROFS or EIO from each write of state on, then SIGKILL of the agent; the disk is well again",
-    scale="each thirtieth or so",
+    scale="about every thirtieth call",
     has_full=True,
     is_long=True,
 )

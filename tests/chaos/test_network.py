@@ -43,7 +43,7 @@ async def test_agent_reconnects_to_a_killed_server(stand: Stand) -> None:
     stand.tell(f"back {' and '.join(f'{seconds:.1f}' for seconds in took)} s after the server")
 
 
-@case("N-02", "a black hole in both directions", scale="40 s of 120", has_full=True, is_long=True)
+@case("N-02", "all traffic is dropped in both directions", scale="40 s of 120", has_full=True, is_long=True)
 async def test_dead_bus_connection_is_detected_and_replaced(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -54,7 +54,7 @@ async def test_dead_bus_connection_is_detected_and_replaced(stand: Stand) -> Non
     await asyncio.sleep(stand.of(40, 120) - dead)
     stand.proxy.flow()
     back = await stand.answers(CONNECTED)
-    stand.tell(f"dead after {dead:.1f} s, back {back:.1f} s after it healed")
+    stand.tell(f"noticed after {dead:.1f} s, back {back:.1f} s after traffic passed again")
 
 
 @case("N-03", "the server is stopped by a signal", scale="30 s of 45", has_full=True, is_long=True)
@@ -134,7 +134,13 @@ async def test_changed_bus_credentials_are_used_and_invalid_ones_refused(stand: 
     stand.tell(f"5 changes, {longest:.2f} s at most until the answer over the new link; a bad one is refused")
 
 
-@case("N-09", "its user is removed from the server and restored", scale="20 s of 120", has_full=True, is_long=True)
+@case(
+    "N-09",
+    "the agent's user is removed from nats-server and restored",
+    scale="20 s of 120",
+    has_full=True,
+    is_long=True,
+)
 async def test_agent_reconnects_when_its_bus_user_is_restored(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -142,7 +148,7 @@ async def test_agent_reconnects_when_its_bus_user_is_restored(stand: Stand) -> N
     await stand.world.server.remove_agent(AGENT)
     await asyncio.sleep(stand.of(20, 120))
     await stand.world.server.add_agent(AGENT)
-    stand.tell(f"back {await stand.answers(CONNECTED):.1f} s after it was known again")
+    stand.tell(f"back {await stand.answers(CONNECTED):.1f} s after the user was restored")
 
 
 @case("N-13", "requests arrive twice, results are queried late and in another order")
@@ -177,7 +183,7 @@ async def test_invalid_reply_subjects_do_not_end_the_connection(stand: Stand) ->
     links = stand.proxy.connections
     await stand.answers(2)
     expect(stand.proxy.connections == links, "the link was given up")
-    stand.tell(f"{len(subjects)} kinds, the link stays")
+    stand.tell(f"{len(subjects)} kinds, the connection is kept")
 
 
 @case("N-11", "the server stops reading during a flood of requests, twice", is_long=True)

@@ -38,7 +38,7 @@ async def test_agent_survives_a_lack_of_descriptors(stand: Stand) -> None:
         resource.prlimit(stand.pid, resource.RLIMIT_NOFILE, (soft, hard))
     back = await stand.answers(5)
     await stand.world.director.run(AGENT, "fetch_logs", "job", [])
-    stand.tell(f"{errors} errors of 20; {back:.2f} s after they returned it answered")
+    stand.tell(f"{errors} errors of 20; answered {back:.2f} s after descriptors were free again")
 
 
 @case("R-05", "all processors are busy: 20 spinners a core", is_long=True)

@@ -93,7 +93,7 @@ async def test_daemon_with_a_late_pidfile_is_started_once(stand: Stand) -> None:
 
 @case(
     "S-04",
-    "pidfiles that lie: a foreign process, 1, the agent, garbage, empty, sparse, a link, a FIFO",
+    "pidfiles with wrong content: a foreign process, 1, the agent, garbage, empty, sparse, a link, a FIFO",
     attack="a job names a process of root or of another job in its pidfile",
 )
 async def test_wrong_pidfiles_are_ignored(stand: Stand) -> None:
@@ -129,7 +129,7 @@ async def test_wrong_pidfiles_are_ignored(stand: Stand) -> None:
     finally:
         stranger.kill()
         stranger.wait()
-    stand.tell(f"{len(names)} kinds: none believed, all jobs started, no other process signalled")
+    stand.tell(f"{len(names)} kinds: all rejected, all jobs started, no other process signalled")
 
 
 @case(
@@ -158,7 +158,7 @@ async def test_processes_with_reused_pids_get_no_signal(stand: Stand) -> None:
     told = json.loads(done.stdout)
     expect(told["signalled"] == [], f"strangers were signalled: {told['signalled'][:3]}")
     expect(told["taken"] > 0.8 * told["rounds"], f"only {told['taken']} numbers could be taken")
-    stand.tell(f"{told['taken']} pids reused by strangers, none signalled")
+    stand.tell(f"{told['taken']} pids reused by other processes, none signalled")
 
 
 _STORM = """
@@ -204,7 +204,7 @@ def _dead_children(pid: int) -> int:
 @case(
     "S-07",
     "a job ignores TERM, forks on TERM, and leaves children in sessions of their own",
-    attack="a job outruns its stop by forking",
+    attack="a job forks faster than its processes can be killed",
 )
 async def test_stop_ends_a_job_that_ignores_sigterm_and_forks(stand: Stand) -> None:
     await stand.boot()
@@ -320,7 +320,7 @@ OUTCOMES: Final = {"start": 1, "stop": 0, "restart": 1}
 """Number of processes after two concurrent commands of the same kind. For other pairs the outcome is not determined."""
 
 
-@case("S-11", "each two commands at once, from running and from stopped", is_long=True)
+@case("S-11", "each pair of commands at the same time, from running and from stopped", is_long=True)
 async def test_concurrent_commands_never_start_a_job_twice(stand: Stand) -> None:
     await stand.boot()
     ctl = "echo $$ > {run}/{name}.pid; exec sleep 100011"
@@ -413,7 +413,8 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
     await asyncio.sleep(15)
     expect(commands("sleep 100008") == 1, "it was restarted again")
     expect(stand.live()["good"] == good, "another job was restarted")
-    stand.tell(f"restarted once, {took:.0f} s after it had grown; {len(stand.alerts('hungry'))} alerts")
+    count = len(stand.alerts("hungry"))
+    stand.tell(f"restarted once, {took:.0f} s after it had grown; {count} alert{'' if count == 1 else 's'}")
 
 
 @case("S-14", "the target of a check hangs, drips, never ends", is_long=True)
