@@ -81,7 +81,7 @@ def test_benchmark_table_merges_several_runs_into_one_column() -> None:
 
     assert "| stop of 5 | 100 ms |" in text
     assert "| ping | 400 µs |" in text
-    assert "`idle`: gone" in text
+    assert "part `idle` failed: `gone`" in text
     assert "each part in a run of its own: ours from 04:00 to 05:01 (load at most 2.5)." in text
 
 
@@ -98,7 +98,7 @@ def test_benchmark_table_keeps_individual_rows_for_measurements_with_a_budget() 
     crowds = {f"{count}_processes_idle_cpu": figure([0.05], "%") for count in (10, 200)}
     text = table.render(document("ours", crowds), [])
 
-    assert "| processor time at rest, ours | 0.05 % | 0.05 % |" in text
+    assert "| CPU time when idle, ours | 0.05 % | 0.05 % |" in text
     assert "| 200 processes idle cpu | 0.05 % |" in text
     assert "| 10 processes idle cpu" not in text
 
@@ -113,7 +113,7 @@ def test_benchmark_table_gives_the_reason_of_a_missing_figure() -> None:
     theirs = document("theirs", {}, missing={"boots": "HostError: it has ended"})
     text = table.render(OURS, [theirs])
     assert "**limit missed** | not measured |" in text
-    assert "Not measured of theirs, in all or in part: `boots`: HostError: it has ended" in text
+    assert "Some figures of theirs are missing because part `boots` failed: `HostError: it has ended`" in text
 
 
 def test_benchmark_table_lists_the_steps_of_the_boot_as_root() -> None:
@@ -133,3 +133,8 @@ def test_readme_has_the_figures_of_the_benchmark_page() -> None:
     assert re.search(r"^\\| figure .*\\| Go agent [^|]*\\|$", page, re.MULTILINE)
     assert table.BEGIN + table.in_short(page) + table.END in table.README.read_text()
     assert len(table.in_short(page).splitlines()) == 2 + len(table.IN_SHORT)
+
+
+def test_benchmark_memory_figures_are_shown_as_memory() -> None:
+    text = table.render(document("ours", {"pss_of_an_interpreter": figure([9.96], "MB")}), [])
+    assert "| memory (PSS) of an interpreter | 9.96 MB |" in text

@@ -41,7 +41,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
             await asyncio.to_thread(scrape, port)
             await asyncio.sleep(CALM_S)
             floor, floor_is = [least.pss()], "a bare nats-py echo"
-            found["pss_5_processes_scraped"] = figure([w.pss()], "MB", floor=floor, floor_is=floor_is)
+            found["pss_with_5_processes_scraped"] = figure([w.pss()], "MB", floor=floor, floor_is=floor_is)
             found["pss_of_an_interpreter_with_asyncio_and_ssl"] = figure([pss(interpreter.pid)], "MB")
             found |= await still(w, least, WATCHED_S * max(scale, 0.35))
             found |= await busy(w, int(LOGS * scale))
@@ -67,7 +67,7 @@ async def still(w: RunningAgent, least: RunningAgent, seconds: float) -> Figures
     share = (w.cpu_seconds() - used) / watch.seconds * 100
     least_share = (least.cpu_seconds() - floor) / watch.seconds * 100
     found = {
-        "idle_cpu_5_processes": figure([share], "%", floor=[least_share], floor_is="a bare nats-py echo"),
+        "idle_cpu_with_5_processes": figure([share], "%", floor=[least_share], floor_is="a bare nats-py echo"),
     }
     if beats and windows:
         usual = statistics.median(windows)
@@ -89,7 +89,7 @@ async def busy(w: RunningAgent, size: int) -> Figures:
             await w.run("fetch_logs", "job", None)
             await w.director.value(AGENT, "get_state", "full")
     lags = {who: sorted(each / 1000 for each in trips) for who, trips in watch.pings.items()}
-    floor_is = "a bystander in the same seconds"
+    floor_is = "an idle process at the same time"
     at = {who: trips[min(len(trips) - 1, int(len(trips) * 0.999))] for who, trips in lags.items()}
     most = {who: trips[-1] for who, trips in lags.items()}
     return {

@@ -52,7 +52,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         floors = [ping + one_pass for ping, one_pass in zip(pings, passes, strict=True)]
         found["get_state_full"] = figure(states, "s", floor=floors, floor_is="a ping and one pass over /proc")
         each_by_hand = [each / JOBS for each in by_hand]
-        found["killed_until_successor_lives"] = figure(await killed(w), "s", floor=each_by_hand, floor_is=SCRIPT)
+        found["killed_until_its_successor_runs"] = figure(await killed(w), "s", floor=each_by_hand, floor_is=SCRIPT)
 
 
 async def start_by_hand(w: RunningAgent, into: list[float]) -> None:
