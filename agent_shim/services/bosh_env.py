@@ -33,21 +33,24 @@ class Key(NamedTuple):
 
 KEYS: Final = (
     Key("agent.settings.tmpfs", "settings, `update_settings` and disk hints are in memory, without a copy on a disk"),
-    Key("authorized_keys", "log in as `vcap`"),
-    Key("blobstores", "the first one counts"),
+    Key("authorized_keys", "SSH keys for the user `vcap`"),
+    Key("blobstores", "only the first one is used"),
     Key("ipv6.enable", "the network belongs to the container runtime", is_done=False),
-    Key("job_dir.tmpfs", "rendered jobs and blobs with secrets are in memory"),
-    Key("job_dir.tmpfs_size", "size of that memory, default `100m`"),
-    Key("keep_root_password", "`password` applies to `vcap` only"),
+    Key("job_dir.tmpfs", "rendered jobs and blobs with secrets are kept in a tmpfs"),
+    Key("job_dir.tmpfs_size", "size of that tmpfs, default `100m`"),
+    Key("keep_root_password", "applies `password` only to `vcap`"),
     Key("mbus.cert", "credentials of the bus"),
     Key("mbus.urls", "addresses of the bus"),
-    Key("ntp", "into `/var/vcap/bosh/etc/ntpserver`; the clock is the host's"),
-    Key("parallel", "blobs fetched at a time, default five"),
+    Key("ntp", "written to `/var/vcap/bosh/etc/ntpserver`; the clock itself is the host's"),
+    Key("parallel", "number of blobs downloaded at the same time, default five"),
     Key("password", "crypt hash for `root` and `vcap`; without one neither can log in by password"),
     Key("remove_dev_tools", "files listed in `/var/vcap/bosh/etc/dev_tools_file_list` are removed"),
     Key("remove_static_libraries", "files listed in `/var/vcap/bosh/etc/static_libraries_list` are removed"),
-    Key("run_dir.tmpfs_size", "`sys/run` is in memory, with this size; with `run_dir.tmpfs` of older agents `16m`"),
-    Key("swap_size", "swap belongs to the machine around the container", is_done=False),
+    Key(
+        "run_dir.tmpfs_size",
+        "`sys/run` is a tmpfs of this size; with `run_dir.tmpfs` of older agents, its size is `16m`",
+    ),
+    Key("swap_size", "swap belongs to the host", is_done=False),
 )
 
 

@@ -194,7 +194,7 @@ async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: 
         await container.until(1, "test", "-e", *listed[:1])
         kind = await container.exec("findmnt", "-no", "FSTYPE", "/var/vcap/bosh/settings")
         assert kind == "tmpfs\n"
-        assert "env.bosh.swap_size: swap belongs to the machine around the container" in container.logs()
+        assert "env.bosh.swap_size: swap belongs to the host" in container.logs()
 
 
 def test_vcap_needs_its_password_for_sudo(podman: Podman, image: str) -> None:

@@ -10,8 +10,8 @@ from agent_shim import __name__ as package
 LIMITS: Final = (
     ("a reply over NATS", "core.wire.MAX_REPLY_BYTES", "it is cut, or replaced by an error, as by the Go agent"),
     ("bytes that wait for a slow NATS server", "edges.bus.link.MAX_BACKLOG_BYTES", "publishing fails"),
-    ("requests at a time", "edges.bus.nats.MAX_REQUESTS", "further ones are dropped and counted"),
-    ("memory of requests at a time", "edges.bus.nats.MAX_REQUEST_BYTES", "further ones are dropped and counted"),
+    ("requests in progress", "edges.bus.nats.MAX_REQUESTS", "further ones are dropped and counted"),
+    ("memory of requests in progress", "edges.bus.nats.MAX_REQUEST_BYTES", "further ones are dropped and counted"),
     ("polls of a task that are held", "actions.tasks.MAX_HELD", "further ones are answered at once"),
     ("tasks that wait for the running one", "actions.tasks.MAX_WAITING", "further requests are refused"),
     ("memory of the requests of these tasks", "actions.tasks.MAX_WAITING_BYTES", "further requests are refused"),
@@ -21,7 +21,7 @@ LIMITS: Final = (
     ("a request to port 9190", "edges.http_server.MAX_REQUEST_BYTES", "it is refused"),
     ("a request over the control socket", "edges.control_server.MAX_REQUEST_BYTES", "it is refused"),
     ("DNS records of `sync_dns`", "services.bundles.MAX_SMALL_BYTES", "the request fails"),
-    ("free space that downloads leave", "bulk.transfer.RESERVE_BYTES", "the download fails"),
+    ("free space that downloads must leave", "bulk.transfer.RESERVE_BYTES", "the download fails"),
     ("age of an archive of `bosh logs`", "services.logs.archives.MAX_AGE_S", "it is removed"),
     ("files that `--job-logs` follows", "services.logs.tail.MAX_FILES", "each job has an equal share of them"),
     ("levels of directories for `--job-logs`", "services.logs.tail.MAX_DEPTH", "files below are not followed"),
@@ -38,7 +38,7 @@ LIMITS: Final = (
 def table() -> str:
     """Return the table with a row for each limit."""
     rows = [f"| {subject} | {shown(constant)} | {beyond} |" for subject, constant, beyond in LIMITS]
-    return "\n".join(["| | limit | beyond |", "|---|---|---|", *rows, ""])
+    return "\n".join(["| | limit | what happens beyond it |", "|---|---|---|", *rows, ""])
 
 
 def shown(constant: str) -> str:

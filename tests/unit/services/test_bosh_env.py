@@ -46,7 +46,7 @@ def test_every_env_bosh_key_of_the_go_agent_is_handled() -> None:
 def test_documented_table_of_env_bosh_keys_is_generated() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
 
-    rows = [f"| `{key.name}` | {'' if key.is_done else 'not supported, '}{key.outcome} |" for key in KEYS]
+    rows = [f"| `{key.name}` | {'' if key.is_done else 'not supported, because '}{key.outcome} |" for key in KEYS]
     assert "\n".join(["| key | effect |", "|---|---|", *rows, ""]) in text
 
 
