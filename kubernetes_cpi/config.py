@@ -118,7 +118,7 @@ class Timeouts(Strict, frozen=True):
     volume: Annotated[float, doc("Wait of create_vm for the volumes of new claims.")] = 120
     crashing: Annotated[
         float,
-        doc("Wait of create_vm for a container that ends again and again. Ten where its agent exits with 78."),
+        doc("Wait of create_vm for a container that keeps exiting. Ten if its agent exits with 78."),
     ] = 40
     unready: Annotated[float, doc("Wait of create_vm for the agent of a running container to boot.")] = 120
     bus: Annotated[float, doc("Wait of create_vm for the agent to reach the address of the bus. 0: unchecked.")] = 10

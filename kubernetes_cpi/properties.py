@@ -48,7 +48,7 @@ class KubernetesService(Strict, frozen=True):
     ports: Annotated[list[Port], doc("Its ports, with the keys of `ports` of VMs.")]
     type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], doc("Its type.")] = "ClusterIP"
     cluster_ip: Annotated[str, doc("Its address. Empty: any; `None`: a headless Service.")] = ""
-    load_balancer_ip: Annotated[str, doc("Address asked of the load balancer.")] = ""
+    load_balancer_ip: Annotated[str, doc("Address to request from the load balancer.")] = ""
     annotations: Annotated[dict[str, str], doc("Annotations.")] = {}
     keep: Annotated[bool, doc("Keep the Service, with its address, after the last VM of the group.")] = False
     ingress: Annotated[Ingress | None, doc("An Ingress of the same name.")] = None
@@ -136,7 +136,10 @@ class VmProperties(Strict, frozen=True):
     ] = "base"
     capabilities: Annotated[
         list[str],
-        doc("Linux capabilities beside the tier's, `base` or `userns`: bosh-dns needs `NET_ADMIN` and `SETFCAP`."),
+        doc(
+            "Linux capabilities in addition to those of the tier, `base` or `userns`: bosh-dns needs `NET_ADMIN` and "
+            "`SETFCAP`."
+        ),
     ] = []
     cpu: Annotated[Cpus, doc("CPUs requested. 0: none.")] = 0
     cpu_limit: Annotated[Cpus, doc("CPUs at most. 0: no limit.")] = 0
@@ -153,7 +156,7 @@ class VmProperties(Strict, frozen=True):
     attach: Annotated[AttachWay | Literal[""], doc("`disks.attach` for this VM.")] = ""
     zone: Annotated[str, doc("Zone of nodes (`topology.kubernetes.io/zone`); in `cloud_properties` of an AZ.")] = ""
     node_selector: Annotated[dict[str, str], doc("Labels of nodes.")] = {}
-    affinity: Annotated[dict[str, Any], doc("Affinity as in a pod, beside `zone` and `anti_affinity`.")] = {}
+    affinity: Annotated[dict[str, Any], doc("Affinity as in a pod, in addition to `zone` and `anti_affinity`.")] = {}
     anti_affinity: Annotated[
         Literal["preferred", "required", "none"],
         doc("VMs of one instance group keep to different nodes, and without `zone` prefer different zones."),
@@ -165,7 +168,7 @@ class VmProperties(Strict, frozen=True):
     labels: Annotated[dict[str, str], doc("Labels of the pod.")] = {}
     annotations: Annotated[dict[str, str], doc("Annotations of the pod.")] = {}
     sysctls: Annotated[dict[str, str], doc("Sysctls of the pod.")] = {}
-    volumes: Annotated[list[PodVolume], doc("Volumes beside the CPI's.")] = []
+    volumes: Annotated[list[PodVolume], doc("Volumes in addition to the CPI's.")] = []
     ports: Annotated[list[Port], doc("Ports of the pod, for `host_port`.")] = []
     services: Annotated[list[KubernetesService], doc("Services in front of the instance group.")] = []
     network_policy: Annotated[
@@ -213,13 +216,13 @@ class NetworkProperties(Strict, frozen=True):
 
     cni: Annotated[
         Literal["", "none", "calico", "kube-ovn", "antrea", "multus", "template"],
-        doc("Replaces `networks.cni`. `multus` makes a further interface."),
+        doc("Replaces `networks.cni`. `multus` adds an interface to the pod."),
     ] = ""
-    annotations: Annotated[dict[str, str], doc("Annotations of pods, as `networks.annotations`.")] = {}
+    annotations: Annotated[dict[str, str], doc("Pod annotations, in the same form as `networks.annotations`.")] = {}
     name: Annotated[
         str, doc("NetworkAttachmentDefinition (multus, `NAMESPACE/NAME` or `NAME`) or IPPool (antrea).")
     ] = ""
-    interface: Annotated[str, doc("Name of a multus interface. Empty: its own choice.")] = ""
+    interface: Annotated[str, doc("Name of the multus interface. If empty, multus chooses one.")] = ""
     ports: Annotated[list[Port], doc("Ports of the Service of a `vip` network, with the keys of `ports` of VMs.")] = []
     service_type: Annotated[Literal["ClusterIP", "LoadBalancer"], doc("Type of the Service of a `vip` network.")] = (
         "ClusterIP"
