@@ -122,7 +122,7 @@ def decisions() -> str:
         text = path.read_text()
         number, title = text.partition("\n")[0].removeprefix("# ").split(". ", 1)
         later = re.search(r"^Superseded by \[record (\d+)\]", text, re.MULTILINE)
-        rows.append(f"| [{number}]({path.name}) | {title} | {f'superseded by {later[1]}' if later else 'holds'} |")
+        rows.append(f"| [{number}]({path.name}) | {title} | {f'superseded by {later[1]}' if later else 'in force'} |")
     return "\n".join([*rows, ""])
 
 

@@ -32,7 +32,14 @@ def table() -> str:
         kind = ", ".join([family.type, *(f"`{label}`" for label in names)])
         rows.append(f"| `{_series(family)}` | {kind} | {family.documentation} |")
     listed = ", ".join(f"`{name}`" for name in standard)
-    return "\n".join([*rows, "", f"The metrics of the agent's process, as in every client library: {listed}.", ""])
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"The agent also exports the standard process metrics of Prometheus client libraries: {listed}.",
+            "",
+        ]
+    )
 
 
 def _series(family: Metric) -> str:
