@@ -517,7 +517,7 @@ async def test_a18_upload_accepts_line_breaks_and_rejects_a_wrong_checksum(world
     assert "illegal base64 data" in await world.error("upload_blob", upload | {"payload": "!!"})
 
 
-@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
+@pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
 @pytest.mark.parametrize("blob_id", ["../x", "a/b", "", ".", ".."])
 async def test_a18_upload_rejects_blob_ids_that_are_not_file_names(world: LocalAgent, blob_id: str) -> None:
     upload = {"blob_id": blob_id, "checksum": hashlib.sha1(b"x").hexdigest(), "payload": "eA=="}
@@ -530,7 +530,7 @@ async def test_a19_list_disk_without_disks_is_empty(world: LocalAgent) -> None:
     assert await world.value("list_disk") == []
 
 
-@pytest.mark.attack("a request puts orders for `ip` into an address")
+@pytest.mark.attack("a request puts commands for `ip` into an address")
 async def test_a25_delete_arp_entries_never_fails(world: LocalAgent) -> None:
     assert await world.call("delete_arp_entries", {"ips": ["192.0.2.1", "not an address; rm -rf /", ""]}) == {
         "value": {}

@@ -229,7 +229,7 @@ async def test_bpm_command_run_shows_output_and_returns_the_exit_code(tmp_path: 
         assert not (found.paths.sys / "run/bpm/web/web.pid").exists()
 
 
-@pytest.mark.attack("text of a job gives orders to an operator's terminal")
+@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
 @pytest.mark.parametrize("terminals", [("stdout", "stderr"), ("stderr",), ("stdout",)], ids="+".join)
 async def test_bpm_command_run_escapes_output_for_a_terminal(tmp_path: Path, terminals: tuple[str, ...]) -> None:
     """On a terminal, control characters in the process's output are shown as ``\\u`` escapes.
@@ -257,7 +257,7 @@ async def test_bpm_command_run_escapes_output_for_a_terminal(tmp_path: Path, ter
                 assert (found.paths.base / name).read_bytes() == b"\x1b]0;owned\x07\n"
 
 
-@pytest.mark.attack("text of a job gives orders to an operator's terminal")
+@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
 async def test_bpm_command_escapes_lists_and_errors(tmp_path: Path) -> None:
     """Names and values in a bpm.yml come from a release and may contain control characters, which must not reach a
     terminal.

@@ -134,7 +134,7 @@ async def test_t9_missing_blob_gets_404(cli: AgentClient) -> None:
     assert (answer.status, answer.body) == (404, b"")
 
 
-@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
+@pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
 @pytest.mark.parametrize("blob_id", ["", "..", ".hidden", "-c", "%2e%2e", "a%2F..", "a%00b", "x" * 256, "tmp"])
 async def test_t9_blob_id_that_is_not_a_plain_name_is_rejected(
     cli: AgentClient, world: LocalAgent, blob_id: str
@@ -152,7 +152,7 @@ async def test_t9_blob_id_that_is_not_a_plain_name_is_rejected(
     assert [path for path in held if path.startswith(str(world.paths.blobs))] == []
 
 
-@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
+@pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
 async def test_t9_symlink_is_not_served_as_a_blob(cli: AgentClient, world: LocalAgent) -> None:
     (world.paths.blobs / "link").symlink_to("/etc/passwd")
 

@@ -293,7 +293,7 @@ async def test_a4_remove_file_removes_a_temporary_file(world: LocalAgent) -> Non
     assert [path.name for path in (left, link, target) if os.path.lexists(path)] == ["target"]
 
 
-@pytest.mark.attack("a request removes another file than an archive of logs")
+@pytest.mark.attack("a request removes a file that is not an archive of logs")
 async def test_a4_remove_file_removes_nothing_outside_the_temporary_directory(world: LocalAgent) -> None:
     """The Go agent, which runs as root, would remove any path with everything below it."""
     kept = await world.value("bundle_logs", {"log_type": "job"})
@@ -329,7 +329,7 @@ async def test_a4_removing_a_missing_log_bundle_succeeds(world: LocalAgent, path
     assert await world.call("remove_file", path) == {"value": path}
 
 
-@pytest.mark.attack("a request removes another file than an archive of logs")
+@pytest.mark.attack("a request removes a file that is not an archive of logs")
 async def test_a4_symlink_in_place_of_a_log_bundle_is_removed_not_followed(world: LocalAgent) -> None:
     path = Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"])
     victim = world.paths.base / "victim"

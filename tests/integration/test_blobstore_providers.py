@@ -109,7 +109,7 @@ async def test_create_env_cache_path_maps_to_the_uploaded_blobs_directory(paths:
     assert await content(made(paths, "local", blobstore_path="/var/vcap/micro_bosh/data/cache")) == b"data"
 
 
-@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
+@pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
 @pytest.mark.parametrize(
     ("kind", "options", "text"),
     [
@@ -280,7 +280,7 @@ async def test_cancelled_blobstore_command_is_killed_with_its_children(paths: Pa
     assert list(paths.tmp.iterdir()) == []
 
 
-@pytest.mark.attack("a blobstore sends without end")
+@pytest.mark.attack("a blobstore sends data without end")
 async def test_endless_blobstore_command_output_is_not_kept_in_memory(paths: Paths) -> None:
     program(paths, "head -c 64000000 /dev/zero | tr '\\0' x >&2; echo the end; exit 1")
     tracemalloc.start()

@@ -16,7 +16,7 @@ from tests.support.broker import NatsServer, knowing
 from tests.support.waiting import until
 
 
-@pytest.mark.attack("another agent hears requests, replies or inboxes that are not its own, or speaks for others")
+@pytest.mark.attack("another agent reads requests, replies or inboxes of others, or publishes in their name")
 async def test_agent_may_publish_only_its_own_messages(tmp_path: Path) -> None:
     """An agent may publish alerts and heartbeats under its own id only."""
     async with (
@@ -35,7 +35,7 @@ async def test_agent_may_publish_only_its_own_messages(tmp_path: Path) -> None:
         assert monitor.of("alert", "other") == []
 
 
-@pytest.mark.attack("another agent hears requests, replies or inboxes that are not its own, or speaks for others")
+@pytest.mark.attack("another agent reads requests, replies or inboxes of others, or publishes in their name")
 @pytest.mark.parametrize("subject", ["agent.other", "agent.>", "_INBOX.x", "director.>"])
 async def test_subscription_to_the_subject_of_another_agent_is_refused(tmp_path: Path, subject: str) -> None:
     async with knowing(tmp_path) as server:

@@ -313,7 +313,7 @@ async def test_job_directories_are_created_but_existing_ones_keep_their_modes(
 # --- blobs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
+@pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
 @pytest.mark.parametrize("blob_id", ["../x", "a/b", "", "tmp/.."])
 async def test_blob_with_an_unsafe_name_is_rejected(paths: Paths, bundles: Bundles, blob_id: str) -> None:
     """Such a blob is neither stored nor deleted."""

@@ -146,7 +146,7 @@ async def test_package_source_is_removed_before_packing(paths: Paths, store: Blo
     assert list(paths.tmp.iterdir()) == []
 
 
-@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 async def test_compilation_follows_no_link_at_the_log_directory(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
     """Otherwise the user vcap, who may write to the parent directory, could choose a directory that root empties."""
     victim = tmp_path / "victim"

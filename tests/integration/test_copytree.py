@@ -46,7 +46,7 @@ def big(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.attack("a job has a disk migration write through its links")
+@pytest.mark.attack("a job tricks a disk migration into writing through its links")
 def test_tree_copy_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Contents, modes and links are equal, even if file names look like options of tar.
 
@@ -94,7 +94,7 @@ def test_excluded_names_at_the_top_of_a_copy_are_left_alone(pair: tuple[Path, Pa
     assert fingerprint(target, spared=skipped) == fingerprint(source, spared=skipped)
 
 
-@pytest.mark.attack("a job has a disk migration write through its links")
+@pytest.mark.attack("a job tricks a disk migration into writing through its links")
 @pytest.mark.usefixtures("big")
 def test_unfinished_copy_is_inaccessible_to_jobs(pair: tuple[Path, Path]) -> None:
     """Otherwise a job could replace a subdirectory with a link, and tar would write to the link's target."""
@@ -147,7 +147,7 @@ def test_copy_error_names_a_file_that_changes_constantly(pair: tuple[Path, Path]
     assert phases.count("counting") == copytree.MAX_ATTEMPTS
 
 
-@pytest.mark.attack("a job ends a disk migration with a path or a time that cannot be copied")
+@pytest.mark.attack("a job breaks a disk migration by creating a path or timestamp that cannot be copied")
 def test_copy_of_a_tree_deeper_than_path_max_fails(pair: tuple[Path, Path]) -> None:
     """Any job can create such a tree.
 

@@ -113,7 +113,7 @@ async def test_secret_replaces_the_directors_credentials_only_if_it_is_newer(ins
     assert "the server does not know us" not in instance.log_text().split("the agent stops")[-1]
 
 
-@pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
+@pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
     instance: RunningAgent,
 ) -> None:
@@ -151,7 +151,7 @@ async def test_expiring_bus_certificate_is_reported(instance: RunningAgent) -> N
     assert told in (await instance.execute("status"))[1]
 
 
-@pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
+@pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 async def test_invalid_certificate_from_the_director_is_rejected(instance: RunningAgent) -> None:
     """The agent keeps its old credentials.
 

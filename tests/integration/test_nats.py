@@ -152,7 +152,7 @@ async def test_forged_reply_subject_reaches_no_other_client(tmp_path: Path, subj
         assert (talk.bus.stats.connects, talk.bus.stats.received) == (1, 2)
 
 
-@pytest.mark.attack("another agent hears requests, replies or inboxes that are not its own, or speaks for others")
+@pytest.mark.attack("another agent reads requests, replies or inboxes of others, or publishes in their name")
 @pytest.mark.parametrize("subject", ["agent.agent", "director.x.agent.y", "hm.agent.heartbeat.agent"])
 async def test_other_agent_can_neither_send_us_requests_nor_publish_for_us(tmp_path: Path, subject: str) -> None:
     async with talking(tmp_path) as talk:

@@ -21,7 +21,7 @@ def with_pair(mbus: Mbus, pair: Pair) -> Mbus:
     return replace(mbus, certificate=pair.certificate, private_key=pair.private_key)
 
 
-@pytest.mark.attack("a neighbour acts as the bus, or asks in the Director's name")
+@pytest.mark.attack("a neighbour poses as the bus, or sends requests in the Director's name")
 @pytest.mark.parametrize(
     ("pair", "why"),
     [

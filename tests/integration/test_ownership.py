@@ -86,7 +86,7 @@ async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: JobTree
         await supervisor.stop(wait=True)
 
 
-@pytest.mark.attack("a job hides a process from its stop")
+@pytest.mark.attack("a job hides a process so that stopping the job misses it")
 @pytest.mark.parametrize("name", ["", "\\rUid:\\t0"])
 async def test_stop_ends_hidden_daemons_of_the_job_only(world: JobTree, name: str) -> None:
     """The daemon has left its session and environment, forked twice, and has no pidfile.
@@ -108,7 +108,7 @@ async def test_stop_ends_hidden_daemons_of_the_job_only(world: JobTree, name: st
         await supervisor.stop(wait=True)
 
 
-@pytest.mark.attack("a job outruns its stop by forking")
+@pytest.mark.attack("a job forks faster than its processes can be killed")
 @pytest.mark.parametrize("how", ["", "setsid", "setsid wipe"])
 @pytest.mark.parametrize("whose", ["of this agent", "of an earlier agent"])
 async def test_stop_ends_a_process_that_forks_endlessly(world: JobTree, how: str, whose: str) -> None:
@@ -134,7 +134,7 @@ async def test_stop_ends_a_process_that_forks_endlessly(world: JobTree, how: str
         counter.unlink(missing_ok=True)
 
 
-@pytest.mark.attack("a job outruns its stop by forking")
+@pytest.mark.attack("a job forks faster than its processes can be killed")
 async def test_zombies_of_one_job_do_not_prevent_another_job_from_stopping(world: JobTree) -> None:
     jobs = [world.job("web"), world.job("noise", f"{program('keep_zombies.py')} & echo $! >$pidfile")]
     async with world.supervising(*jobs) as supervisor:
@@ -171,7 +171,7 @@ async def test_job_with_a_terabyte_environment_starts_and_stops(world: JobTree) 
         assert not is_alive(pid)
 
 
-@pytest.mark.attack("a job hides a process from its stop")
+@pytest.mark.attack("a job hides a process so that stopping the job misses it")
 @pytest.mark.parametrize("how", ["", "daemon", "wipe"])
 async def test_stop_ends_a_process_whose_main_thread_has_exited(world: JobTree, how: str) -> None:
     """The kernel shows such a process as a zombie although its other threads run.
@@ -195,7 +195,7 @@ async def test_stop_ends_a_process_whose_main_thread_has_exited(world: JobTree, 
             os.close(pidfd)
 
 
-@pytest.mark.attack("a job hides a process from its stop")
+@pytest.mark.attack("a job hides a process so that stopping the job misses it")
 async def test_stop_ends_processes_below_a_subreaper_of_the_job(world: JobTree) -> None:
     """Orphans of the job are reparented to its subreaper first, and to the agent's keeper only when the subreaper
     exits.

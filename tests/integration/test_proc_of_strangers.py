@@ -26,7 +26,7 @@ async def test_process_arguments_are_read_up_to_a_limit(tmp_path: Path) -> None:
     await huge.terminate(1)
 
 
-@pytest.mark.attack("a job hides a process from its stop")
+@pytest.mark.attack("a job hides a process so that stopping the job misses it")
 async def test_process_without_its_main_thread_is_read_through_another_thread(tmp_path: Path) -> None:
     """If the main thread has exited, the kernel shows memory, files and environment only under the ids of other
     threads.

@@ -110,7 +110,7 @@ async def test_spawn_of_a_file_that_is_not_executable_fails_at_once(
     assert caught.value.errno == number
 
 
-@pytest.mark.attack("a job has root write a script's output through a link or a hard link")
+@pytest.mark.attack("a job tricks root into writing a script's output through a link or a hard link")
 async def test_process_output_is_appended_to_a_regular_file_without_hard_links(
     env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -306,7 +306,7 @@ async def test_process_group_is_signalled_only_until_its_leader_is_reaped(
     assert sent.count((child.pid, signal.SIGTERM)) == 1
 
 
-@pytest.mark.attack("a job has its process id reused between the check and the signal")
+@pytest.mark.attack("a job exits so that its process id is reused between the check and the signal")
 async def test_signal_never_reaches_another_process_with_the_same_pid(env: dict[str, str]) -> None:
     """A process is identified by its start time too, because its pid may be reused after its exit."""
     child = process.spawn(["/bin/sleep", "600"], env=env)

@@ -172,7 +172,7 @@ async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts
     assert not is_alive(child)
 
 
-@pytest.mark.attack("a job has root write a script's output through a link or a hard link")
+@pytest.mark.attack("a job tricks root into writing a script's output through a link or a hard link")
 async def test_script_log_that_is_a_link_is_not_followed(paths: Paths, runner: Scripts) -> None:
     """Otherwise a user who may write to the log directory could redirect the writes of root."""
     script(paths, "web", "pre-start", "echo out")

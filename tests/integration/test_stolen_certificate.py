@@ -140,7 +140,7 @@ async def test_stolen_first_certificate_is_useless_after_the_rotation(tmp_path: 
             await until(lambda: heard != [])
 
 
-@pytest.mark.attack("a neighbour acts as the bus, or asks in the Director's name")
+@pytest.mark.attack("a neighbour poses as the bus, or sends requests in the Director's name")
 async def test_stolen_certificate_cannot_claim_another_name(tmp_path: Path) -> None:
     """The server takes the name from the certificate, and rejects certificates of other CAs."""
     async with talking(tmp_path) as talk:

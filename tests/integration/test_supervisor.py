@@ -500,7 +500,7 @@ async def test_process_of_a_check_without_start_program_is_not_signalled(world: 
         assert not is_alive(int(world.lines()[0]))
 
 
-@pytest.mark.attack("a job hides a process from its stop")
+@pytest.mark.attack("a job hides a process so that stopping the job misses it")
 @pytest.mark.parametrize("how", ["", "wipe"])
 async def test_no_process_of_a_job_survives_its_stop(world: JobTree, how: str) -> None:
     """The job has a process in another session, in one case also without an environment."""

@@ -241,7 +241,7 @@ async def test_put_that_is_not_read_or_answered_ends(server: BlobServer, tmp_pat
 # --- TLS --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.attack("a neighbour acts as the blobstore")
+@pytest.mark.attack("a neighbour poses as the blobstore")
 async def test_configured_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Certificates that only the system's CAs have signed are then rejected."""
     authority, system = Authority("blobstore-ca"), Authority("system-ca")
@@ -263,7 +263,7 @@ async def test_configured_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch
                 assert "s3cr3t" not in said
 
 
-@pytest.mark.attack("a neighbour acts as the blobstore")
+@pytest.mark.attack("a neighbour poses as the blobstore")
 @pytest.mark.parametrize("wrong", ["host", "time"])
 async def test_certificate_of_another_host_or_time_is_rejected(tmp_path: Path, wrong: str) -> None:
     """The error says what is wrong with the certificate."""
@@ -275,7 +275,7 @@ async def test_certificate_of_another_host_or_time_is_rejected(tmp_path: Path, w
     assert ("IP address mismatch" if wrong == "host" else "certificate has expired") in said
 
 
-@pytest.mark.attack("a blobstore sends without end")
+@pytest.mark.attack("a blobstore sends data without end")
 async def test_endless_blob_leaves_disk_space_for_others(
     server: BlobServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,7 +309,7 @@ async def test_invalid_request_url_is_rejected_without_retries(
             await transfer.download(url.format(url=server.url), headers, hashlib.sha256())
 
 
-@pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
+@pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 @pytest.mark.parametrize("ca", ["s3cr3t", "s3cr3t é"])
 async def test_invalid_ca_is_reported(tmp_path: Path, ca: str) -> None:
     """The error does not quote the configured text."""

@@ -427,7 +427,7 @@ echo before >/hidden/file
 """
 
 
-@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
+@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
 @pytest.mark.parametrize("tier", ["userns", "privileged"])
 async def test_disk_hidden_by_root_of_a_vm_is_not_reported_as_detached(
     node: FirstNode, tmp_path: Path, tier: str
@@ -466,7 +466,7 @@ echo $!
 """
 
 
-@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
+@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
 async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node: FirstNode, tmp_path: Path) -> None:
     """A mount that was cloned with open_tree appears in no mount table, so the CPI must notice it in another way."""
     if node.minor < 30:

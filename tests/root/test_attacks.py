@@ -137,7 +137,7 @@ async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: PodInsta
     pod.machine.run(f"kill -0 {web} 1")
 
 
-@pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
+@pytest.mark.attack("a job makes a dead service appear to be running by putting an operator's process in its pidfile")
 async def test_pidfile_written_by_vcap_cannot_claim_an_operators_program(pod: PodInstance) -> None:
     """The program runs as root and its arguments contain the job's directory, but the agent has not started it.
 
@@ -158,7 +158,7 @@ async def test_pidfile_written_by_vcap_cannot_claim_an_operators_program(pod: Po
     pod.machine.run(f"kill -0 {victim}")
 
 
-@pytest.mark.attack("a job has root write a script's output through a link or a hard link")
+@pytest.mark.attack("a job tricks root into writing a script's output through a link or a hard link")
 async def test_script_fails_if_its_log_path_is_not_a_regular_file(pod: PodInstance) -> None:
     """A job puts a FIFO, a symbolic link or a hard link at its log path.
 
@@ -249,7 +249,7 @@ async def test_object_planted_at_the_bpm_pidfile_directory_is_replaced(pod: PodI
     assert pod.machine.run("ls /var/vcap/sys/run/bpm/caged") == ""
 
 
-@pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
+@pytest.mark.attack("a job makes a dead service appear to be running by putting an operator's process in its pidfile")
 async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: PodInstance) -> None:
     """Any user can create the directory before the first process of bpm.yml runs, and put a pidfile with the expected
     name into it.
@@ -312,7 +312,7 @@ async def test_object_planted_at_the_agents_run_directory_does_not_prevent_its_s
     assert pod.machine.run("ls /var/vcap/data/elsewhere; stat -c %U%a /var/vcap/sys/run/agent_shim") == "root700\n"
 
 
-@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: Path) -> None:
     """The error names the link and its owner. Links owned by root are followed, because images and operators create
     such links.
@@ -333,7 +333,7 @@ def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: 
     assert (tmp_path / "victim/there").stat().st_uid == 0
 
 
-@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 @pytest.mark.parametrize("planted", ["link", "link on the way", "link of root that was moved", "link of root"])
 def test_reads_follow_only_links_that_root_placed(tmp_path: Path, planted: str) -> None:
     """A link counts as placed by root if it is owned by root and in a directory that only root can write to.

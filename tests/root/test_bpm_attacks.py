@@ -307,7 +307,7 @@ def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tup
     return found[0], found[1]
 
 
-@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
+@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or keeps running after it")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_cannot_inject_input_into_the_operators_terminal(inside: Inside, level: int) -> None:
     """A planted .bashrc pushes a command into the terminal's input (TIOCSTI). It reaches the job's shell instead of the
@@ -346,7 +346,7 @@ def test_bpm_shell_is_interactive(inside: Inside, level: int) -> None:
     assert same
 
 
-@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
+@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or keeps running after it")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_does_not_change_the_operators_terminal_modes(inside: Inside, level: int) -> None:
     """If it left the terminal in raw mode without echo, the operator could not see what they type."""

@@ -283,7 +283,7 @@ HIDINGS = {
 }
 
 
-@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
+@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
 @pytest.mark.parametrize("commands", HIDINGS.values(), ids=HIDINGS.keys())
 def test_disk_kept_mounted_by_root_of_the_vm_is_not_reported_unmounted(
     site: AttachmentNode, commands: list[str]
@@ -330,7 +330,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
+@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
 @pytest.mark.parametrize("way", ["in a thread's namespace", "as a clone in a descriptor", "as a clone for a directory"])
 def test_disk_mounted_outside_all_mount_tables_is_not_reported_unmounted(site: AttachmentNode, way: str) -> None:
     """The VM keeps the disk with open_tree or unshare, so that it can still write to it although no mount table shows
@@ -385,7 +385,7 @@ ctypes.CDLL(None).syscall(60, 0)
 """
 
 
-@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
+@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
 def test_process_with_an_exited_main_thread_still_belongs_to_the_vm() -> None:
     """With cgroup v1, an exited main thread is not in any cgroup, so the helper must look at the other threads."""
     with own_cgroups("pod") as places:
@@ -430,7 +430,7 @@ def test_failed_detach_of_a_bound_disk_never_hides_its_files(site: AttachmentNod
     assert numbers() == before
 
 
-@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
+@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
 def test_renamed_disk_directory_does_not_block_a_detach(site: AttachmentNode) -> None:
     attachment = site.attach()
     moved = "mount -o remount,bind,rw {0.seen} && umount {0.seen}/disk-1 && mv {0.seen}/disk-1 {0.seen}/other"
@@ -568,7 +568,7 @@ def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
         site.close()
 
 
-@pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
+@pytest.mark.attack("root in a container of the CPI poses as another VM with a user namespace or a name")
 def test_attachment_tolerates_process_names_that_are_not_valid_text(tmp_path: Path) -> None:
     """A single process with such a name used to prevent attachments to its VM and restarts of the VM."""
     site = AttachmentNode(tmp_path, userns=True)
@@ -582,7 +582,7 @@ def test_attachment_tolerates_process_names_that_are_not_valid_text(tmp_path: Pa
         site.close()
 
 
-@pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
+@pytest.mark.attack("root in a container of the CPI poses as another VM with a user namespace or a name")
 def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: AttachmentNode) -> None:
     """The disk gets the ids of the VM's user namespace, even if a job has created another one. Otherwise none of its
     files would belong to root in the VM, and the VM could not write.

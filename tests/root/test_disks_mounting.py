@@ -182,7 +182,7 @@ def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
     assert stat.S_IMODE(volume.stat().st_mode) == 0o700
 
 
-@pytest.mark.attack("a request names a directory that is no disk")
+@pytest.mark.attack("a request names a directory that is not a disk")
 @by("mounts")
 async def test_plain_directory_is_not_accepted_as_a_volume(instance: InstanceWithVolumes) -> None:
     """A directory of the container is rejected, because files in it would be lost with the container."""
@@ -205,7 +205,7 @@ def of_the_node(scratch: Path, *, bind: bool) -> tuple[InstanceWithVolumes, Path
     return instance, on_node
 
 
-@pytest.mark.attack("a request names a directory that is no disk")
+@pytest.mark.attack("a request names a directory that is not a disk")
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_path: Path, bind: bool) -> None:
@@ -409,7 +409,7 @@ async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path:
     assert await instance.disks.list() == ["a"]
 
 
-@pytest.mark.attack("a job ends a disk migration with a path or a time that cannot be copied")
+@pytest.mark.attack("a job breaks a disk migration by creating a path or timestamp that cannot be copied")
 @pytest.mark.parametrize("seconds", [-(2**40), 2**33])
 @alone
 def test_migration_tolerates_times_that_the_new_disk_cannot_store(tmp_path: Path, seconds: int) -> None:

@@ -184,7 +184,7 @@ async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: PodInstance, wr
     assert not (pod.vcap / "data/sys/run/web/web.pid").exists()
 
 
-@pytest.mark.attack("a request names a directory that is no disk")
+@pytest.mark.attack("a request names a directory that is not a disk")
 async def test_directory_of_the_container_is_not_accepted_as_a_disk(pod: PodInstance) -> None:
     """If the agent accepted such a path, the store would show files of the machine, and an unmount would end
     every job.

@@ -90,7 +90,7 @@ ip neigh
 """
 
 
-@pytest.mark.attack("a request puts orders for `ip` into an address")
+@pytest.mark.attack("a request puts commands for `ip` into an address")
 def test_only_given_neighbours_are_removed_from_the_arp_cache() -> None:
     shell = ["unshare", "--net", "sh", "-c", NEIGHBOURS, "sh", sys.executable]
     left = subprocess.run(shell, capture_output=True, text=True, check=True, timeout=60).stdout

@@ -219,7 +219,7 @@ async def test_runit_service_is_run_by_the_init(pod: PodInstance) -> None:
         assert tool(pod, "systemctl stop own && pgrep -fx 'sleep 1000'") == "1\n"
 
 
-@pytest.mark.attack("a job has cron run its programs outside its cgroup")
+@pytest.mark.attack("a job makes cron run its programs outside its cgroup")
 async def test_only_root_may_install_a_crontab(pod: PodInstance) -> None:
     """A job could otherwise have cron run a program outside the job's cgroup, where stop and limits do not reach it."""
     if shutil.which("crontab") is None:

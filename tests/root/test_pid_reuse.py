@@ -16,7 +16,7 @@ ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "30"))
 """Ten thousand rounds take about half an hour."""
 
 
-@pytest.mark.attack("a job has its process id reused between the check and the signal")
+@pytest.mark.attack("a job exits so that its process id is reused between the check and the signal")
 def test_process_with_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
     """In each round, a job's process, its session leader or its start program exits and another process gets the pid.
 

@@ -286,7 +286,7 @@ def test_terminal_is_restored_if_a_signal_arrives_before_copying_begins(operator
     assert termios.tcgetattr(operator.terminal) == operator.before
 
 
-@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
+@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or keeps running after it")
 @pytest.mark.parametrize("is_signal", [True, False])
 def test_session_ends_on_hangup_even_if_its_program_reads_no_input(operator: Operator, is_signal: bool) -> None:
     """The session used to block while it wrote keys to the program, even after the operator's terminal was closed."""

@@ -76,7 +76,7 @@ def test_ssh_user_without_the_bosh_prefix_is_created_but_not_removed(box: Machin
     assert accounts(box).count("jane_doe") == 1
 
 
-@pytest.mark.attack("a request makes an SSH user of an existing account or of an option")
+@pytest.mark.attack("a request passes an existing account or an option as the name of an SSH user")
 @pytest.mark.parametrize("user", ["root", "vcap"])
 def test_ssh_user_with_the_name_of_an_existing_account_is_rejected(box: Machine, inside: Inside, user: str) -> None:
     """The existing account gets no group and no key."""
@@ -138,7 +138,7 @@ the home directory.
 """
 
 
-@pytest.mark.attack("an SSH user survives the clean-up")
+@pytest.mark.attack("an SSH user has processes that survive the clean-up")
 @pytest.mark.parametrize("commands", STAYING.values(), ids=STAYING.keys())
 def test_processes_of_a_removed_ssh_user_end(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
     """Otherwise they would belong to the next user who gets the same uid."""

@@ -15,17 +15,17 @@ PAGE = (ROOT / "docs/security.md").read_text()
 ONCE_SUCCESSFUL = (
     "a job replaces its error log with a link to the settings or with a FIFO",
     "a job names a process of root or of another job in its pidfile",
-    "a job hides a process from its stop",
-    "a job outruns its stop by forking",
+    "a job hides a process so that stopping the job misses it",
+    "a job forks faster than its processes can be killed",
     "a job passes a setuid program to whoever unpacks its logs",
     "a job gives its logs names that are not UTF-8",
     "a bpm process replaces its directory or volume with a link before it is mounted",
-    "a bpm process types into the terminal of `bpm shell`, or does not end with it",
+    "a bpm process types into the terminal of `bpm shell`, or keeps running after it",
     "a neighbour sends requests that are malformed or never end to an open port",
     "another agent forges a reply_to",
-    "text of a job gives orders to an operator's terminal",
+    "text of a job sends control sequences to an operator's terminal",
     "a request names no disk",
-    "a request brings certificates or keys that the agent cannot use",
+    "a request contains certificates or keys that the agent cannot use",
 )
 """Attacks that succeeded against an earlier version, so each of them must always have a test."""
 

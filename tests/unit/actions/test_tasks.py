@@ -207,7 +207,7 @@ async def test_persistent_task_resumes_under_its_id_after_a_restart(tmp_path: Pa
     running.cancel()
 
 
-@pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
+@pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> None:
     """Two agents must have started the task: the one that accepted it, and one that resumed it.
 

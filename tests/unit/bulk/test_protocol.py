@@ -16,7 +16,7 @@ def test_plain_names_are_accepted_as_blob_ids(blob_id: str) -> None:
     assert checked_blob_id(blob_id) == blob_id
 
 
-@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
+@pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
 @pytest.mark.parametrize(
     "blob_id", ["", ".", "..", ".a", "a/b", "/a", "a..b", "-a", "a\0", "a\n", "a" * 256, "ü" * 128]
 )

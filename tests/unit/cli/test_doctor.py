@@ -195,7 +195,7 @@ def test_doctor_table_fits_a_narrow_terminal() -> None:
     assert text.count("found") == 30
 
 
-@pytest.mark.attack("text of a job gives orders to an operator's terminal")
+@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
 def test_doctor_table_escapes_control_characters() -> None:
     hostile = "\x1b]0;title\x07\x9b2J\r\nok       bus      can be reached\u202e\ud800\u2028end"
 

@@ -41,7 +41,7 @@ def is_safe(text: str) -> bool:
     return text.isprintable()
 
 
-@pytest.mark.attack("text of a job gives orders to an operator's terminal")
+@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
 @nasty
 def test_safe_line_shows_escaped_characters(text: str) -> None:
     shown = safetext.line(f"before{text}after")
@@ -91,7 +91,7 @@ def test_alert_text_is_safe_to_send_and_show(text: str) -> None:
     assert is_safe(alert["summary"].replace("\n", ""))
 
 
-@pytest.mark.attack("text of a job gives orders to an operator's terminal")
+@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
 @nasty
 def test_control_characters_in_job_output_are_escaped(text: str) -> None:
     written = f"said{text}".encode(errors="surrogatepass")
@@ -119,7 +119,7 @@ SERVICE = {
 }  # fmt: skip
 
 
-@pytest.mark.attack("text of a job gives orders to an operator's terminal")
+@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
 @nasty
 def test_monit_output_is_escaped(text: str) -> None:
     shown = {"services": [SERVICE | {"name": f"web{text}", "reason": f"ended{text}"}], "uptime_secs": 1}
@@ -130,7 +130,7 @@ def test_monit_output_is_escaped(text: str) -> None:
         assert "forged" not in [line.strip() for line in page.split("\n")]
 
 
-@pytest.mark.attack("text of a job gives orders to an operator's terminal")
+@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
 @nasty
 def test_status_table_is_escaped(text: str) -> None:
     page = status_text.render(safetext.value(shown(processes=[SERVICE | {"name": f"web{text}", "reason": text}])))

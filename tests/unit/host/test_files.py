@@ -213,7 +213,7 @@ def test_directory_is_not_created_through_symlinks_of_other_users(
     assert names_in(tmp_path / "real") == []
 
 
-@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 def test_symlink_in_place_of_a_new_directory_is_rejected(tmp_path: Path) -> None:
     """The mode of the symlink's target must not change."""
     victim = tmp_path / "victim"

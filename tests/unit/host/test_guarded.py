@@ -79,7 +79,7 @@ def test_guarded_open_rejects_a_path_outside_its_root(tree: Path) -> None:
             pass
 
 
-@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_PATH])
 @pytest.mark.parametrize(
     "path",
@@ -120,7 +120,7 @@ def test_guarded_open_error_has_the_errno(tree: Path, path: str, code: int) -> N
     assert caught.value.errno == code
 
 
-@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 def test_guarded_open_is_safe_while_a_directory_is_swapped_with_a_symlink(tree: Path) -> None:
     """While a directory and a symlink are swapped, thousands of opens never reach the file outside."""
     (tree / "evil").symlink_to("..")
@@ -204,7 +204,7 @@ def test_guarded_read_rejects_hard_linked_files_of_root(mode: int, owner: int, l
         guarded.refuse_second_name(status(mode, owner, links))
 
 
-@pytest.mark.attack("a job has root open a FIFO or a device")
+@pytest.mark.attack("a job tricks root into opening a FIFO or a device")
 @pytest.mark.parametrize("what", ["fifo", "socket", "device", "directory", "proc"])
 def test_guarded_read_rejects_irregular_files(tmp_path: Path, what: str) -> None:
     """The read fails at once. Opening a FIFO without a writer would block forever."""

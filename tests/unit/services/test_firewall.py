@@ -97,7 +97,7 @@ async def test_packet_filter_skips_an_invalid_address(url: str, rules: list[str]
     assert rules == [chains(frozenset({("127.0.0.1", 4222)}), {0, os.geteuid()})]
 
 
-@pytest.mark.attack("a neighbour answers neither look-ups nor connections, in the place of the bus or a name server")
+@pytest.mark.attack("a neighbour in the place of the bus or a name server answers neither connections nor look-ups")
 async def test_silent_name_server_does_not_exhaust_the_file_threads(
     monkeypatch: pytest.MonkeyPatch, rules: list[str]
 ) -> None:

@@ -487,7 +487,7 @@ async def test_forgetting_the_state_backup_removes_all_its_files(paths: Paths) -
     assert found(paths) == contents
 
 
-@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
+@pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
 @pytest.mark.parametrize("name", ["../../etc", "..", "a/b", "x" * 300])
 async def test_hostile_agent_name_cannot_leave_the_backup_directory(paths: Paths, name: str) -> None:
     """The name comes from a file on another agent's volume."""

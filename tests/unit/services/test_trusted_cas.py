@@ -16,7 +16,7 @@ A, B = (Authority(name).ca.strip() for name in "ab")
 NONE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"
 
 
-@pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
+@pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 @pytest.mark.parametrize(
     ("bundle", "found"),
     [

@@ -22,7 +22,7 @@ def ours(tmp_path: Path) -> Users:
     return Users(Paths(tmp_path))
 
 
-@pytest.mark.attack("a request makes an SSH user of an existing account or of an option")
+@pytest.mark.attack("a request passes an existing account or an option as the name of an SSH user")
 @pytest.mark.parametrize(
     "user",
     [

@@ -94,7 +94,7 @@ def test_tls_trusts_the_system_roots_if_the_ca_is_empty(tmp_path: Path, monkeypa
     assert len(context.get_ca_certs()) == 1
 
 
-@pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
+@pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -155,7 +155,7 @@ def test_certificates_of_a_real_director_are_accepted() -> None:
     tls.client_context(Mbus((), real.ca, pair.certificate, pair.private_key))
 
 
-@pytest.mark.attack("a neighbour acts as the bus, or asks in the Director's name")
+@pytest.mark.attack("a neighbour poses as the bus, or sends requests in the Director's name")
 @pytest.mark.parametrize(
     ("name", "is_good"),
     [

@@ -121,7 +121,7 @@ def test_tail_follows_no_symlink(tmp_path: Path, follower: Follower, clock: Cloc
     assert news(follower, clock) == []
 
 
-@pytest.mark.attack("a job has root open a FIFO or a device")
+@pytest.mark.attack("a job tricks root into opening a FIFO or a device")
 def test_tail_does_not_block_on_a_fifo(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     (tmp_path / "web").mkdir()
     os.mkfifo(tmp_path / "web/a.log")

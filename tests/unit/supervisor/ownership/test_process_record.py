@@ -32,7 +32,7 @@ def test_record_drops_ended_processes_when_others_are_added() -> None:
     assert record.others == [itself.identity]
 
 
-@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 def test_pidfile_must_be_a_regular_file(tmp_path: Path) -> None:
     """A FIFO is rejected without blocking the agent, even if it contains a number.
 

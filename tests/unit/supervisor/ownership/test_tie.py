@@ -82,7 +82,7 @@ def test_pidfile_must_be_newer_than_the_process_and_owned_by_a_user_who_may_sign
     assert tie(keepers("web"), ONE, SPEC, ProcessRecord(), pidfile)[0] is Tie.OWNED
 
 
-@pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
+@pytest.mark.attack("a job makes a dead service appear to be running by putting an operator's process in its pidfile")
 @pytest.mark.parametrize(
     ("line", "executable", "owner", "is_named"),
     [
