@@ -106,9 +106,9 @@ def _newest(tree: Path) -> int:
 
 def finish(pieces: Sequence[Piece]) -> None:
     """Sync unpacked directories, then rename them, so that a crash leaves either complete directories or none."""
-    places = {piece.temp.stat().st_dev: piece.temp.parent for piece in pieces}
-    for place in places.values():
-        files.sync_filesystem(place)
+    parents = {piece.temp.stat().st_dev: piece.temp.parent for piece in pieces}
+    for parent in parents.values():
+        files.sync_filesystem(parent)
     for piece in pieces:
         path = Path(piece.target.path)
         try:
@@ -118,5 +118,5 @@ def finish(pieces: Sequence[Piece]) -> None:
         except OSError as exc:
             if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another worker was faster
                 piece.outcome = Outcome(f"{INSTALLING[piece.target.kind]}{files.failed(f'make {path}', exc)}")
-    for place in places.values():
-        files.sync_filesystem(place)
+    for parent in parents.values():
+        files.sync_filesystem(parent)

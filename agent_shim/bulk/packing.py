@@ -96,7 +96,7 @@ class _Root(msgspec.Struct, frozen=True):
 
     fd: int
     tree: Tree
-    places: tuple[str, ...]
+    prefixes: tuple[str, ...]
 
     def name_of(self, entry: _Listed) -> str:
         return f"./{self.tree.prefix}{entry.path}".removesuffix("/")
@@ -362,8 +362,8 @@ def _inner_target(entry: _Listed, target: str) -> str:
     """
     here = posixpath.dirname(entry.path)
     if target.startswith("/"):
-        places = [place for place in entry.root.places if target.startswith(f"{place}/")]
-        path = target.removeprefix(places[0]).lstrip("/") if places else ".."
+        prefixes = [prefix for prefix in entry.root.prefixes if target.startswith(f"{prefix}/")]
+        path = target.removeprefix(prefixes[0]).lstrip("/") if prefixes else ".."
     else:
         path = posixpath.join(here, target)
     path = posixpath.normpath(path)

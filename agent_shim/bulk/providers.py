@@ -147,14 +147,15 @@ class External:
         self._environment = {**environment, "PATH": self._path}
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
-        place = files.sibling(self._scratch)  # a directory, so that files which the program adds are removed with it
-        place.mkdir(0o700)
+        # A directory, so that files which the program adds are removed with it.
+        directory = files.sibling(self._scratch)
+        directory.mkdir(0o700)
         try:
-            (place / "blob").touch(0o600)
-            await self._run("get", blob_id, str(place / "blob"))
-            return await opened(place / "blob", hasher)
+            (directory / "blob").touch(0o600)
+            await self._run("get", blob_id, str(directory / "blob"))
+            return await opened(directory / "blob", hasher)
         finally:
-            files.remove_tree(place)
+            files.remove_tree(directory)
 
     async def put(self, blob_id: str, path: Path) -> None:
         await self._run("put", str(path), blob_id)

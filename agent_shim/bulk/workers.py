@@ -162,8 +162,8 @@ def _ending(status: int | None, errors: bytes) -> str:
         return f"was killed by {signal.Signals(status - 128).name}"
     lines = errors.decode(errors="replace").splitlines() or [""]
     kind = re.match(r"[\w.]+", lines[-1])
-    places = [line.strip() for line in lines if line.startswith('  File "')]
-    return f"ended with code {status}" + (f": {kind[0]} in {places[-1]}" if kind and places else "")
+    frames = [line.strip() for line in lines if line.startswith('  File "')]
+    return f"ended with code {status}" + (f": {kind[0]} in {frames[-1]}" if kind and frames else "")
 
 
 def _tidy(request: Request, pid: int) -> None:

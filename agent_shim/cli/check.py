@@ -147,13 +147,13 @@ def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
         if call is None:
             continue
         home = file.absolute().parent
-        places = (home / "config/bpm.yml", home / "bpm.yml", home.parent / call.job / "config/bpm.yml")
-        for place in filter(Path.is_file, places if call.job == home.name else places[1:]):
+        paths = (home / "config/bpm.yml", home / "bpm.yml", home.parent / call.job / "config/bpm.yml")
+        for path in filter(Path.is_file, paths if call.job == home.name else paths[1:]):
             with suppress(ConfigError, OSError):  # mistakes in bpm.yml are reported when that file is checked
-                found = config.parse(_decoded(place.read_bytes(), place), origin=str(place))
+                found = config.parse(_decoded(path.read_bytes(), path), origin=str(path))
                 if found.process(call.process) is None:
                     known = ", ".join(process.name for process in found.processes) or "none"
-                    missing = f"process {call.process}, and {place} has {known}"
+                    missing = f"process {call.process}, and {path} has {known}"
                     yield f"line {check.line}: the {verb} program of {check.name} names {missing}"
             break
 

@@ -234,10 +234,10 @@ class Resolver:
                     value = spec.default(path)
                     break
                 value = value[key]
-            place = mapped
+            parent = mapped
             for key in keys[:-1]:
-                place = place.setdefault(key, {})
-            place[keys[-1]] = value
+                parent = parent.setdefault(key, {})
+            parent[keys[-1]] = value
         return mapped
 
     def _raise_errors(self) -> None:

@@ -265,12 +265,12 @@ def _bound(manifest: DeploymentManifest, group: Group, job: DeployedJob, found: 
                 raise ConfigError(f"cannot render {group.name}/{job.name}: the property {path} needs {what}")
             if (value := value.get(key)) is None:
                 break
-        place = bound
+        parent = bound
         for key in keys[:-1]:
-            if not isinstance(below := place.get(key), dict):
-                place[key] = below = {}
-            place = below
-        place[keys[-1]] = _sorted(found.spec.default(path) if value is None else value)
+            if not isinstance(below := parent.get(key), dict):
+                parent[key] = below = {}
+            parent = below
+        parent[keys[-1]] = _sorted(found.spec.default(path) if value is None else value)
     return bound
 
 

@@ -75,13 +75,13 @@ def _trace(error: BaseException | None) -> str:
     known: set[int] = set()
     while error is not None and id(error) not in known:
         known.add(id(error))
-        places = "".join(traceback.format_tb(error.__traceback__))
+        frames = "".join(traceback.format_tb(error.__traceback__))
         text = f": {error}" if isinstance(error, ShimError | HostError) else ""
         number = f" [Errno {error.errno}]" if isinstance(error, OSError) and error.errno else ""
         inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
         within = "".join(f"\n{_trace(each)}" for each in inner)
         module = f"{type(error).__module__}.".removeprefix("builtins.")
-        parts.append(f"{places}{module}{type(error).__qualname__}{number}{text}{within}")
+        parts.append(f"{frames}{module}{type(error).__qualname__}{number}{text}{within}")
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return "\n".join(reversed(parts))
 

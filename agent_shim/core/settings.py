@@ -373,8 +373,8 @@ def require_bus(found: Effective, origin: str) -> None:
     if not urls:
         raise SettingsError(f"cannot use the settings in {origin}: neither $.env.bosh.mbus.urls nor $.mbus is set")
     if not found.update.mbus.urls and not all(map(_is_bus, urls)):
-        place = "$.env.bosh.mbus.urls" if found.source.env.bosh.mbus.urls else "$.mbus"
-        raise SettingsError(f"cannot use the settings in {origin}: {place} is not an address like nats://HOST:PORT")
+        member = "$.env.bosh.mbus.urls" if found.source.env.bosh.mbus.urls else "$.mbus"
+        raise SettingsError(f"cannot use the settings in {origin}: {member} is not an address like nats://HOST:PORT")
 
 
 def _is_bus(url: str) -> bool:

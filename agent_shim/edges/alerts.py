@@ -66,11 +66,11 @@ def alert_of(service: str, event: str, action: str, description: str, ips: Itera
     """
     if event.lower() in IGNORED:
         return None
-    places = ", ".join(sorted(ips))
+    addresses = ", ".join(sorted(ips))
     alert = {
         "id": str(uuid.uuid4()),
         "severity": SEVERITIES.get(event.lower(), DEFAULT_SEVERITY),
-        "title": safetext.line(f"{service}{f' ({places})' if places else ''} - {event} - {action}"),
+        "title": safetext.line(f"{service}{f' ({addresses})' if addresses else ''} - {event} - {action}"),
         "summary": safetext.lines(description[:MAX_SUMMARY_CHARS]),
         "created_at": int(now),
     }

@@ -264,8 +264,8 @@ def _response(response: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             return "icmp", {"type": "Echo Request"} | seconds
         case "UNIX":
             return "unix", {"path": response["path"], "protocol": response["protocol"]} | seconds
-    place = {"hostname": response["host"], "portnumber": response["port"], "request": response["request"]}
-    return "port", place | {"protocol": response["protocol"], "type": response["kind"]} | seconds
+    target = {"hostname": response["host"], "portnumber": response["port"], "request": response["request"]}
+    return "port", target | {"protocol": response["protocol"], "type": response["kind"]} | seconds
 
 
 def _bits(service: Mapping[str, Any]) -> int:

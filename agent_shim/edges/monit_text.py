@@ -109,8 +109,8 @@ def _response(response: Mapping[str, Any]) -> dict[str, str]:
             return {"icmp response time": f"{seconds} [Echo Request]"}
         case "UNIX":
             return {"unix socket response time": f"{seconds} to {response['path']} [{response['protocol']}]"}
-    place = f"{response['host']}:{response['port']}{response['request']}"
-    return {"port response time": f"{seconds} to {place} [{response['protocol']} via {response['kind']}]"}
+    target = f"{response['host']}:{response['port']}{response['request']}"
+    return {"port response time": f"{seconds} to {target} [{response['protocol']} via {response['kind']}]"}
 
 
 def _header(shown: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ def offered() -> frozenset[str]:
     """
     found = set()
     for controller, hierarchy in hierarchies():
-        top = place(hierarchy)
+        top = parent_of_job_cgroups(hierarchy)
         probe = top / f"probe-{os.getpid()}"
         with contextlib.suppress(OSError):
             probe.mkdir()
@@ -75,7 +75,7 @@ def _escaped(name: str) -> str:
 
 
 @functools.cache
-def place(hierarchy: cgroups.Hierarchy) -> Path:
+def parent_of_job_cgroups(hierarchy: cgroups.Hierarchy) -> Path:
     """Return the parent directory for job cgroups: our own cgroup or, in version 2, the one above it if that is
     delegated.
     """
@@ -93,7 +93,7 @@ class JobCgroup:
 
     def __init__(self, name: str) -> None:
         below = f"{_DIRECTORY}/{_escaped(name)}"
-        self._limited = [(*each, place(each[1]) / below) for each in hierarchies()]
+        self._limited = [(*each, parent_of_job_cgroups(each[1]) / below) for each in hierarchies()]
         self._all = dict.fromkeys(directory for _, _, directory in self._limited)
 
     def make(self, *, memory: int | None = None, processes: int | None = None) -> list[str]:
@@ -106,7 +106,7 @@ class JobCgroup:
             if limit is None:
                 continue
             if hierarchy.version == 2:
-                _hand_down(place(hierarchy), controller)
+                _hand_down(parent_of_job_cgroups(hierarchy), controller)
                 directory.parent.mkdir(exist_ok=True)
                 _hand_down(directory.parent, controller)
             directory.mkdir(parents=True, exist_ok=True)

@@ -650,12 +650,12 @@ def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socke
     name = f"{prefix(label)}@{token}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with closing(os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as place:
-            listener.bind(f"/proc/self/fd/{place}/@{token}")
-            os.chmod(f"@{token}", 0o600, dir_fd=place)
+        with closing(os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as parent:
+            listener.bind(f"/proc/self/fd/{parent}/@{token}")
+            os.chmod(f"@{token}", 0o600, dir_fd=parent)
             listener.setblocking(False)
             listener.listen()
-            os.rename(f"@{token}", name, src_dir_fd=place, dst_dir_fd=place)
+            os.rename(f"@{token}", name, src_dir_fd=parent, dst_dir_fd=parent)
         return name, listener, _connect(directory / name)
     except BaseException:
         listener.close()
@@ -677,8 +677,8 @@ def _connect(path: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.setblocking(False)
-        with closing(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as place:
-            connection.connect(f"/proc/self/fd/{place}")
+        with closing(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as held:
+            connection.connect(f"/proc/self/fd/{held}")
     except BaseException:
         connection.close()
         raise

@@ -99,8 +99,8 @@ def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
     the depth of mount points would be enough, because a later mount higher up hides those below it.
     """
     real = path.resolve()
-    places = {real, *real.parents}
-    above = [mount for mount in (mounts() if table is None else table) if mount.point in places]
+    ancestors = {real, *real.parents}
+    above = [mount for mount in (mounts() if table is None else table) if mount.point in ancestors]
     known = {mount.number for mount in above}
     found: Mount | None = None
     children = [mount for mount in above if mount.parent not in known or mount.parent == mount.number]
@@ -121,10 +121,10 @@ def is_mount_point(path: Path, table: Sequence[Mount] | None = None) -> bool:
     real = path.resolve()
     if table is None:
         raw = MOUNTINFO.read_bytes()
-        place = os.fsencode(real)
+        encoded = os.fsencode(real)
         # Search for the name before parsing, because this is called before each write of a file, most tables do not
         # contain the name, and parsing takes a hundred times longer.
-        if not _ESCAPED.search(place) and b" " + place + b" " not in raw:
+        if not _ESCAPED.search(encoded) and b" " + encoded + b" " not in raw:
             return False
         table = parse(raw)
     mount = mount_of(real, table)

@@ -49,7 +49,7 @@ class Isolation(NamedTuple):
     processes: bool
 
 
-def place(
+def bind_mount(
     path: str, *, source: str = "", write: bool = False, run: bool = False, shared: bool = False
 ) -> sandbox_exec.BindMount:
     """Describe a bind mount, visible at its own path unless ``source`` differs."""
@@ -68,7 +68,7 @@ def exec_spec(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
         "capabilities": [],
         "limits": {},
         "cgroups": [],
-        "places": None,
+        "binds": None,
         "namespaces": [],
         "has_init": False,
         "inits": list(INITS),
@@ -141,8 +141,8 @@ async def _try_namespaces() -> str:
     """Run a program that does nothing in new namespaces. Return why this fails, or ""."""
     if os.geteuid() != 0:
         return "only root can create namespaces"
-    places = [place(each, run=True) for each in SYSTEM] + [place("/sys")]
-    wanted = exec_spec([PROBE_PROGRAM], uid=OVERFLOW_UID, gid=OVERFLOW_UID, places=places, namespaces=list(NAMESPACES))
+    binds = [bind_mount(each, run=True) for each in SYSTEM] + [bind_mount("/sys")]
+    wanted = exec_spec([PROBE_PROGRAM], uid=OVERFLOW_UID, gid=OVERFLOW_UID, binds=binds, namespaces=list(NAMESPACES))
 
     async def start(argv: Sequence[str], stdin: int) -> process.Process:
         return process.spawn(argv, env={}, stdin=stdin, stderr=errors)

@@ -121,12 +121,12 @@ class ExecSpec(TypedDict):
     numbers.
 
     ``limits`` maps names (``RLIMIT_NOFILE``) to a value that is both the soft and the hard limit. ``cgroups`` are
-    directories to join. If ``places`` is None, every path is accessible. With ``namespaces`` (``mnt``, ``pid``,
-    ``ipc``, ``uts``), new namespaces are created and only the places are visible, each at its ``path``. Without them,
-    Landlock restricts access to the sources of the places, and ``may_signal`` allows signals to processes outside. With
-    ``has_init``, the program runs below an init, which is the first of ``inits`` that can be executed, or this process.
-    ``enter`` is the pid of a process whose namespaces are joined. ``terminal`` is a descriptor below 3 that becomes the
-    controlling terminal of a new session.
+    directories to join. If ``binds`` is None, every path is accessible. With ``namespaces`` (``mnt``, ``pid``,
+    ``ipc``, ``uts``), new namespaces are created and only the bind mounts are visible, each at its ``path``.
+    Without them, Landlock restricts access to the sources of the bind mounts, and ``may_signal`` allows signals to
+    processes outside. With ``has_init``, the program runs below an init, which is the first of ``inits`` that can
+    be executed, or this process. ``enter`` is the pid of a process whose namespaces are joined. ``terminal`` is a
+    descriptor below 3 that becomes the controlling terminal of a new session.
     """
 
     argv: list[str]
@@ -138,7 +138,7 @@ class ExecSpec(TypedDict):
     capabilities: list[int]
     limits: dict[str, int]
     cgroups: list[str]
-    places: list[BindMount] | None
+    binds: list[BindMount] | None
     namespaces: list[str]
     has_init: bool
     inits: list[str]
@@ -184,9 +184,9 @@ def main(arguments: Sequence[str]) -> int:
             if child:
                 os.write(descriptor, b"%d" % child)
                 return 0
-        elif spec["places"] is not None:
+        elif spec["binds"] is not None:
             with _step("open what bpm.yml shows"):
-                rules = _rules(spec["places"])
+                rules = _rules(spec["binds"])
         if spec["gate"]:
             if not is_open and os.read(descriptor, 1) == b"":
                 return FAILED
@@ -254,7 +254,7 @@ def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
             spec["env"].setdefault("PWD", spec["cwd"])
     may_mount = spec["keeps_privileges"] or _SYS_ADMIN in spec["capabilities"]
     with _step("confine it"):
-        if spec["places"] is not None and not spec["namespaces"]:
+        if spec["binds"] is not None and not spec["namespaces"]:
             _restrict(rules, may_signal=spec["may_signal"])
         elif spec["namespaces"] and not may_mount and landlock_version():
             # This rule allows access to all files. Its only effect is that Landlock always forbids mounting, even in a
@@ -321,11 +321,11 @@ def _unshare(spec: ExecSpec) -> int:
     """Clone a sibling process into new namespaces, with a root that consists of the mounts. Returns like fork: 0 in the
     child.
     """
-    places = spec["places"] or []
+    binds = spec["binds"] or []
     with _step("share a volume"):
-        for place in places:
-            if place["shared"]:
-                make_shared(place["source"])
+        for bind in binds:
+            if bind["shared"]:
+                make_shared(bind["source"])
     flags = _CLONE_PARENT | functools.reduce(int.__or__, (_NAMESPACES[name] for name in spec["namespaces"]))
     arguments = ctypes.create_string_buffer(struct.pack("8Q", flags, *[0] * 7))
     with _step("make namespaces"):
@@ -333,7 +333,7 @@ def _unshare(spec: ExecSpec) -> int:
     if child == 0:
         with _step("mount what bpm.yml shows"):
             os.setsid()
-            _make_root(places, is_masked=not spec["keeps_privileges"])
+            _make_root(binds, is_masked=not spec["keeps_privileges"])
     return child
 
 
@@ -345,20 +345,20 @@ def make_shared(path: str) -> None:
     """
     held = trusted_path.hold(path)
     try:
-        place = f"/proc/self/fd/{held}"
+        path_of_fd = f"/proc/self/fd/{held}"
         with open(f"/proc/self/fdinfo/{held}", "rb") as file:
             number = next(line.split()[1] for line in file if line.startswith(b"mnt_id:"))
         with open("/proc/self/mountinfo", "rb") as file:
             fields = next((fields for line in file if (fields := line.split())[0] == number), [])
-        there = os.readlink(place)  # noqa: PTH115 - pathlib would be loaded for this alone
+        there = os.readlink(path_of_fd)  # noqa: PTH115 - pathlib would be loaded for this alone
         is_mounted = len(fields) > 4 and _unescaped(fields[4]) == there
         if not is_mounted:
-            _mount(place, place, None, _MS_BIND | _MS_REC)
+            _mount(path_of_fd, path_of_fd, None, _MS_BIND | _MS_REC)
             os.close(held)
             held = trusted_path.hold(path)  # the first descriptor refers to the directory under the new mount
-            place = f"/proc/self/fd/{held}"
+            path_of_fd = f"/proc/self/fd/{held}"
         if not is_mounted or not any(field.startswith(b"shared:") for field in fields[6:]):
-            _mount(None, place, None, _MS_SHARED | _MS_REC)
+            _mount(None, path_of_fd, None, _MS_SHARED | _MS_REC)
     finally:
         os.close(held)
 
@@ -381,20 +381,20 @@ def _is_our_link(path: str) -> bool:
     return stat.S_ISLNK(found.st_mode) and found.st_uid == os.getuid()
 
 
-def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
-    """Build a root file system that contains only the places and the kernel's own mounts, and enter it.
+def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
+    """Build a root file system that contains only the bind mounts and the kernel's own mounts, and enter it.
 
-    All sources are opened first, because the new root hides the old one. A place at ``/`` becomes the root itself, and
-    the others are mounted on top.
+    All sources are opened first, because the new root hides the old one. A bind mount at ``/`` becomes the root
+    itself, and the others are mounted on top.
     """
     nodes = [BindMount(path=each, source=each, write=True, run=False, shared=False) for each in _NODES]
-    shown = sorted([*places, *nodes], key=lambda place: place["path"].count("/"))  # parents before their children
-    trees = {place["path"]: tree for place in shown if (tree := _tree(place, is_masked=is_masked)) is not None}
-    # A parent mount may contain a link at the path of a place, as in /var/vcap/jobs. The mount is then created at the
-    # link's target.
+    shown = sorted([*binds, *nodes], key=lambda bind: bind["path"].count("/"))  # parents before their children
+    trees = {bind["path"]: tree for bind in shown if (tree := _tree(bind, is_masked=is_masked)) is not None}
+    # A parent mount may contain a link at the path of a bind mount, as in /var/vcap/jobs. The mount is then created
+    # at the link's target.
     below = [path for path in trees if any(path.startswith(f"{each}/") for each in trees)]
     ends = {path: os.path.realpath(path) for path in below if _is_our_link(path)}
-    is_writable = any(place["write"] for place in places if place["path"] == "/")
+    is_writable = any(bind["write"] for bind in binds if bind["path"] == "/")
     root = trees.pop("/", None)
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     empty = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=0755,size=1m"
@@ -405,7 +405,7 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     os.chdir(_NEW_ROOT)
     if root is not None:
         _mount("tmpfs", "dev", "tmpfs", *empty)
-        # Leave out places that are links in that root, such as /bin, because their targets are part of the root too.
+        # Leave out paths that are links in that root, such as /bin, because their targets are part of the root too.
         trees = {path: tree for path, tree in trees.items() if not os.path.islink(path[1:])}  # noqa: PTH114
     umask = os.umask(0o022)
     for kind, path, flags, options in _KERNEL:
@@ -431,16 +431,16 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
         _set_attributes(_AT_FDCWD, "/", _ATTR_RDONLY)
 
 
-def _tree(place: BindMount, *, is_masked: bool) -> int | None:
-    """Clone the mount tree of a place with its mount attributes. Return None if the source does not exist."""
+def _tree(bind: BindMount, *, is_masked: bool) -> int | None:
+    """Clone the mount tree of a bind mount with its mount attributes. Return None if the source does not exist."""
     try:
-        tree = _open_tree(place["source"])
+        tree = _open_tree(bind["source"])
     except FileNotFoundError:
         return None
     attributes = _ATTR_NOSUID if is_masked else 0
-    attributes |= 0 if place["path"].split("/")[1] == "dev" else _ATTR_NODEV
-    attributes |= (0 if place["write"] else _ATTR_RDONLY) | (0 if place["run"] else _ATTR_NOEXEC)
-    _set_attributes(tree, "", attributes, 0 if place["shared"] else _MS_SLAVE)
+    attributes |= 0 if bind["path"].split("/")[1] == "dev" else _ATTR_NODEV
+    attributes |= (0 if bind["write"] else _ATTR_RDONLY) | (0 if bind["run"] else _ATTR_NOEXEC)
+    _set_attributes(tree, "", attributes, 0 if bind["shared"] else _MS_SLAVE)
     return tree
 
 
@@ -574,17 +574,18 @@ def landlock_version() -> int:
     return max(0, version)
 
 
-def _rules(places: Sequence[BindMount]) -> list[tuple[int, int]]:
-    """Open the places and return a Landlock rule for each: descriptor and access rights. Paths that do not exist are
+def _rules(binds: Sequence[BindMount]) -> list[tuple[int, int]]:
+    """Open the sources and return a Landlock rule for each: descriptor and access rights. Paths that do not exist are
     skipped.
 
-    Listing is allowed for all directories, because Landlock cannot allow it only for the parent directories of a place.
+    Listing is allowed for all directories, because Landlock cannot allow it only for the parent directories of a
+    bind mount.
     """
     rules = [(trusted_path.hold("/"), _READ_DIR)]
-    for place in places:
-        allowed = _EVERYTHING & ~_EXECUTE if place["write"] else _READ_FILE | _READ_DIR
+    for bind in binds:
+        allowed = _EVERYTHING & ~_EXECUTE if bind["write"] else _READ_FILE | _READ_DIR
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            rules.append((trusted_path.hold(place["source"]), allowed | (_EXECUTE if place["run"] else 0)))
+            rules.append((trusted_path.hold(bind["source"]), allowed | (_EXECUTE if bind["run"] else 0)))
     return rules
 
 

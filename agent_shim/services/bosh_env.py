@@ -104,17 +104,17 @@ def _move_to_memory(paths: Paths) -> None:
     A stopped container loses the mount, so after a restart, the directory may contain files that were written without
     it.
     """
-    place = paths.settings_tmpfs
-    files.make_dir(place, 0o700)
-    if not mounts.is_mount_point(place):
-        with closing(os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as below:
-            caught = {path.name: files.read(path, is_own=True) for path in place.iterdir() if path.is_file()}
-            mounts.mount_tmpfs(place, f"size={SETTINGS_SIZE},mode=0700")
+    tmpfs = paths.settings_tmpfs
+    files.make_dir(tmpfs, 0o700)
+    if not mounts.is_mount_point(tmpfs):
+        with closing(os.open(tmpfs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as below:
+            caught = {path.name: files.read(path, is_own=True) for path in tmpfs.iterdir() if path.is_file()}
+            mounts.mount_tmpfs(tmpfs, f"size={SETTINGS_SIZE},mode=0700")
             for name, raw in caught.items():
-                files.write_atomic(place / name, raw, mode=0o600)
+                files.write_atomic(tmpfs / name, raw, mode=0o600)
                 os.unlink(name, dir_fd=below)
     for path in paths.with_credentials:
         if not path.is_symlink():
             if path.exists():
-                files.write_atomic(place / path.name, files.read(path, is_own=True), mode=0o600)
-            files.swap_link(Path(place.name, path.name), path)
+                files.write_atomic(tmpfs / path.name, files.read(path, is_own=True), mode=0o600)
+            files.swap_link(Path(tmpfs.name, path.name), path)

@@ -83,8 +83,8 @@ class Bundles:
         If some fail, the others stay installed. The error is that of the first failed bundle in the order of
         ``wanted``, with the step and the reason.
         """
-        places = {self.path(bundle): bundle for bundle in wanted}
-        missing = await asyncio.to_thread(lambda: {path: places[path] for path in places if not path.is_dir()})
+        paths = {self.path(bundle): bundle for bundle in wanted}
+        missing = await asyncio.to_thread(lambda: {path: paths[path] for path in paths if not path.is_dir()})
         if not missing:
             return
         targets = [

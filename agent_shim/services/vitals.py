@@ -135,12 +135,12 @@ class Vitals:
             return now
 
     async def _disks(self) -> dict[str, dict[str, str]]:
-        places = {"system": Path("/"), "ephemeral": self._paths.data}
+        mount_points = {"system": Path("/"), "ephemeral": self._paths.data}
         if self._persistent_mounted():
-            places["persistent"] = self._paths.store
-        roles = set(places)
-        places = {**await asyncio.to_thread(self._dynamic), **places}
-        usages = zip(places, await asyncio.gather(*map(self._ask, places.values())), strict=True)
+            mount_points["persistent"] = self._paths.store
+        roles = set(mount_points)
+        mount_points = {**await asyncio.to_thread(self._dynamic), **mount_points}
+        usages = zip(mount_points, await asyncio.gather(*map(self._ask, mount_points.values())), strict=True)
         self._usages = {name: usage for name, usage in usages if isinstance(usage, os.statvfs_result)}
         return {name: disk_vitals(usage) for name, usage in self._usages.items() if name in roles}
 

@@ -370,7 +370,7 @@ class Bpm:
             capabilities=sorted(capabilities.NAMES.index(each) for each in wanted_capabilities & held),
             limits=limits,
             cgroups=joined,
-            places=self._places(job, wanted, is_apart=is_apart) if has_view else None,
+            binds=self._binds(job, wanted, is_apart=is_apart) if has_view else None,
             namespaces=[each for each in sandbox.NAMESPACES if each not in left_out] if is_apart else [],
             has_init=True,
             may_signal=wanted.unsafe.host_pid_namespace,
@@ -399,39 +399,39 @@ class Bpm:
             **wanted.env,
         }
 
-    def _places(self, job: str, wanted: bpm.ProcessConfig, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
+    def _binds(self, job: str, wanted: bpm.ProcessConfig, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
         """Return the accessible paths. The first entry for a path counts, so a volume cannot give access to a path that
         bpm restricts.
         """
         from agent_shim.host import sandbox
 
-        paths, place = self._paths, sandbox.place
+        paths, bind = self._paths, sandbox.bind_mount
         temporary = str(paths.data / job / "tmp")
-        found = [place(each, run=True) for each in sandbox.SYSTEM]
+        found = [bind(each, run=True) for each in sandbox.SYSTEM]
         # bosh-dns reads the instance's DNS records and health. The real bpm hides this directory, but it contains no
         # secrets.
-        found += [place("/sys"), place(str(paths.instance))]
+        found += [bind("/sys"), bind(str(paths.instance))]
         if not is_apart:
-            found += [place(each, write=True) for each in SCRATCH]
+            found += [bind(each, write=True) for each in SCRATCH]
             # This reveals the names of other jobs, but it is necessary, because bosh-dns reads each of these files and
             # exits if it cannot.
-            found += [place(str(each)) for each in paths.jobs.glob("*/.bosh")]
+            found += [bind(str(each)) for each in paths.jobs.glob("*/.bosh")]
         elif paths.is_system:
-            found += [place(each, source=temporary, write=True) for each in TEMPORARY]
-        found += [place(str(each), run=True) for each in (paths.packages, paths.data_packages, paths.jobs / job)]
-        found += [place(each, run=True) for each in self._packages_elsewhere()]
+            found += [bind(each, source=temporary, write=True) for each in TEMPORARY]
+        found += [bind(str(each), run=True) for each in (paths.packages, paths.data_packages, paths.jobs / job)]
+        found += [bind(each, run=True) for each in self._packages_elsewhere()]
         writable = [temporary, str(paths.sys / "log" / job), str(paths.sys / "run" / job)]
         if wanted.ephemeral_disk:
             writable.append(str(paths.data / job))
         if wanted.persistent_disk:
             writable.append(str(paths.store / job))
-        found += [place(each, write=True) for each in writable]
+        found += [bind(each, write=True) for each in writable]
         given = [*writable, *(str(each) for each in (paths.packages, paths.data_packages, paths.jobs / job))]
         unrestricted = _matching(wanted.unsafe.unrestricted_volumes)
         # Leave out such a volume if bpm already provides its path or a directory above it.
-        free = [each for each in unrestricted if not any(f"{each.path}/".startswith(f"{place}/") for place in given)]
+        free = [each for each in unrestricted if not any(f"{each.path}/".startswith(f"{path}/") for path in given)]
         for volume in (*wanted.additional_volumes, *free):
-            found.append(place(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
+            found.append(bind(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
         if is_apart and not paths.is_system:  # releases refer to the tree at /var/vcap
             inside = [each for each in found if Path(each["path"]).is_relative_to(paths.base)]
             found += [{**each, "path": str(VCAP / Path(each["path"]).relative_to(paths.base))} for each in inside]

@@ -63,7 +63,7 @@ def where(connection: Connection) -> str:
 
 async def probe(connection: Connection) -> str:
     """Test a connection. Return the reason if it failed, or ""."""
-    place = where(connection)
+    target = where(connection)
     allowed = connection.timeout or NET_TIMEOUT
     try:
         async with asyncio.timeout(allowed), _opened(connection) as line:
@@ -74,12 +74,12 @@ async def probe(connection: Connection) -> str:
             elif connection.is_udp:
                 await _unrefused(line)
     except TimeoutError:
-        return f"connection failed: no answer from {place} within {allowed} seconds"
+        return f"connection failed: no answer from {target} within {allowed} seconds"
     except _WrongError as exc:
-        return f"connection failed: {place} {exc}"
+        return f"connection failed: {target} {exc}"
     except OSError as exc:
         why = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or str(exc)
-        return f"connection failed: cannot connect to {place}: {why}"
+        return f"connection failed: cannot connect to {target}: {why}"
     return ""
 
 
@@ -117,11 +117,11 @@ async def _opened(connection: Connection) -> AsyncIterator[_Conversation]:
     """Connect. Raises ``OSError`` on failure."""
     kind = socket.SOCK_DGRAM if connection.is_udp else socket.SOCK_STREAM
     if connection.unixsocket:
-        places: list[tuple[socket.AddressFamily, Address]] = [(socket.AF_UNIX, connection.unixsocket)]
+        endpoints: list[tuple[socket.AddressFamily, Address]] = [(socket.AF_UNIX, connection.unixsocket)]
     else:
-        places = await _addresses(connection.host, connection.port, kind)
+        endpoints = await _addresses(connection.host, connection.port, kind)
     refused: OSError = OSError(0, "it has no address")
-    for family, address in places:
+    for family, address in endpoints:
         sock = socket.socket(family, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             await _connect(sock, address)
@@ -301,8 +301,8 @@ async def echo(host: str, test: Echo) -> str | None:
     allowed = test.timeout or NET_TIMEOUT
     try:
         async with asyncio.timeout(allowed):
-            places = await _addresses(host, 0, socket.SOCK_DGRAM)
-        address = next((address for family, address in places if family is socket.AF_INET), None)
+            endpoints = await _addresses(host, 0, socket.SOCK_DGRAM)
+        address = next((address for family, address in endpoints if family is socket.AF_INET), None)
         if address is None:
             return f"{host} has no address of IPv4"
         opened = _echoing()

@@ -89,7 +89,7 @@ def container(limit: int) -> Iterator[Path]:
     ours = cgroups.find().memory
     if ours is None or ours.version != 2:
         raise CannotInjectError("needs a memory cgroup of version 2")
-    top = job_cgroups.place(ours)
+    top = job_cgroups.parent_of_job_cgroups(ours)
     place = top / "container"
     (top / "cgroup.subtree_control").write_text("+memory +pids")
     place.mkdir()

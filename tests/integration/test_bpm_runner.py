@@ -207,7 +207,7 @@ async def test_bpm_process_started_by_a_script_is_adopted(
 def cgroups_of(world: JobTree) -> list[str]:
     """Return the cgroups of the processes of this tree."""
     ending = f"@{world.base}".replace("/", "%2f")
-    tops = [job_cgroups.place(hierarchy) / "agent_shim" for _, hierarchy in job_cgroups.hierarchies()]
+    tops = [job_cgroups.parent_of_job_cgroups(hierarchy) / "agent_shim" for _, hierarchy in job_cgroups.hierarchies()]
     return [each.name for top in tops if top.is_dir() for each in top.iterdir() if each.name.endswith(ending)]
 
 
@@ -473,7 +473,7 @@ async def test_unrestricted_bpm_volumes_keep_the_jobs_own_directory_read_only(wo
     async with world.supervising(file) as supervisor:
         wanted = supervisor.bpm.definition("web", "web")
         apart = sandbox.Isolation(1, "", memory=False, processes=False)
-        places = supervisor.bpm.order("web", wanted, apart)["places"]
+        places = supervisor.bpm.order("web", wanted, apart)["binds"]
 
     writable = [each["path"] for each in places or () if each["write"]]
     assert not [path for path in writable if path.startswith(str(own))]
@@ -577,7 +577,7 @@ def test_bpm_isolation_matches_the_isolation_level(
     isolation = sandbox.Isolation(level, "", memory=False, processes=False)
     order = bpm.order("web", bpm.definition("web", "web"), isolation)
 
-    assert (order["places"] is not None, order["namespaces"]) == (has_view, namespaces)
+    assert (order["binds"] is not None, order["namespaces"]) == (has_view, namespaces)
     assert order["keeps_privileges"] is unsafe.startswith("privileged")
     assert order["may_signal"] is unsafe.startswith("host")
 
@@ -630,7 +630,7 @@ def test_dns_files_of_all_jobs_are_visible_to_bpm_processes(
     (world.paths.jobs / "other/.bosh").mkdir(parents=True)
     bpm = world.supervisor().bpm
     isolation = sandbox.Isolation(level, "", memory=False, processes=False)
-    places = bpm.order("web", bpm.definition("web", "web"), isolation)["places"] or []
+    places = bpm.order("web", bpm.definition("web", "web"), isolation)["binds"] or []
 
     assert (str(world.paths.jobs / "other/.bosh") in [each["path"] for each in places]) == (level == 2)
 

@@ -230,9 +230,9 @@ except PermissionError:
 @pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="the kernel has no Landlock")
 async def test_sandbox_file_rules_do_not_restrict_the_network(tmp_path: Path) -> None:
     """Landlock restricts files of the job, but it can listen and connect."""
-    places = [sandbox.place(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc", sys.base_prefix)]
+    binds = [sandbox.bind_mount(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc", sys.base_prefix)]
     argv = [os.path.realpath(sys.executable), "-I", "-S", "-c", LISTENING]
-    status, found = await run(tmp_path, order(argv=argv, places=places))
+    status, found = await run(tmp_path, order(argv=argv, binds=binds))
 
     assert (status, found) == (0, {"listens": "yes", "reads": "no"})
 
@@ -249,10 +249,10 @@ async def test_sandboxed_program_can_move_and_truncate_files_in_its_volume(tmp_p
     """Landlock rules must also allow moving files between directories, and truncating them."""
     shown = tmp_path / "shown"
     shown.mkdir()
-    system = [sandbox.place(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc")]
-    places = [*system, sandbox.place(str(shown), write=True)]
+    system = [sandbox.bind_mount(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc")]
+    places = [*system, sandbox.bind_mount(str(shown), write=True)]
     argv = ["/bin/sh", "-c", MOVING]
-    status, found = await run(tmp_path, order(argv=argv, env={"PATH": "/bin"}, cwd=str(shown), places=places))
+    status, found = await run(tmp_path, order(argv=argv, env={"PATH": "/bin"}, cwd=str(shown), binds=places))
 
     assert (status, found) == (0, {"moved": "0"})
 

@@ -56,7 +56,7 @@ hook.chmod(0o755)
 # Others on this kernel have jobs of the same name: here they are counted below a cgroup of this process alone.
 groups = []
 for hierarchy in dict.fromkeys(filter(None, (cgroups.find().memory, cgroups.find().pids))):
-    top = job_cgroups.place(hierarchy)
+    top = job_cgroups.parent_of_job_cgroups(hierarchy)
     group = joined = top / f"test-{uuid.uuid4()}"
     group.mkdir()
     if hierarchy.version == 2:
@@ -725,9 +725,9 @@ def test_bpm_isolation_level_follows_the_privileges_of_the_container(inside: Ins
 INIT = """
 def running(pid):
     return [found for each in proc.descent(proc.children(proc.table()), [pid]) if (found := proc.stat(each))]
-places = [sandbox.place(each, run=True) for each in sandbox.SYSTEM]
+places = [sandbox.bind_mount(each, run=True) for each in sandbox.SYSTEM]
 script = "trap 'exit 7' TERM; (sh -c 'exit 0' & sh -c 'sleep 0.1' &) ; echo up; while :; do sleep 0.05; done"
-members = dict(uid=1000, gid=1000, env={"PATH": "/bin"}, places=places, namespaces=list(sandbox.NAMESPACES))
+members = dict(uid=1000, gid=1000, env={"PATH": "/bin"}, binds=places, namespaces=list(sandbox.NAMESPACES))
 members |= {"has_init": True, "inits": INITS}
 codes = []
 for number, to_child in ((signal.SIGTERM, False), (signal.SIGKILL, True)):

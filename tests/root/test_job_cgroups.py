@@ -26,4 +26,8 @@ def test_cgroup_probe_leaves_no_cgroup_behind() -> None:
     """Otherwise the next probe of the same process would fail."""
     job_cgroups.offered()
 
-    assert [path for _, each in job_cgroups.hierarchies() for path in job_cgroups.place(each).glob("probe-*")] == []
+    assert [
+        path
+        for _, each in job_cgroups.hierarchies()
+        for path in job_cgroups.parent_of_job_cgroups(each).glob("probe-*")
+    ] == []

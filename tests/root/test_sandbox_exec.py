@@ -27,11 +27,11 @@ for name in ("plain", "writable", "tools", "open", "below"):
 (volumes / "file").write_text("content")
 shutil.chown(volumes / "file", "vcap")
 out = volumes / "out"
-SYSTEM = [sandbox.place(each, run=True) for each in sandbox.SYSTEM]
-NULL = sandbox.place("/dev/null", write=True)
+SYSTEM = [sandbox.bind_mount(each, run=True) for each in sandbox.SYSTEM]
+NULL = sandbox.bind_mount("/dev/null", write=True)
 
 def wanted(script, **members):
-    members = {"uid": 1000, "gid": 1000, "env": {"PATH": "/bin"}, "places": SYSTEM, **members}
+    members = {"uid": 1000, "gid": 1000, "env": {"PATH": "/bin"}, "binds": SYSTEM, **members}
     return sandbox.exec_spec(["/bin/sh", "-c", script], **members)
 
 async def start(argv, stdin):
@@ -48,16 +48,16 @@ NAMESPACES = "namespaces=list(sandbox.NAMESPACES)"
 VOLUMES = """
 places = [
     *SYSTEM,
-    sandbox.place("/sys"),
-    sandbox.place("/volume/plain", source=str(volumes / "plain")),
-    sandbox.place("/volume/writable", source=str(volumes / "writable"), write=True),
-    sandbox.place("/volume/tools", source=str(volumes / "tools"), run=True),
-    sandbox.place("/volume/open", source=str(volumes / "open"), write=True, run=True),
-    sandbox.place("/volume/open/below", source=str(volumes / "below")),
-    sandbox.place("/dev/own", source=str(volumes / "below"), write=True, run=True),
-    sandbox.place("/dev/shm/own", source=str(volumes / "below")),
-    sandbox.place("/volume/file", source=str(volumes / "file")),
-    sandbox.place("/volume/none", source=str(volumes / "none")),
+    sandbox.bind_mount("/sys"),
+    sandbox.bind_mount("/volume/plain", source=str(volumes / "plain")),
+    sandbox.bind_mount("/volume/writable", source=str(volumes / "writable"), write=True),
+    sandbox.bind_mount("/volume/tools", source=str(volumes / "tools"), run=True),
+    sandbox.bind_mount("/volume/open", source=str(volumes / "open"), write=True, run=True),
+    sandbox.bind_mount("/volume/open/below", source=str(volumes / "below")),
+    sandbox.bind_mount("/dev/own", source=str(volumes / "below"), write=True, run=True),
+    sandbox.bind_mount("/dev/shm/own", source=str(volumes / "below")),
+    sandbox.bind_mount("/volume/file", source=str(volumes / "file")),
+    sandbox.bind_mount("/volume/none", source=str(volumes / "none")),
 ]
 """
 
@@ -70,7 +70,7 @@ def told(inside: Inside) -> Callable[[str], Any]:
 
 def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callable[[str], Any]) -> None:
     """Each path is mounted with no more rights than requested, and no other path is mounted."""
-    status, text = told(f'return await said("cat /proc/self/mountinfo", places=places, {NAMESPACES})')
+    status, text = told(f'return await said("cat /proc/self/mountinfo", binds=places, {NAMESPACES})')
     rows = [line.split() for line in text.splitlines()]
     rights = {row[4]: set(row[5].split(",")) & {"ro", "rw", "nosuid", "nodev", "noexec"} for row in rows}
 
@@ -108,7 +108,7 @@ def test_sandbox_root_has_directories_links_and_devices_as_in_bpm(told: Callable
         "cd /dev; for each in fd stdin stdout stderr ptmx; do readlink $each; done;"
         "for each in null zero full random urandom tty; do stat -c '%F %n' $each; done; hostname | wc -l; echo $$"
     )
-    status, text = told(f"os.umask(0o077); return await said({script!r}, places=places, {NAMESPACES})")
+    status, text = told(f"os.umask(0o077); return await said({script!r}, binds=places, {NAMESPACES})")
 
     assert status == 0, text
     assert text.splitlines() == [
@@ -142,14 +142,14 @@ ALLOWED = {
 
 def test_sandbox_mounts_grant_only_the_requested_rights(told: Callable[[str], Any]) -> None:
     """The test writes to files, runs programs and opens devices in volumes with different rights."""
-    status, text = told(f"return await said({RIGHTS!r}, places=places, {NAMESPACES})")
+    status, text = told(f"return await said({RIGHTS!r}, binds=places, {NAMESPACES})")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED)
 
 
 def test_sandbox_landlock_rules_grant_only_the_requested_rights(told: Callable[[str], Any]) -> None:
     """Without mounts, a device in a writable directory can be opened, because Landlock has no rules for devices."""
-    status, text = told(f"return await said({RIGHTS!r}, places=[*places, NULL])")
+    status, text = told(f"return await said({RIGHTS!r}, binds=[*places, NULL])")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED | {"has devices writable", "has devices open"})
 
@@ -160,7 +160,7 @@ from contextlib import asynccontextmanager
 @asynccontextmanager
 async def job():
     script = "trap 'exit 0' TERM; echo up; while :; do sleep 0.05; done"
-    async with sandbox.prepared(wanted(script, places=places, {NAMESPACES}), start) as one:
+    async with sandbox.prepared(wanted(script, binds=places, {NAMESPACES}), start) as one:
         pass
     while "up" not in out.read_text():
         await asyncio.sleep(0.01)
@@ -171,7 +171,7 @@ async def job():
         await one.wait()
 
 async def entered(pid, script, **members):
-    spec = wanted(script, **{{"places": None, "enter": pid, **members}}, {NAMESPACES})
+    spec = wanted(script, **{{"binds": None, "enter": pid, **members}}, {NAMESPACES})
     descriptor = os.memfd_create("spec")
     os.write(descriptor, json.dumps(spec).encode() + b"\\n")
     os.lseek(descriptor, 0, os.SEEK_SET)

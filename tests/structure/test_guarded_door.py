@@ -264,7 +264,7 @@ RAW: Mapping[str, Raw] = {
                 "Bpm._make_directories",
                 "Bpm._memory_limit",
                 "Bpm._packages_elsewhere",
-                "Bpm._places",
+                "Bpm._binds",
                 "Bpm.kill_hogs",
                 "Bpm.rows",
                 "_matching",

@@ -13,6 +13,6 @@ def remove_cgroups(base: Path) -> None:
     with contextlib.suppress(OSError):
         escaped = str(base).replace("/", "%2f")
         for _, hierarchy in job_cgroups.hierarchies():
-            for directory in (job_cgroups.place(hierarchy) / "agent_shim").glob(f"*@{escaped}*"):
+            for directory in (job_cgroups.parent_of_job_cgroups(hierarchy) / "agent_shim").glob(f"*@{escaped}*"):
                 with contextlib.suppress(OSError):
                     directory.rmdir()

@@ -122,8 +122,8 @@ def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -
     """
     with _scratch(paths) as scratch:
         settings = _settings(paths)
-        place = creator or runtime(settings, paths)
-        view = ContainerView(paths, Path(scratch), _config(paths, config), settings, _status(paths), place)
+        runtime_name = creator or runtime(settings, paths)
+        view = ContainerView(paths, Path(scratch), _config(paths, config), settings, _status(paths), runtime_name)
         findings: list[Finding] = []
         for topic, probe in PROBES.items():
             try:
@@ -173,9 +173,9 @@ def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
     """Return a directory in which probes can create files. It may be outside /tmp, because that is not writable in a
     pod with a read-only root file system and no volume there.
     """
-    for place in (None, paths.data, paths.base):
+    for parent in (None, paths.data, paths.base):
         with contextlib.suppress(OSError):
-            return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=place)
+            return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=parent)
     return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=limits.SHARED_MEMORY)
 
 
@@ -434,12 +434,12 @@ def _certificate(view: ContainerView, mbus: Mbus) -> Finding:
 def _ports(view: ContainerView) -> Iterator[Finding]:
     host, colon, port = view.config.shim.http.rpartition(":")
     if colon and port.isdigit():
-        place, number = host.strip("[]"), int(port)
+        address, number = host.strip("[]"), int(port)
         topic, what = f"port {number}", "metrics and probes"
-        is_answered = bool(view.status) and not _failure(_connect, place, number)
+        is_answered = bool(view.status) and not _failure(_connect, address, number)
         if is_answered and network.listeners(number) <= {os.geteuid()}:
             yield view.judged(topic, f"{what}: the agent listens")
-        elif not (error := error_of(privilege_probes.listen, place, number)):
+        elif not (error := error_of(privilege_probes.listen, address, number)):
             yield view.judged(topic, f"{what}: free")
         elif error == errno.EADDRINUSE:
             yield view.judged(topic, f"{what}: another program listens there", "port taken")
@@ -451,8 +451,8 @@ def _ports(view: ContainerView) -> Iterator[Finding]:
 
 
 def _connect(host: str, port: int) -> None:
-    place = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host  # noqa: S104 - no bind
-    socket.create_connection((place, port), ANSWER_TIMEOUT_S).close()
+    address = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host  # noqa: S104 - no bind
+    socket.create_connection((address, port), ANSWER_TIMEOUT_S).close()
 
 
 def _failure(call: Callable[..., object], *arguments: Any) -> str:
@@ -477,7 +477,7 @@ def _unknown(names: Iterable[str]) -> str:
 
 def _name_servers(view: ContainerView) -> Iterator[Finding]:
     servers = re.findall(r"^[ \t]*nameserver[ \t]+(\S+)", RESOLV_CONF.read_text(errors="replace"), re.MULTILINE)
-    hosts = [place.hostname or "" for place in _bus_places(view)]
+    hosts = [address.hostname or "" for address in _bus_addresses(view)]
     names = [host for host in hosts if not network.family_of(host)]
     found = ", ".join(servers) + (f"; {', '.join(names)} found" if names else "")
     if not servers:
@@ -508,23 +508,25 @@ def _applied(paths: Paths) -> Mapping[str, Any]:
 
 def _bus(view: ContainerView) -> Iterator[Finding]:
     """Judge the bus, for which one responding address is enough, and the firewall rules that keep jobs from it."""
-    errors = {f"{place.hostname}:{place.port or NATS_PORT}": _bus_error(view, place) for place in _bus_places(view)}
+    errors = {
+        f"{address.hostname}:{address.port or NATS_PORT}": _bus_error(view, address) for address in _bus_addresses(view)
+    }
     if not errors:
         return
-    reached = ", ".join(place for place, why in errors.items() if not why)
-    found = "" if reached else "; ".join(f"{place}: {why}" for place, why in errors.items())
+    reached = ", ".join(address for address, why in errors.items() if not why)
+    found = "" if reached else "; ".join(f"{address}: {why}" for address, why in errors.items())
     yield view.judged("bus", found, "bus not reached", good=f"{reached} can be reached")
     found = f"jobs can reach the bus: {obstacle}" if (obstacle := _firewall_obstacle(view)) else ""
     yield view.judged("firewall", found, "no firewall", good="keeps jobs from the bus")
 
 
-def _bus_places(view: ContainerView) -> list[SplitResult]:
+def _bus_addresses(view: ContainerView) -> list[SplitResult]:
     """Return the bus addresses in the settings."""
-    places = [bus_address(url) for url in view.settings.mbus.urls] if view.settings else []
-    return [place for place in places if place.scheme == "nats" and place.hostname]
+    addresses = [bus_address(url) for url in view.settings.mbus.urls] if view.settings else []
+    return [address for address in addresses if address.scheme == "nats" and address.hostname]
 
 
-def _bus_error(view: ContainerView, place: SplitResult) -> str:
+def _bus_error(view: ContainerView, address: SplitResult) -> str:
     """Return why the bus cannot be reached, or "": the running agent's connection error or, without an agent, the error
     of a test handshake.
 
@@ -532,12 +534,12 @@ def _bus_error(view: ContainerView, place: SplitResult) -> str:
     """
     if held := view.status.get("bus"):
         return "" if held["connected"] else str(held["error"]) or "not connected yet"
-    assert view.settings is not None, "the place is out of the settings"
+    assert view.settings is not None, "the address is out of the settings"
     try:
-        with socket.create_connection((place.hostname or "", place.port or NATS_PORT), ANSWER_TIMEOUT_S) as one:
+        with socket.create_connection((address.hostname or "", address.port or NATS_PORT), ANSWER_TIMEOUT_S) as one:
             context = tls.client_context(view.settings.mbus)
             _read_line(one)
-            secured = context.wrap_socket(one, server_hostname=place.hostname)
+            secured = context.wrap_socket(one, server_hostname=address.hostname)
             with secured, contextlib.suppress(OSError):
                 secured.unwrap()
     except (ShimError, OSError) as exc:

@@ -130,10 +130,10 @@ class LogFile:
         while at > lowest:
             begin = max(lowest, at - guarded.CHUNK_BYTES)
             chunk = os.pread(self._descriptor, at - begin, begin)
-            place = len(chunk)
-            while (place := chunk.rfind(b"\n", 0, place)) >= 0:
+            end = len(chunk)
+            while (end := chunk.rfind(b"\n", 0, end)) >= 0:
                 wanted -= 1
                 if not wanted:
-                    return begin + place + 1
+                    return begin + end + 1
             at = begin
         return lowest

@@ -263,8 +263,8 @@ class _Notes:
         """Yield a text for each unknown key, with the most similar known key."""
         for each in self.maps:
             for key in each.entries.keys() - each.known:
-                place = f"line {_line_of(each.entries[key])}: unknown key {each.at(key)}"
-                yield place + config_check.did_you_mean(key, each.known)
+                position = f"line {_line_of(each.entries[key])}: unknown key {each.at(key)}"
+                yield position + config_check.did_you_mean(key, each.known)
 
 
 class _Map:
@@ -345,8 +345,8 @@ class _Map:
         return f"{self.path}.{key}" if self.path else key
 
     def _wrong(self, path: str, node: yaml.Node | None, expected: str, found: str = "") -> None:
-        place = f"line {_line_of(node or self.node)}: " + (f"{path}: " if path else "")
-        self.notes.mistakes.append(f"{place}found {found or _found(node)}, expected {expected}")
+        position = f"line {_line_of(node or self.node)}: " + (f"{path}: " if path else "")
+        self.notes.mistakes.append(f"{position}found {found or _found(node)}, expected {expected}")
 
     def _text(self, path: str, node: yaml.Node) -> str:
         """Return the literal text of a scalar of any type."""
@@ -464,8 +464,8 @@ def _composed(text: str, origin: str) -> yaml.Node | None:
             loader.dispose()
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
-        place = f"line {mark.line + 1} column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"cannot read {origin}: {place}{exc.problem or exc.context}") from exc
+        position = f"line {mark.line + 1} column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"cannot read {origin}: {position}{exc.problem or exc.context}") from exc
     except yaml.reader.ReaderError as exc:
         raise ConfigError(f"cannot read {origin}: line {_line(text, exc.position)}: {exc.reason}") from exc
     except UnicodeEncodeError as exc:
@@ -489,5 +489,7 @@ def _measure(text: str, origin: str) -> None:
         elif isinstance(event, yaml.DocumentEndEvent):
             return
         if depth > MAX_DEPTH:
-            place = f"line {_line_of(event)}"
-            raise ConfigError(f"cannot read {origin}: {place}: found more than {MAX_DEPTH} levels, expected a bpm.yml")
+            position = f"line {_line_of(event)}"
+            raise ConfigError(
+                f"cannot read {origin}: {position}: found more than {MAX_DEPTH} levels, expected a bpm.yml"
+            )

@@ -292,22 +292,22 @@ def problems(files: Iterable[MonitFile]) -> list[Problem]:
     dependencies.
     """
     found: list[Problem] = []
-    places: dict[str, tuple[Check, str]] = {}
+    defined: dict[str, tuple[Check, str]] = {}
     for file in files:
         for check in file.services:
-            if other := places.get(check.name.lower()):
+            if other := defined.get(check.name.lower()):
                 text = f"'{check.name}' is defined already in {other[1]} line {other[0].line}"
                 found.append(Problem("duplicate", check.name, file.origin, check.line, text))
             else:
-                places[check.name.lower()] = check, file.origin
-    for check, origin in places.values():
+                defined[check.name.lower()] = check, file.origin
+    for check, origin in defined.values():
         for name in check.depends:
-            if name.lower() not in places:
+            if name.lower() not in defined:
                 text = f"'{check.name}' depends on '{name}', which is not defined"
                 found.append(Problem("missing", check.name, origin, check.line, text))
-    for circle in _circles({name: [below.lower() for below in check.depends] for name, (check, _) in places.items()}):
-        check, origin = places[circle[0]]
-        text = "depends on itself: " + " -> ".join(places[name][0].name for name in [*circle, circle[0]])
+    for circle in _circles({name: [below.lower() for below in check.depends] for name, (check, _) in defined.items()}):
+        check, origin = defined[circle[0]]
+        text = "depends on itself: " + " -> ".join(defined[name][0].name for name in [*circle, circle[0]])
         found.append(Problem("cycle", check.name, origin, check.line, text))
     return found
 

@@ -108,8 +108,8 @@ class Reader:
         """Build an error with the text found at ``token`` (default: the next one) and the text expected."""
         token = token or self.next
         column = token.start - self.text.rfind("\n", 0, token.start)
-        place = f"line {self.line(token)} column {column}"
-        return MonitSyntaxError(f"{place}: found {self._found(token)}, expected {expected}")
+        position = f"line {self.line(token)} column {column}"
+        return MonitSyntaxError(f"{position}: found {self._found(token)}, expected {expected}")
 
     def line(self, token: Token) -> int:
         return self.text.count("\n", 0, token.start) + 1

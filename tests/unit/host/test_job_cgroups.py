@@ -131,4 +131,4 @@ def test_job_cgroups_are_created_next_to_the_agents_cgroup_if_delegated(
     monkeypatch.setattr(os, "getxattr", mark)
 
     hierarchy = cgroups.Hierarchy(version, (tmp_path / "agent", tmp_path))
-    assert job_cgroups.place(hierarchy) == (tmp_path if beside else tmp_path / "agent")
+    assert job_cgroups.parent_of_job_cgroups(hierarchy) == (tmp_path if beside else tmp_path / "agent")
