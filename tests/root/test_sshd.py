@@ -281,8 +281,9 @@ def _at_home(entry: list[str], user: str) -> list[str]:
 @pytest.mark.attack("an SSH user logs in with a password, or with a key planted for another user")
 def test_sshd_rejects_passwords(alone: Alone) -> None:
     """Public keys are the only method that the server offers."""
-    alone.setup("bosh_any")
+    key = alone.setup("bosh_any")["host_public_key"]
     known = alone.key.with_name("known_hosts")
+    known.write_text(f"127.0.0.1 {key}")
     options = ["-oPubkeyAuthentication=no", "-v"]
     done = alone.run(*alone.command_of("ssh", known), *options, "bosh_any@127.0.0.1", "true")
 
