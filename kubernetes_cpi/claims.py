@@ -91,7 +91,7 @@ def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
     for pod in users:
         owner = owner_of(pod)
         if (pod["metadata"].get("labels") or {}).get(names.VM) is None:
-            raise InUseError(f"the disk {disk} is in use by the pod {owner}, which is no VM of this CPI")
+            raise InUseError(f"the disk {disk} is in use by the pod {owner}, which is not a VM of this CPI")
         if pod["metadata"]["name"] != owner or holder == owner:
             raise InUseError(f"the disk {disk} is in use by {owner}")
     return [owner_of(pod) for pod in users]

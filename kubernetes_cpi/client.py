@@ -231,7 +231,8 @@ class Client:
             return msgspec.json.decode(data, type=Object)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise ApiError(
-                f"cannot {method} {_short(path, name)}: the server's answer is no JSON object: {exc}", status=status
+                f"cannot {method} {_short(path, name)}: the server's response is not a JSON object: {exc}",
+                status=status,
             ) from None
 
     def _send(self, method: str, path: str, body: Object | None = None, name: str = "") -> tuple[int, bytes]:

@@ -153,7 +153,7 @@ class Config(Strict, frozen=True):
 def check_namespace(name: str) -> None:
     """Refuse a namespace that is too long for a cid."""
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MAX_NAMESPACE_CHARS:
-        raise ValueError(f"namespace {name!r} is no DNS label of at most {MAX_NAMESPACE_CHARS} characters")
+        raise ValueError(f"namespace {name!r} is not a DNS label of at most {MAX_NAMESPACE_CHARS} characters")
 
 
 def load(file: str | Path, context: Mapping[str, Any]) -> Config:

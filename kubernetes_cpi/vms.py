@@ -164,7 +164,7 @@ def current(session: Session) -> str:
     """
     name = os.uname().nodename
     if session.find(PODS, name, names.KIND_VM) is None:
-        raise NotImplementedByCpiError(f"cannot name the current VM: {name} is no VM of this CPI")
+        raise NotImplementedByCpiError(f"cannot name the current VM: {name} is not a VM of this CPI")
     return name
 
 

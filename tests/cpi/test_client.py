@@ -39,7 +39,7 @@ def test_retry_after_header_is_honoured(cpi: CpiCalls, server: FakeApiServer) ->
     [
         ({"status": 429, "retry_after": "3600", "message": "too many requests"}, "429: too many requests", True),
         ({"status": 403, "message": "pods is forbidden"}, "pods is forbidden", False),
-        ({"status": 200, "raw": "<html>Log in"}, "no JSON object", False),
+        ({"status": 200, "raw": "<html>Log in"}, "response is not a JSON object", False),
         ({"status": 407, "raw": "<html>Proxy Authentication Required"}, "407: <html>Proxy Authentication", False),
     ],
     ids=["a wait beyond the bound", "no right", "a page of a proxy", "an error of a proxy"],

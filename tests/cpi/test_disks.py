@@ -402,7 +402,7 @@ def test_disk_in_use_by_a_foreign_pod_is_not_attached_or_deleted(cpi: CpiCalls, 
     spec = {"containers": [{"name": "debug"}], "volumes": [volume]}
     cluster.create(("pods", "bosh", "debug"), {"metadata": {"name": "debug"}, "spec": spec})
 
-    with pytest.raises(CpiFailedError, match="debug, which is no VM"):
+    with pytest.raises(CpiFailedError, match="debug, which is not a VM"):
         cpi("attach_disk", vm, disk)
     with pytest.raises(CpiFailedError, match="in use by the pod debug"):
         cpi("delete_disk", disk)

@@ -190,7 +190,7 @@ def test_invalid_cpi_command_line_is_reported(arguments: list[str]) -> None:
         ('{"namespce": "x"}', "unknown key `namespce` at `$`; the nearest known one is `namespace`"),
         ('{"disks": {"atach": "live"}}', "unknown key `atach` at `$.disks`; the nearest known one is `attach`"),
         ('{"disks": {"attach": "alive"}}', "Invalid enum value 'alive'"),
-        ('{"namespace": "Not a name"}', "no DNS label"),
+        ('{"namespace": "Not a name"}', "not a DNS label"),
         ("{}", "names no credentials"),
     ],
 )

@@ -496,7 +496,7 @@ def test_current_vm_id_returns_the_cid_of_the_vm_that_runs_the_cpi(
 ) -> None:
     """A Director that runs in the cluster calls current_vm_id before it takes snapshots of its own disks."""
     vm = cpi.create_vm()
-    cpi.refused("NotImplemented", "current_vm_id", match="is no VM of this CPI")
+    cpi.refused("NotImplemented", "current_vm_id", match="is not a VM of this CPI")
 
     monkeypatch.setattr("os.uname", lambda: type("Uname", (), {"nodename": vm}))
 

@@ -423,7 +423,7 @@ def _certificate(view: ContainerView, mbus: Mbus) -> Finding:
     now = clock.wall_time_of(clock.boot_ticks())
     days = (ends - now) / DAY_S
     kind, topic = ("door", "certificate of the HTTPS door") if mbus.scheme == "https" else ("bus", "bus certificate")
-    found, limit = f"good for {days:.0f} days more", f"{kind} certificate near its end" if days < 30 else ""
+    found, limit = f"valid for {days:.0f} more days", f"{kind} certificate near its end" if days < 30 else ""
     if begins > now:
         found, limit = "not valid yet", f"{kind} certificate not yet valid"
     elif days <= 0:
