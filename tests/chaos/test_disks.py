@@ -496,7 +496,7 @@ def _unmount_below(place: Path) -> None:
 @case(
     "D-11",
     "ENOSPC, EROFS or EIO from each write of state on, then SIGKILL of the agent; the disk is well again",
-    scale="about every thirtieth call",
+    scale="about every thirtieth",
     has_full=True,
     is_long=True,
 )
