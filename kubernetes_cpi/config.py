@@ -51,7 +51,7 @@ class AgentOptions(Strict, frozen=True):
         str, doc("Address of the message bus, `nats://IP:4222`; for `bosh create-env` the `https://` one.")
     ] = ""
     ntp: Annotated[list[str], doc("Time servers.")] = []
-    blobstore: Annotated[dict[str, Any], doc("Blobstore, where `env.bosh.blobstores` does not name it.")] = {}
+    blobstore: Annotated[dict[str, Any], doc("Blobstore, used if `env.bosh.blobstores` is not set.")] = {}
 
 
 class DiskOptions(Strict, frozen=True):
@@ -106,34 +106,41 @@ class Timeouts(Strict, frozen=True):
     retry: Annotated[float, doc("All attempts of one request: throttling, server errors, lost connections.")] = 60
     create_vm: Annotated[float, doc("From the pod's creation until its agent answers; image pulls included.")] = 600
     unschedulable: Annotated[
-        float, doc("Wait of create_vm for a node that takes the pod. Longer where nodes are added on demand.")
+        float,
+        doc("How long create_vm waits for a node that can take the pod. Set it higher if nodes are added on demand."),
     ] = 10
     room: Annotated[
         float,
         doc(
-            "Wait of create_vm for room, where all nodes that take the pod are full. The Director tries five times, "
+            "How long create_vm waits for room if every suitable node is full. The Director tries five times, "
             "unless no node is large enough."
         ),
     ] = 30
-    volume: Annotated[float, doc("Wait of create_vm for the volumes of new claims.")] = 120
+    volume: Annotated[float, doc("How long create_vm waits for the volumes of new claims.")] = 120
     crashing: Annotated[
         float,
-        doc("Wait of create_vm for a container that keeps exiting. Ten if its agent exits with 78."),
+        doc("How long create_vm tolerates a container that keeps exiting, or 10 s if its agent exits with 78."),
     ] = 40
-    unready: Annotated[float, doc("Wait of create_vm for the agent of a running container to boot.")] = 120
-    bus: Annotated[float, doc("Wait of create_vm for the agent to reach the address of the bus. 0: unchecked.")] = 10
-    unmount: Annotated[float, doc("Wait of detach_disk for the VM to unmount the disk.")] = 20
-    helper: Annotated[float, doc("Wait for a node to start a helper pod, in addition to its work.")] = 60
+    unready: Annotated[float, doc("How long create_vm waits for the agent of a running container to boot.")] = 120
+    bus: Annotated[float, doc("How long create_vm waits for the agent to reach the bus. 0 disables the check.")] = 10
+    unmount: Annotated[float, doc("How long detach_disk waits for the VM to unmount the disk.")] = 20
+    helper: Annotated[float, doc("How long to wait for a node to start a helper pod, in addition to its work.")] = 60
     delete_vm: Annotated[
-        float, doc("Wait for the node to confirm the end, beyond the VM's grace. Then the pod is deleted by force.")
+        float,
+        doc(
+            "How long to wait after the grace period for the node to confirm the end of the pod. "
+            "Then the pod is deleted by force."
+        ),
     ] = 120
-    resize: Annotated[float, doc("Wait of resize_disk for the storage to grow, which continues afterwards.")] = 30
+    resize: Annotated[float, doc("How long resize_disk waits for the storage to grow, which continues afterwards.")] = (
+        30
+    )
 
 
 class Config(Strict, frozen=True):
     """The whole configuration."""
 
-    cluster: Annotated[Cluster, doc("The API server. Without this: the in-cluster service account.")] = Cluster()
+    cluster: Annotated[Cluster, doc("The API server. Defaults to the in-cluster service account.")] = Cluster()
     namespace: Annotated[
         str,
         doc("Namespace of VMs and disks, at most 40 characters. Empty: from the kubeconfig or service account."),

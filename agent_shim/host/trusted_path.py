@@ -76,7 +76,8 @@ def start(path: str | os.PathLike[str]) -> tuple[str, deque[str]]:
         number, _, rest = text.removeprefix(_HELD).partition("/")
         if number.isdecimal():
             top, text = _HELD + number, rest
-    # Keep ``..``, which leads up from the directory that was reached, even after a link.
+    # Do not collapse ``..`` in the text. After a link it means the parent of the link's target, so it has to be
+    # resolved during the walk.
     return top, deque(name for name in text.split("/") if name not in ("", "."))
 
 

@@ -502,10 +502,10 @@ class Supervisor:
             each.start(is_leading=True)
 
     def trust_pidfile(self, name: str) -> None:
-        """Watch the process that a pidfile names, without further checks, as did the monit from which the jobs are
-        taken over.
+        """Watch the process that the pidfile names without further checks, as monit did before the agent took its jobs
+        over.
 
-        Such a process is not below a keeper, and it may run a program that does not belong to a job.
+        Such a process is not a descendant of a keeper, and it may run a program that does not belong to a job.
         """
         service = self._named(name)
         named = process_record.read(service.spec.pidfile)

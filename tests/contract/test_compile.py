@@ -429,7 +429,7 @@ async def test_cancelled_compilation_leaves_no_process_and_no_file(world: LocalA
         end_kept(world.paths)
 
 
-async def test_processes_of_a_packaging_script_end_with_it(world: LocalAgent) -> None:
+async def test_processes_left_by_a_packaging_script_are_killed_when_it_exits(world: LocalAgent) -> None:
     """A process that survived could write into the directory while it is being packed."""
     started = world.paths.base / "started"
     await compiled(world, f"sleep 600 & setsid sleep 600 & echo $! >{started}; sleep 600 & echo $! >>{started}")

@@ -103,7 +103,7 @@ async def test_e2_failed_immediate_action_is_an_exception(world: LocalAgent) -> 
     assert reply == {"exception": {"message": "Action Failed ssh: Unknown command for SSH method"}}
 
 
-async def test_e3_failed_task_is_an_exception_of_get_task(world: LocalAgent) -> None:
+async def test_e3_get_task_returns_an_exception_for_a_failed_task(world: LocalAgent) -> None:
     task_id = (await world.call("run_errand", "nope"))["value"]["agent_task_id"]
 
     assert await world.run("get_task", task_id) == {
@@ -122,7 +122,7 @@ async def test_e5_too_few_arguments_of_an_immediate_action_are_an_exception(worl
     )
 
 
-async def test_e5_too_few_arguments_of_a_task_appear_in_the_task(world: LocalAgent) -> None:
+async def test_e5_get_task_reports_that_a_task_got_too_few_arguments(world: LocalAgent) -> None:
     reply = await world.call("run_script", "pre-start")
 
     assert is_running(reply)
@@ -289,7 +289,7 @@ async def test_action_modes_equal_those_of_the_go_agent(world: LocalAgent, tmp_p
     assert ACTIONS["list_disk"].task_from_protocol == 3
 
 
-async def test_answered_task_takes_less_than_two_kilobytes(world: LocalAgent) -> None:
+async def test_finished_task_uses_less_than_two_kilobytes_of_memory(world: LocalAgent) -> None:
     """The agent remembers a thousand finished tasks with their requests, so these must not keep asyncio tasks alive."""
     request = {"method": "list_disk", "arguments": [], "protocol": 3}
     await world.run("list_disk")

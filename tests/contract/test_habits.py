@@ -20,7 +20,7 @@ def test_corpus_of_release_patterns_has_at_least_twenty_monit_files() -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_monit_files_of_release_habits_are_parsed_without_ignored_statements(name: str) -> None:
+def test_monit_files_with_common_release_idioms_are_parsed_completely(name: str) -> None:
     """Parsing a monit file reports neither ignored statements nor problems."""
     read = parser.parse(JOBS[name], origin=name)
 

@@ -140,7 +140,7 @@ async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: Loc
     assert seen == ["running", "failing", "stopped"]
 
 
-async def test_s4_process_is_running_at_once_but_after_a_crash_only_once_settled(world: LocalAgent) -> None:
+async def test_s4_only_a_crashed_process_must_settle_before_it_counts_as_running(world: LocalAgent) -> None:
     """After a first start a process counts as running at once, as with monit. After a crash it must stay up for a while
     first.
     """

@@ -39,7 +39,7 @@ def test_create_vm_rejects_an_unusable_bus_address(cpi: CpiCalls, server: FakeAp
     assert "CANARY" not in failed.value.message
 
 
-def test_bus_address_may_come_with_the_request(cpi: CpiCalls, server: FakeApiServer) -> None:
+def test_create_vm_request_may_supply_the_bus_address(cpi: CpiCalls, server: FakeApiServer) -> None:
     cpi.write(server.config() | {"agent": {}})
     env = {"bosh": {**ENV["bosh"], "mbus": {"urls": ["nats://10.0.0.6:4222"]}}}
 

@@ -83,7 +83,7 @@ def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(
         ("persistentvolumeclaims", "exceeded quota: requests.storage"),
     ],
 )
-def test_create_vm_with_a_rejected_object_leaves_nothing(
+def test_create_vm_cleans_up_if_the_cluster_rejects_an_object(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, plural: str, message: str
 ) -> None:
     server.fail(f"POST {plural}", times=9, status=403, message=message)
@@ -114,7 +114,7 @@ def test_vm_on_an_unresponsive_node_counts_as_dead(
     assert [name for name in cluster.snapshot() if name != "nodes/node-1"] == []
 
 
-def test_vm_on_a_temporarily_unreadable_node_is_neither_alive_nor_dead(
+def test_delete_vm_does_not_force_deletion_while_the_node_cannot_be_read(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     vm = cpi.create_vm(grace=0)
@@ -249,7 +249,7 @@ def test_service_of_a_group_is_deleted_with_its_last_vm(cpi: CpiCalls, cluster: 
     assert cluster.of("services") == {}
 
 
-def test_service_requested_by_a_new_vm_meanwhile_is_kept(
+def test_service_claimed_by_a_new_vm_during_deletion_is_kept(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     services = [{"name": "zk", "ports": [{"port": 2181}]}]
@@ -313,8 +313,8 @@ def helpers(cluster: FakeCluster) -> list[str]:
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
 @pytest.mark.parametrize("tier", ["userns", "privileged", "base"])
 def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: CpiCalls, cluster: FakeCluster, tier: str) -> None:
-    """Only VMs in a user namespace need the limit. Their root user can mount the directory of the live disks writable,
-    whereas root on the node can do anything anyway.
+    """Only the tier ``userns`` needs the limit, because its root user can remount the directory of live disks writable.
+    In the tier ``privileged``, root can do anything on the node anyway.
     """
     vm = cpi.create_vm(attach="live", tier=tier)
 
@@ -322,7 +322,7 @@ def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: CpiCalls, cl
     assert list(cluster.of("pods")) == [vm]
 
 
-def test_create_vm_that_cannot_limit_the_disk_directory_leaves_nothing(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_create_vm_cleans_up_if_the_disk_directory_cannot_be_limited(cpi: CpiCalls, cluster: FakeCluster) -> None:
     told = {"exitCode": 1, "message": "Operation not permitted"}
     failed = {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
     cluster.pod_status = lambda pod: failed if pod["metadata"]["name"].startswith("bound-") else None
@@ -340,7 +340,7 @@ def security(spec: Object) -> Object:
 
 
 @pytest.mark.parametrize("tier", ["base", "privileged", "restricted", "userns"])
-def test_security_tiers_equal_those_of_the_manifests(cpi: CpiCalls, cluster: FakeCluster, tier: str) -> None:
+def test_cpi_security_tiers_match_the_manifests(cpi: CpiCalls, cluster: FakeCluster, tier: str) -> None:
     where = ROOT / "deploy/kubernetes"
     base, *_ = (one for one in yaml.safe_load_all((where / "base/statefulset.yaml").read_text()) if one)
     spec = base["spec"]["template"]["spec"]

@@ -179,8 +179,8 @@ def test_shells_in_the_image_complete_agent_commands(podman: Podman, image: str)
 
 
 async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: ContainerSite) -> None:
-    """The agent removes the static libraries that a list in the image names and keeps its settings in memory. It
-    refuses ``swap_size``, because swap belongs to the host.
+    """The agent removes the static libraries listed in a file of the image and keeps its settings in memory. It refuses
+    ``swap_size``, because swap belongs to the host.
     """
     settings = json.loads(site.settings())
     wishes = {"remove_static_libraries": True, "swap_size": 512, "agent": {"settings": {"tmpfs": True}}}

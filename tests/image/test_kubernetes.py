@@ -292,7 +292,7 @@ async def test_example_pod_keeps_its_disk_when_it_is_started_again(
         await asyncio.to_thread(podman.run, "volume", "rm", *volumes.values())
 
 
-async def test_patch_from_the_doctor_gives_a_container_what_it_lacks(
+async def test_doctor_proposes_no_further_changes_after_its_patch_is_applied(
     podman: Podman, image: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
     """kubectl accepts the patch, and in the patched container the doctor proposes no further changes."""

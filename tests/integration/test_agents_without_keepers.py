@@ -85,7 +85,7 @@ async def test_job_of_an_agent_without_keepers_gets_a_keeper_at_its_next_start(
 
 
 @pytest.mark.root
-async def test_hidden_daemon_of_an_agent_without_keepers_is_stopped(world: JobTree, former: Path) -> None:
+async def test_detached_daemon_started_by_an_agent_without_keepers_is_stopped(world: JobTree, former: Path) -> None:
     """A daemon without session, environment and parent is found through the cgroup into which the former agent put the
     job.
     """

@@ -78,7 +78,7 @@ async def test_locked_mount_options_do_not_fail_a_mount(
 
 
 @each_way
-async def test_foreign_volume_on_the_store_counts_as_a_disk(
+async def test_volume_mounted_on_the_store_by_the_platform_counts_as_a_mounted_disk(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A volume that the platform mounted there is the instance's disk.

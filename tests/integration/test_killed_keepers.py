@@ -209,7 +209,7 @@ async def test_stop_fails_while_a_process_of_a_keeper_killed_during_the_start_re
         kill(child)
 
 
-async def test_hanging_program_start_fails_the_stop_and_is_not_repeated(
+async def test_stop_fails_while_a_keeper_start_hangs_and_the_start_is_not_repeated(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the program's file server does not respond, the program may still start once the server is back."""

@@ -89,7 +89,7 @@ async def test_loop_guard_ignores_a_busy_machine(guard: Path) -> None:
     assert loop_guard.violations == []
 
 
-async def test_loop_guard_ignores_a_program_start_before_a_wait_for_the_gil(guard: Path) -> None:
+async def test_loop_guard_does_not_add_program_start_time_to_a_wait_for_the_gil(guard: Path) -> None:
     """The time in which a program starts is exempt, and must not be added to a following wait for the GIL."""
 
     def start_and_wait() -> None:

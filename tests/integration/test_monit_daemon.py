@@ -421,7 +421,7 @@ async def test_monit_daemon_keeps_no_file_open_below_the_disks(vm: MonitTree) ->
     assert list((vm.base / "data/bosh").iterdir()) == []
 
 
-async def test_monit_daemon_runs_only_once_and_ends_on_quit(vm: MonitTree) -> None:
+async def test_second_monit_daemon_exits_and_quit_ends_the_first(vm: MonitTree) -> None:
     vm.add("web")
     vm.start()
     await vm.until(web="running")

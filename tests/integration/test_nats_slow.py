@@ -29,7 +29,7 @@ class Hasty(BusTiming, frozen=True):
         return super().handshake_timeout_s(slow)
 
 
-def test_bus_pauses_and_timeouts_grow_up_to_threefold() -> None:
+def test_bus_retry_delays_and_timeouts_at_most_triple() -> None:
     """They stay well below the 45 s for which a Director waits for an agent."""
     timing = BusTiming()
 
@@ -41,7 +41,7 @@ def test_bus_pauses_and_timeouts_grow_up_to_threefold() -> None:
 
 
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
-async def test_bus_timeouts_grow_only_if_the_server_greets(how: str) -> None:
+async def test_bus_timeouts_grow_only_if_the_server_sends_info(how: str) -> None:
     """If a server is absent or does not even greet, attempts cost it nothing, and it may return at any moment."""
     taken: list[asyncio.StreamWriter] = []
 

@@ -66,7 +66,7 @@ async def test_job_whose_pidfile_names_pid_1_runs_and_stops(
         await supervisor.stop(wait=True)
 
 
-async def test_stop_of_a_job_with_pid_1_waits_only_for_the_stop_program(world: JobTree) -> None:
+async def test_stop_of_a_job_whose_pidfile_names_pid_1_waits_only_for_the_stop_program(world: JobTree) -> None:
     world.timing = replace(world.timing, stop=600.0)
     async with world.supervising(world.job("rules", START, "echo stop >>$log", timeout=600)) as supervisor:
         await in_state(supervisor, "rules", "running")
@@ -75,7 +75,9 @@ async def test_stop_of_a_job_with_pid_1_waits_only_for_the_stop_program(world: J
         assert world.lines() == ["start", "stop"]
 
 
-async def test_job_with_pid_1_restarts_when_its_pidfile_is_removed(world: JobTree, signalled: list[int]) -> None:
+async def test_job_whose_pidfile_names_pid_1_restarts_when_the_pidfile_is_removed(
+    world: JobTree, signalled: list[int]
+) -> None:
     async with world.supervising(world.job("rules", START, "rm -f $pidfile")) as supervisor:
         await in_state(supervisor, "rules", "running")
         world.pidfile("rules").unlink()
@@ -88,7 +90,7 @@ async def test_job_with_pid_1_restarts_when_its_pidfile_is_removed(world: JobTre
         await supervisor.stop(wait=True)
 
 
-async def test_restarted_agent_finds_a_job_with_pid_1_running(world: JobTree) -> None:
+async def test_restarted_agent_finds_a_job_running_whose_pidfile_names_pid_1(world: JobTree) -> None:
     async with world.supervising(world.job("rules", START, "rm -f $pidfile")) as supervisor:
         await in_state(supervisor, "rules", "running")
         supervisor.hold()

@@ -61,7 +61,7 @@ def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
     assert manifest_digest(tmp_path / "image.tar") == "sha256:" + "a" * 64
 
 
-def test_equal_images_give_equal_archives(tmp_path: Path) -> None:
+def test_repacked_images_with_equal_content_are_byte_identical(tmp_path: Path) -> None:
     """Modification times and the order of the members are normalized."""
     for number, names in enumerate((("a", "b"), ("b", "a"))):
         with tarfile.open(tmp_path / f"{number}.part", "w") as archive:
@@ -76,7 +76,7 @@ def test_equal_images_give_equal_archives(tmp_path: Path) -> None:
         assert {member.mtime for member in packed.getmembers()} == {1_700_000_000}
 
 
-def test_release_with_a_tag_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_release_is_refused_if_its_tag_names_another_version(tmp_path: Path) -> None:
     """In a tree between two releases, no tag is accepted."""
     done = release("--tag=v9.9.9", "--only=wheel", f"--out={tmp_path / 'out'}")
 

@@ -296,7 +296,7 @@ async def test_check_result_applies_only_to_the_process_that_was_checked(world: 
         assert world.told("Connection failed") == []
 
 
-async def test_opened_port_ends_the_failing_state(world: JobTree) -> None:
+async def test_failing_service_recovers_when_its_port_opens(world: JobTree) -> None:
     """The recovery is also reported as an event."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -182,7 +182,7 @@ async def test_settling_period_continues_under_the_next_agent(world: JobTree) ->
         assert pids(supervisor) == {"web": found.pid}
 
 
-async def test_new_container_starts_the_jobs_without_believing_saved_pids(
+async def test_new_container_ignores_saved_pids_when_it_starts_the_jobs(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes that have these pids by chance are neither adopted nor signalled."""
@@ -209,7 +209,9 @@ async def test_new_container_starts_the_jobs_without_believing_saved_pids(
 
 
 @pytest.mark.parametrize("then", ["resume", "stop"])
-async def test_held_supervisor_starts_no_process(world: JobTree, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+async def test_supervisor_starts_no_process_while_it_is_on_hold(
+    world: JobTree, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
     """While the start is held back, the jobs are starting, or failing once an obstacle is known. They may be stopped
     meanwhile.
 
@@ -343,7 +345,7 @@ async def test_stop_that_could_not_be_saved_survives_a_restart(world: JobTree) -
         assert pids(supervisor) == {"web": 0, "other": before["other"]}
 
 
-async def test_job_left_running_by_a_stop_is_ended_by_the_next_agent(world: JobTree) -> None:
+async def test_next_agent_completes_a_stop_of_which_only_the_marker_was_written(world: JobTree) -> None:
     """The agent was killed during a stop of which only the marker file existed yet."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")

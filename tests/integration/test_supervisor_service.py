@@ -259,7 +259,7 @@ async def test_rule_for_a_missing_process_may_run_a_program(world: JobTree) -> N
         assert world.events[0].action == "exec"
 
 
-async def test_rule_for_a_missing_process_may_need_several_cycles(world: JobTree) -> None:
+async def test_missing_process_rule_restarts_only_after_the_configured_number_of_cycles(world: JobTree) -> None:
     """With ``for 5 cycles``, the restart comes only in the fifth cycle without a process."""
     job = world.job("web", COUNTED, STOP, "if does not exist for 5 cycles then restart")
     async with world.supervising(job) as supervisor:
@@ -270,7 +270,7 @@ async def test_rule_for_a_missing_process_may_need_several_cycles(world: JobTree
         assert time.monotonic() - died_at >= 4 * world.timing.cycle
 
 
-async def test_process_in_manual_mode_waits_for_its_start(world: JobTree) -> None:
+async def test_process_in_manual_mode_starts_only_on_request(world: JobTree) -> None:
     """The Director's start includes services in manual mode, but only those of the group vcap."""
     files = [
         world.job("web", None, None, "mode manual"),

@@ -134,7 +134,7 @@ async def test_failed_get_names_host_and_reason(server: BlobServer, transfer: Tr
 
 
 @pytest.mark.parametrize("how", [http.STALL, http.SILENT, http.DRIBBLE])
-async def test_stalled_get_ends_in_bounded_time(server: BlobServer, tmp_path: Path, how: str) -> None:
+async def test_stalled_get_times_out(server: BlobServer, tmp_path: Path, how: str) -> None:
     server.plan = [how]
     async with asyncio.timeout(30), Transfer("", FAST, tmp_path) as transfer:
         said = await failure(transfer, f"http://me:word@{server.host}/b?{SECRET}")
@@ -227,7 +227,9 @@ async def test_put_waits_for_a_slow_answer(server: BlobServer, transfer: Transfe
 
 
 @pytest.mark.parametrize(("how", "size"), [(http.DEAF, 50_000_000), (http.SILENT, 200_000)])
-async def test_put_that_is_not_read_or_answered_ends(server: BlobServer, tmp_path: Path, how: str, size: int) -> None:
+async def test_put_times_out_if_the_server_does_not_read_or_answer(
+    server: BlobServer, tmp_path: Path, how: str, size: int
+) -> None:
     """A server that stops reading stalls the transfer once all buffers are full.
 
     A missing answer has a separate timeout.
@@ -265,7 +267,7 @@ async def test_configured_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch
 
 @pytest.mark.attack("a neighbour poses as the blobstore")
 @pytest.mark.parametrize("wrong", ["host", "time"])
-async def test_certificate_of_another_host_or_time_is_rejected(tmp_path: Path, wrong: str) -> None:
+async def test_certificate_for_another_host_or_outside_its_validity_is_rejected(tmp_path: Path, wrong: str) -> None:
     """The error says what is wrong with the certificate."""
     authority = Authority("blobstore-ca")
     pair = authority.server(hosts=["other.example"]) if wrong == "host" else authority.server(valid=EXPIRED)
@@ -276,7 +278,7 @@ async def test_certificate_of_another_host_or_time_is_rejected(tmp_path: Path, w
 
 
 @pytest.mark.attack("a blobstore sends data without end")
-async def test_endless_blob_leaves_disk_space_for_others(
+async def test_download_of_an_endless_blob_fails_before_the_disk_is_full(
     server: BlobServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "RESERVE_BYTES", shutil.disk_usage(tmp_path).free - (32 << 20))

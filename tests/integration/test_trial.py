@@ -178,7 +178,7 @@ def test_trial_remove_deletes_the_node_and_the_state(played: TrialRuns) -> None:
     assert not played.state.exists()
 
 
-def test_trial_workflow_runs_the_trial_and_fails_with_a_failed_command(played: TrialRuns) -> None:
+def test_trial_workflow_runs_the_trial_and_fails_if_a_command_fails(played: TrialRuns) -> None:
     steps = yaml.safe_load((ROOT / ".github/workflows/trial.yml").read_text())["jobs"]["kind"]["steps"]
     (step,) = [one["run"] for one in steps if "--shell" in one.get("run", "")]
     script = step.replace("./dev try-kubernetes", shlex.join(played.command))

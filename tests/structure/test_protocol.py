@@ -32,7 +32,7 @@ def test_protocol_page_describes_each_action_correctly(section: Section) -> None
     """
     action, first = ACTIONS[section.method], section.text.strip().splitlines()[0]
 
-    assert first.startswith("Task" if action.mode is Mode.TASK else "At once")
+    assert first.startswith("Task" if action.mode is Mode.TASK else "Answered at once")
     assert ("can be cancelled" in first) is (asyncio.Event in action.injected.values())
     assert ("at once below" in first) is (action.task_from_protocol > 0)
     for part in ("Errors: ", "Go agent: "):

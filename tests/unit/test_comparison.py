@@ -67,7 +67,7 @@ def test_comparison_lowers_ulimits_of_scripts_to_the_hard_limit(tmp_path: Path) 
     assert "999999999" not in planned(tmp_path, job()).job.files["bin/ctl"]
 
 
-def test_comparison_creates_missing_files_of_scripts_for_the_next_run(tmp_path: Path) -> None:
+def test_comparison_creates_files_that_scripts_failed_to_find_before_the_next_run(tmp_path: Path) -> None:
     made = planned(tmp_path, job())
     said = (
         "ctl: line 3: /var/vcap/packages/web/lib/run: No such file or directory\nctl: line 4: confd: command not found"
@@ -137,11 +137,11 @@ def judged(tmp_path: Path, go: dict[str, Any], shim: dict[str, Any], one: Job | 
     return judge.judge(planned(tmp_path, one or job()), *worlds)
 
 
-def test_comparison_calls_identical_runs_equal(tmp_path: Path) -> None:
+def test_comparison_reports_identical_runs_as_equal(tmp_path: Path) -> None:
     assert judged(tmp_path, phase("rest"), phase("rest")).kind == "equal"
 
 
-def test_comparison_uses_the_final_state_of_a_process_that_an_apply_removes(tmp_path: Path) -> None:
+def test_comparison_ignores_when_a_removed_process_disappears_during_apply(tmp_path: Path) -> None:
     """An agent may report its states before or after the removed process is gone, which is not a difference."""
     without = {"state": {"job_state": "stopped"}}
     early, late = phase("apply", values=without), phase("apply", values=without, states={})
@@ -222,7 +222,7 @@ def test_service_still_failing_under_monit_after_a_slow_start_is_a_known_deviati
     assert judged(tmp_path / "other", phase("slow start", **failed), phase("slow start", **up)).kind == "difference"
 
 
-def test_comparison_lists_a_process_that_the_previous_stop_program_killed(tmp_path: Path) -> None:
+def test_comparison_allows_a_slow_stop_program_to_kill_the_next_process_under_monit(tmp_path: Path) -> None:
     """An example is proxy in docker-registry-boshrelease.
 
     If both stops took equally long, the signal is a difference.
@@ -241,7 +241,7 @@ def test_comparison_lists_a_process_that_the_previous_stop_program_killed(tmp_pa
     assert verdict(1.5) == "difference"
 
 
-def test_comparison_difference_names_the_line_of_the_release(tmp_path: Path) -> None:
+def test_comparison_difference_includes_the_line_of_the_monit_file(tmp_path: Path) -> None:
     failing = phase("port closed", job_states=["running", "failing"], states={"web": ["running", "failing"]})
     verdict = judged(tmp_path, failing, phase("port closed"))
 
@@ -250,7 +250,7 @@ def test_comparison_difference_names_the_line_of_the_release(tmp_path: Path) -> 
     assert {one.line for one in verdict.differences} == {"jobs/web/monit:4"}
 
 
-def test_comparison_reports_a_second_start_and_a_signal(tmp_path: Path) -> None:
+def test_comparison_reports_an_extra_start_and_an_extra_signal(tmp_path: Path) -> None:
     go = phase("death", events=[[0.1, "lives", "server"], [5.0, "lives", "server"], [5.1, "SIGHUP", "server"]])
     verdict = judged(tmp_path, go, phase("death", events=[[0.1, "lives", "server"]]))
 
@@ -260,7 +260,7 @@ def test_comparison_reports_a_second_start_and_a_signal(tmp_path: Path) -> None:
     }
 
 
-def test_comparison_ignores_listed_deviations(tmp_path: Path) -> None:
+def test_comparison_classifies_known_deviations_as_listed(tmp_path: Path) -> None:
     bpm = job(monit=MONIT.replace("/sys/run/web/", "/sys/run/bpm/web/"))
     verdict = judged(tmp_path, phase("empty pidfile", job_states=["failing"]), phase("empty pidfile"), bpm)
 
@@ -268,7 +268,7 @@ def test_comparison_ignores_listed_deviations(tmp_path: Path) -> None:
     assert judged(tmp_path / "ctl", phase("empty pidfile", job_states=["failing"]), phase("empty pidfile")).differences
 
 
-def test_comparison_lists_a_bpm_pidfile_left_by_stopping_a_dead_process(tmp_path: Path) -> None:
+def test_comparison_allows_bpm_to_leave_the_pidfile_of_a_dead_process_on_stop(tmp_path: Path) -> None:
     bpm = job(monit=MONIT.replace("/sys/run/web/", "/sys/run/bpm/web/"))
     left, gone = phase("stop", files=["data/sys/run/bpm/web/web.pid 644"]), phase("stop")
 
@@ -276,7 +276,7 @@ def test_comparison_lists_a_bpm_pidfile_left_by_stopping_a_dead_process(tmp_path
     assert judged(tmp_path / "here", gone, left, bpm).kind == "difference"
 
 
-def test_comparison_lists_a_process_left_by_a_restart(tmp_path: Path) -> None:
+def test_comparison_allows_monit_to_leave_a_process_running_on_restart(tmp_path: Path) -> None:
     """The stop program in rabbitmq-server-boshrelease removes its pidfile, so that monit leaves the process running.
 
     Under this agent, the timeout of the stop causes an alert.
@@ -308,7 +308,7 @@ CONTEXT = {
         ({"directory": "/tmp"}, "ctl start script: directory"),
     ],
 )
-def test_comparison_includes_the_inherited_context_of_programs(
+def test_comparison_reports_differences_in_the_environment_and_limits_of_programs(
     tmp_path: Path, changed: dict[str, Any], what: str
 ) -> None:
     go = phase("start", contexts={"ctl start script": [CONTEXT]})
@@ -317,7 +317,7 @@ def test_comparison_includes_the_inherited_context_of_programs(
     assert [one.what for one in judged(tmp_path, go, shim).differences] == [what]
 
 
-def test_comparison_lists_the_agents_empty_working_directory(tmp_path: Path) -> None:
+def test_comparison_allows_the_agent_to_start_scripts_in_an_empty_directory(tmp_path: Path) -> None:
     go = phase("start", contexts={"ctl start script": [CONTEXT]})
     shim = phase("start", contexts={"ctl start script": [CONTEXT | {"directory": "/var/vcap/empty"}]})
 
@@ -330,7 +330,7 @@ def test_comparison_reports_a_repeated_alert(tmp_path: Path) -> None:
     assert judged(tmp_path, phase("death", alerts=alert), phase("death", alerts=alert * 2)).kind == "difference"
 
 
-def test_comparison_reports_missing_scripts_and_other_arguments(tmp_path: Path) -> None:
+def test_comparison_reports_scripts_that_did_not_run_or_got_different_arguments(tmp_path: Path) -> None:
     def drained(*scripts: str) -> dict[str, Any]:
         return phase("update: drain", scripts=[f"/var/vcap/jobs/web/bin/{script}" for script in scripts])
 
@@ -352,7 +352,7 @@ def test_comparison_reports_missing_scripts_and_other_arguments(tmp_path: Path) 
         ("processes[web].mem.kb", 900000, False),
     ],
 )
-def test_comparison_compares_states_exactly_and_figures_roughly(
+def test_comparison_tolerates_small_differences_in_vitals_but_not_in_other_values(
     tmp_path: Path, path: str, shim: Any, *, is_alike: bool
 ) -> None:
     values = {
@@ -367,7 +367,7 @@ def test_comparison_compares_states_exactly_and_figures_roughly(
     assert [one.what for one in judged(tmp_path, go, other).differences] == [f"value in state {path}"] * (not is_alike)
 
 
-def test_comparison_calls_a_job_busy_if_it_fails_on_a_busy_machine(tmp_path: Path) -> None:
+def test_comparison_verdict_is_busy_if_a_job_times_out_on_a_busy_machine(tmp_path: Path) -> None:
     dead = {"error": "TimeoutError: ", "waited": 40.0, "phases": []}
 
     assert judge.judge(planned(tmp_path, job()), dead, dead).kind == "busy"
@@ -424,7 +424,7 @@ def test_comparison_lowers_memory_and_cpu_limits_so_that_test_programs_can_excee
 
 
 @pytest.mark.parametrize("name", breaks.BREAKS)
-def test_each_deliberate_defect_for_the_comparison_applies_and_compiles(tmp_path: Path, name: str) -> None:
+def test_each_defect_injected_into_the_comparison_applies_and_compiles(tmp_path: Path, name: str) -> None:
     broken = breaks.BREAKS[name]
     broken.copy(tmp_path)
     compile((tmp_path / "agent_shim" / broken.path).read_text(), broken.path, "exec")
@@ -442,7 +442,7 @@ def test_comparison_accepts_any_final_state_of_a_restart_loop(tmp_path: Path) ->
     assert judged(tmp_path / "silent", dead, phase("port closed")).kind == "difference"
 
 
-def test_comparison_accepts_more_restarts_by_a_memory_rule(tmp_path: Path) -> None:
+def test_comparison_allows_a_memory_rule_to_restart_a_service_more_often(tmp_path: Path) -> None:
     """An example is nats in nats-release. A rule that triggers under only one of the agents is a difference."""
     alert, lives = "web - Resource limit matched - restart", [1.0, "lives", "server"]
     go = phase("usage", alerts=[alert], events=[lives], job_states=["failing"])
@@ -453,7 +453,7 @@ def test_comparison_accepts_more_restarts_by_a_memory_rule(tmp_path: Path) -> No
     assert judged(tmp_path / "here", go, phase("usage", job_states=["failing"])).kind == "difference"
 
 
-def test_comparison_accepts_a_tool_that_runs_beyond_its_phase(tmp_path: Path) -> None:
+def test_comparison_accepts_a_tool_that_runs_in_the_next_phase_instead(tmp_path: Path) -> None:
     """An example is the post-start of grafana in prometheus-boshrelease, which polls for minutes."""
     tool, plan = [[8.0, "tool", "cli"]], planned(tmp_path, job())
 
@@ -465,7 +465,7 @@ def test_comparison_accepts_a_tool_that_runs_beyond_its_phase(tmp_path: Path) ->
     assert verdict([phase("death"), phase("empty pidfile")]).kind == "difference"
 
 
-def test_comparison_has_no_verdict_for_a_job_that_runs_under_neither_agent(tmp_path: Path) -> None:
+def test_comparison_gives_no_verdict_if_a_job_starts_under_neither_agent(tmp_path: Path) -> None:
     dead = {"error": "", "phases": [phase("start", running_after=-1.0, job_states=["failing"])]}
     verdict = judge.judge(planned(tmp_path, job()), dead, dead)
 
@@ -473,13 +473,13 @@ def test_comparison_has_no_verdict_for_a_job_that_runs_under_neither_agent(tmp_p
     assert "runs in neither world" in verdict.not_played
 
 
-def test_comparison_has_no_verdict_for_a_job_that_stays_up_under_neither_agent(tmp_path: Path) -> None:
+def test_comparison_gives_no_verdict_if_a_job_keeps_failing_under_both_agents(tmp_path: Path) -> None:
     verdict = judged(tmp_path, phase("rest", job_states=["running", "failing"]), phase("rest", job_states=["failing"]))
 
     assert "stays up in neither world" in verdict.not_played
 
 
-def test_comparison_has_no_verdict_for_a_job_whose_processes_run_under_neither_agent(tmp_path: Path) -> None:
+def test_comparison_gives_no_verdict_if_no_process_runs_under_either_agent(tmp_path: Path) -> None:
     """The state alone does not show it: ossec_client in cg-ossec-boshrelease has no service in group vcap, so it counts
     as running.
     """
@@ -489,7 +489,7 @@ def test_comparison_has_no_verdict_for_a_job_whose_processes_run_under_neither_a
     assert judged(tmp_path / "one", phase("rest"), dead).kind == "difference"
 
 
-def test_comparison_lists_a_request_that_monit_refuses_during_a_stop(tmp_path: Path) -> None:
+def test_comparison_allows_monit_to_refuse_a_request_during_a_stop(tmp_path: Path) -> None:
     """An example is mongodb in mongodb-service-release."""
     words = "1\nmonit: action failed -- {}"
     refused = phase("unmonitor", value=words.format("Other action already in progress -- please try again later"))
@@ -507,7 +507,7 @@ def test_comparison_lists_a_request_that_monit_refuses_during_a_stop(tmp_path: P
         ({}, {"web": True, "job": False}, "difference"),
     ],
 )
-def test_comparison_lists_services_outside_the_group_vcap_that_monit_starts_one_after_the_other(
+def test_comparison_allows_monit_to_start_services_outside_the_vcap_group_later(
     tmp_path: Path, states: dict[str, list[str]], rest: dict[str, bool], kind: str
 ) -> None:
     """An example is ossec_client of cg-ossec-boshrelease. The Director waits only for services of the group vcap."""
@@ -525,7 +525,7 @@ def test_comparison_lists_services_outside_the_group_vcap_that_monit_starts_one_
     assert judge.judge(planned(tmp_path, job()), *lives).kind == kind
 
 
-def test_comparison_ignores_figures_in_monit_texts(tmp_path: Path) -> None:
+def test_comparison_ignores_numbers_in_monit_output(tmp_path: Path) -> None:
     text = "0\nThe Monit daemon 5.2.5 uptime: {}m \n\nProcess 'web'\n  status          {}\n  children        {}\n"
     go = phase("rest", texts={"monit status": text.format(1, "running", 2), "monit stop none": "1\nno such service\n"})
     same = phase(

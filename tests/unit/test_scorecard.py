@@ -76,7 +76,9 @@ def test_scorecard_shows_the_last_outcome_of_each_case(tmp_path: Path) -> None:
     assert document.read_text() == f"{first}\n| G-02 | is mute | | | | | | |\n"
 
 
-def test_general_saboteurs_are_recognized_by_their_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_general_saboteur_whose_mark_is_missing_from_the_joint_run_is_run_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A saboteur whose mark is not in the figures of the joint run is run alone.
 
     Saboteurs that never ran are run once more.

@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def watched(self) -> list[str]:
-        """Return the paths of files that rules about changes watch."""
+        """Return the paths of the files that have a change rule (changed, timestamp, checksum or match)."""
         rule = r"(?is)\bpath\s+[\"']?([^\s\"']+).*\b(?:changed|timestamp|checksum|match)\b"
         found = [re.search(rule, one.text) for one in self.services if one.kind == "file"]
         return [one[1] for one in found if one]

@@ -161,7 +161,7 @@ async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pyt
     assert queue.dropped == 2
 
 
-async def test_alert_dropped_while_it_is_sent_drops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dropping_an_alert_that_is_being_sent_does_not_drop_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue may overflow and drop an alert while it is being sent. No other alert must be dropped in its place."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 2)
     bus = SwitchedBus()

@@ -209,7 +209,7 @@ async def test_invalid_monit_file_is_reported_once_per_error(paths: Paths) -> No
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-async def test_jobs_are_wanted_from_start_to_stop(paths: Paths) -> None:
+async def test_is_wanted_is_true_from_a_start_until_a_stop(paths: Paths) -> None:
     """``is_wanted`` is true from a start until a stop, but only if there are jobs.
 
     The next agent recovers it from the saved state. A stop during container shutdown does not change it.
