@@ -68,7 +68,10 @@ class DiskOptions(Strict, frozen=True):
     access_mode: Annotated[
         Literal["ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"], doc("Access mode of persistent disks.")
     ] = "ReadWriteOnce"
-    host_path: Annotated[str, doc("Directory of nodes for live disks, on a shared mount.")] = "/var/lib/kubelet/bosh"
+    host_path: Annotated[
+        str,
+        doc("Directory on each node through which disks are attached to running VMs. It must be on a shared mount."),
+    ] = "/var/lib/kubelet/bosh"
     helper_image: Annotated[str, doc("Image of attachment pods. Empty: the image of the VM.")] = ""
     helper_python: Annotated[str, doc("Python (3.9 or newer) in that image.")] = "/opt/agent_shim/bin/python3"
 
@@ -124,7 +127,9 @@ class Timeouts(Strict, frozen=True):
     unready: Annotated[float, doc("How long create_vm waits for the agent of a running container to boot.")] = 120
     bus: Annotated[float, doc("How long create_vm waits for the agent to reach the bus. 0 disables the check.")] = 10
     unmount: Annotated[float, doc("How long detach_disk waits for the VM to unmount the disk.")] = 20
-    helper: Annotated[float, doc("How long to wait for a node to start a helper pod, in addition to its work.")] = 60
+    helper: Annotated[
+        float, doc("Time allowed for starting a helper pod. It is added to the timeout of the pod's work.")
+    ] = 60
     delete_vm: Annotated[
         float,
         doc(

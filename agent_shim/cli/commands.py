@@ -289,9 +289,14 @@ def _add_for_operators(command: Command) -> None:
     logs = command("logs", _logs, "print the log files of jobs")
     logs.add_argument("job", nargs="?", default="", metavar="JOB", help="only this job")
     logs.add_argument("-f", "--follow", action="store_true", help="follow the files")
-    text = "last N lines of each file (default: 25, with --since all)"
+    text = "print the last N lines of each file (default: 25, or all lines with --since)"
     logs.add_argument("-n", "--lines", type=_count, metavar="N", help=text)
-    logs.add_argument("--since", type=_moment, metavar="TIME", help="lines of the last 10m, 2h30m, or from 14:00 on")
+    logs.add_argument(
+        "--since",
+        type=_moment,
+        metavar="TIME",
+        help="print only lines since a time of day (14:00) or of a last period (10m, 2h30m)",
+    )
     logs.add_argument("--agent", action="store_true", help="the agent's own log")
     _base_option(logs)
 

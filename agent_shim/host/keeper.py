@@ -295,7 +295,7 @@ class Keeper:
         pid, start_ticks = identity
         if identity in self._slots.values() or self.exit_of(identity) is not None:
             return None
-        # Reuse slots with exits that earlier agents asked for only if no other slot is free.
+        # Slots of this agent whose process has exited can be reused.
         for slot in [
             slot for slot, watched in self._slots.items() if slot in self.state.exits and not proc.is_there(watched)
         ]:
@@ -303,6 +303,7 @@ class Keeper:
         free = [slot for slot in range(1, SLOTS + 1) if slot not in self._slots]
         if not free:
             raise HostError(f"cannot watch more than {SLOTS} processes of {self.label}")
+        # Prefer an empty slot. Slots with an exit that was recorded for an earlier agent are reused last.
         slot = min(free, key=lambda slot: slot in self.state.exits)
         self._slots[slot] = identity
         return self._send(f"watch {slot} {pid} {start_ticks * 1000 // clock.TICKS}")

@@ -39,11 +39,11 @@ _OPEN_SLAVE: Final = 0x5441
 
 
 def run(argv: Argv, pid: int) -> int:
-    """Run a program to its end and return its exit code, or 128+N after signal N.
+    """Run a program until it exits and return its exit code, or 128+N if signal N killed it.
 
-    ``argv`` returns the argument list of a program whose terminal is the given descriptor (0, 1, 2 or None), and a
-    descriptor that the program inherits. ``pid`` is a process in whose mount namespace the pseudo-terminal is created,
-    so that its name exists there. Raises ``OSError``.
+    ``argv`` is called with the descriptor that is the program's terminal (0, 1 or 2, or None without a terminal). It
+    returns the program's argument list and a descriptor for the program to inherit. The pseudo-terminal is created in
+    the mount namespace of the process ``pid``, so that its path exists there. Raises ``OSError``.
     """
     terminals = [number for number in (0, 1, 2) if os.isatty(number)]
     if not terminals:

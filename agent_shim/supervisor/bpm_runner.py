@@ -107,9 +107,9 @@ class BpmProcess:
 class Bpm:
     """Starts, finds and stops bpm.yml processes, with one operation at a time for each process.
 
-    The processes run as ``user`` if the agent is root. If ``user`` is None, they run as the agent's user, which is the
-    case with a base directory other than /var/vcap. If bpm.yml requests what this container does not support, this is
-    an error with ``is_strict``, otherwise a warning.
+    The processes run as ``user`` if the agent is root. If ``user`` is None (when the base directory is not /var/vcap),
+    they run as the agent's user. If bpm.yml requests something that this container does not support, that is a warning,
+    or an error if ``is_strict`` is set.
     """
 
     def __init__(self, paths: Paths, programs: Programs, *, user: str | None = None, is_strict: bool = False) -> None:

@@ -476,8 +476,10 @@ def _tree(top: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int, str]]:
-    """Yield pairs of a call number and a victim. For each kind of call there are at most ``most``, at even
-    distances.
+    """Choose the system calls to kill at. Yields (call number, victim), where the victim is an entry of ``VICTIMS``
+    that says which processes to kill.
+
+    At most ``most`` calls are chosen for each system call name, evenly spaced.
     """
     kinds = defaultdict[str, list[int]](list)
     for told in calls:

@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    # Move global options behind the command, because they may precede it.
+    # Move global options after the command, because they may precede it.
     while argv and argv[0] in ("-d", "-n", "--json"):
         taken = 2 if argv[0] == "-d" else 1
         argv = [*argv[taken:], *argv[:taken]]

@@ -45,7 +45,7 @@ def test_operations_files_for_the_docker_cpi_have_valid_types_and_values(name: s
     for one in yaml.safe_load((ROOT / "deploy/docker" / name).read_text()):
         assert one.keys() - {"value"} == {"type", "path"}
         assert one["type"] in ("replace", "remove")
-        # The CLI treats null as a missing value, so an operation that replaces something needs another value.
+        # The CLI treats a null value as missing, so every ``replace`` operation needs a non-null value.
         assert (one.get("value") is not None) == (one["type"] == "replace")
 
 

@@ -72,7 +72,7 @@ async def answer(data: bytes) -> tuple[str, bytes]:
 
 
 async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None:
-    """Run one agent, which consists of a bus connection and heartbeats."""
+    """Run one light agent, which only connects to the bus and sends heartbeats."""
     mbus = Mbus(tuple(own["urls"]), own["ca"], own["certificate"], own["private_key"])
 
     async def send(message: bytes) -> None:

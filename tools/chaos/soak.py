@@ -140,7 +140,10 @@ class Record:
         return found
 
     def starved(self, begin: float, end: float) -> float:
-        """Return the longest delay of the sleeping process in a period, in seconds."""
+        """Return by how many seconds at most the sleeper process woke up late between ``begin`` and ``end``.
+
+        This shows how overloaded the machine was.
+        """
         return max((late for at, late in self.sleeper if begin <= at + late and at <= end), default=0.0)
 
     def faults(self) -> list[str]:

@@ -243,9 +243,11 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """Record where a disk was mounted: in its marker unless ``is_marked``, and for the store on the root file system.
+    """Record where a disk is mounted.
 
-    If neither record can be written, the next agent would not mount the disk, so remove the mount at ``undo`` and fail.
+    The record goes into the disk's marker, unless ``is_marked`` says that the marker is already correct. For the disk
+    on the store, it also goes into a file on the root file system. If no usable record can be written, the next agent
+    would not mount the disk, so unmount it from ``undo`` (if set) and fail.
     """
 
     volume: Path
