@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -340,6 +341,19 @@ async def test_keeper_is_released_even_if_abandoning_it_is_cancelled(sockets: Pa
     while proc.stat(kept.pid) is not None:
         await asyncio.sleep(0.01)
     assert list(sockets.iterdir()) == []
+
+
+async def test_kill_succeeds_if_the_keeper_is_released_before_it_answers(sockets: Path) -> None:
+    """The last descendant may exit while the request is under way. The supervisor then releases the keeper."""
+    kept = await keeper.start(sockets, "gone", shell("exec sleep 1000"))
+    kept.on_change = lambda: kept.release() if kept.state.is_childless else None
+    os.kill(kept.state.program, signal.SIGKILL)
+    while proc.stat(kept.state.program) is not None:  # do not let the event loop read the report yet
+        time.sleep(0.001)  # noqa: ASYNC251
+
+    await kept.kill()
+
+    assert kept.is_released
 
 
 async def test_killed_keeper_is_reported_as_lost(sockets: Path) -> None:
