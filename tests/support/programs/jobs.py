@@ -58,9 +58,10 @@ class JobTree:
         """Write a shell script for a job."""
         path = self.base / "jobs" / name / "bin" / verb
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\nname={name} log={self.log} pidfile={self.pidfile(name)}\n{body}\n")
-        path.chmod(0o755)
-        return path
+        new = path.with_name(f"{verb}.new")  # an earlier version may be starting, and must not be written to meanwhile
+        new.write_text(f"#!/bin/sh\nname={name} log={self.log} pidfile={self.pidfile(name)}\n{body}\n")
+        new.chmod(0o755)
+        return new.rename(path)
 
     def pidfile(self, name: str) -> Path:
         return self.base / f"{name}.pid"
