@@ -53,15 +53,8 @@ def main(arguments: list[str]) -> int:
     _enable_emulation()
     system = _system()
     _copy_project(system / "project")
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--hypothesis-profile=quick",
-        "--timeout=1800",
-        "-m",
-        "not slow and not root",
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", "--timeout=1800"]
+    options += [f"--deselect={each}" for each in UNSUPPORTED]
     named = [each for each in arguments if Path(each.partition("::")[0]).exists()]
     namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
     tests = [*options, "-n", str(os.cpu_count()), *arguments, *([] if named else ["tests/unit"])]
