@@ -245,10 +245,11 @@ def create(name: str, directory: int, mode: int, owner: tuple[int, int] = (-1, -
     process).
 
     A job may give its directory the set-group-ID bit or a default ACL, which would let the job read new files. The file
-    therefore has mode 0 until its group is set and its ACL is removed.
+    therefore gives no rights to its group until the group is set and the ACL is removed. Its owner can read it at any
+    time.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(name, flags, 0, dir_fd=directory)
+    descriptor = os.open(name, flags, mode & 0o700, dir_fd=directory)
     try:
         uid, gid = owner
         # Without an ``owner``, a failure is ignored, because a volume may map all owners to one user.

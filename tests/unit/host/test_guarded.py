@@ -307,6 +307,23 @@ def test_guarded_log_is_created_and_appended_to(tmp_path: Path) -> None:
     assert mode_of(path) == 0o640
 
 
+def test_guarded_log_can_be_read_by_its_owner_alone_while_it_is_being_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, modes = tmp_path / "x.log", []
+    fchmod = os.fchmod
+
+    def look(descriptor: int, mode: int) -> None:
+        modes.append(mode_of(path))
+        fchmod(descriptor, mode)
+
+    monkeypatch.setattr(os, "fchmod", look)
+    os.close(guarded.open_log(path, 0o644))
+
+    assert modes == [0o600]
+    assert mode_of(path) == 0o644
+
+
 @pytest.mark.parametrize("what", ["link", "dangling link", "second name"])
 def test_guarded_log_is_not_opened_through_a_symlink_or_second_hard_link(tmp_path: Path, what: str) -> None:
     victim, path = tmp_path / "victim", tmp_path / "x.log"
