@@ -357,7 +357,7 @@ SHOWN: dict[str, Callable[[Any, str], tuple[Any, Any]]] = {
         [True, not has_rules(cell)],
     ),
     "additional_volumes[].mount_only": lambda found, _: (found["modes of volumes"], ["0o700", "0o755", "0o755"]),
-    "additional_volumes[].shared": lambda _, cell: (cell in ("yes", "not needed: no mounts"), True),
+    "additional_volumes[].shared": lambda _, cell: (cell in ("yes", "no effect, because nothing is mounted"), True),
     "unsafe.privileged": lambda found, cell: (
         [found["free"]["ids"][0], found["free"]["nothing gained"], CLOSED & set(found["free"]["reads"])],
         [0, "0", set() if cell == "yes" else CLOSED],

@@ -34,12 +34,16 @@ HONOURED: Final[Mapping[str, tuple[str, str, str]]] = {
     "additional_volumes[].writable": ("yes", "yes", "not enforced"),
     "additional_volumes[].allow_executions": ("yes", "yes", "not enforced"),
     "additional_volumes[].mount_only": ("yes", "yes", "yes"),
-    "additional_volumes[].shared": ("yes", "not needed: no mounts", "not needed: no mounts"),
+    "additional_volumes[].shared": (
+        "yes",
+        "no effect, because nothing is mounted",
+        "no effect, because nothing is mounted",
+    ),
     "unsafe.privileged": ("yes", "what the container has, access is not restricted", "what the container has"),
     "unsafe.unrestricted_volumes": ("yes", "yes; everything below the path is accessible", "not enforced"),
     "unsafe.host_pid_namespace": (
         "yes",
-        "yes; the process may signal others, which every process sees anyway",
+        "yes: may signal all processes, which are always visible",
         "always on",
     ),
     "shutdown_signal": ("yes", "yes", "yes"),

@@ -418,10 +418,10 @@ TESTS: Final[Mapping[str, Reading]] = {
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "alert ADDRESS, noalert ADDRESS": "alerts go to the Health Monitor",
-    "set …, include …": "the agent is the daemon",
-    "if failed … protocol apache-status, radius or sip …": "no known release has one; the other rules are evaluated",
-    "… protocol ftp, mysql and others without options": "the connection alone decides; no known release has one",
-    "if match PATH, ignore match PATH": "no known release has one; patterns that the file itself holds are compared",
+    "set …, include …": "they configure the monit daemon, which the agent replaces",
+    "if failed … protocol apache-status, radius or sip …": "no known release tests these protocols; other rules still apply",
+    "… protocol ftp, mysql and others without options": "only the connection is tested; no known release needs more",
+    "if match PATH, ignore match PATH": "no known release reads patterns from another file",
 }
 """Statements that are parsed and listed but have no effect, with the reason. In a rule, any words may precede
 ``then``.
