@@ -48,8 +48,8 @@ class Compilation(msgspec.Struct, frozen=True):
         return await self.compiler.compile(package, await self.bundles.create(target), self.store, report)
 
     async def clean(self) -> None:
-        """Free the disk space. A failure is ignored, because it does not affect the package, and the next compilation
-        would report it.
+        """Remove the source and the dependencies, to free disk space. A failure is only logged, because it does not
+        affect the package, and the next compilation would report it.
         """
         for remove in (self.compiler.clean, self._activate):
             try:

@@ -246,4 +246,6 @@ def write_audit(
 HARMLESS: Final = frozenset(
     {"ping", "info", "get_task", "cancel_task", "get_state", "list_disk", "fetch_logs", "fetch_logs_with_signed_url"}
 )
-"""Actions that stay available while the container shuts down."""
+"""Actions that change no stored state. They stay available while the container shuts down, and the state backup is not
+updated after them.
+"""

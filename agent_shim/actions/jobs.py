@@ -142,8 +142,8 @@ async def start(agent: Agent) -> str:
     await agent.supervisor.configure(job_files)
     with errors_as("Starting Monitored Services", HostError):
         await agent.supervisor.start()
-    # The Director starts jobs only after their pre-start scripts have run. Record this, and start what a recovery held
-    # back.
+    # The Director starts jobs only after their pre-start scripts have run, so record that they have, and start the jobs
+    # that job recovery has held back until then.
     await agent.state_backup.prepared()
     agent.supervisor.end_hold()
     await record_health(agent)

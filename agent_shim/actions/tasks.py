@@ -65,7 +65,9 @@ class Task(msgspec.Struct):
     """True if an earlier agent process accepted the task, which may have begun it."""
     state: str = "running"
     size: int = 0
-    """Size of the task's arguments in memory, in bytes, until the task ends."""
+    """Approximate size of the task's arguments in memory, in bytes. It counts against ``MAX_WAITING_BYTES`` while the
+    task is queued.
+    """
     progress: str = ""
     """Current step, for operators."""
     outcome: Any = None
@@ -78,7 +80,7 @@ class Task(msgspec.Struct):
 
 
 class TaskLimits(msgspec.Struct, frozen=True):
-    """Limits for finished tasks. They are kept because the Director and the CLI repeat a poll after a lost reply."""
+    """Limits for finished tasks, which are kept because the Director and the CLI repeat a poll after a lost reply."""
 
     number: int = 1000
     size: int = MAX_OUTCOME_BYTES
@@ -124,7 +126,7 @@ class Tasks:
     ) -> Task:
         """Queue ``work`` and return its task. If ``cancelled`` is given, cancelling the task sets it.
 
-        ``size`` is the memory that the stored request takes, approximately (``wire.weight``).
+        ``size`` is the memory that the queued request takes, approximately (``wire.weight``).
         Raises ``ActionError`` if the queue is full.
         """
         if size:
@@ -281,7 +283,7 @@ async def _give_up() -> None:
 
 
 def _read_journal(journal: Path) -> list[tuple[str, str, bytes, bool]]:
-    """Read the stored tasks: id, method, request, and whether an agent that had resumed the task has begun it.
+    """Read the stored tasks: id, method, request, and whether the task was begun again after an earlier restart.
 
     An unreadable file counts as empty (agent/task/concrete_manager.go).
     """
