@@ -108,7 +108,7 @@ def _place(tree: _UnpackedTree, member: tarfile.TarInfo, path: str, data: Iterat
     if member.isdir():
         tree.directory(path, member)
     elif not path:
-        raise ArchiveError("it would take the place of the directory itself")
+        raise ArchiveError("it would replace the target directory")
     elif member.type in REGULAR:
         tree.file(path, member, data)
     elif member.issym():
@@ -116,7 +116,7 @@ def _place(tree: _UnpackedTree, member: tarfile.TarInfo, path: str, data: Iterat
     elif member.islnk():
         target = _below(subtree, _normalized(member.linkname))
         if target is None:
-            raise ArchiveError("its target is not unpacked")
+            raise ArchiveError("its target is outside the directory to unpack")
         tree.hard_link(path, target)
     else:
         raise ArchiveError("it is neither file, directory nor link")
@@ -202,7 +202,7 @@ def _read(stream: Any) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]
         if member.type != LABEL:
             yield member, _normalized(member.name), _data(stream, member)
     if not blocks.is_at_end:
-        raise ArchiveError("a header in its middle is defective")
+        raise ArchiveError("a header after the first is invalid")
     while stream.read(CHUNK_BYTES):
         pass  # gzip and other formats have a checksum after the last byte
 
@@ -220,7 +220,7 @@ def _normalized(name: str) -> str:
     """Return a path from an archive without empty and ``.`` parts. Absolute paths, ``..`` and NUL are refused."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or "\0" in name:
-        raise ArchiveError(f"{_quoted(name)}: it does not lie below the archive")
+        raise ArchiveError(f"{_quoted(name)}: it is not a path inside the archive")
     return "/".join(parts)
 
 
@@ -259,7 +259,7 @@ class _UnpackedTree(msgspec.Struct):
 
     def link(self, path: str, member: tarfile.TarInfo) -> None:
         if not member.linkname or "\0" in member.linkname:
-            raise ArchiveError("it points nowhere")
+            raise ArchiveError("its target is empty or invalid")
         self._vacate(path)
         self.links[path] = member
 
@@ -301,7 +301,7 @@ class _UnpackedTree(msgspec.Struct):
         """Remove an earlier entry of the same name, because the later of two members wins."""
         self._enter(posixpath.dirname(path))
         if path in self.directories:
-            raise ArchiveError("it is a directory as well")
+            raise ArchiveError("the archive also contains a directory of this name")
         self.links.pop(path, None)
         with suppress(FileNotFoundError):
             os.unlink(path, dir_fd=self.fd)

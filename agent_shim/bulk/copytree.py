@@ -167,9 +167,10 @@ def _make_directories(source: Path, target: Path, spared: Collection[str]) -> No
 
 
 def _is_ours(directory: Path) -> bool:
-    """Return True if this process may change the file's mode.
+    """Return True if this process may change the directory's mode.
 
-    A kubelet gives a volume to the pod's group, but not to its user.
+    An agent that is not root may not change the mode of a volume, because the kubelet gives the volume to the pod's
+    group, but not to its user.
     """
     return directory.stat().st_uid == os.geteuid()
 

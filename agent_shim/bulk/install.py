@@ -29,7 +29,7 @@ INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package d
 """Prefixes of error texts by kind, as in the Go agent (rendered_job_applier.go, compiled_package_applier.go)."""
 
 
-UNREACHED = Outcome("it was not reached")
+UNREACHED = Outcome("it was skipped, because other transfers had failed")
 
 PATIENCE_S = 120.0
 """Time after the first failure in which further transfers may begin. This limits the total time if the blobstore

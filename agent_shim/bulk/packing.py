@@ -233,7 +233,10 @@ class _ArchiveWriter:
             os.close(fd)
 
     def _has_second_name(self, name: str, status: os.stat_result) -> bool:
-        """Return True, and add a remark, if a file in a live tree belongs to root and has a second hard link."""
+        """Return True, and add a remark, if a file in a live tree belongs to root and has a second hard link.
+
+        A job may have created the link to a file that it cannot read.
+        """
         try:
             if self._is_live:
                 guarded.refuse_second_name(status)

@@ -45,7 +45,7 @@ class Provider(Protocol):
         """Return the content as an open file, after feeding it to ``hasher``. The caller closes it."""
 
     async def put(self, blob_id: str, path: Path) -> None:
-        """Store the content of ``path``, which no longer changes, under a new id."""
+        """Store the content of ``path``, which no longer changes, under ``blob_id``, which is new."""
 
 
 def environment(store: Blobstore) -> dict[str, str]:
@@ -265,7 +265,7 @@ this limit is not shown.
 
 
 def harmless(text: str, options: dict[str, Any]) -> str:
-    """Return the end of a program's output without the values of options, URL queries and user names."""
+    """Return the end of a program's output without secret option values and without the queries and users in URLs."""
     for secret in sorted(_texts(options), key=len, reverse=True):
         text = text.replace(secret, "…")
     text = re.sub(r"(\w://)[^/@\s]*@", r"\1", text)

@@ -106,7 +106,9 @@ class Transfer:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Distinguish errors of the local disk from those of the remote host."""
+        """Convert errors of the local disk to ``LastingError``, so that they are neither retried nor attributed to the
+        remote host.
+        """
         try:
             yield
         except OSError as exc:

@@ -181,7 +181,7 @@ async def test_failed_bundle_of_a_worker_does_not_affect_the_others(paths: Paths
     mismatch = f"Expected stream to have digest '00' but was '{good.digest}'"
     nowhere = "Getting blob from inner blobstore: cannot get missing: the blobstore is a dummy"
     assert [outcome.error for outcome in outcomes] == [
-        "Installing package directory: cannot unpack the archive: '../../evil': it does not lie below the archive",
+        "Installing package directory: cannot unpack the archive: '../../evil': it is not a path inside the archive",
         "",
         f"Fetching package blob: {nowhere}",
         f"Fetching package blob: Checking blob '{good.blob_id}': {mismatch}",

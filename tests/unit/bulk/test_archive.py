@@ -318,22 +318,22 @@ def with_wrong_sum() -> bytes:
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "absolute": (member("/etc/passwd", b"x"), "'/etc/passwd': it does not lie below the archive"),
-    "up": (member("../evil", b"x"), "'../evil': it does not lie below the archive"),
-    "up in the middle": (member("a/../../evil", b"x"), "it does not lie below the archive"),
-    "absolute by pax": (pax(record("path", "/evil")) + member("a", b"x"), "it does not lie below the archive"),
+    "absolute": (member("/etc/passwd", b"x"), "'/etc/passwd': it is not a path inside the archive"),
+    "up": (member("../evil", b"x"), "'../evil': it is not a path inside the archive"),
+    "up in the middle": (member("a/../../evil", b"x"), "it is not a path inside the archive"),
+    "absolute by pax": (pax(record("path", "/evil")) + member("a", b"x"), "it is not a path inside the archive"),
     "up by a long name": (
         member("././@LongLink", b"../" * 50 + b"evil\0", type=tarfile.GNUTYPE_LONGNAME) + member("a", b"x"),
-        "it does not lie below the archive",
+        "it is not a path inside the archive",
     ),
-    "zero byte in a name": (pax(record("path", "a\0b")) + member("a"), "it does not lie below the archive"),
-    "zero byte in a target": (pax(record("linkpath", "a\0b")) + link("a", "b"), "'a': it points nowhere"),
-    "link without target": (link("a", ""), "'a': it points nowhere"),
+    "zero byte in a name": (pax(record("path", "a\0b")) + member("a"), "it is not a path inside the archive"),
+    "zero byte in a target": (pax(record("linkpath", "a\0b")) + link("a", "b"), "'a': its target is empty or invalid"),
+    "link without target": (link("a", ""), "'a': its target is empty or invalid"),
     "write through a link": (link("a", ".") + member("a/evil", b"x"), "'a/evil': 'a' is a link"),
     "directory through a link": (link("a", ".") + directory("a/evil"), "'a' is a link"),
     "link through a link": (link("a", ".") + link("a/b", "."), "'a' is a link"),
-    "hard link up": (link("a", "../evil", hard=True), "'../evil': it does not lie below the archive"),
-    "absolute hard link": (link("a", "/etc/passwd", hard=True), "it does not lie below the archive"),
+    "hard link up": (link("a", "../evil", hard=True), "'../evil': it is not a path inside the archive"),
+    "absolute hard link": (link("a", "/etc/passwd", hard=True), "it is not a path inside the archive"),
     "hard link through a link": (link("a", ".") + member("b") + link("c", "a/b", hard=True), "'c': it is a link to"),
     "hard link to nothing": (
         link("a", "b", hard=True),
@@ -345,11 +345,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "block device": (member("a", type=tarfile.BLKTYPE), "'a': it is neither file"),
     "fifo": (member("a", type=tarfile.FIFOTYPE), "'a': it is neither file"),
     "unknown kind": (member("a", type=b"Z"), "'a': it is neither file"),
-    "file in the place of all": (member(".", b"x"), "'.': it would take the place of the directory itself"),
-    "link in the place of all": (link(".", "a"), "'.': it would take the place of the directory itself"),
+    "file in the place of all": (member(".", b"x"), "'.': it would replace the target directory"),
+    "link in the place of all": (link(".", "a"), "'.': it would replace the target directory"),
     "file below a file": (member("a") + member("a/b"), "'a/b': 'a' is not a directory"),
     "directory for a file": (member("a") + directory("a"), "'a': 'a' is not a directory"),
-    "file for a directory": (directory("a") + member("a"), "'a': it is a directory as well"),
+    "file for a directory": (directory("a") + member("a"), "'a': the archive also contains a directory of this name"),
     "name too long": (member("a" * 300), "File name too long"),
     "many members": (b"".join(member(str(number)) for number in range(21)), "it has too many members"),
     "zeros": (zipped(member("a", bytes(40_000)) + member("b", bytes(40_000))), "it is too large when unpacked"),
@@ -454,7 +454,7 @@ def test_unpacking_does_not_write_through_symlinks(tmp_path: Path, target: str) 
 def test_hard_link_in_a_job_archive_stays_within_the_job(tmp_path: Path) -> None:
     """A hard link must not give a job access to a file of another job in the same archive."""
     packed = zipped(member("db/key") + member("web/key") + link("web/a", "db/key", hard=True) + END)
-    with pytest.raises(ArchiveError, match="'web/a': its target is not unpacked"):
+    with pytest.raises(ArchiveError, match="'web/a': its target is outside the directory to unpack"):
         unpack(packed, tmp_path / "o", subtree="web")
 
 
