@@ -200,7 +200,7 @@ def is_json(form: str) -> bool:
 
 
 def turn(steps: int) -> None:
-    """Increase the log level (``steps`` below 0 means more output) or decrease it. Errors are always logged."""
+    """Change the log level by ``steps``. A negative number means more output. Errors are always logged."""
     root = logging.getLogger()
     names = [name.upper() for name in LEVELS]
     now = names.index(logging.getLevelName(root.level))

@@ -66,7 +66,7 @@ class Paths:
         """File that contains the agent's id if the Director has shut it down."""
         self.managed_disk = self.bosh / "managed_disk_settings.json"
         self.taken_down = self.bosh / "taken_down_disks.json"
-        """List of the unmounted disks whose markers could not be changed."""
+        """List of the unmounted disks that have no marker, or whose marker could not be changed."""
 
         # --- data: the ephemeral disk ---------------------------------------------------------------------------------
         self.data = base / "data"
