@@ -272,7 +272,7 @@ def _of_machine(figures: Figures) -> Iterator[Metric]:
     rows: Rows = [((scope,), known.used) for scope, known in memory]
     yield _gauge("memory_used_bytes", "Memory in use, without reclaimable page cache.", rows, "scope")
     rows = [((scope,), known.total) for scope, known in memory]
-    yield _gauge("memory_size_bytes", "Size of memory: the limit of the container, all of the host.", rows, "scope")
+    yield _gauge("memory_size_bytes", "Memory size: the container's limit, or all memory of the host.", rows, "scope")
     rows = [((scope,), known.swap_used) for scope, known in memory]
     yield _gauge("swap_used_bytes", "Swap in use.", rows, "scope")
     rows = [((scope,), known.swap_total) for scope, known in memory]
@@ -298,7 +298,7 @@ def _of_file_systems(disks: Collection[tuple[str, os.statvfs_result]]) -> Iterat
     rows = [((role,), (known.f_blocks - known.f_bfree) * known.f_frsize) for role, known in disks]
     yield _gauge("disk_used_bytes", "Bytes in use on a disk.", rows, "disk")
     rows = [((role,), known.f_files) for role, known in disks]
-    yield _gauge("disk_inodes", "Inodes of a disk; 0 without a fixed number.", rows, "disk")
+    yield _gauge("disk_inodes", "Inodes of a disk; 0 if their number is not fixed.", rows, "disk")
     rows = [((role,), known.f_files - known.f_ffree) for role, known in disks]
     yield _gauge("disk_inodes_used", "Inodes in use on a disk.", rows, "disk")
 
@@ -371,7 +371,7 @@ _counter = partial(_family, CounterMetricFamily)
 
 
 class Routes(msgspec.Struct, frozen=True):
-    """Answers by path. ``ready(level)`` (``jobs`` or ``agent``) returns the readiness and its reason."""
+    """Answers by path. ``ready(level)`` (``jobs``, ``agent`` or ``boot``) returns the readiness and its reason."""
 
     render: Callable[[bool, bool], Awaitable[bytes]]
     ready: Callable[[str], tuple[bool, str]]

@@ -141,7 +141,11 @@ class _Wire(Transport):
         self._is_secure = True
 
     async def readline(self) -> bytes:
-        """Read the next line of the handshake, skipping other announcements of the server."""
+        """Read the next line of the handshake.
+
+        The greeting, which arrives before TLS, must offer TLS and is replaced by ``GREETING``. Later INFO lines of the
+        server are skipped.
+        """
         while True:
             line = await self._reader.readline()
             self.has_greeted = self.has_greeted or line != b""
@@ -165,7 +169,7 @@ class _Wire(Transport):
         self.reads += 1
         self.unread += len(data)
         if not data or self.unread > MAX_UNREAD_BYTES:
-            self._on_end("a message has no end" if data else "the server has closed it")
+            self._on_end("the server sends a message without an end" if data else "the server has closed it")
         return data
 
     @property
@@ -270,12 +274,16 @@ class Link:
             self._ended.set_result(why if told in (None, self._denial) else str(told))
 
     async def send(self, subject: str, data: bytes) -> None:
-        """Queue a message. Raises ``BusError`` if the server would close the connection because of it."""
+        """Queue a message.
+
+        Raises ``BusError`` if the connection has ended or too much is queued, or if the server would close the
+        connection because of the message.
+        """
         if self.is_over:
             raise BusError(self._ended.result())
         name = subject.encode()
         if name.split() != [name]:
-            raise BusError("a subject is one word")
+            raise BusError("a subject must be one word")
         if len(name) > MAX_SUBJECT_BYTES:
             raise BusError(f"a subject of {len(name)} bytes would close the connection")
         if len(data) > MAX_REPLY_BYTES:

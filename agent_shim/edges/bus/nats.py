@@ -97,8 +97,8 @@ class BusTiming(msgspec.Struct, frozen=True):
     """How long sending the last replies may take."""
     look: float = 20.0
     gone: int = 3
-    """Lookups of the server's name in a row, ``look`` seconds apart, that must not return our peer's address before the
-    agent reconnects.
+    """The agent reconnects if this many consecutive lookups of the server's name, ``look`` seconds apart, do not return
+    the address to which it is connected.
     """
 
     def pause(self, failures: int, slow: int = 0) -> float:
@@ -372,8 +372,8 @@ class NatsBus:
         return time.monotonic() - began > self._timing.ping
 
     async def _follow(self, link: Link) -> None:
-        """Reconnect if the server's name resolves to another address, because the previous server may continue to
-        answer.
+        """Reconnect if the server's name no longer resolves to the address of this connection. This has to be checked,
+        because the server at the old address may continue to answer.
         """
         gone = 0
         while link is self._link:
@@ -386,7 +386,7 @@ class NatsBus:
                 try:
                     await self.rotate(self.mbus)
                 except ActionError as exc:
-                    self._log_once(f"cannot follow {link.address}: {exc}")
+                    self._log_once(f"cannot reconnect to {link.address}: {exc}")
 
     async def _retire(self, old: Link | None) -> None:
         """Keep the old connection until requests sent before the new subscription have arrived, then close it."""

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 SIGNATURE_FAILURE: Final = 7
 """X509_V_ERR_CERT_SIGNATURE_FAILURE: the authority that OpenSSL chose did not sign the certificate."""
 MAX_NAMESAKES: Final = 8
-"""Maximum number of authorities with the same name that are tried one by one after this error."""
+"""Maximum number of authorities with the same name that are tried one by one after a ``SIGNATURE_FAILURE``."""
 SERVER_NAME: Final = re.compile(r"[a-zA-Z0-9*\-]*\.nats\.bosh-internal")
 """Pattern of the common name in a server's certificate."""
 
