@@ -217,7 +217,7 @@ class Director:
     async def request(self, agent_id: str, method: str, arguments: tuple[Any, ...], request_id: str) -> None:
         """Send a request with an id that the caller chooses. Raises ``ShimError`` without a bus connection."""
         if self.peer is None:
-            raise ShimError("cannot ask an agent: this Director is on no bus")
+            raise ShimError("cannot ask an agent: this Director is not connected to a bus")
         reply_to = f"director.{self.uuid}.{agent_id}.{request_id}"
         request = {"protocol": PROTOCOL, "method": method, "arguments": arguments, "reply_to": reply_to}
         await self.peer.publish(f"agent.{agent_id}", json.dumps(request).encode())

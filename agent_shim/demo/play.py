@@ -203,8 +203,8 @@ class Story:
 
     @asynccontextmanager
     async def _agent_for_the_block(self) -> AsyncIterator[None]:
-        """Start an agent for the duration of the block. Then, even after a failure, stop its jobs and require exit
-        status 0.
+        """Start an agent for the duration of the block. Then, even after a failure, stop its jobs and the agent. After
+        a success, require exit status 0.
         """
         try:
             await self._boot()
