@@ -70,7 +70,7 @@ async def remove_listed(listing: Path, *, is_wanted: bool) -> str | None:
     Return the reason if the files are kept, or None. Raises ``OSError``.
     """
     if not is_wanted:
-        return "not asked for"
+        return "not requested"
     try:
         await asyncio.to_thread(_remove_listed, listing)
     except FileNotFoundError:
@@ -93,7 +93,7 @@ async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
     ``HostError``.
     """
     if not bosh.agent.settings.tmpfs:
-        return "not asked for"
+        return "not requested"
     await asyncio.to_thread(_move_to_memory, paths)
     return None
 
@@ -102,7 +102,7 @@ def _move_to_memory(paths: Paths) -> None:
     """Move the files, leaving a link at each former path.
 
     A stopped container loses the mount, so after a restart, the directory may contain files that were written without
-    it.
+    it. They are moved too.
     """
     tmpfs = paths.settings_tmpfs
     files.make_dir(tmpfs, 0o700)

@@ -94,7 +94,7 @@ class Bundles:
         try:
             done = await self._work(protocol.Install(str(self._paths.base), store, parallel, targets))
         except BaseException:
-            # Remove the blobs' temporary files, which a worker leaves behind only if it is killed.
+            # Remove unfinished bundles, which a worker leaves behind only if it is killed.
             with suppress(ActionError):
                 await self._in_thread(files.sweep, {path.parent for path in missing})
             raise
@@ -119,7 +119,7 @@ class Bundles:
         return [bundle for bundle in wanted if not self.path(bundle).is_dir()]
 
     async def link(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Link these bundles, and every package into every job. Other links stay."""
+        """Link these bundles, and every package into every job. Links to other jobs and packages in use stay."""
         await self._in_thread(self._link_all, jobs, packages)
 
     async def activate_packages(self, packages: Sequence[Bundle], spared: Iterable[str] = ()) -> None:

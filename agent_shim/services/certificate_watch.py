@@ -1,6 +1,6 @@
 """Warns of certificates that are about to expire, with a metric, a line in ``status`` and a warning in the log.
 
-Only these reports use the wall clock.
+Validity has to be compared with the wall clock, which the agent otherwise avoids, because that clock may be wrong.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ def _warning(name: str, validity: Validity, now: float) -> str:
     if validity.ends - now > min(WARNING_PERIOD_S, WARNING_SHARE * (validity.ends - validity.begins)):
         return ""
     end = datetime.fromtimestamp(validity.ends, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    what, follows = f"the {name} certificate of the bus", "the agent cannot come back to the bus"
+    what, follows = f"the {name} certificate of the bus", "the agent cannot reconnect to the bus"
     if name == DOOR:
-        what, follows = "the certificate of the HTTPS door", "the bosh CLI refuses it (give it another in the manifest)"
+        what = "the certificate of the HTTPS endpoint"
+        follows = "the bosh CLI refuses it (put another one into the manifest)"
     if validity.ends <= now:
-        return f"{what} has ended, at {end}: {follows}"
-    return f"{what} ends at {end}: rotate it before then"
+        return f"{what} expired at {end}: {follows}"
+    return f"{what} expires at {end}: rotate it before then"

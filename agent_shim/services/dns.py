@@ -88,7 +88,7 @@ class Dns:
 
         Boot step: return the reason if the host name could not be set, or None. Raises ``ActionError``.
         """
-        kept = "the machine is left alone"
+        kept = "the host name is kept, because the base directory is not /var/vcap"
         async with self._turn:
             if self._paths.is_system:
                 kept = await asyncio.to_thread(hostname.set_host_name, agent_id)

@@ -34,7 +34,7 @@ async def write_servers(servers: Sequence[str]) -> str | None:
         return await _settle_resolved(wanted)
     before = await asyncio.to_thread(files.text, RESOLV_CONF)
     if (after := resolv_conf(before, wanted)) == before:
-        return "they are there"
+        return "they are already configured"
     await asyncio.to_thread(files.write_atomic, RESOLV_CONF, after.encode())
     return None
 
@@ -46,7 +46,7 @@ def _belongs_to_resolved() -> bool:
 async def _settle_resolved(servers: Sequence[str]) -> str | None:
     drop_in = f"[Resolve]\nDNS={' '.join(servers)}\n"
     if await asyncio.to_thread(files.text, RESOLVED_DROP_IN) == drop_in:
-        return "they are there"
+        return "they are already configured"
     await asyncio.to_thread(files.make_dir, RESOLVED_DROP_IN.parent, 0o755)
     await asyncio.to_thread(files.write_atomic, RESOLVED_DROP_IN, drop_in.encode())
     await command.run("systemctl", "restart", "systemd-resolved")

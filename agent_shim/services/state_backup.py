@@ -343,7 +343,7 @@ def forget(paths: Paths) -> None:
 
 
 def _read(path: Path) -> Stamp | None:
-    """Read a stamp. An unreadable stamp is treated as belonging to no agent, so the files next to it are not used."""
+    """Read a stamp. If it is unreadable, return ``NOTHING``, so that other evidence decides whose files they are."""
     try:
         return wire.decode(files.read(path, is_own=True), Stamp)
     except FileNotFoundError:

@@ -51,7 +51,7 @@ class TrustedCas:
         Return the reason if this is skipped, or None. Raises ``ActionError``.
         """
         if not self._paths.is_system or os.geteuid() != 0:
-            return "not root of a container with the real /var/vcap"
+            return "needs root and the base directory /var/vcap"
         found = await asyncio.to_thread(split, bundle)
         wanted = {f"{_OURS}{number}.crt": pem for number, pem in enumerate(found, 1)}
         async with self._turn:
@@ -97,8 +97,8 @@ def _holds(path: Path, text: str) -> bool:
 def _is_stale(wanted: Mapping[str, str]) -> bool:
     """Return True if the last result of the command does not match ``wanted``.
 
-    This is recognised by the links that the command creates next to the bundle, one for each authority. Modification
-    times cannot be used, because in images, the directories are as new as the bundle, or newer.
+    This is recognised by the content of the bundle, and by the links that the command creates next to it, one for each
+    authority. Modification times cannot be used, because in images, the directories are as new as the bundle, or newer.
     """
     linked = {path.stem for path in TRUSTED.parent.glob(f"{_OURS}*.pem")}
     if PENDING.exists() or linked != {Path(name).stem for name in wanted}:

@@ -65,7 +65,7 @@ class Users:
     async def setup(self, user: str, public_key: str) -> None:
         """Allow logins as ``user`` with ``public_key``. The user is created if missing."""
         if re.fullmatch(_USER, user) is None:
-            why = "it is not a letter and up to 31 of a-z 0-9 _"
+            why = "it must be a letter a-z, followed by up to 31 of a-z, 0-9 and _"
             raise ActionError(f"Creating user: cannot use the name {user[:64]!r}: {why}")
         if not self._paths.is_system:
             raise ActionError(f"Creating user: the agent works below {self._paths.base} and may not change the machine")

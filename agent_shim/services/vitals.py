@@ -40,11 +40,11 @@ HOST: Final = "host"
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The vitals as numbers, in bytes and seconds: by scope (``container``, ``host``), by minutes of the load average,
-    or by disk.
+    """The vitals as numbers, in bytes and seconds.
 
-    A disk is identified by its role, a dynamic disk by its cid. Figures that cannot be read are left out. If the
-    container has no limit, its memory is that of the machine.
+    The keys are scopes (``container``, ``host``), the minutes of the load average, or disks. A disk is identified by
+    its role, a dynamic disk by its cid. Figures that cannot be read are left out. If the container has no limit, its
+    memory is that of the machine.
     """
 
     memory: Mapping[str, Memory] = msgspec.field(default_factory=dict)

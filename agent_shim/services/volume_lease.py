@@ -4,7 +4,8 @@ A pod may be recreated while its predecessor still shuts down, and an unreachabl
 long ago. An agent therefore locks the volume ``data`` and every disk that it mounts. The kernel releases the lock when
 the agent ends, but it only knows agents on the same machine, so the locked file is also a lease that is renewed every
 few seconds. Clocks are not compared: a lease expires when the observer has not seen it change for a while. On a file
-system to which only this kernel writes, others would not see a change, so the lease is not renewed (decision 25).
+system to which only this kernel writes, the lease is not renewed, because agents on this machine look at the lock, and
+other machines would not see the renewal (decision 25).
 
 | lock | lease | action |
 |---|---|---|
@@ -207,14 +208,17 @@ class VolumeLeases:
         while True:
             await asyncio.sleep(clock.until_beat(self._pace.period))
             for directory, hold in list(self.held.items()):
-                # A stat of a local file does not block.
+                # This stat is made without a thread, because only local files have a version, and they do not block.
                 if hold.version and hold.version == files.version(directory / NAME):
                     continue
                 if directory not in renewing or renewing[directory].done():
                     renewing[directory] = asyncio.create_task(renew(directory), name="lease")
 
     def renew(self, directory: Path) -> str:
-        """Renew a lease once. Return the agent that took the volume, or "". Blocks on the disk."""
+        """Renew a lease once. If another agent has taken the volume, return a text that says so, otherwise "".
+
+        Blocks on the disk.
+        """
         hold = self.held.get(directory)
         if hold is None:
             return ""

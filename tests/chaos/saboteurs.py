@@ -634,9 +634,7 @@ _NEXT: Final = "        task, work = await self._queue.get()\n"
 _ALERT: Final = "    if event.lower() in IGNORED:\n"
 _ERRAND: Final = '"exit_code": errand.exit_code}'
 
-_FOUND_MOUNTED: Final = (
-    '                raise ActionError(f"cannot mount disk {cid}: a look afterwards does not find it mounted")\n'
-)
+_FOUND_MOUNTED: Final = '                raise ActionError(f"cannot mount disk {cid}: it is not mounted afterwards")\n'
 
 GENERAL: Final = (
     Saboteur(

@@ -398,7 +398,7 @@ async def test_mount_that_silently_fails_is_reported(
     instance.attach("a")
     monkeypatch.setattr(volumes, "show", lambda *_, **__: None)
 
-    with pytest.raises(ActionError, match="^cannot mount disk a: a look afterwards does not find it mounted$"):
+    with pytest.raises(ActionError, match="^cannot mount disk a: it is not mounted afterwards$"):
         await instance.disks.mount("a")
 
 

@@ -4,17 +4,19 @@
 carries out in order. They depend only on the view, and raise ``ActionError`` if the request is refused. If the agent is
 killed between any two steps, the next :func:`restore` can continue from the state on disk.
 
-:func:`plan` decides where each disk belongs, using its marker, never the mount table. No data is lost, because if two
-disks claim the store and cannot be told apart, neither is mounted and the reason is reported.
+:func:`plan` decides where each disk belongs, using its marker. If the markers leave a choice, it takes the disk that
+was mounted last (according to managed_disk_settings.json) or the one that is mounted now. No data is lost, because if
+two disks claim the store and cannot be told apart, neither is mounted and the reason is reported.
 
 | volume | decision |
 |---|---|
 | one marked for the store | belongs on the store |
 | one marked as migration target | belongs on the migration target |
 | two marked for the store, one a finished copy of the other | the copy; the other is released |
-| two marked for the store | the one named by managed_disk_settings.json; else neither |
-| marked with another cid, or for another instance | not used without a ``mount_disk`` of the Director |
-| mounted last, and marked otherwise meanwhile | not used, and no job starts |
+| two marked for the store | the one named by managed_disk_settings.json, else the one mounted there now, else neither |
+| marked with another cid | not used; ``mount_disk`` fails |
+| marked for another instance | not used until the Director sends ``mount_disk`` |
+| mounted last, but its marker now says otherwise | not used, and no job starts |
 | not marked by an agent, named by managed_disk_settings.json | belongs on the store |
 | not marked, or unmounted by ``unmount_disk`` | not used |
 """
@@ -353,7 +355,8 @@ def present(view: View, cid: str) -> Disk:
 
 
 def _former(view: View, new: Disk) -> Disk | None:
-    """Return the disk to mount before a new, empty one: the only other disk that has files, if it has no marker.
+    """Return the disk to mount before a new, empty one: the only other disk that has files but no marker. Return None
+    if there is no such disk, or more than one.
 
     This is necessary if a CPI recreates the container to attach a second disk, because then nothing records where a
     disk without a marker was mounted.

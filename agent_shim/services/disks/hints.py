@@ -59,7 +59,7 @@ class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
 
     @property
     def place(self) -> Path | None:
-        """Path of the volume: the first member that is an absolute path, or None if there is none."""
+        """Path of the volume: the first absolute path among ``path``, ``volume_id`` and ``device_id``, or None."""
         named = (self.path, self.volume_id, self.device_id)
         return next((Path(os.path.normpath(text)) for text in named if text.startswith("/")), None)
 

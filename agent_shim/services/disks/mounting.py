@@ -269,9 +269,10 @@ class DiskMounts:
                 self._release(volume / markers.DIRECTORY)
 
     def _claim(self, step: decisions.Claim) -> None:
-        """Raise ``HostError`` if the next agent would not mount the disk.
+        """Record where a disk is mounted. Raises ``HostError`` if the next agent would not mount the disk there.
 
-        A marker is not required on a full or read-only disk, and neither is a record on a full root file system.
+        For the store, one record is enough: the marker may be missing on a full or read-only disk, and the entry on the
+        root file system if that is full. For the migration target, the marker is required.
         """
         marker, unmarked = step.marker, None
         if not step.is_marked:
@@ -294,7 +295,9 @@ class DiskMounts:
                 logger.warning("%s; the marker on disk %s still records where it belongs", exc, marker.cid)
 
     def _unclaim(self, step: decisions.Unclaim, covered: dict[Path, Path]) -> None:
-        """Raise ``HostError`` if the record can be written neither to the marker nor to the root file system."""
+        """Record that a disk is unmounted. Raises ``HostError`` if the record can be written neither to the marker nor
+        to the root file system.
+        """
         if step.is_managed:
             self._paths.managed_disk.unlink(missing_ok=True)
         if step.volume is None or step.marker is None:

@@ -67,8 +67,8 @@ class Disks:
     """Persistent and dynamic disks of this instance.
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
-    ``of_jobs`` returns the pids that may be terminated to release a disk. ``hold`` gets a private directory on a
-    volume, locks the volume against other agents, and returns the agent that holds it, or "". ``release`` unlocks it,
+    ``of_jobs`` returns the pids that may be terminated to release a disk. ``hold`` receives a private directory on a
+    volume, locks the volume, and returns the other agent that has locked it, or "" on success. ``release`` unlocks it,
     and ``is_held`` says whether this agent has locked it. If ``binds`` is None, the service finds out by trial whether
     this container may mount.
     """
@@ -113,7 +113,9 @@ class Disks:
                 logger.warning("cannot link %s to disk %s: %s", wanted.name, wanted.cid, exc)
 
     async def problem(self) -> str:
-        """Return the reason why no job may start (a disk that belongs on the store is missing), or ""."""
+        """Return the reason why no job may start, or "": a disk that belongs on the store is missing, or a request is
+        being executed.
+        """
         if self._running:
             return f"{self._running} is in progress"
         view = await self._look()
@@ -182,7 +184,9 @@ class Disks:
     # --- list, mount, unmount -----------------------------------------------------------------------------------------
 
     async def list(self) -> list[str]:
-        """Restore missing mounts, then return the mounted disks, the one on the store first."""
+        """Restore missing mounts, then return the disks that are mounted or linked by name, the one on the store
+        first.
+        """
         view = await (self._look() if self._running else self._restored())
         return list(dict.fromkeys(cid for cid in (view.on_store, view.on_target, *view.links) if cid))
 
@@ -210,7 +214,7 @@ class Disks:
                 await asyncio.sleep(self.timeouts.look)
                 view = None
             if view.point_of(cid) is None:
-                raise ActionError(f"cannot mount disk {cid}: a look afterwards does not find it mounted")
+                raise ActionError(f"cannot mount disk {cid}: it is not mounted afterwards")
 
     async def unmount(self, cid: str) -> str:
         """Unmount a disk wherever it is mounted. Return the text of the reply."""

@@ -69,7 +69,7 @@ async def test_listed_files_are_removed_if_env_bosh_requests_it(tmp_path: Path) 
     names = [compiler, link, tmp_path / "gone", tmp_path / "cc/below", paths.bosh_etc, "", "kept"]
     paths.dev_tools_list.write_text("".join(f"{name}\n" for name in names))
 
-    assert await remove_listed(paths.dev_tools_list, is_wanted=False) == "not asked for"
+    assert await remove_listed(paths.dev_tools_list, is_wanted=False) == "not requested"
     assert compiler.exists()
     missing = await remove_listed(paths.static_libraries_list, is_wanted=True)
     assert missing == f"the image has no {paths.static_libraries_list}"

@@ -53,9 +53,9 @@ def test_certificate_warning_is_logged_once_and_again_at_expiry(caplog: pytest.L
 
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 2
-    assert said[0].startswith("the client certificate of the bus ends at 20")
+    assert said[0].startswith("the client certificate of the bus expires at 20")
     assert said[0].endswith(" UTC: rotate it before then")
-    assert said[1].endswith(" UTC: the agent cannot come back to the bus")
+    assert said[1].endswith(" UTC: the agent cannot reconnect to the bus")
     assert expiry.warnings == said[1:]
 
 
@@ -70,8 +70,8 @@ def test_certificate_warning_names_the_https_endpoint() -> None:
         said += expiry.warnings
 
     assert [list(names) for names in named] == [["server"], ["client", "CA"]]
-    assert said[0].startswith("the certificate of the HTTPS door ends at 20")
-    assert said[1].startswith("the certificate of the HTTPS door has ended, at ")
+    assert said[0].startswith("the certificate of the HTTPS endpoint expires at 20")
+    assert said[1].startswith("the certificate of the HTTPS endpoint expired at ")
     assert not any("bus" in text for text in said)
 
 

@@ -62,7 +62,7 @@ async def test_boot_step_writes_resolv_conf_once(etc: Path) -> None:
     assert await resolver.write_servers(["192.0.2.1", "no address"]) is None
     assert "nameserver 192.0.2.1\n" in (etc / "resolv.conf").read_text()
     assert "no address" not in (etc / "resolv.conf").read_text()
-    assert await resolver.write_servers(["192.0.2.1"]) == "they are there"
+    assert await resolver.write_servers(["192.0.2.1"]) == "they are already configured"
     assert await resolver.write_servers(["no address"]) == "no servers in the settings"
 
 
@@ -81,5 +81,5 @@ async def test_systemd_resolved_gets_a_drop_in_and_is_restarted_once(
 
     assert await resolver.write_servers(["192.0.2.1"]) is None
     assert (etc / "resolved.conf.d/10-bosh.conf").read_text() == "[Resolve]\nDNS=192.0.2.1\n"
-    assert await resolver.write_servers(["192.0.2.1"]) == "they are there"
+    assert await resolver.write_servers(["192.0.2.1"]) == "they are already configured"
     assert ran == [("systemctl", "restart", "systemd-resolved")]

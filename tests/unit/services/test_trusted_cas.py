@@ -47,7 +47,7 @@ async def test_cas_are_not_installed_with_a_base_directory_other_than_var_vcap(
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 0)
 
-    assert await TrustedCas(Paths(tmp_path)).install(A) == "not root of a container with the real /var/vcap"
+    assert await TrustedCas(Paths(tmp_path)).install(A) == "needs root and the base directory /var/vcap"
     assert not (tmp_path / "certificates").exists()
 
 
@@ -56,7 +56,7 @@ async def test_ordinary_user_installs_no_cas(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
 
-    assert await TrustedCas(Paths()).install(A) == "not root of a container with the real /var/vcap"
+    assert await TrustedCas(Paths()).install(A) == "needs root and the base directory /var/vcap"
     assert not (tmp_path / "certificates").exists()
 
 
