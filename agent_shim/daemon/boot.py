@@ -49,7 +49,7 @@ GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - public, no secret
 RUN: Final = Path("/run")
 """Run-time directory of system daemons. It is an emptyDir if the root file system is read-only."""
 
-NOT_ROOT: Final = "not root of a container with the real /var/vcap"
+NOT_ROOT: Final = "needs root and the base directory /var/vcap"
 
 
 Run = Callable[[], Awaitable[str | None]]
@@ -222,7 +222,7 @@ async def _put_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
     if bosh.run_dir.tmpfs or bosh.run_dir.tmpfs_size:
         wanted[paths.run] = bosh.run_dir.size("16m")
     if not wanted:
-        return "none are asked for"
+        return "none are requested"
     for path, size in wanted.items():
         await asyncio.to_thread(_mount_tmpfs, path, size, paths.shim_run)
     await asyncio.to_thread(make_tree, paths)
@@ -254,9 +254,9 @@ def _kill_one_process() -> str | None:
     """
     try:
         if not cgroups.end_oom_group(cgroups.find()):
-            return "one process ends alone"
+            return "already limited to one process"
     except OSError as exc:
-        return f"a kill ends all jobs, unless singleProcessOOMKill of the kubelet is true: {exc.strerror}"
+        return f"an out-of-memory kill ends all jobs, unless the kubelet has singleProcessOOMKill set: {exc.strerror}"
     return None
 
 
@@ -274,7 +274,7 @@ async def _write_monit_user(paths: Paths, password: str) -> str | None:
         found = ""
     is_known = found.startswith("vcap:") and found.removeprefix("vcap:").strip() not in ("", GO_AGENT_PASSWORD)
     if is_known and not password:
-        return "there is one"
+        return "it exists"
     line = f"vcap:{password or secrets.token_hex(16)}\n"
     await asyncio.to_thread(files.write_atomic, paths.monit_user, line.encode(), mode=0o600)
     return None
@@ -284,7 +284,7 @@ async def _restore_instance(agent: Agent) -> str | None:
     """Load the spec. On a new root file system, restore its links and instance files."""
     spec = await agent.spec.load()
     if not agent.state_backup.root_is_new:
-        return "the root file system is the old one"
+        return "the root file system is not new"
     jobs, packages = bundles_of(spec)
     gone = agent.bundles.missing([*jobs, *packages])
     jobs, packages = ([each for each in bundles if each not in gone] for bundles in (jobs, packages))

@@ -75,7 +75,7 @@ class Endings:
             await asyncio.to_thread(files.write_atomic, agent.paths.shut_down, agent_id, mode=0o600)
             await agent.state_backup.update()
         except HostError as exc:
-            logger.error("the agent would come back after a restart: %s", exc)
+            logger.error("cannot record the shutdown, so a restarted agent would not stay idle: %s", exc)
         try:
             await self._stop_jobs()
         finally:
@@ -86,7 +86,7 @@ class Endings:
         two replies to each request.
         """
         if self._ending is None:
-            logger.critical("%s; the jobs are ended, and nothing more is done here", why)
+            logger.critical("%s; this agent stops its jobs and then stays idle", why)
             self.phase = self._dispatcher.refusing = f"fenced off: {why}"
             self.leaves_bus.set()
             self._agent.supervisor.disown()

@@ -78,10 +78,10 @@ def _job(spec: ProcessSpec, known: tuple[int, int] | None) -> str:
         return f"{spec.name} does not run: monit will start it"
     pidfile = read_pidfile(spec.pidfile) if spec.pidfile else None
     if spec.pidfile is not None and (pidfile is None or pidfile.pid != found.pid):
-        return f"{spec.name} runs as {found.pid}, which {spec.pidfile} does not say: monit will start it a second time"
+        return f"{spec.name} runs with pid {found.pid}, not the one in {spec.pidfile}: monit will start a second one"
     if spec.start_call is not None:
-        return f"{spec.name} runs as {found.pid}, without runc: the bpm of the release cannot stop it, end it by hand"
-    return f"{spec.name} runs on as {found.pid}"
+        return f"{spec.name} runs with pid {found.pid}, without runc: the release's bpm cannot stop it, so you have to"
+    return f"{spec.name} keeps running with pid {found.pid}"
 
 
 def _known_disks(paths: Paths) -> Mapping[str, hints.DiskSettings]:
@@ -103,7 +103,7 @@ def _disks(paths: Paths, known: Mapping[str, hints.DiskSettings]) -> Iterator[st
             files.remove_tree(place / markers.DIRECTORY)
             is_store = marker.cid == cid and marker.role == "store"
             more = f"; {paths.managed_disk} says it is the store" if is_store else ""
-            yield f"disk {cid}: our mark is removed{more}"
+            yield f"disk {cid}: our marker is removed{more}"
     if paths.store.is_symlink():
         yield f"{paths.store} is a link to the disk, since this container may not mount: the BOSH agent cannot use that"
 
@@ -116,4 +116,4 @@ def _firewall(paths: Paths) -> Iterator[str]:
         try:
             asyncio.run(nftables.remove())
         except HostError as exc:
-            yield f"the rules of the packet filter stay, if there are any: {exc}"
+            yield f"cannot remove packet filter rules, if there are any: {exc}"

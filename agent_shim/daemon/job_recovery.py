@@ -73,11 +73,11 @@ class JobRecovery:
         return obstacle or "the pre-start scripts come first"
 
     async def _take_over(self) -> None:
-        """Take over from monit, or start the jobs of the spec if the supervisor's state is lost.
+        """Supervise the jobs in the spec although there is no saved state, and start them unless they were stopped.
 
-        Running processes that pidfiles name are watched. The Go agent's monit files are in ``monit/job``. If there are
-        none, the root file system is new, and this agent applied the spec that was restored on it, so the jobs in the
-        spec are started.
+        This happens when the agent takes over from monit, whose job files are in ``monit/job``, when the state file
+        cannot be read, and when the spec was restored on a new root file system. Otherwise, nothing has been deployed,
+        and nothing is done. Running processes that pidfiles name are watched instead of started again.
         """
         agent = self._agent
         monit, state = agent.paths.monit_job, agent.paths.supervisor_state
@@ -125,7 +125,9 @@ class JobRecovery:
         return missing_files(self._agent) or await self._agent.disks.problem()
 
     def _record_obstacle(self, obstacle: str) -> None:
-        """Record an obstacle and begin a pause. A new obstacle is logged and reported as an alert once."""
+        """Record an obstacle ("" for none) and hold the jobs back. A new obstacle is logged and reported as an alert
+        once.
+        """
         self.obstacle = obstacle
         self._agent.supervisor.hold(obstacle)
         if obstacle not in ("", self._reported):

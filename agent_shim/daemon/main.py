@@ -42,7 +42,7 @@ NAME: Final = "bosh-agentmonit"
 bosh-agent` find it.
 """
 RIVAL_POLL_S: Final = 1.0
-"""While another agent uses the same volumes, the interval in seconds of checks whether it has ended."""
+"""Interval in seconds between checks whether another agent still uses the same volumes."""
 
 
 class RunOptions(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ def main(options: RunOptions) -> int:
     form = options.log_format or config.shim.log_format
     log.setup(level=options.log_level or config.shim.log_level, form=form, file=options.paths.agent_log / "current")
     if why_not:
-        logger.warning("jobs that name /var/vcap find the real one or none: %s", why_not)
+        logger.warning("jobs do not see the agent's directories at /var/vcap: %s", why_not)
     for key in unknown:
         logger.warning("ignoring an %s of %s", key, options.config)
     if options.job_logs or config.shim.job_logs:

@@ -157,11 +157,11 @@ class MonitDaemon:
                 try:
                     self._control = await asyncio.to_thread(control_file.read, self._options.control_file)
                 except ConfigError as exc:
-                    logger.error("the former files stay in force: %s", exc)
+                    logger.error("the previous files stay in use: %s", exc)
 
     async def _take_files(self, monitored: Mapping[str, bool]) -> None:
-        """Supervise the services in the files. New services are started unless ``monitored`` says that monit did not
-        monitor them.
+        """Supervise the services in the files. New services are started, except those in manual mode and those that,
+        according to ``monitored``, monit did not monitor.
         """
         before = {service.process.name.lower() for service in self._supervisor.services()}
         await self._supervisor.configure(self._control.job_files, are_written=False)
@@ -178,7 +178,7 @@ class MonitDaemon:
     def _describe(self) -> monit_http.About:
         """Describe the daemon for the status document.
 
-        Each incarnation gets a different number, even if several begin within the same second.
+        ``incarnation`` is different after each reload, even if several reloads happen within the same second.
         """
         control, path = self._control, self._paths.bosh / "monit.incarnation"
         try:
@@ -257,7 +257,7 @@ class MonitDaemon:
                 return msgspec.json.encode(await bpm_api.answer(self._supervisor.bpm, request))
             case {"command": "services"}:
                 return msgspec.json.encode(await self.answer(request))
-        return wire.encode_exception("cannot answer: this is monit's place, and the BOSH agent has all else")
+        return wire.encode_exception("cannot answer: this process only replaces monit, not the BOSH agent")
 
     async def _status(self) -> dict[str, Any]:
         return {

@@ -68,8 +68,8 @@ logger = logging.getLogger(__name__)
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
 BUS: Final = "AGENT_SHIM_BUS"
-"""Environment variable whose value `off` keeps the agent off the bus. It is used after `sv stop agent`, which must not
-end the supervision that is otherwise monit's.
+"""Environment variable whose value `off` keeps the agent off the bus. On a stemcell, `sv stop agent` restarts the agent
+with this value instead of stopping it, because the jobs must stay supervised, as they are by monit under the Go agent.
 """
 VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
 """Essential root tasks: the agent restarts if one of them keeps failing."""
@@ -222,7 +222,7 @@ class Runtime:
         try:
             async with asyncio.TaskGroup() as group:
                 running: list[asyncio.Task[Any]] = [group.create_task(agent.supervisor.run(), name="supervisor")]
-                running.append(group.create_task(boot_late(), name="boot beside the connection"))
+                running.append(group.create_task(boot_late(), name="late boot steps"))
                 running += [
                     group.create_task(run_forever(name, run, is_vital=name in VITAL), name=name)
                     for name, run in roots.items()
@@ -378,4 +378,4 @@ def firewall_obstacle(paths: Paths, *, is_wanted: bool) -> str:
         return "it is switched off in agent.json"
     if not boot.owns_system(paths):
         return boot.NOT_ROOT
-    return "the network is that of the machine, with others on it" if network.is_of_machine() else ""
+    return "the container shares the host's network with other programs" if network.is_of_machine() else ""

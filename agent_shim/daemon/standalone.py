@@ -116,7 +116,7 @@ def read(directory: Path) -> Rendered:
 
 
 def _members(directory: Path, kind: str) -> dict[str, Path]:
-    """Return the directories below ``jobs`` or ``packages``, except the kubelet's own entries (such as ``..data``)."""
+    """Return the directories below ``jobs`` or ``packages``, except hidden ones, such as the kubelet's ``..data``."""
     try:
         paths = sorted((directory / f"{kind}s").iterdir())
     except FileNotFoundError:

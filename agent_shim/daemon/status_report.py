@@ -76,8 +76,8 @@ def _blocked(live: Runtime) -> str:
 
 
 async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any]:
-    """Return the answer to ``agent-shim status``. Before the settings are known (``live`` is None), all members are
-    present with empty values.
+    """Return the answer to ``agent-shim status``. Before the settings are known (``live`` is None), ``firewall`` and
+    ``bpm`` are missing, and all other members that depend on the settings have empty values.
     """
     found: dict[str, Any] = {
         "version": __version__,
@@ -145,7 +145,7 @@ def _warnings(live: Runtime) -> list[str]:
     jobs = [f"the jobs cannot be started: {obstacle}"] if (obstacle := _blocked(live)) else []
     warnings = [*jobs, *missing]
     if live.bus.mbus.urls and live.bus.is_connected and live.bus.mbus != live.agent.settings.current.mbus:
-        warnings.append("the credentials of the settings do not lead to the bus, which is reached with other ones")
+        warnings.append("the bus cannot be reached with the credentials in the settings, so the agent uses other ones")
     return [*warnings, *live.certificate_watch.warnings]
 
 

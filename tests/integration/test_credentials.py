@@ -133,7 +133,7 @@ async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
 
     assert "the server does not know us" in instance.log_text()
     assert (
-        "the credentials of the settings do not lead to the bus, which is reached with other ones"
+        "the bus cannot be reached with the credentials in the settings, so the agent uses other ones"
         in (await instance.execute("status"))[1]
     )
 
@@ -145,7 +145,7 @@ async def test_expiring_bus_certificate_is_reported(instance: RunningAgent) -> N
     Secret(instance).put({"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key})
     await instance.start_agent()
 
-    told = "the client certificate of the bus ends at"
+    told = "the client certificate of the bus expires at"
     await until(lambda: told in instance.log_text())
     assert "the CA certificate" not in instance.log_text()
     assert told in (await instance.execute("status"))[1]

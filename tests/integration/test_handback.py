@@ -32,7 +32,7 @@ async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance
 
         assert status == 0
         for job, pid in before.items():
-            assert f"{job} runs on as {pid}" in output
+            assert f"{job} keeps running with pid {pid}" in output
             assert Path(f"/proc/{pid}").exists()
         monit = instance.base / "monit"
         assert sorted(path.name for path in (monit / "job").iterdir()) == ["0000_job1.monitrc", "0001_job0.monitrc"]
@@ -90,8 +90,8 @@ async def test_handback_reports_processes_that_monit_would_start(instance: Runni
     pidfile.write_text(text)
 
     assert "job0 does not run: monit will start it" in output
-    assert f"job1 runs as {before['job1']}, which {pidfile} does not say: monit will start it a second time" in output
-    assert f"job2 runs on as {before['job2']}" in output
+    assert f"job1 runs with pid {before['job1']}, not the one in {pidfile}: monit will start a second one" in output
+    assert f"job2 keeps running with pid {before['job2']}" in output
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_handback_removes_disk_markers(tmp_path: Path) -> None:
     said = hand_back(paths)
 
     assert sorted(path.name for path in store.iterdir()) == ["data"]
-    assert f"disk disk-1: our mark is removed; {paths.managed_disk} says it is the store" in said
+    assert f"disk disk-1: our marker is removed; {paths.managed_disk} says it is the store" in said
     assert paths.managed_disk.read_text() == "disk-1"
     assert any("is a link to the disk" in line for line in said)
     assert not any("disk-2" in line for line in said)

@@ -51,9 +51,8 @@ async def test_takeover_from_monit_and_back_restarts_no_process(pod: PodInstance
 
         pod.end_agent()
         said = machine.run(f"{sys.executable} -m agent_shim.cli handback")
-        assert sorted(line.split(" runs on as ")[0] for line in said.splitlines() if " runs on as " in line) == sorted(
-            NAMES
-        )
+        kept = [line for line in said.splitlines() if " keeps running with pid " in line]
+        assert sorted(line.partition(" keeps ")[0] for line in kept) == sorted(NAMES)
         monit = start_monit(machine)
         await until_monit_has(machine, len(NAMES))
         assert starts(machine) == before
@@ -107,7 +106,7 @@ async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: PodInstance) 
 
     pod.end_agent()
     said = machine.run(f"{sys.executable} -m agent_shim.cli handback")
-    assert "disk disk-1: our mark is removed; /var/vcap/bosh/managed_disk_settings.json says it is the store" in said
+    assert "disk disk-1: our marker is removed; /var/vcap/bosh/managed_disk_settings.json says it is the store" in said
     after = state_files(machine)
     del before["tasks.json"]  # The agent has completed the task, so the file is not needed any more.
     assert json.loads(after.pop("update_settings.json")).keys() == json.loads(before.pop("update_settings.json")).keys()

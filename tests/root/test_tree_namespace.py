@@ -126,4 +126,4 @@ def test_first_log_line_explains_why_there_is_no_mount_namespace(tmp_path: Path)
         until(tree, "down")
         first = (tmp_path / "log").read_text().splitlines()[0]
 
-    assert "jobs that name /var/vcap find the real one or none: cannot leave the mount namespace" in first
+    assert "jobs do not see the agent's directories at /var/vcap: cannot leave the mount namespace" in first

@@ -226,7 +226,7 @@ def test_status_reasons_and_warnings_are_wrapped() -> None:
     """Lines wrap at words to fit the width of the terminal. Written to a pipe, each text is a single line."""
     status = shown() | {
         "warnings": ["the jobs cannot be started: pre-start: 1 of 1 pre-start scripts failed. web: x"],
-        "firewall": {"why": f"not root of a container with the real /var/vcap {'/long' * 20}"},
+        "firewall": {"why": f"needs root and the base directory /var/vcap {'/long' * 20}"},
     }
     narrow = status_text.render(status, columns=60).splitlines()
     wide = status_text.render(status).splitlines()

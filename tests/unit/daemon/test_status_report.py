@@ -138,7 +138,7 @@ async def test_status_of_an_idle_agent_has_no_task_and_no_heartbeat(
     assert (found["bus"]["heartbeat_secs"], found["instance"]) == (None, "")
     assert found["firewall"] == {"enforced": False, "why": "no nft"}
     assert (found["task"], found["task_progress"], found["task_secs"], found["disk"]) == ("", "", 0, disk)
-    assert "the credentials of the settings do not lead to the bus" in " ".join(found["warnings"])
+    assert "the bus cannot be reached with the credentials in the settings" in " ".join(found["warnings"])
     made.bus.is_connected = False
     assert "credentials" not in " ".join((await status_report.status(made, "running", 61))["warnings"])
 
