@@ -241,7 +241,7 @@ async def test_a11_start_writes_monit_files_in_reverse_and_removes_the_marker(wo
 async def test_a11_start_is_saved_in_the_backup_at_once(world: LocalAgent) -> None:
     """The backup no longer contains the stopped marker when ``start`` has been answered.
 
-    Otherwise, if the container ended right afterwards, the agent of the next one would not start the jobs.
+    Otherwise, if the container ended right afterwards, the agent in the next container would not start the jobs.
     """
     spec, stopped = (world.paths.mirror / path.name for path in (world.paths.spec, world.paths.stopped_marker))
     await deployed(world, "web")
