@@ -148,8 +148,10 @@ def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None]) ->
     """Run general saboteurs in one case, and enter ``caught``, ``did not run`` or ``held`` for each.
 
     The first run applies all of them at once. If the case passes and none of their code ran, the result for all is
-    ``did not run``. A saboteur whose mark is in the figures is caught. The others are run again: each one whose code
-    ran alone, and those whose code did not run together.
+    ``did not run``. A saboteur whose mark is in the figures is caught. Of the others, those whose code ran are run
+    again one by one, and those whose code did not run are run again together.
+
+    Return the number of saboteurs that were not caught or whose run gave no result.
     """
     begun_at = time.monotonic()
     name = f"{' '.join(one.row for one in playing)} {playing[0].case}"

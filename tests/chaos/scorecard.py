@@ -169,8 +169,10 @@ def enter_general(path: Path, saboteur: str, case: str, outcome: str) -> None:
 
 
 def _outcomes(cell: str) -> dict[int, str]:
-    """Parse a cell and return the outcome by case number. In ``3 **4** (1-2 5)`` it was caught in 3, held in 4, and did
-    not run in the others.
+    """Parse a cell and return the outcome by case number.
+
+    ``3 **4** (1-2 5)`` means that the saboteur was caught in case 3 and not in case 4, and that its code did not run in
+    the others.
     """
     caught, _, others = cell.partition("(")
     found = dict[int, str]()

@@ -567,8 +567,8 @@ async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: 
     if answers.get("apply"):
         expect(state["configuration_hash"] == version, f"{where} the spec is another")
     true = {("running", 2), ("stopped", 0)}
-    # If a stop or start failed, "failing" without processes is correct as well, as for a Go agent without its marker
-    # file.
+    # If a stop or start failed, "failing" without processes is correct as well. A Go agent reports the same if its
+    # marker file is missing.
     if False in (answers.get("stop"), answers.get("start")):
         true.add(("failing", 0))
     try:

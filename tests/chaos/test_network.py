@@ -408,7 +408,7 @@ SETTLED = 12
 
 
 class _Member(NatsBus):
-    """One of many clients. It records when it connects and when it attempts to."""
+    """One of many clients. It records when it tries to connect and when it succeeds."""
 
     came = 0.0
 
