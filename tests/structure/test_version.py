@@ -15,7 +15,7 @@ READERS = {"agent_shim/__init__.py"}
 """The file that contains the version."""
 
 WRITTEN = re.findall(r'__version__ = "(.*)"', (ROOT / "agent_shim/__init__.py").read_text())[0]
-"""The version in the checkout. An installed build that the tests run may add the commit."""
+"""The version in the checkout. The tests may run an installed build, whose version may include the commit."""
 NEXT = WRITTEN.removesuffix(".dev0")
 
 BY_HAND = {
