@@ -109,7 +109,7 @@ def test_benchmark_table_mentions_runs_on_another_machine() -> None:
     assert "; on another machine theirs from 04:00 to 04:20 (load 0.1, at a scale of 0.5)." in text
 
 
-def test_benchmark_table_gives_the_reason_of_a_missing_figure() -> None:
+def test_benchmark_table_gives_the_reason_for_a_missing_figure() -> None:
     theirs = document("theirs", {}, missing={"boots": "HostError: it has ended"})
     text = table.render(OURS, [theirs])
     assert "**limit missed** | not measured |" in text

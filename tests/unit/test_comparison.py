@@ -154,7 +154,10 @@ def test_comparison_ignores_when_a_removed_process_disappears_during_apply(tmp_p
 def test_missing_monit_alert_for_a_dependant_with_an_empty_pidfile_is_a_known_deviation(
     tmp_path: Path,
 ) -> None:
-    """monit restarts the service with its prerequisite. An example is cf-redis-broker in shared-redis-release."""
+    """monit may restart the dependant together with its prerequisite, before it reports the empty pidfile.
+
+    An example is cf-redis-broker in shared-redis-release.
+    """
     alert = "web - Does not exist - restart"
     monit = MONIT.replace("  if failed host 127", "  depends on web-health\n  if failed host 127")
     silent, told = phase("empty pidfile"), phase("empty pidfile", alerts=[alert])
@@ -181,7 +184,7 @@ def test_comparison_accepts_a_process_that_reports_its_start_in_the_next_phase(
 def test_comparison_accepts_a_delayed_start_in_any_phase_if_the_process_is_the_same(
     tmp_path: Path, is_same: bool, kind: str
 ) -> None:
-    """The start program of emitter of metrics-demo waits 15 seconds before it runs its program."""
+    """An example is emitter in metrics-demo, whose start program waits 15 seconds before it runs the process."""
     lives = [1.0, "lives", "server"]
     worlds = [
         {
@@ -199,9 +202,9 @@ def test_comparison_accepts_a_delayed_start_in_any_phase_if_the_process_is_the_s
 
 
 def test_comparison_reports_a_slow_start_without_an_alert(tmp_path: Path) -> None:
-    """monit may run the start program again in the meantime, so other states and processes are a listed difference.
+    """monit may run a slow start program a second time, so an additional process is a known deviation.
 
-    A missing alert is not.
+    An alert that only monit sends is an unexpected difference.
     """
     alert = ["web - Execution failed - alert"]
     lives = [1.0, "lives", "server"]
@@ -214,7 +217,7 @@ def test_comparison_reports_a_slow_start_without_an_alert(tmp_path: Path) -> Non
 def test_service_still_failing_under_monit_after_a_slow_start_is_a_known_deviation(
     tmp_path: Path,
 ) -> None:
-    """As with nginx in artifactory-bosh-release. A failure for any other reason is an unexpected difference."""
+    """An example is nginx in artifactory-bosh-release. Without its alert, the failure is a difference."""
     failed = {"job_states": ["failing"], "states": {"web": ["failing"]}}
     alert, up = {"alerts": ["web - Execution failed - alert"]}, {"states": {"web": ["running"]}}
 

@@ -38,14 +38,14 @@ def row(played: str, verdict: str = "held") -> Row:
 def test_scorecard_keeps_the_date_of_the_last_full_run_of_a_case(
     before: str, now: str, played: str, figures: str
 ) -> None:
-    """If there is a smaller run, the figures are taken from it, because everybody can repeat it."""
+    """The figures are those of the last reduced run, if there is one, because anyone can repeat such a run."""
     one = row(now).beside(row(before))
 
     assert (one.played, one.figures) == (played, f"figures of {figures}")
 
 
 def test_scorecard_removes_the_date_of_a_failed_case(tmp_path: Path) -> None:
-    """When the case holds again, it gets a new date. Rows read from the document equal those that were written."""
+    """When the case passes again, it gets a new date. Rows read from the document equal those that were written."""
     document = tmp_path / "rows.md"
     for one in (row(f"{SCALED}; {FULL}"), row(LATER, "not held"), row(SCALED)):
         write(document, [one])
@@ -53,9 +53,10 @@ def test_scorecard_removes_the_date_of_a_failed_case(tmp_path: Path) -> None:
 
 
 def test_scorecard_shows_the_last_outcome_of_each_case(tmp_path: Path) -> None:
-    """Caught is plain, held is bold, and cases that did not run are in parentheses.
+    """A cell lists the numbers of the cases of a group, with consecutive numbers as a range.
 
-    Three consecutive numbers become a range.
+    Cases that caught the saboteur are plain, those that passed nevertheless are bold, and those that did not run its
+    code are in parentheses.
     """
     document = tmp_path / "rows.md"
     document.write_text("| G-01 | is deaf | | | | | | |\n| G-02 | is mute | | | | | | |\n")
@@ -79,10 +80,7 @@ def test_scorecard_shows_the_last_outcome_of_each_case(tmp_path: Path) -> None:
 def test_general_saboteur_whose_mark_is_missing_from_the_joint_run_is_run_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A saboteur whose mark is not in the figures of the joint run is run alone.
-
-    Saboteurs that never ran are run once more.
-    """
+    """Saboteurs whose code did not run in the joint run are run again together. Those whose mark was found are not."""
     breaks = {"G-01": "I1: deaf", "G-02": "I2: mute", "G-03": "an error", "G-04": ""}
     runs = [*breaks]
     chosen = [
@@ -120,7 +118,7 @@ def report(outcome: str, why: str = "") -> Any:
 
 
 def test_failed_scorecard_row_names_only_the_broken_invariant() -> None:
-    """The other figures could contain the text by which a saboteur is recognized."""
+    """Other figures are left out, because they could contain the text by which a saboteur is recognized."""
     case, figures, omitted = Case("C-01", "kills", "20 of 100"), ["0 jobs restarted"], {"I2": "all are killed"}
 
     broken = row_of(case, [report("passed"), report("failed", "I16: job7 has no process")], figures, omitted)

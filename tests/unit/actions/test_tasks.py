@@ -209,9 +209,9 @@ async def test_persistent_task_resumes_under_its_id_after_a_restart(tmp_path: Pa
 
 @pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> None:
-    """Two agents must have started the task: the one that accepted it, and one that resumed it.
+    """A task fails once two agents have exited while running it: the one that accepted it, and one that resumed it.
 
-    A task that was only waiting when the agent died does not count as the cause.
+    A task that was only waiting when the agents exited is run as usual.
     """
     journal = tmp_path / "tasks.json"
     begun: list[bytes] = []

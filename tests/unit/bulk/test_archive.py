@@ -215,7 +215,7 @@ def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> N
         (member("web/x") + END, "the archive is not gzip"),
     ],
 )
-def test_error_for_a_job_missing_in_an_archive_has_the_text_of_the_go_agent(
+def test_error_for_a_job_missing_from_an_archive_has_the_text_of_the_go_agent(
     tmp_path: Path, packed: bytes, text: str
 ) -> None:
     """Nothing is left on disk."""

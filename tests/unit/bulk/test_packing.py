@@ -1,4 +1,4 @@
-"""Packing: the same tree gives the same bytes, and files that change or are hostile do no harm."""
+"""Packing: archives are reproducible, and changing or hostile files do no harm."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from agent_shim.core.errors import BlobError
 
 @pytest.mark.parametrize("blob_id", ["3fa85f64-5717-4562-b3fc-2c963f66afa6", "a", "A_b.c-d", "ü" * 127])
 def test_plain_names_are_accepted_as_blob_ids(blob_id: str) -> None:
-    """The Director may choose any id."""
+    """The Director chooses the ids, which need not be UUIDs."""
     assert checked_blob_id(blob_id) == blob_id
 
 

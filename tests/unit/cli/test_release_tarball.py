@@ -42,7 +42,7 @@ def names(packages: Sequence[SourcePackage]) -> list[str]:
 
 
 def test_release_manifest_values_are_read_as_text() -> None:
-    """A version is not a number, and a digest is not a power of ten.
+    """YAML would read the version ``1.10`` as the number 1.1, and the hash ``12e34`` as a number with an exponent.
 
     Null counts as missing, and unknown keys are ignored.
     """

@@ -53,7 +53,7 @@ def test_container_cpi_paths_are_read_without_a_file_source() -> None:
 
 
 def test_all_container_cpi_paths_are_read_if_one_is_configured() -> None:
-    """An official stemcell names the settings file of the warden CPI, whichever CPI is used."""
+    """An official stemcell always names the settings file of the warden CPI, but may be used with another CPI."""
     first, second, third = settings.CPI_SETTINGS
     raw = b'{"Infrastructure":{"Settings":{"Sources":[{"Type":"File","SettingsPath":"%s"}]}}}' % bytes(second)
 
@@ -141,7 +141,7 @@ def test_newer_of_two_bus_certificates_is_used(document: int, stored: int, winne
 
 
 def test_stored_bus_certificate_is_used_if_both_have_the_same_age() -> None:
-    """The Go agent always prefers the stored one. This includes cases in which no certificate can be parsed."""
+    """The Go agent always prefers the stored one. A certificate that cannot be parsed counts as the older one."""
     both = since(60)
     for document, stored in [(both, both | {"ca": "C2"}), (CERT, CERT | {"ca": "C2"}), (CERT, both | {"ca": "C2"})]:
         found = effective(parsed(env={"bosh": {"mbus": {"cert": document}}}), mbus={"cert": stored})
@@ -198,7 +198,7 @@ def test_empty_time_server_list_replaces_an_older_list() -> None:
     assert effective(parsed(ntp=["a"], env={"bosh": {"ntp": []}})).ntp == []
 
 
-def test_update_settings_always_replaces_certificates_and_associations() -> None:
+def test_update_settings_always_replaces_trusted_certs_and_disk_associations() -> None:
     stored = settings.parse_update(
         json.dumps(
             {

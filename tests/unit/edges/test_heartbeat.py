@@ -60,7 +60,7 @@ class HeartbeatParts:
 
 @asynccontextmanager
 async def beating(world: HeartbeatParts, **bounds: float) -> AsyncIterator[Heartbeat[int]]:
-    """Send heartbeats with these time limits, by default the agent's, for the duration of the block."""
+    """Send heartbeats for the duration of the block. ``bounds`` replace the agent's time limits."""
     heart = Heartbeat(world.collect, world.compose, world.publish, **bounds)
     running = asyncio.create_task(heart.run())
     try:

@@ -63,7 +63,7 @@ def test_address_watch_recognizes_addresses_of_interfaces(text: str, is_ours: bo
 
 
 def test_address_watch_resolves_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is asked instead of the C library, which would query a name server that may not respond."""
+    """A name must not be passed to ``bind``, which would query a name server that may not respond."""
     monkeypatch.setattr(socket.socket, "bind", lambda *_: pytest.fail("it is looked up"))
 
     assert network.has_address("db.example.org")

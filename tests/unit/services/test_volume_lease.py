@@ -217,9 +217,9 @@ def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, wit
 def test_lease_of_an_agent_killed_during_a_write_is_taken_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lease is shorter than the one that it replaces.
+    """The agent is killed before it truncates and syncs the file.
 
-    It is readable even if the agent is killed before it truncates and syncs the file.
+    The new lease, which is shorter than the one that it overwrites, must be readable nevertheless.
     """
 
     def killed(*_: object) -> None:

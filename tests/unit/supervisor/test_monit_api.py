@@ -14,7 +14,7 @@ ALL = ["Web", "db", "own"]
 
 
 class RecordingSupervisor:
-    """Records the requests that it receives. A service is ``busy`` until a request has waited for it."""
+    """Records the requests that it receives. A service is ``done`` if the request waited for it, otherwise ``busy``."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

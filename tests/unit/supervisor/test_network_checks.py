@@ -77,7 +77,7 @@ def test_http_check_reads_small_chunks_without_copying_the_page() -> None:
     """Otherwise, a server that sends a megabyte in chunks of one byte would keep the agent busy."""
 
     def seconds(before: int) -> float:
-        """Return the processor time for the same chunks, arriving after ``before`` bytes."""
+        """Return the processor time for reading 2000 chunks of one byte after a first chunk of ``before`` bytes."""
         response = network_checks.PageReader(Protocol("http", content="x"))
         response.read(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % before + b"a" * before + b"\r\n")
         begun = time.thread_time()

@@ -474,7 +474,7 @@ async def test_path_whose_start_program_cannot_run_is_reported_as_missing() -> N
 @pytest.mark.parametrize(("changes", "is_void"), [({}, True), ({"start_call": CALL}, False)])
 @played
 async def test_running_service_is_void_if_its_pidfile_names_no_process(changes: dict[str, Any], is_void: bool) -> None:
-    """A service is void if its pidfile names no process.
+    """As in monit, the process of a void service counts as absent although it is alive.
 
     The pidfile of a bpm process, which the agent writes, is ignored.
     """

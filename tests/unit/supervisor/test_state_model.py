@@ -1,8 +1,9 @@
 """Model check of the state table: no sequence of events, however long, violates an invariant.
 
-The table runs on a model of a machine. At most one process and one start program exist that the service's record knows,
-and others may exist that it has lost. The model is finite, so all sequences are covered once every reachable situation
-has been visited. The work of a state is part of the model; ``test_walk`` runs long sequences against the real service.
+A situation of the model consists of a service and its machine. The record of the service contains at most one process
+and one start program, but others may be running that the record has lost. The model is finite, so all sequences are
+covered once every reachable situation has been visited. The model also simulates what the service does in each state
+(``WORK``), whereas ``test_walk`` runs long sequences against the real service.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ASKED: Final = {
     Trigger.FILE_BROKE: "",
 }
 OUTSIDE: Final = (*ASKED, Trigger.FILE_MENDED, Trigger.REBOOTED)
-"""Events that are not a result of the work of a state."""
+"""Events that come from outside. All others result from what the service does in a state (``WORK``)."""
 
 TWO: Final = "two processes"
 STOP: Final = "a stop does not win"
@@ -43,11 +44,11 @@ class ModelledService:
 
     state: State = State.STOPPED
     asked: str = "down"
-    """What the last request wanted, or "" since the monit file was invalid."""
+    """What the last request wanted, or "" if the monit file has become invalid since then."""
     process: bool = False
-    """A process that the record knows is alive."""
+    """Whether the process in the record is alive."""
     starter: bool = False
-    """A start program that the record knows is running, and may start a process."""
+    """Whether the start program in the record is running, so that it may still start the process."""
     strangers: int = 0
     """Number of processes and start programs that the record has lost."""
 

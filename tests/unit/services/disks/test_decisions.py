@@ -115,9 +115,10 @@ def test_disk_of_any_instance_is_used_before_the_instance_id_is_known() -> None:
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 RECORDED = [json.loads(line) for line in Path(__file__).with_name("decisions.jsonl").read_text().splitlines()]
-"""Views of disks and the resulting steps, recorded in the disk tests on 2026-11-28 before these functions existed.
+"""Requests, views of the disks, and the resulting steps. They were recorded in the disk tests on 2026-11-28 with the
+implementation that preceded these functions.
 
-There is one case of each kind. Members with their default value are left out.
+Only one of several similar cases is kept. Members with their default value are left out.
 """
 
 
@@ -161,7 +162,7 @@ def test_mounted_disk_without_a_hint_is_not_replaced_by_the_former_disk() -> Non
 
 
 def test_disk_steps_do_not_take_a_lease_that_the_agent_already_has() -> None:
-    """If taking the lease were the only step, the next look at the disks would lead to the same step."""
+    """Otherwise, taking the lease would be the only step, and the agent would plan it again and again."""
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": msgspec.structs.replace(marked("a", "store"), is_held=True)}, managed="a")
 
@@ -170,9 +171,9 @@ def test_disk_steps_do_not_take_a_lease_that_the_agent_already_has() -> None:
 
 @pytest.mark.parametrize("is_volume_missing", [True, False])
 def test_unmount_of_a_disk_without_a_marker_is_recorded_on_the_root_file_system(is_volume_missing: bool) -> None:
-    """Without a record, the disk would count as mounted again.
+    """Without a record, the disk would later count as mounted again.
 
-    Either the runtime's mount stays in place, or a missing volume comes back with a marker for the store.
+    The reason is that the runtime's mount stays in place, or that a missing volume returns with its old marker.
     """
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": absent("a") if is_volume_missing else unmarked("a")}, managed="a")

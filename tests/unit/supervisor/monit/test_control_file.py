@@ -22,7 +22,7 @@ def read(base: Path, text: str) -> control_file.Control:
 def test_monit_control_file_of_a_stemcell_is_read(tmp_path: Path) -> None:
     """Like monit, the agent reads included files in descending order of their names.
 
-    The result is the manifest's order.
+    The names begin with numbers that descend from the first job to the last, so the result is the manifest's order.
     """
     (tmp_path / "job").mkdir()
     (tmp_path / "monit.user").write_text("vcap:secret\n")

@@ -33,7 +33,7 @@ async def test_exit_of_the_start_program_is_recorded(tmp_path: Path, is_alive: b
 
 
 UNUSED = 2**22 + 8
-"""A pid above the limit of Linux, which the test itself can therefore not have."""
+"""A pid above the limit of Linux, which no process can have."""
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ async def test_process_finder_reports_why_it_rejected_a_process(tmp_path: Path, 
 
 
 async def test_path_of_a_check_is_assumed_to_exist_until_checked(tmp_path: Path) -> None:
-    """Until then a stop runs the stop program."""
+    """A stop before the first check must run the stop program."""
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     spec = ProcessSpec(name="web", job="web", kind="file", path=tmp_path / "absent")
 
