@@ -1,4 +1,4 @@
-"""Upgrades from the last revision whose agents had no keepers, while jobs are running."""
+"""Upgrades, with running jobs, from the last revision whose agents started jobs without a keeper process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMER: Final = "d2b51961"
 
 @pytest.fixture(scope="module")
 def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the sources of that revision."""
+    """Return a directory with the sources of the last revision without keepers."""
     tree = tmp_path_factory.mktemp("former")
     archive = subprocess.run(["git", "-C", ROOT, "archive", FORMER], stdout=subprocess.PIPE, check=False)
     if archive.returncode:

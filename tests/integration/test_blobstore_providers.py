@@ -130,8 +130,8 @@ def test_invalid_blobstore_is_rejected(paths: Paths, kind: str, options: dict[st
 
 
 @pytest.mark.parametrize("what", ["nothing", "directory", "link"])
-async def test_blob_that_is_missing_a_directory_or_a_link_is_not_read(paths: Paths, tmp_path: Path, what: str) -> None:
-    """The error names the path."""
+async def test_local_blob_must_be_a_regular_file(paths: Paths, tmp_path: Path, what: str) -> None:
+    """If the blob is missing, a directory or a link, the error names its path."""
     if what == "directory":
         (tmp_path / ID).mkdir()
     elif what == "link":
@@ -146,7 +146,7 @@ async def test_blob_that_is_missing_a_directory_or_a_link_is_not_read(paths: Pat
 async def test_dav_path_begins_with_the_first_byte_of_the_ids_sha1(
     paths: Paths, tmp_path: Path, transfer: Transfer
 ) -> None:
-    """Both requests carry user and password, which may contain colons and non-ASCII letters."""
+    """The upload and the download both send the user and password, which may contain colons and non-ASCII letters."""
     (tmp_path / "file").write_bytes(b"data")
     async with http_server() as server:
         server.user = "agent:päss:word"
@@ -268,7 +268,7 @@ async def test_missing_or_slow_blobstore_command_is_reported(paths: Paths, monke
 
 
 async def test_cancelled_blobstore_command_is_killed_with_its_children(paths: Paths, tmp_path: Path) -> None:
-    """The temporary file is removed."""
+    """Its temporary files are removed."""
     program(paths, f"echo $$ >{tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 1000")
     getting = asyncio.create_task(content(made(paths, "x")))
     await until((tmp_path / "pid").exists)

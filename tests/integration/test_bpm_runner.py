@@ -288,7 +288,9 @@ def started_at(pid: int) -> float:
 
 @pytest.mark.parametrize("later_s", [-60, -0.5, 900])
 async def test_bpm_pidfile_without_a_matching_process_is_ignored(world: JobTree, later_s: float) -> None:
-    """A process that did not start at the time at which the pidfile was written is not the one that the file names."""
+    """The pidfile names a process only if that process started when the file was written. Otherwise another process has
+    reused the pid.
+    """
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
     async with world.supervising() as supervisor:
@@ -416,7 +418,7 @@ async def test_bpm_start_and_stop_fail_while_processes_of_a_killed_keeper_remain
 async def test_bpm_hook_ends_when_its_start_is_cancelled(world: JobTree) -> None:
     """Otherwise it would still run when the next start runs the hook again.
 
-    An OOM kill of an earlier process is not given as the reason of the next exit.
+    The test also checks that an OOM kill of an earlier process is not reported as the reason for a later exit.
     """
     hook = world.base / "hook"
     hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 604\n")
@@ -464,7 +466,9 @@ async def test_failed_bpm_start_is_reported_in_the_words_of_bpm(world: JobTree, 
 
 
 async def test_unrestricted_bpm_volumes_keep_the_jobs_own_directory_read_only(world: JobTree) -> None:
-    """Unrestricted volumes may open parent and sibling directories, but not the job's own directory and packages."""
+    """Unrestricted volumes may make its parent directories writable, but neither the directory itself nor anything in
+    it.
+    """
     file = job(world, "")
     own = world.paths.jobs / "web"
     (own / "config").mkdir(exist_ok=True)
@@ -568,8 +572,7 @@ def test_bpm_isolation_matches_the_isolation_level(
 ) -> None:
     """At each level, the process gets the mounts and namespaces of that level.
 
-    Other processes are hidden from a privileged process only by namespaces, because Landlock rules could not be lifted
-    again.
+    At level 2, a privileged process is not restricted, because even root cannot undo Landlock rules.
     """
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true", f"  unsafe: {{{unsafe}}}\n")
@@ -611,7 +614,7 @@ def test_changed_bpm_memory_limit_is_read_again(world: JobTree, monkeypatch: pyt
     limits = []
     for more in ("{memory: 64M}", "{memory: 1M}", "{}", "1"):
         job(world, "true", f"  limits: {more}\n")
-        # The first version has the time 0, as files from an archive without times do.
+        # The first version has the time 0, as files from an archive without times do. It must be read nevertheless.
         os.utime(world.paths.jobs / "web/config/bpm.yml", (counted[0],) * 2)
         counted[0] += 1
         assert bpm.was_killed_for_memory(START)
@@ -621,10 +624,12 @@ def test_changed_bpm_memory_limit_is_read_again(world: JobTree, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_dns_files_of_all_jobs_are_visible_to_bpm_processes(
+def test_bpm_process_can_read_the_dns_files_of_all_jobs_at_isolation_level_2(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
-    """bosh-dns reads the files of every job and exits if it cannot open one."""
+    """At level 2, processes can list the directories of all jobs, and bosh-dns exits if it cannot read the ``.bosh`` of
+    one. At level 1, it does not see other jobs at all.
+    """
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true")
     (world.paths.jobs / "other/.bosh").mkdir(parents=True)

@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 @pytest.mark.attack("another agent reads requests, replies or inboxes of others, or publishes in their name")
 async def test_agent_may_publish_only_its_own_messages(tmp_path: Path) -> None:
-    """An agent may publish alerts and heartbeats under its own id only."""
+    """An agent may publish alerts and heartbeats only under its own id."""
     async with (
         knowing(tmp_path) as server,
         HealthMonitor().on(server.peer(HEALTH_MONITOR)) as monitor,
@@ -45,7 +45,9 @@ async def test_subscription_to_the_subject_of_another_agent_is_refused(tmp_path:
 
 
 async def test_broker_admits_agents_by_their_certificates(tmp_path: Path) -> None:
-    """An agent is admitted with the certificates that were added for it. Director and Health Monitor always are."""
+    """An agent is admitted with the certificates that were added for it. The Director and the Health Monitor are always
+    admitted.
+    """
     async with NatsServer(tmp_path) as server:
         assert await lets_in(server, server.peer(DIRECTOR), "director.x.>")
         assert await lets_in(server, server.peer(HEALTH_MONITOR), "hm.agent.alert.*")

@@ -190,8 +190,8 @@ async def test_tls_handshake_that_fails_at_exit_logs_no_asyncio_error(
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 async def test_connection_to_a_server_that_pings_without_reading_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent's answers would accumulate in memory, and pongs that the server sends unasked would keep the connection
-    alive.
+    """Otherwise the agent's answers would accumulate in memory, because pongs that the server sends unasked keep the
+    connection alive.
     """
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
     sent = 0

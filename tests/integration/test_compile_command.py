@@ -170,8 +170,8 @@ def test_compile_command_reports_a_failed_package(paths: Paths, tmp_path: Path) 
     assert left(paths) == []
 
 
-def test_compile_command_refuses_to_run_beside_an_agent(paths: Paths, tmp_path: Path) -> None:
-    """A running agent uses the packages in the base directory."""
+def test_compile_command_refuses_to_run_while_an_agent_runs(paths: Paths, tmp_path: Path) -> None:
+    """A running agent uses the packages in the base directory, in which the command would install others."""
     with exclusive_agent(paths, "test"):
         done = compile_with(paths, "-output-directory", tmp_path, release(tmp_path / "in.tgz"))
 

@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 ROOT = os.geteuid() == 0
 RECORD_BYTES = 10240
-"""Size of a tar record. Once tar has read the last one, it may finish before the progress is reported."""
+"""Size of a tar record. Reports of the last record are ignored, because tar may finish before they are handled."""
 LEVELS = sys.getrecursionlimit() + 100
 
 

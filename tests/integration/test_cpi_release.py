@@ -137,8 +137,8 @@ def test_released_cpi_answers_info_in_an_empty_environment(installed: Installed)
 def test_cpi_job_properties_reach_the_cpi(installed: Installed) -> None:
     """Properties of the manifest appear in the CPI's configuration.
 
-    If no bus is configured for the CPI, it uses that of the deployment. The local blobstore that bosh-deployment sets
-    for every CPI is kept, because an agent of create-env installs what the CLI has uploaded.
+    If no bus is configured for the CPI, it uses that of the deployment. It also passes on the local blobstore that
+    bosh-deployment sets for every CPI, because an agent of create-env installs from there what the CLI has uploaded.
     """
     file = installed.jobs / "kubernetes_cpi/config/cpi.json"
     installed.render(

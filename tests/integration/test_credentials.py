@@ -139,7 +139,7 @@ async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
 
 
 async def test_expiring_bus_certificate_is_reported(instance: RunningAgent) -> None:
-    """The log and ``status`` name the certificate and its end. A CA with enough time left is not mentioned."""
+    """The log and ``status`` say which certificate expires and when. A CA with enough time left is not mentioned."""
     authority = instance.server.authority
     pair = authority.agent(AGENT, valid=(-99 * HOUR, HOUR))
     Secret(instance).put({"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key})

@@ -101,7 +101,7 @@ async def test_volume_mounted_on_the_store_by_the_platform_counts_as_a_mounted_d
 
 @pytest.mark.parametrize(("marker", "stays"), [(None, True), (Marker("b", "target", instance="another"), False)])
 @each_way
-async def test_disk_stays_mounted_after_a_restart_unless_of_another_instance(
+async def test_disk_stays_mounted_after_a_restart_unless_it_belongs_to_another_instance(
     instance: InstanceWithVolumes, marker: Marker | None, stays: bool
 ) -> None:
     """A disk without a marker stays too, because older agents wrote none."""
@@ -825,7 +825,7 @@ async def test_unmarked_disk_with_files_is_mounted_at_the_store(instance: Instan
 
 @each_way
 @pytest.mark.parametrize("why", ["both have files", "it has a name"])
-async def test_unmarked_disk_is_not_mounted_if_it_may_not_be_the_former_one(
+async def test_unmarked_disk_is_not_mounted_if_it_might_not_be_the_former_one(
     instance: InstanceWithVolumes, why: str
 ) -> None:
     for cid in "ab" if why == "both have files" else "a":

@@ -26,7 +26,9 @@ MAIN = "import sys; sys.argv[0] = {!r}; from agent_shim.cli.main import main; sy
 
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[StandaloneTree]:
-    """Run an agent with two jobs. One writes such text to its log, and the other prints it and fails."""
+    """Run an agent with two jobs whose output contains such characters. One writes them to its log, and the other
+    prints them and fails.
+    """
     made = StandaloneTree(tmp_path)
     made.lay("jobs/web", jobs.sleeper(made.paths, "web"))
     said = os.fsencode(TEXT).decode("latin-1")

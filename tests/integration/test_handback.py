@@ -1,5 +1,5 @@
-"""Handing an instance back to the Go agent and monit without disturbing its processes: files that stay, change or
-go.
+"""Handing an instance back to the Go agent and monit without disturbing its processes: which files stay, change or are
+removed.
 """
 
 from __future__ import annotations

@@ -254,7 +254,8 @@ async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_st
 
     seen.unlink()
     hanging.unlink()
-    # Kill what remains of the script, because a running process would tell the agent that the container is the same.
+    # Kill what remains of the script, because a process that still runs would show the next agent that the container is
+    # the same.
     with contextlib.suppress(ProcessLookupError):
         os.kill(first, signal.SIGKILL)
     await restart_container(instance)

@@ -23,9 +23,8 @@ print(len(reads), ssl.create_default_context().verify_mode.name, len(reads))
 
 @pytest.mark.parametrize("module", ["agent_shim.bulk.transfer", "agent_shim.edges.bus.https"])
 def test_ca_certificates_are_loaded_at_first_use(module: str) -> None:
-    """Importing aiohttp must not load the system's CA certificates.
-
-    The default TLS context is otherwise an ordinary one.
+    """Importing aiohttp must not load the system's CA certificates. A default TLS context that is created later loads
+    them and verifies servers as usual.
     """
     program = _WATCHED.format(module=module)
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout

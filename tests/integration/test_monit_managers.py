@@ -202,7 +202,8 @@ async def test_monit_daemon_keeps_processes_running_under_a_service_manager(plac
 async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> None:
     """The release's pre-start replaces monit in the stemcell's unit, and without the release monit runs again.
 
-    monit is simulated by this checkout's daemon without ``--http``. Killing the whole unit also ends the jobs.
+    monit is simulated by this checkout's daemon without ``--http``. The jobs keep running, except when the test kills
+    all processes of the unit: then the daemon starts them again.
     """
     vm = MonitTree(Path("/var/vcap"), *free_ports())
 

@@ -22,7 +22,7 @@ TESTS = tuple(f"tests/unit/{folder}" for folder in FOLDERS)
 @pytest.mark.root
 def test_unit_tests_detect_most_of_the_mutants_that_they_reach(tmp_path: Path) -> None:
     """Mutants on lines that the unit tests do not run are only counted. Later stages of ``./dev mutate`` test them."""
-    faulthandler.cancel_dump_traceback_later()  # it takes half a minute, and much longer on a busy machine
+    faulthandler.cancel_dump_traceback_later()  # the run may take longer than its limit
     argv = [sys.executable, "-m", "tools.chaos.mutate", *FOLDERS, "--share", "60", "--stages", "1", "--tests", *TESTS]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
     environment = {**outside, "SHIM_MUTATE_STORE": str(tmp_path)}

@@ -134,7 +134,9 @@ async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str
     "subject", ["agent.agent", "agent.other", "director.>", "hm.agent.alert.other", "$SYS.REQ.SERVER.PING", ">"]
 )
 async def test_forged_reply_subject_reaches_no_other_client(tmp_path: Path, subject: str) -> None:
-    """The reply does not reach this agent either, because answering its own answers would never end."""
+    """A reply to the agent's own subject is not sent either, because the agent would then answer its own answers
+    forever.
+    """
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return (subject, b"{}") if b'"bad"' in data else await echo(data)
@@ -248,7 +250,7 @@ async def test_reply_is_dropped_once_the_director_has_given_up(tmp_path: Path) -
 
 
 async def test_message_published_right_before_a_disconnection_is_sent(tmp_path: Path) -> None:
-    """The last message may be published right before the disconnection, behind megabytes of others."""
+    """It is sent even if megabytes of other messages are waiting before it."""
     async with talking(tmp_path) as talk:
         async with on_bus(talk.server.mbus("agent")) as other:
             await connected(other)

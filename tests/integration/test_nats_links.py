@@ -93,10 +93,10 @@ async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> No
 
 
 async def test_bus_counts_as_reachable_while_its_server_answers(tmp_path: Path) -> None:
-    """The packet filter asks for this.
+    """The agent checks this before and after it sets packet filter rules, because the rules must not cut it off.
 
-    A server that does not answer in time counts as unreachable, and its connection is closed, until the next connection
-    is made.
+    If the server does not answer in time, the connection is closed, and the bus counts as unreachable until the next
+    connection is made.
     """
     async with talking(tmp_path) as talk:
         assert await talk.bus.is_heard(20)
@@ -110,7 +110,7 @@ async def test_bus_counts_as_reachable_while_its_server_answers(tmp_path: Path) 
 
 
 async def test_bus_rereads_settings_while_no_server_is_reachable(tmp_path: Path) -> None:
-    """The bus may have another address by now. This is not assumed after a single failed attempt."""
+    """The bus may have another address by now, but a single failed attempt is not enough to assume that."""
     async with knowing(tmp_path) as server:
         good = server.mbus("agent")
         gone = replace_urls(good, "nats://127.0.0.1:1")
@@ -127,7 +127,7 @@ async def test_bus_counts_as_reachable_while_its_server_refuses_the_agent(tmp_pa
 
 
 async def test_slow_network_keeps_the_bus_connection(tmp_path: Path) -> None:
-    """A ping may be answered later than the next one is sent."""
+    """The answer to a ping may arrive after the next ping has been sent."""
     async with behind(tmp_path, timing=replace(FAST, ping=0.5, unanswered=3)) as (bus, proxy):
         proxy.delay = 0.4  # in each direction, so an answer takes longer than the interval between pings
         await asyncio.sleep(3)

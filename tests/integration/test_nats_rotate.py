@@ -67,7 +67,7 @@ async def test_fifty_rotations_lose_no_reply_and_cause_no_pause() -> None:
 
     A second client measures delays of the whole machine, which do not count.
     """
-    faulthandler.cancel_dump_traceback_later()  # this takes longer than its two minutes
+    faulthandler.cancel_dump_traceback_later()  # the rotations may take longer than its limit
     async with asyncio.timeout(600):
         found = await rotation.measure(50)
 
@@ -99,9 +99,10 @@ async def test_second_rotation_waits_until_the_first_has_closed_its_old_connecti
 
 @pytest.mark.attack("a request is delivered twice")
 async def test_request_delivered_twice_is_handled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Director uses each reply subject only once, so the second copy is dropped.
+    """The second copy is recognized by its reply subject, because a Director uses each reply subject only once.
 
-    Other clients may reuse a reply subject. The number of remembered subjects is limited.
+    Requests of other clients, which may reuse a reply subject, are all handled. The agent remembers a limited number of
+    subjects for a limited time.
     """
     monkeypatch.setattr(nats, "MAX_SEEN", 3)
     handled: list[str] = []

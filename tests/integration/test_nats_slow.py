@@ -42,7 +42,9 @@ def test_bus_retry_delays_and_timeouts_at_most_triple() -> None:
 
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
 async def test_bus_timeouts_grow_only_if_the_server_sends_info(how: str) -> None:
-    """If a server is absent or does not even greet, attempts cost it nothing, and it may return at any moment."""
+    """If a server is absent or does not even greet, the timeouts stay short, because attempts cost it nothing, and it
+    may return at any moment.
+    """
     taken: list[asyncio.StreamWriter] = []
 
     def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

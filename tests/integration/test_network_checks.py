@@ -278,7 +278,7 @@ async def test_http_check_reads_a_page_without_a_length() -> None:
 
 
 async def test_http_checksum_check_reads_an_endless_page_with_pauses() -> None:
-    """The agent must not spend more on such a page than the server that sends it."""
+    """Without the pauses, a fast server could keep the agent busy until the check times out."""
     sent = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -78,9 +78,9 @@ async def test_orderly_stop_cuts_off_a_drain_beyond_the_grace_period(world: Loca
 
 
 async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world: LocalAgent) -> None:
-    """Their processes no longer run, and a drain script may wait for one.
+    """A drain script may wait for a process of its job, which no longer runs.
 
-    That of a Director would wait for its stopped database until the grace period ends.
+    For example, a Director's drain script would wait for its stopped database until the grace period ends.
     """
     await started(world, web=traced(world, "web", "echo 0\n"))
     await world.value("stop")
@@ -124,8 +124,8 @@ async def test_orderly_stop_names_killed_processes_and_counts_as_unclean(
 
 
 async def test_orderly_stop_ends_processes_outside_all_groups(world: LocalAgent) -> None:
-    """The Director does not see processes outside the group vcap, but its start request starts them, as monit's reload
-    would.
+    """The Director does not see processes outside the group vcap. Its start request starts them nevertheless, as
+    monit's reload would, so they must also be stopped.
     """
     pidfiles = {name: world.paths.run / f"{name}/{name}.pid" for name in ("drained", "stopped")}
     files = {name: jobs.sleeper(world.paths, name) for name in pidfiles}

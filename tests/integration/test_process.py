@@ -48,8 +48,8 @@ async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str])
 
 
 async def test_exited_processes_free_their_descriptors(env: dict[str, str]) -> None:
-    """Each process needs a descriptor only until it exits, and closing one must not close that of a later process with
-    the same number.
+    """Each process needs a descriptor only until it exits. Closing it must not close the descriptor of a later process
+    that has the same number.
     """
     before = _descriptors()
     children = [process.spawn(shell("exit 0"), env=env) for _ in range(10)]

@@ -1,5 +1,5 @@
-"""Quick tests of two important promises, which the slow and root rings test in detail: the orderly end of a container,
-and the mounted disk.
+"""Quick tests of two important promises: a container stops its jobs in order, and a disk stays mounted until it is
+unmounted. The slow and root rings test them in detail.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ async def test_log_archives_are_renumbered_and_the_oldest_is_removed(logs: Path)
 
 
 async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
-    """The limit is shared evenly among jobs, and the oldest archives are removed first."""
+    """Until the limit is met, the oldest archive of the job whose archives use the most space is removed."""
     for age, name in enumerate(["web/new.log.1.gz", "web/old.log.3.gz", "top.log.1.gz", "web/x.log"]):
         (logs / name).write_bytes(os.urandom(8192))
         os.utime(logs / name, (0, 1_000_000 - age))
@@ -437,9 +437,8 @@ async def test_many_logs_of_one_job_do_not_block_the_rotation_of_others(
 
 @pytest.mark.parametrize("planted", ["second names", "archives of the future"])
 async def test_archives_of_one_job_do_not_displace_those_of_another(logs: Path, planted: str) -> None:
-    """If all archives exceed the limit, those of the job with most are removed.
-
-    Archives with several hard links are not counted.
+    """If all archives together exceed the limit, only archives of the job that uses the most space are removed, even if
+    they are newer. Archives with several hard links are not counted.
     """
     (logs / "zoo").mkdir()
     good = logs / "zoo/good.log.1.gz"

@@ -1,6 +1,6 @@
 """The last steps before a sandboxed program runs, as the program itself sees them.
 
-They change only the child process.
+The steps run in the child process, so they do not affect the process of the tests.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ except PermissionError:
 
 @pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="the kernel has no Landlock")
 async def test_sandbox_file_rules_do_not_restrict_the_network(tmp_path: Path) -> None:
-    """Landlock restricts files of the job, but it can listen and connect."""
+    """Landlock restricts which files the job can use, but the job can still listen and connect."""
     binds = [sandbox.bind_mount(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc", sys.base_prefix)]
     argv = [os.path.realpath(sys.executable), "-I", "-S", "-c", LISTENING]
     status, found = await run(tmp_path, order(argv=argv, binds=binds))

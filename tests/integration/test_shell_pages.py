@@ -35,7 +35,9 @@ FISH = {
     "agent-shim check --as sett": ["settings"],
 }
 END = "\x01printf '<%s>' \x05 ; echo end\r"
-"""Keys that insert a command before the typed line, which then prints the words of the line, and press return."""
+"""Keys that insert a command at the beginning of the typed line and press return. The command prints the words of the
+line.
+"""
 
 
 @pytest.fixture

@@ -181,7 +181,7 @@ async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: Stan
 
 
 def test_standalone_agent_deploys_jobs_of_a_config_map(tmp_path: Path) -> None:
-    """Links of the kubelet are followed, its own files ignored, and scripts made executable."""
+    """Links that the kubelet creates are followed, its other files are ignored, and scripts are made executable."""
     kept = tmp_path / "rendered/jobs/web/..2026_01_01"
     (kept / "bin").mkdir(parents=True)
     (kept / "bin/ctl").write_text("#!/bin/sh\n")

@@ -25,7 +25,9 @@ LONG_S = 20.0
 @pytest.mark.attack("another agent uses a stolen certificate")
 @pytest.mark.parametrize("subject", ["agent.agent", "agent.agent thieves"], ids=["subscription", "queue group"])
 async def test_stolen_certificate_can_read_requests_but_not_intercept_them(tmp_path: Path, subject: str) -> None:
-    """The members of a queue group share their messages, but the agent is not in any queue group."""
+    """A thief who joins a queue group takes no request away from the agent, because only members of a group share their
+    messages.
+    """
     async with talking(tmp_path) as talk:
         heard: list[str] = []
         async with joined(talk.server.mbus("agent"), (subject,), lambda _, data: heard.append(data.decode())):

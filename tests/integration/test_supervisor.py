@@ -375,9 +375,9 @@ async def test_stop_runs_the_stop_program(world: JobTree) -> None:
 
 
 async def test_instance_is_starting_as_soon_as_a_start_is_requested(world: JobTree) -> None:
-    """While the state is being saved, it is still stopped or already starting.
+    """While the request is being saved, the instance may still be reported as stopped.
 
-    The monit files for operators are written before the answer.
+    The monit files for operators are written before the request is answered.
     """
     job = world.job("web")
     async with world.supervising(job) as supervisor:
@@ -649,7 +649,9 @@ async def test_unmonitored_process_keeps_running(world: JobTree) -> None:
 
 
 async def test_apply_between_starts_does_not_affect_processes(world: JobTree) -> None:
-    """The Director's apply replaces plan and monit files of running jobs, which then only affects their next stop."""
+    """The Director's apply replaces the configuration and monit files of running jobs. Their processes keep running,
+    and only their next stop uses the new configuration.
+    """
     job, more = world.job("web"), world.job("more", file="x")
     async with world.supervising(job) as supervisor:
         found = await in_state(supervisor, "web", "running")

@@ -157,7 +157,9 @@ async def test_interrupted_stop_is_completed_by_the_next_agent(world: JobTree, r
 
 
 async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world: JobTree) -> None:
-    """A drain goes on if the agent is restarted meanwhile."""
+    """The Director unmonitors the processes before a drain, which must not be disturbed if the agent is restarted
+    meanwhile.
+    """
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
@@ -212,10 +214,10 @@ async def test_new_container_ignores_saved_pids_when_it_starts_the_jobs(
 async def test_supervisor_starts_no_process_while_it_is_on_hold(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """While the start is held back, the jobs are starting, or failing once an obstacle is known. They may be stopped
-    meanwhile.
+    """Meanwhile the jobs count as starting, or as failing once the reason for the hold is known, and they may be
+    stopped.
 
-    When the hold ends, wanted jobs start.
+    When the hold ends, the jobs that should run are started.
     """
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")

@@ -34,7 +34,7 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 
 @pytest.mark.parametrize("start", [None, program("fork_twice.py", "$pidfile")], ids=["a child", "forked twice"])
 async def test_killed_process_is_restarted_at_once_with_its_exit_status(world: JobTree, start: str | None) -> None:
-    """With polling, this would take minutes here.
+    """All intervals are ten minutes in this test, so a restart that depended on polling would be too late.
 
     A daemon that has forked twice is a child of the agent, so its exit status is known too.
     """
@@ -111,7 +111,7 @@ async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: 
 
 
 async def test_start_program_that_outlives_its_process_is_replaced_after_a_cycle(world: JobTree) -> None:
-    """Until then, the start program that still runs could have started another process."""
+    """Before that, the start program, which still runs, could start another process."""
     lingering = "echo start >>$log; sleep 600 & echo $! >$pidfile; exec sleep 700"
     async with world.supervising(world.job("web", lingering)) as supervisor:
         await killed(supervisor, "web")
@@ -302,7 +302,7 @@ async def all_in(supervisor: Supervisor, state: str, *names: str) -> None:
 
 
 async def test_single_service_stops_and_starts_with_its_dependants(world: JobTree) -> None:
-    """Scripts do this to one service around a backup.
+    """Scripts stop a single service before a backup and start it afterwards.
 
     Prerequisites that are stopped are started first, and other services keep running.
     """
@@ -381,7 +381,7 @@ async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(wor
         await supervisor.unmonitor_one("b")
         await supervisor.monitor_one("b")
         await in_state(supervisor, "b", "running")
-        assert info(supervisor, "c").state == "unmonitored"  # because b was running
+        assert info(supervisor, "c").state == "unmonitored"  # because b had not died
 
         await supervisor.unmonitor_one("b")
         kill(info(supervisor, "b").pid)

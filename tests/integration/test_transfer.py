@@ -75,7 +75,7 @@ def open_files() -> int:
 async def test_url_is_requested_unchanged(server: BlobServer, transfer: Transfer) -> None:
     """A signature is valid only for the exact spelling of a URL.
 
-    Given headers are sent too.
+    Additional headers are sent too.
     """
     query = "a=%2f%2F&b=1+2%20&c=~%7e&X=%3d=&sig=a%2Bb%3D"
     assert await got(transfer, f"{server.url}/b?{query}", extra="header") == BLOB

@@ -214,7 +214,7 @@ async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
 async def test_worker_keeps_a_bundle_installed_meanwhile_and_replaces_sources(
     paths: Paths,
 ) -> None:
-    """A bundle that another worker has installed in the meantime is the same.
+    """A bundle that another worker has installed in the meantime has the same content, so it is kept.
 
     Sources may remain from an interrupted compilation, so they are replaced.
     """

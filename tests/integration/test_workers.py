@@ -143,7 +143,7 @@ async def test_cancelled_worker_is_killed_and_its_files_are_removed(
 
 
 def test_worker_whose_parent_is_gone_exits() -> None:
-    """The parent may die before the worker has asked the kernel to signal it in this case."""
+    """The parent may die before the worker has asked the kernel for a signal at its parent's death."""
     with pytest.raises(SystemExit) as caught:
         worker.become_worker(1)
 
@@ -151,7 +151,7 @@ def test_worker_whose_parent_is_gone_exits() -> None:
 
 
 async def test_blob_transfers_are_counted_by_outcome(counted: Transfers, tmp_path: Path) -> None:
-    """The size counts only for blobs that were transferred. Work other than transfers is not counted."""
+    """Bytes are counted only for blobs that were transferred. Work other than transfers is not counted at all."""
     base, path = str(tmp_path), tmp_path / "blob"
     path.write_bytes(b"12345")
     await workers.work(Put(base, Blobstore(), str(path)))
