@@ -121,7 +121,7 @@ async def test_a7_cas_from_update_settings_are_trusted_until_they_are_removed(tm
             await pod.start_agent()
             if life == 0:
                 await pod.run("update_settings", {"trusted_certs": authority.ca})
-            else:  # The agent answers pings before it has installed the CAs.
+            else:  # Wait, because the agent answers pings before it has installed the CAs.
                 await until(lambda: "boot step trusted certificates: done" in pod.log)
             look()
             assert shadow(pod.machine)["vcap"] == hashed

@@ -428,7 +428,7 @@ async def test_job_cannot_read_secrets_of_the_agent(pod: PodInstance) -> None:
 
     assert "settings.json" in seen_by_root
     found = [path for path in seen_by_job if path.startswith(("/var/vcap", "/tmp"))]
-    # The checkout contains such strings and may be below /tmp.
+    # Ignore the checkout, which contains such strings and may be below /tmp.
     assert [path for path in found if not Path(path).is_relative_to(ROOT)] == []
 
 

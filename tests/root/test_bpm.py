@@ -411,7 +411,7 @@ def test_bpm_job_runs_in_the_same_default_context_as_under_bpm(look: Callable[[i
         assert each["ids"] == [1000, 1000, 1000, 1000, []]
         assert (each["nothing gained"], each["umask"], each["own session"]) == ("1", 0o22, True)
         assert each["spared"] == 0
-        # Python itself ignores some signals, so these values come from a program that Python executed.
+        # The job is a Python program, and Python itself ignores SIGPIPE and SIGXFSZ.
         assert (each["blocked"], each["ignored"]) == (0, 1 << 12 | 1 << 24)
         assert "packages/tool/bin/tool" in each["runs"]
     assert [int(each, 16) for each in web["capabilities"]] == [0, 0, 0]
@@ -539,7 +539,8 @@ return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reaso
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_bpm_volume_may_be_the_root_directory(inside: Inside, level: int, is_writable: bool) -> None:
-    """The job sees the files of bpm's view, and the root directory of the machine below it.
+    """The machine's root directory is visible to the job, but the paths that bpm itself mounts keep their own rights.
+    The job's directory, for example, stays read-only.
 
     With Landlock, a writable root directory makes everything writable, because rules cannot restrict a path below one
     that is already granted.

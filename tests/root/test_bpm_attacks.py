@@ -349,7 +349,7 @@ def test_bpm_shell_is_interactive(inside: Inside, level: int) -> None:
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or keeps running after it")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_does_not_change_the_operators_terminal_modes(inside: Inside, level: int) -> None:
-    """If it left the terminal in raw mode without echo, the operator could not see what they type."""
+    """If the shell left the terminal in raw mode without echo, the operator could not see what they type."""
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo EN''D"
     seen, same = in_shell(inside, level, WORKING, operator, [(b"% ", b"stty raw -echo && echo chan''ged; exit\n")])
 

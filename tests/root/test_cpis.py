@@ -50,7 +50,7 @@ class CpiInstance:
 
     @property
     def jobs_reach_disks(self) -> bool:
-        """Return False if the store is a link into a directory that jobs cannot enter.
+        """Return whether jobs can enter the store. They cannot if it is a link into a directory that is closed to them.
 
         Without mounts, this is the case under SAP's CPI because of the path at which it attaches disks.
         """

@@ -73,7 +73,7 @@ def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
 def test_disk_copy_keeps_what_the_target_can_store_and_reports_the_rest(
     tmp_path: Path, make: Callable[[Path], Path], lost: tuple[str, ...], kinds: list[str]
 ) -> None:
-    """A copy of the copy to ext4 shows that nothing else was lost."""
+    """The copy is then copied to ext4, which shows that nothing else was lost."""
     source = mount_ext4(tmp_path / "source", tmp_path / "source.image")
     fill(source, as_root=True)
     odd = Path(os.fsdecode(os.fsencode(source) + b"/new\nline \xff"))

@@ -363,7 +363,10 @@ async def test_migration_covers_a_disk_mounted_by_a_manifest(instance: InstanceW
 
 
 @by("mounts")
-async def test_killed_disk_swap_over_a_mount_of_the_manifest_is_completed(instance: InstanceWithVolumes) -> None:
+async def test_disk_swap_interrupted_over_a_mount_of_the_manifest_is_completed(instance: InstanceWithVolumes) -> None:
+    """The markers are those of an agent that was killed after the copy and before the new disk was mounted at the
+    store.
+    """
     for cid in "ab":
         instance.attach(cid)
     manifest(instance)
@@ -443,7 +446,9 @@ def test_migration_to_a_full_disk_fails_with_its_message(tmp_path: Path) -> None
 POINTS = int(os.environ.get("SHIM_TEST_KILLS", "6"))
 FILES = int(os.environ.get("SHIM_TEST_FILES", "300"))
 SIZE = int(os.environ.get("SHIM_TEST_BYTES", str(8 << 20)))
-"""The number of kills and files and the total size of the files in bytes. Slow runs use 50, 10000 and 2147483648."""
+"""The number of kills, the number of files, and the total size of the files in bytes. Slow runs use 50, 10000 and
+2147483648.
+"""
 
 
 def in_a_process(instance: InstanceWithVolumes, *cids: str) -> int:
@@ -469,8 +474,8 @@ async def what_is_left(instance: InstanceWithVolumes) -> list[str]:
 def test_agent_killed_during_a_migration_loses_no_file(
     tmp_path: Path, way: Callable[[Path], InstanceWithVolumes]
 ) -> None:
-    """The agent is killed at random times between the start of the worker and the end of the swap. Disks are migrated
-    back and forth.
+    """Files are migrated back and forth between two disks. The first migrations are killed at random times, and the
+    next agent must find all files.
     """
     instance = way(tmp_path)
     instance.copy = None

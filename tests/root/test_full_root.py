@@ -79,7 +79,7 @@ async def test_agent_starts_on_a_full_root_file_system(instance: RunningAgent, m
     assert "Traceback" not in instance.log_text()
     pids = await instance.deploy(1)
     stamp = root / "bosh/agent_shim.json"
-    # The agent saves its state again after a failed write.
+    # Wait until the agent has repeated the write that failed.
     await until(lambda: stamp.exists() and stamp.stat().st_size)
     await instance.kill_agent()
 

@@ -123,7 +123,7 @@ async def running(pod: PodInstance, seconds: float = 60) -> dict[str, Any]:
 async def keep_credentials(pod: PodInstance) -> None:
     """Send update_settings as a Director does to rotate the credentials of a new instance, but with the present ones.
 
-    The Go agent then exits and its service manager restarts it.
+    This is done while our agent runs, because the Go agent would exit and rely on its service manager to restart it.
     """
     settings = json.loads((pod.machine.vcap / "bosh/warden-cpi-agent-env.json").read_text())
     mbus = settings["env"]["bosh"]["mbus"]
@@ -131,7 +131,7 @@ async def keep_credentials(pod: PodInstance) -> None:
 
 
 async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: PodInstance) -> None:
-    """The Go agent reports the job as running, stops it, and this agent finds it stopped after a second handover."""
+    """The Go agent reports the jobs as running and stops them. At the next takeover, this agent finds them stopped."""
     with this_agent(pod):
         await ready(pod)
         ours = await deploy(pod)

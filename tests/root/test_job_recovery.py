@@ -48,8 +48,8 @@ def events(pod: PodInstance, cid: str = "disk-1") -> list[str]:
 
 
 async def test_first_ping_is_answered_before_boot_steps_the_bus_does_not_need(pod: PodInstance) -> None:
-    """In a new container, the agent installs CA certificates. The command takes most of a second, and never ends in
-    this test, but the agent answers nevertheless.
+    """In a new container, the agent installs CA certificates with a command that takes most of a second. In this test
+    the command never ends, but the agent answers nevertheless.
     """
     pod.start_container()
     pod.machine.write("/mnt/for-ever", "", mode=0o755)
@@ -158,7 +158,8 @@ async def test_jobs_wait_for_a_disk_that_appears_late(pod: PodInstance) -> None:
     await pod.until("failing")
     assert events(pod) == []
 
-    # Some CPIs run mount inside the container instead of attaching the disk before it starts.
+    # Let the disk appear as under CPIs that run mount inside the container instead of attaching the disk before it
+    # starts.
     pod.machine.run("mkdir -p /var/vcap/bosh/disks/disk-1 /mnt/late")
     pod.volume("disk-1").joinpath(".agent_shim/lease.json").unlink()
     for path in sorted(pod.volume("disk-1").rglob("*")):

@@ -188,7 +188,7 @@ async def test_change_checks_run_programs_as_monit_does(tmp_path: Path) -> None:
         fine = {"size": "accessible", "mode": "accessible"}
         await agree(sides, fine, [])
         for side in sides:
-            # monit notices only changes in a later second.
+            # monit notices a change only if it comes in a later second than the previous one.
             while int(time.time()) == int((side.where / "size").stat().st_ctime):
                 await asyncio.sleep(0.02)
             os.utime(side.where / "size", (1, 1))

@@ -157,7 +157,7 @@ def statements(random: random.Random) -> Iterator[str]:
     for number in range(random.randrange(3)):
         kind = random.choice(sorted(HEADS))
         yield f"check {random.choice(HEADS[kind])}".format(f"name-{number}")
-        # Newer versions of monit accept a mode in a check of the system, but 5.2.5 does not.
+        # Leave out modes in a check of the system, which newer versions of monit accept, but 5.2.5 does not.
         options = [option for option in OPTIONS if not (kind == "system" and option.startswith("mode"))]
         yield from random.sample(options, random.randrange(4))
         # A check of a host needs at least one test.

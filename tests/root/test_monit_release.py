@@ -127,7 +127,7 @@ class MonitVm:
         self.reload()
 
     def open_to_jobs(self) -> list[Path]:
-        """Return the paths from ``/var/vcap`` to the interpreter that root runs to which jobs can write."""
+        """Check the interpreter that root runs and its parent directories. Return those to which jobs can write."""
         line = next(line for line in (TEMPLATES / "run").read_text().splitlines() if line.startswith("python="))
         program = self.vcap / line.removeprefix("python=/var/vcap/")
         way = [program, *(path for path in program.parents if path.is_relative_to(self.vcap))]
@@ -237,7 +237,7 @@ def test_monit_release_pre_start_can_be_killed_before_each_command(vm: MonitVm) 
 def test_monit_release_restores_monit_if_its_replacement_does_not_start(vm: MonitVm) -> None:
     until(lambda: vm.supervisor() == "monit")
     vm.write("data/packages/agent_shim_monit/digest/python/bin/python3", "#!/bin/sh\nexit 1\n")
-    # Otherwise the pre-start would wait a minute for the replacement.
+    # Shorten the pauses of the pre-start, which would otherwise wait a minute for the replacement.
     vm.write("bosh/bin/sleep", "#!/bin/sh\nexec /bin/sleep 0.02\n")
 
     assert not vm.pre_start(step=NEVER)

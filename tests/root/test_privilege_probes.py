@@ -88,7 +88,7 @@ def test_privilege_probe_fails_only_without_its_privilege(
     failed, left, is_mounted, uid = inside(TRY_ALL, *prefix)
     if not makes_user_namespaces(*prefix):
         assert failed.pop("user namespace")
-    # On hosts with this setting, no privilege is needed.
+    # If the host lets every user listen on this port, no privilege is needed.
     if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 1000:
         missing = {name: code for name, code in missing.items() if name != "listen low"}
 

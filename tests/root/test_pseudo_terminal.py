@@ -45,11 +45,11 @@ else:
 with open(sys.argv[2] + ".code", "w") as file:
     json.dump([code, asked], file)
 """
-"""Calls the module for a program, which writes its report to descriptor 3."""
+"""Runs a program through ``pseudo_terminal``. The program writes its report to descriptor 3."""
 
 
 class Operator:
-    """An operator's terminal, on which a test calls the module for a shell script."""
+    """An operator's terminal, on which tests run shell scripts through ``pseudo_terminal``."""
 
     def __init__(self, scratch: Path) -> None:
         self.report, self._seen = scratch / "report", b""
@@ -61,7 +61,7 @@ class Operator:
         self._running: subprocess.Popen[bytes] | None = None
 
     def call(self, script: str | list[str], streams: tuple[int, ...] = (0, 1, 2), what: str = "run") -> None:
-        """Start the call. Streams that are not in ``streams`` are pipes instead of the terminal."""
+        """Start a script. Streams that are not in ``streams`` are pipes instead of the terminal."""
         argv = ["/bin/sh", "-c", script] if isinstance(script, str) else script
         pipes = {
             name: self.terminal if number in streams else subprocess.PIPE
@@ -100,9 +100,10 @@ class Operator:
         return self.report.read_text()
 
     def ended(self) -> tuple[int, list[int | None]]:
-        """Wait until the call ends.
+        """Wait until the script has ended.
 
-        Return its exit code and, for each request for the program, the descriptor of the operator's terminal or None.
+        Return its exit code, and for each time that ``pseudo_terminal`` asked for the command line, the descriptor that
+        it passed: that of the operator's terminal, or None without a terminal.
         """
         self.eventually(lambda: self.seen() is not None and self.running.poll() is not None)
         self.seen()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.root
 DISKS = ("disk-eb459bf16855", "disk-eff69e932e70")
 
 ALIKE = ("configuration_hash", "id", "index", "networks", "persistent_disk")
-"""Keys of a state whose values distinguish deployments of an instance."""
+"""Two states of an instance with equal values for these keys belong to the same deployment."""
 
 LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "list_disk"})
 

@@ -34,7 +34,7 @@ def place(box: Machine) -> Iterator[None]:
 
 @pytest.fixture
 def fake(box: Machine) -> Iterator[None]:
-    """Replace the command by ``/mnt/fake``, to which the test writes a script."""
+    """Replace the command that updates the CA bundle by ``/mnt/fake``, to which the test writes a script."""
     box.write("/mnt/fake", "", mode=0o755)
     box.run(f"mount --bind /mnt/fake {COMMAND}")
     yield
