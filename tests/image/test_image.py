@@ -44,7 +44,7 @@ async def test_container_without_settings_waits_for_them(site: ContainerSite) ->
 
 
 async def test_image_runs_without_a_network(podman: Podman, image: str) -> None:
-    """Without settings and network, the agent waits, and nothing has changed the installed files."""
+    """The agent waits for its settings, and no installed file is changed."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, "agent-shim", "probe", "ready")
 
@@ -198,7 +198,9 @@ async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: 
 
 
 def test_vcap_needs_its_password_for_sudo(podman: Podman, image: str) -> None:
-    """As on a stemcell, vcap is in the group admin (bosh-linux-stemcell-builder, stages/bosh_users)."""
+    """As on a stemcell, vcap is in the group admin, whose members may use sudo (bosh-linux-stemcell-builder,
+    stages/bosh_users).
+    """
     tries = "sudo -n true 2>/dev/null || echo refused; echo secret | sudo -S -p '' id -un"
     script = f'echo vcap:secret | chpasswd; exec su vcap -s /bin/bash -c "{tries}"'
 

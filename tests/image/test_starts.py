@@ -241,7 +241,7 @@ def servers(resolv_conf: str) -> list[str]:
 
 
 async def test_agent_runs_next_to_another_pid_1(site: ContainerSite) -> None:
-    """Garden runs its own PID 1 and executes the start command as another process. One of the unmounts in it fails.
+    """Garden runs its own PID 1 and executes the start command as another process. One of the command's unmounts fails.
 
     A disk is attached to the running container: its mount appears and the settings are written again.
     """
