@@ -152,7 +152,7 @@ async def test_services_and_ingresses_follow_the_vms_until_the_last_is_deleted(n
 
 
 async def until_resolves_to(site: Site, name: str, asking: DeployedInstance, wanted: DeployedInstance) -> None:
-    """Wait until a name resolves to the wanted address in a VM, through the cluster's DNS."""
+    """Wait until ``name`` resolves to the address of the VM ``wanted`` in the VM ``asking``, by the cluster's DNS."""
     pod = await site.namespace.pod(wanted.vm).look()
     async with asyncio.timeout(LIMIT):
         while pod["status"]["podIP"] not in (
@@ -489,7 +489,7 @@ async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node
 
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
 async def test_root_of_a_user_namespace_cannot_fill_the_node(node: FirstNode, tmp_path: Path) -> None:
-    """The directory for the VM's live disks is on the node's file system."""
+    """The directory for the VM's live disks is on the node's file system, so it must stay read-only in the VM."""
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     async with cpi_site.site(node, USERNS, tmp_path) as site:
