@@ -28,7 +28,7 @@ Deliver = Callable[[Machine, str, Document], None]
 
 
 def put(machine: Machine, path: str, document: Document) -> None:
-    """Write the file into the root file system, readable only by root."""
+    """Write the file into the root file system, where only root and its group can read it."""
     machine.write(path, document, mode=0o640)
 
 

@@ -106,7 +106,7 @@ class RunningAgent:
 
     @property
     def beside(self) -> Path:
-        """The pidfile directory of a command that runs more programs than the agent.
+        """The directory for pidfiles of the programs that the agent's command runs in addition to the agent.
 
         The processes named in its ``*.pid`` files are measured together with the agent. The file ``group`` contains the
         id of a process group that survives when the agent is killed or restarted, so it is killed at the end.

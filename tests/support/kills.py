@@ -116,7 +116,7 @@ async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int
 async def tidied(places: Sequence[Path], where: str) -> None:
     """Check that no half-written file remains.
 
-    A file that is still being written is no failure. It has a different temporary name each time it is looked for.
+    A file that is still being written is no failure. Each write uses a new temporary name, so its name soon disappears.
     """
 
     def left() -> set[Path]:

@@ -159,8 +159,8 @@ class _Callback:
     def __init__(self) -> None:
         self.begun_at = 0.0
         self.is_spawning = False
-        """True while a program or thread is being started. The witness must not record that sleep, because it would
-        later be mistaken for the cause of a wait for the GIL.
+        """True while a program or thread is being started. ``_SleepFinder`` must not record that sleep, because it
+        would later be mistaken for the cause of a wait for the GIL.
         """
         self.seen = ""
 

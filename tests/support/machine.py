@@ -173,11 +173,12 @@ def machine(
 
 
 def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
-    """Return shell commands that keep ``NEEDED`` readable for every user in a new mount namespace.
+    """Return shell commands that keep ``NEEDED`` readable for every user of a new mount namespace.
 
-    The result has three parts: the parent directories that only root can enter and that must be covered with open ones;
-    the commands to run before that, which bind-mount ``NEEDED`` read-only in ``scratch``; and the commands to run
-    afterwards, which move it back from there, when ``scratch`` is at ``seen``.
+    ``NEEDED`` may be below directories that only root can enter, which are therefore covered with open directories. The
+    result contains these directories, the commands to run before they are covered, which bind-mount ``NEEDED``
+    read-only below ``scratch``, and the commands to run afterwards, which bind-mount it from there to its original
+    path. By then, ``scratch`` is at ``seen``.
     """
     places = [path for path in NEEDED if not path.is_relative_to("/usr")]
     closed = {str(up) for path in places for up in path.parents if not up.stat().st_mode & stat.S_IXOTH}

@@ -25,7 +25,8 @@ def control(monit: Path = MONIT, *, cycle: int = 10, http: str = "", run: Path =
     ``monit`` is the directory for log, state and job files, ``run`` the directory for pidfile and id.
 
     ``http`` replaces the HTTP interface on the machine's port 2822, which has no password. With ``is_whole`` the result
-    is exactly a stemcell's file. monit rejects its first ``include`` if no file matches.
+    is exactly a stemcell's file. Otherwise its first ``include`` is left out, because monit rejects an ``include`` that
+    matches no file.
     """
     others = f"include {monit}/*.monitrc" if is_whole else ""
     return f"""

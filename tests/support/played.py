@@ -43,8 +43,8 @@ MAX_PID: Final = 2**22
 
 
 class Jumping(selectors.SelectSelector):
-    """Selector of an event loop whose clock jumps to the next timer. Waiting without a timer fails the test, which
-    would hang.
+    """Selector of an event loop whose clock jumps to the next timer. If the loop waits without a timer, the test fails
+    instead of hanging.
     """
 
     now = 0.0
@@ -179,7 +179,7 @@ class SimulatedMachine:
 
 
 class PlayedFinder:
-    """Replaces ``ProcessFinder``."""
+    """Replaces ``ProcessFinder``. It finds the process of a ``SimulatedMachine``."""
 
     refused = ""
     lives_refused = False
@@ -245,7 +245,7 @@ class PlayedFinder:
 
 
 class PlayedKeepers:
-    """Replaces ``Keepers``."""
+    """Replaces ``Keepers``. It ends the processes of a ``SimulatedMachine``."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self.machine = machine
@@ -273,7 +273,7 @@ class PlayedKeepers:
 
 
 class PlayedPrograms:
-    """Replaces ``Programs``."""
+    """Replaces ``Programs``. It runs programs on a ``SimulatedMachine``."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine

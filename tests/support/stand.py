@@ -1,6 +1,6 @@
 """The environment of a chaos case: a real agent with an init, a bus behind a proxy, a Director and a Health Monitor.
 
-The agent under test is any command that implements the protocol. After each case, the witness returns the violated
+The agent under test is any command that implements the protocol. After each case, ``Witness`` returns the violated
 invariants. An invariant that cannot be observed from outside is checked by its visible effects.
 """
 

@@ -1,6 +1,6 @@
-/* Fork storms for tests of the keeper: KIND is "bomb" (each process forks without end), "mortal" (each forks two and exits)
- * or "comet" (each forks one and exits), with "-session" (each leads a session of its own) and "-ignore" (the kernel reaps
- * their children). Run it in a pid namespace, with a limit of processes. */
+/* Fork storms for tests of the keeper. KIND is "bomb" (each process forks endlessly), "mortal" (each process forks
+ * twice and exits) or "comet" (each process forks once and exits). With "-session" each process leads its own session,
+ * and with "-ignore" the kernel reaps the children. Run this in a pid namespace with a process limit. */
 #include <signal.h>
 #include <string.h>
 #include <unistd.h>

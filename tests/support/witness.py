@@ -1,6 +1,6 @@
 """Checks the invariants after each chaos case.
 
-``remember`` records the reference state before the fault, and ``broken`` returns the violated invariants. The witness
+``remember`` records the reference state before the fault, and ``broken`` returns the violated invariants. ``Witness``
 does not rely on pidfiles or on the agent's replies. It reads the bus, the blobs of the applied spec, the process table
 and the mount table. A case declares the effects of its fault (``Stand.involved``, ``told``, ``failing``, ``lasting``,
 ``moved``). Everything else must be the same as before.
@@ -53,7 +53,7 @@ BEAT: Final = 35.0
 """Seconds within which a heartbeat must arrive: the interval, and five more for a busy machine."""
 TASK: Final = 60.0
 PLAIN_TEXT: Final = "managed_disk_settings.json"
-"""This file contains only a disk cid and no JSON, despite its name."""
+"""This file is not parsed as JSON, because it contains only a disk cid, despite its name."""
 LARGE: Final = 8 << 20
 """Size in bytes above which files are compared only by size."""
 LOG: Final = "".join(f"{number} a line of the witness\n" for number in range(3000)).encode()
@@ -572,8 +572,8 @@ class Witness:
         return [f"I5: {len(first & dead())} zombies older than 5 s"] if first & dead() else []
 
     async def _left(self) -> list[str]:
-        """Return unfinished files that are found twice. A file that is still being written gets a different name each
-        time.
+        """Return unfinished files that are found twice. A file that is still being written is not among them, because
+        each write uses a new temporary name.
         """
         if first := self._half_made():
             await asyncio.sleep(2)
@@ -694,8 +694,8 @@ def longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str,
 
 
 def _walk(top: Path, shown: Path | None = None) -> Iterator[Path]:
-    """Yield the paths of everything below ``top``, without following links. With ``shown``, it replaces ``top`` in the
-    paths.
+    """Yield the paths of everything below ``top``, without following links. If ``shown`` is given, the paths begin with
+    it instead of ``top``.
     """
     for here, directories, names in os.walk(top):
         for name in (*directories, *names):

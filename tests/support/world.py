@@ -30,7 +30,7 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 
 @dataclass
 class LocalAgent:
-    """The agent. ``call`` returns the reply that the bus would send, ``asked`` records the calls to the edges."""
+    """The agent. ``call`` returns the reply that the bus would get. ``asked`` lists the calls of ``EdgeCallbacks``."""
 
     agent: Agent
     dispatcher: Dispatcher

@@ -53,7 +53,7 @@ exec catatonit -- "$@"
 
 
 def run_as_node(command: list[str]) -> int:
-    """Run a command in the namespaces of a node, which it starts (``node.FirstNode``).
+    """Run a command in new namespaces, in which it can start a node (``node.FirstNode``).
 
     Return its exit code, or 1 if there is none.
     """

@@ -1,6 +1,7 @@
-# storm.pl COUNTER [setsid [wipe]]: fork and exit, counted in a file, until COUNTER is unlinked or a minute is over.
-# With "wipe" it has no environment, ignores TERM, and rests a while after each hundred.
-# As root it becomes an ordinary user first: a job that stays root can do anything.
+# storm.pl COUNTER [setsid [wipe]]: fork and exit repeatedly, until the file COUNTER is deleted or a minute has passed.
+# The number of forks is written to COUNTER. With "setsid" each child starts a session. With "wipe" the program has no
+# environment, ignores SIGTERM, and pauses after every hundred forks.
+# If run as root, it becomes an ordinary user, because a job that stays root could do anything.
 use POSIX ();
 my ($counter, $session, $wipe) = @ARGV;
 if ($wipe && %ENV) { %ENV = (); exec($^X, $0, @ARGV); }
@@ -13,7 +14,7 @@ for (my $i = 0; time() < $^T + 60; $i++) {
     exit 0 if $child;
     sleep 1 unless defined $child;
     POSIX::setsid() if $session;
-    # By the open file: an ordinary user cannot look into root's directories.
+    # Check the open file instead of the path, because an ordinary user cannot enter root's directories.
     exit 0 unless (stat $out)[3];
     if ($i % 10 == 0) { seek($out, 0, 0); print $out "$i\n"; }
     if ($wipe && $i % 100 == 0) { select(undef, undef, undef, 0.3); }
