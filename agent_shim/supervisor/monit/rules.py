@@ -419,7 +419,7 @@ TESTS: Final[Mapping[str, Reading]] = {
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "alert ADDRESS, noalert ADDRESS": "alerts go to the Health Monitor",
     "set …, include …": "they configure the monit daemon, which the agent replaces",
-    "if failed … protocol apache-status, radius or sip …": "no known release tests these protocols; other rules still apply",
+    "if failed … protocol apache-status, radius or sip …": "no known release tests these protocols; other rules apply",
     "… protocol ftp, mysql and others without options": "only the connection is tested; no known release needs more",
     "if match PATH, ignore match PATH": "no known release reads patterns from another file",
 }
