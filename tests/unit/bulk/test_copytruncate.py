@@ -56,7 +56,7 @@ def test_rotated_archive_has_the_owner_and_mode_of_its_log(tmp_path: Path, monke
         os.umask(before)
 
     status = (tmp_path / "a.log").stat()
-    assert [mode for mode, _, _ in given] == [0, 0o600]
+    assert [mode for mode, _, _ in given] == [0o600, 0o600]
     assert given[-1][1:] == (status.st_uid, status.st_gid)
     assert stat.S_IMODE((tmp_path / "a.log.1.gz").stat().st_mode) == 0o640
 
