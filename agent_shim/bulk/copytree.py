@@ -194,7 +194,7 @@ class _Messages:
         They are read by a thread while tar runs, because there may be a message for each of a million files.
         """
         reading, writing = os.pipe()
-        thread = threading.Thread(target=self._read, args=(reading,))
+        thread = threading.Thread(target=self._read, args=(reading,))  # noqa: TID251 - in the worker process
         thread.start()
         try:
             yield writing

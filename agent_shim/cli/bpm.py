@@ -379,11 +379,11 @@ def _run(call: CommandLine) -> int:
             _ask(call, "end run")
 
     def end(*_: object) -> None:
-        threading.Thread(target=ask_to_end, daemon=True).start()
+        threading.Thread(target=ask_to_end, daemon=True).start()  # noqa: TID251 - no event loop
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
-    waiting = threading.Thread(target=wait, daemon=True)
+    waiting = threading.Thread(target=wait, daemon=True)  # noqa: TID251 - no event loop
     waiting.start()
     is_over = False
     while not is_over:

@@ -159,7 +159,7 @@ class _Stderr(logging.Handler):
         self._write(0.0)
         if self._waiting and not self._has_thread:
             self._has_thread = True
-            threading.Thread(target=self._write_later, daemon=True).start()
+            threading.Thread(target=self._write_later, daemon=True).start()  # noqa: TID251 - logging has no loop
         return None
 
     def _has_room(self, timeout_s: float | None) -> bool:

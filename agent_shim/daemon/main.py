@@ -27,7 +27,7 @@ from agent_shim.daemon import boot, job_recovery, status_report
 from agent_shim.daemon.endings import SHUT_DOWN
 from agent_shim.daemon.runtime import Runtime, is_https
 from agent_shim.edges import control_server, metrics
-from agent_shim.host import daemon_thread, files, process, reaper, sd_notify, watchdog
+from agent_shim.host import blocking, files, process, reaper, sd_notify, watchdog
 from agent_shim.services.settings_store import SettingsStore
 from agent_shim.services.state_backup import StateBackup
 from agent_shim.services.volume_lease import VolumeLeases, exclusive_agent
@@ -129,7 +129,7 @@ class Daemon:
         process.disable_core_dumps()
         process.raise_file_limit()
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(daemon_thread.pool(THREADS))
+        loop.set_default_executor(blocking.pool(THREADS))
         for number in (signal.SIGTERM, signal.SIGINT):
             process.on_signal(number, self._signalled)
         for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):

@@ -29,7 +29,7 @@ from agent_shim.core.events import is_set_within, until_stopped
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
 from agent_shim.edges import alerts, control_server, mail, monit_http
-from agent_shim.host import clock, daemon_thread, files, process, reaper, sd_notify, watchdog
+from agent_shim.host import blocking, clock, files, process, reaper, sd_notify, watchdog
 from agent_shim.services.vitals import Vitals
 from agent_shim.services.volume_lease import exclusive_agent
 from agent_shim.supervisor import bpm_api, monit_api
@@ -106,7 +106,7 @@ class MonitDaemon:
         """Supervise until SIGTERM or SIGINT, after which the jobs keep running. On SIGHUP, read the files again."""
         process.default_signals()
         process.raise_file_limit()
-        asyncio.get_running_loop().set_default_executor(daemon_thread.pool(THREADS))
+        asyncio.get_running_loop().set_default_executor(blocking.pool(THREADS))
         for number in (signal.SIGTERM, signal.SIGINT):
             process.on_signal(number, self._stop.set)
         process.on_signal(signal.SIGHUP, self._reload.set)

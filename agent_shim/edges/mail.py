@@ -15,7 +15,7 @@ from typing import Final
 from agent_shim.core import safetext
 from agent_shim.core.errors import BusError
 from agent_shim.edges.monit_text import VERSION
-from agent_shim.host import guarded
+from agent_shim.host import blocking
 from agent_shim.supervisor.monit.control_file import Control
 
 DEFAULT_FORMAT: Final = {
@@ -61,7 +61,7 @@ async def deliver(control: Control, mail: bytes) -> None:
     for host, port in control.mail_servers:
         try:
             send = partial(_send, control, host, port, mail)
-            await guarded.aside(f"mail server {host}:{port}", send, timeout=control.mail_timeout)
+            await blocking.call(f"mail server {host}:{port}", send, timeout=control.mail_timeout)
         except (OSError, ValueError) as exc:  # ValueError is caused by a non-ASCII address
             why = f"{host}:{port}: {safetext.line(str(exc))}"
         else:

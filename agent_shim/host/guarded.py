@@ -10,8 +10,8 @@ a sparse file of terabytes, a file that grows while it is read. Therefore,
   ``O_NONBLOCK`` refuses a file under a lease of its owner, for which the kernel would wait.
 * every read, listing and walk has a limit in bytes, entries or seconds.
 
-Everything blocks on the disk, and perhaps forever on a file server that hangs. :func:`aside` makes it safe for the
-event loop, with a thread for each call, a deadline, and no second call while one hangs. All failures raise ``OSError``.
+Everything blocks on the disk, and perhaps forever on a file server that hangs. On the event loop, use these functions
+through :func:`agent_shim.host.blocking.call`. All failures raise ``OSError``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -34,10 +33,6 @@ T = TypeVar("T")
 StrPath: TypeAlias = str | os.PathLike[str]
 Skipped: TypeAlias = Callable[[str, OSError | None], None]
 
-DEADLINE_S: Final = 2.0
-"""Default timeout of :func:`aside`."""
-MAX_THREADS: Final = 32
-"""Maximum number of threads that may hang at the same time. If there are more, every call fails at once."""
 MAX_ENTRIES: Final = 10_000
 """Maximum number of entries read from one directory."""
 MAX_SEGMENTS: Final = 10_000
@@ -337,51 +332,3 @@ def open_directory(top: int, below: str) -> int:
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     return open_beneath(top, below, flags) if below else os.open(".", flags, dir_fd=top)
-
-
-# --- calls from the event loop ----------------------------------------------------------------------------------------
-
-_hanging: Final[set[str]] = set()
-"""Keys of calls whose threads have not ended."""
-_POLL_S: Final = 0.01
-_guard: Final = threading.Lock()
-
-
-async def aside(key: str, work: Callable[[], T], *, timeout: float = DEADLINE_S) -> T:
-    """Run ``work`` in its own thread and return or raise its outcome within ``timeout`` seconds.
-
-    ``key`` names the owner of the files. Calls with the same key run one after another, so that an owner whose files
-    hang occupies only one thread. Raises ``OSError`` (ETIMEDOUT) on timeout, even if ``work`` has not started yet.
-    """
-    # This is imported late, because commands without an event loop use this module too, and start twice as fast without
-    # asyncio.
-    import asyncio
-
-    from agent_shim.host.daemon_thread import run_in_daemon_thread
-
-    def run() -> T:
-        try:
-            return work()
-        finally:
-            with _guard:
-                _hanging.discard(key)
-
-    try:
-        async with asyncio.timeout(timeout):
-            while not _begin(key):  # noqa: ASYNC110 - rare: two calls for the same files, or hung servers
-                await asyncio.sleep(_POLL_S)
-            answer = run_in_daemon_thread(run, f"files of {key}")
-            if answer.done():  # the thread could not be started
-                with _guard:
-                    _hanging.discard(key)
-            return await answer
-    except TimeoutError:
-        raise OSError(errno.ETIMEDOUT, f"no answer within {timeout:g} s") from None
-
-
-def _begin(key: str) -> bool:
-    with _guard:
-        is_free = key not in _hanging and len(_hanging) < MAX_THREADS
-        if is_free:
-            _hanging.add(key)
-    return is_free

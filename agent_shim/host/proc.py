@@ -483,7 +483,7 @@ def _content(descriptor: int, limit: int) -> bytes:
 _spare: int | None = os.eventfd(0, os.EFD_CLOEXEC)
 """A spare descriptor, which is closed to make room for a file if no other descriptor is free."""
 _spare_lock = threading.Lock()
-_blocked: dict[int, threading.Thread] = {}
+_blocked: dict[int, threading.Thread] = {}  # noqa: TID251 - see ``of_each``
 """The threads that are blocked by a process that they read, by the pid of the process."""
 
 
@@ -507,7 +507,7 @@ def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
                 if is_left.is_set():
                     break
 
-        reader = threading.Thread(target=read, name="reads of processes", daemon=True)
+        reader = threading.Thread(target=read, name="reads of processes", daemon=True)  # noqa: TID251 - no event loop
         try:
             reader.start()
         except RuntimeError:

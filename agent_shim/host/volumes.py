@@ -70,7 +70,7 @@ def can_bind(scratch: Path) -> bool:
             allowed.append(True)
 
     # The new mount namespace belongs to this thread alone and is removed when the thread ends.
-    trial = threading.Thread(target=attempt, name="can_bind")
+    trial = threading.Thread(target=attempt, name="can_bind")  # noqa: TID251 - needs a new thread
     trial.start()
     trial.join()
     return bool(allowed)

@@ -82,7 +82,7 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)  # because C code may hold the GIL even before the first step
     beat()
     with contextlib.suppress(RuntimeError):  # if no thread can be started, the loop is not watched
-        threading.Thread(target=watch, name="watchdog", daemon=True).start()
+        threading.Thread(target=watch, name="watchdog", daemon=True).start()  # noqa: TID251 - watches the loop
     try:
         yield
     finally:

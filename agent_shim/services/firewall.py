@@ -25,8 +25,7 @@ from typing import Final, NoReturn
 from agent_shim.core.errors import HostError
 from agent_shim.core.events import is_set_within
 from agent_shim.core.settings import NATS_PORT, Mbus, bus_address
-from agent_shim.host import clock, nftables
-from agent_shim.host.daemon_thread import run_in_daemon_thread
+from agent_shim.host import blocking, clock, nftables
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +149,10 @@ async def _addresses(urls: Collection[str]) -> Targets:
         if not parts.hostname:
             continue
         kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or NATS_PORT
-        with suppress(OSError, ValueError, TimeoutError):
-            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                # Use a separate thread, because a name server that never answers would otherwise use up all threads for
-                # file access.
-                asked = partial(socket.getaddrinfo, parts.hostname, port, **kind)
-                entries = await run_in_daemon_thread(asked, "look up the bus")
+        with suppress(OSError, ValueError):
+            asked = partial(socket.getaddrinfo, parts.hostname, port, **kind)
+            entries = await blocking.call(
+                f"look up {parts.hostname} for the firewall", asked, timeout=LOOKUP_TIMEOUT_S, is_urgent=True
+            )
             found |= {(str(entry[4][0]).partition("%")[0], int(entry[4][1])) for entry in entries}
     return frozenset(found)

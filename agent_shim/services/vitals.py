@@ -19,8 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from agent_shim.core.paths import Paths
-from agent_shim.host import cgroups, clock, host_stats, proc
-from agent_shim.host.daemon_thread import run_in_daemon_thread
+from agent_shim.host import blocking, cgroups, clock, host_stats, proc
 from agent_shim.host.host_stats import CpuTimes, Memory
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,6 @@ DISK_TIMEOUT_S: Final = 1.0
 UNREADABLE: Final = (OSError, ValueError, LookupError, ArithmeticError)
 """Errors caused by a file in ``/proc`` that is missing, hidden or has an unexpected format."""
 
-Usage = os.statvfs_result | OSError
 
 CONTAINER: Final = "container"
 HOST: Final = "host"
@@ -80,7 +78,6 @@ class Vitals:
         self._times = CpuTimes(0.0, 0.0, 0.0, 0.0)
         self._times_at = 0.0
         self._cpu: dict[str, str] = {}
-        self._asked: dict[Path, asyncio.Future[Usage]] = {}
         self._usages: dict[str, os.statvfs_result] = {}
 
     async def sample(self) -> dict[str, Any]:
@@ -140,31 +137,21 @@ class Vitals:
             mount_points["persistent"] = self._paths.store
         roles = set(mount_points)
         mount_points = {**await asyncio.to_thread(self._dynamic), **mount_points}
-        usages = zip(mount_points, await asyncio.gather(*map(self._ask, mount_points.values())), strict=True)
-        self._usages = {name: usage for name, usage in usages if isinstance(usage, os.statvfs_result)}
+        usages = zip(mount_points, await asyncio.gather(*map(self._usage, mount_points.values())), strict=True)
+        self._usages = {name: usage for name, usage in usages if usage is not None}
         return {name: disk_vitals(usage) for name, usage in self._usages.items() if name in roles}
 
-    async def _ask(self, path: Path) -> Usage | None:
-        """Return the usage of a disk. While a previous call still waits for the disk, no further call is made."""
-        if path not in self._asked:
-            self._asked[path] = run_in_daemon_thread(partial(_usage, path), f"statvfs {path}")
-        asked = self._asked[path]
-        await asyncio.wait({asked}, timeout=DISK_TIMEOUT_S)
-        if not asked.done():
-            logger.warning("vitals without %s: it does not answer", path)
+    async def _usage(self, path: Path) -> os.statvfs_result | None:
+        """Return the usage of a disk, or None if it is missing or does not answer."""
+        try:
+            return await blocking.call(
+                f"usage of {path}", partial(os.statvfs, path), timeout=DISK_TIMEOUT_S, is_urgent=True
+            )
+        except FileNotFoundError:
             return None
-        self._asked.pop(path, None)
-        if (exc := asked.exception()) is not None:
-            logger.warning("vitals without %s: %s", path, exc)
+        except OSError as exc:
+            logger.warning("vitals without %s: %s", path, exc.strerror)
             return None
-        return asked.result()
-
-
-def _usage(path: Path) -> Usage:
-    try:
-        return os.statvfs(path)
-    except OSError as exc:
-        return exc
 
 
 def shares(before: CpuTimes, after: CpuTimes) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Final
 
 from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
-from agent_shim.host import guarded, keeper
+from agent_shim.host import blocking, guarded, keeper
 from agent_shim.host.process import Process
 from agent_shim.supervisor.monit.ast import MonitProgram
 from agent_shim.supervisor.ownership.keepers import Keepers, Left, script_label
@@ -207,7 +207,7 @@ def _cut(path: Path, size: int) -> None:
 
 async def _lines(whose: str, path: Path, root: Path) -> list[str]:
     try:
-        text = await guarded.aside(whose, partial(guarded.tail, path, MAX_TAIL_BYTES, root))
+        text = await blocking.call(whose, partial(guarded.tail, path, MAX_TAIL_BYTES, root))
     except OSError as exc:
         if exc.errno != errno.ENOENT:
             logger.warning("cannot read the last output of %s: %s", whose, exc)

@@ -22,8 +22,7 @@ from typing import Any, Final, TypeAlias
 
 import httptools
 
-from agent_shim.host import guarded, network
-from agent_shim.host.daemon_thread import run_in_daemon_thread
+from agent_shim.host import blocking, network
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.monit.ast import NET_TIMEOUT, Connection, Echo, Protocol
 from agent_shim.supervisor.monit.rules import DIGESTS
@@ -116,15 +115,16 @@ class _Conversation:
 async def _opened(connection: Connection) -> AsyncIterator[_Conversation]:
     """Connect. Raises ``OSError`` on failure."""
     kind = socket.SOCK_DGRAM if connection.is_udp else socket.SOCK_STREAM
+    timeout = connection.timeout or NET_TIMEOUT
     if connection.unixsocket:
         endpoints: list[tuple[socket.AddressFamily, Address]] = [(socket.AF_UNIX, connection.unixsocket)]
     else:
-        endpoints = await _addresses(connection.host, connection.port, kind)
+        endpoints = await _addresses(connection.host, connection.port, kind, timeout)
     refused: OSError = OSError(0, "it has no address")
     for family, address in endpoints:
         sock = socket.socket(family, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            await _connect(sock, address)
+            await _connect(sock, address, timeout)
         except OSError as exc:
             refused = exc
             sock.close()
@@ -138,13 +138,13 @@ async def _opened(connection: Connection) -> AsyncIterator[_Conversation]:
     raise refused
 
 
-async def _connect(sock: socket.socket, address: Address) -> None:
+async def _connect(sock: socket.socket, address: Address, timeout: float) -> None:
     if sock.family is not socket.AF_UNIX:
         await asyncio.get_running_loop().sock_connect(sock, address)
         return
     while True:
         try:  # use a thread, because the path may be on a disk that hangs
-            await guarded.aside(f"socket {address}", partial(sock.connect, address))
+            await blocking.call(f"socket {address}", partial(sock.connect, address), timeout=timeout)
         except BlockingIOError:
             # The listen queue is full, because the server does not accept connections. Try again, because there is no
             # event for free space in the queue.
@@ -153,8 +153,10 @@ async def _connect(sock: socket.socket, address: Address) -> None:
             return
 
 
-async def _addresses(host: str, port: int, kind: socket.SocketKind) -> list[tuple[socket.AddressFamily, Address]]:
-    """Look up the addresses of a host. A name server that does not answer delays only this probe. Raises
+async def _addresses(
+    host: str, port: int, kind: socket.SocketKind, timeout: float
+) -> list[tuple[socket.AddressFamily, Address]]:
+    """Look up the addresses of a host. A name server that does not answer delays only the probes of this host. Raises
     ``OSError``.
     """
     port &= 0xFFFF  # as monit's htons and the C library do
@@ -162,7 +164,7 @@ async def _addresses(host: str, port: int, kind: socket.SocketKind) -> list[tupl
         return [(family, (host, port))]
     look_up = partial(socket.getaddrinfo, host, port, type=kind)
     try:
-        found = await run_in_daemon_thread(look_up, f"look up {host}")
+        found = await blocking.call(f"look up {host}", look_up, timeout=timeout)
     except UnicodeError as exc:  # a label that is empty or too long
         raise OSError(errno.EINVAL, "no host can have this name") from exc
     return [(family, address) for family, _, _, _, address in found]
@@ -275,7 +277,7 @@ async def _http(line: _Conversation, connection: Connection) -> None:
         response.read(line.taken())
     if protocol.content:
         search = partial(posix_regex.compiled(protocol.content).search, bytes(response.page), limit=MAX_CONTENT_BYTES)
-        if await guarded.aside(f"page of {where(connection)}", search) == protocol.is_negated:
+        if await blocking.call(f"page of {where(connection)}", search) == protocol.is_negated:
             raise _WrongError(f"answers {shown} {'with' if protocol.is_negated else 'without'} {protocol.content!r}")
     # Like monit, read as many bytes as the headers state.
     if response.digest and response.has_length and response.digest.hexdigest() != protocol.checksum:
@@ -300,8 +302,7 @@ async def echo(host: str, test: Echo) -> str | None:
     """Return why a host does not answer echo requests, "" if it does, or None if this container may not send them."""
     allowed = test.timeout or NET_TIMEOUT
     try:
-        async with asyncio.timeout(allowed):
-            endpoints = await _addresses(host, 0, socket.SOCK_DGRAM)
+        endpoints = await _addresses(host, 0, socket.SOCK_DGRAM, allowed)
         address = next((address for family, address in endpoints if family is socket.AF_INET), None)
         if address is None:
             return f"{host} has no address of IPv4"

@@ -138,7 +138,7 @@ class _ProcessReader:
     def __init__(self) -> None:
         self._last: _Look = _NO_LOOK
         self._due_at = float("-inf")
-        self._reader: threading.Thread | None = None
+        self._reader: threading.Thread | None = None  # noqa: TID251 - see ``_read_apart``
 
     def now(self, leaders: Collection[int]) -> _Look:
         """Return the processes, always including the living ``leaders``."""
@@ -152,7 +152,9 @@ class _ProcessReader:
 
     def _read_apart(self) -> None:
         try:
-            self._reader = threading.Thread(target=self._read, args=[proc.table], name="many processes", daemon=True)
+            # ``now`` does not wait for this thread, so it is not a call with a result.
+            name = "many processes"
+            self._reader = threading.Thread(target=self._read, args=[proc.table], name=name, daemon=True)  # noqa: TID251
             self._reader.start()
         except RuntimeError as exc:
             logger.warning("cannot read %d and more processes: %s", MAX_INLINE_PROCESSES, exc)

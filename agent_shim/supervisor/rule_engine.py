@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from typing import Final, NoReturn, TypeAlias
 
-from agent_shim.host import cgroups, clock, guarded, host_stats, proc
+from agent_shim.host import blocking, cgroups, clock, host_stats, proc
 from agent_shim.supervisor import event_kinds, network_checks
 from agent_shim.supervisor.monit.ast import CHANGES, Changed, Connection, Echo
 from agent_shim.supervisor.ownership.process_record import Identity
@@ -264,7 +264,7 @@ async def _echo(service: Service, test: Echo, number: int) -> list[Numbered]:
 
 async def _aside(name: str, look: Callable[[], Iterable[Numbered]]) -> Iterable[Numbered]:
     try:
-        return await guarded.aside(f"check {name}", look, timeout=LOOK_TIMEOUT_S)
+        return await blocking.call(f"check {name}", look, timeout=LOOK_TIMEOUT_S)
     except (OSError, ValueError) as exc:
         logger.info("cannot check %s: %s", name, exc)
         return []

@@ -205,8 +205,8 @@ NETWORK: Final = (
         "N-12",
         "asks for names on the event loop",
         LINK,
-        'in await run_in_daemon_thread(ask, f"look up {host}")}',
-        "in ask()}",
+        'await blocking.call(f"look up {host} for the bus", ask, timeout=LOOKUP_TIMEOUT_S, is_urgent=True)',
+        "ask()",
         "a restart meanwhile|the metrics say otherwise|heartbeat",
     ),
     Saboteur(
@@ -300,8 +300,8 @@ DISKS: Final = (
         "D-04",
         "flushes all disks on the event loop when it asks one for its size",
         "agent_shim/services/vitals.py",
-        'self._asked[path] = run_in_daemon_thread(partial(_usage, path), f"statvfs {path}")',
-        "self._asked[path] = asyncio.get_running_loop().create_future()\n            __import__('os').sync()\n            self._asked[path].set_result(_usage(path))",
+        "            return await blocking.call(\n",
+        "            os.sync()\n            return os.statvfs(path)\n            return await blocking.call(\n",
         "a request took|heartbeats in|no reply|RpcTimeout",
     ),
     Saboteur(
@@ -524,9 +524,9 @@ RESOURCES: Final = (
     Saboteur(
         "R-06",
         "ends when it can have no further thread",
-        "agent_shim/host/daemon_thread.py",
-        '        answer.set_exception(OSError(errno.EAGAIN, f"{exc}"))\n',
-        "        raise SystemExit(70) from exc\n",
+        "agent_shim/host/blocking.py",
+        '                raise OSError(errno.EAGAIN, f"{exc}") from None\n',
+        "                raise SystemExit(70) from exc\n",
         "no reply|RpcTimeout|I1|no pong|not within",
     ),
 )

@@ -22,7 +22,7 @@ import pytest
 
 import hatch_build
 from agent_shim.core.errors import HostError
-from agent_shim.host import clock, daemon_thread, keeper, proc
+from agent_shim.host import blocking, clock, keeper, proc
 from agent_shim.host.keeper import Keeper, Program
 from tests.support.source import ROOT
 
@@ -271,7 +271,7 @@ async def test_keeper_can_be_ended_when_no_thread_can_be_started(
     sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Jobs may have used up the container's process limit, and a stop must still work."""
-    asyncio.get_running_loop().set_default_executor(daemon_thread.pool(2))
+    asyncio.get_running_loop().set_default_executor(blocking.pool(2))
     kept = await keeper.start(sockets, "storm", shell("exec sleep 1000"))
 
     def refuse(_: threading.Thread) -> None:

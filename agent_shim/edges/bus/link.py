@@ -22,8 +22,7 @@ from agent_shim.core.errors import BusError
 from agent_shim.core.settings import NATS_PORT, bus_address
 from agent_shim.core.wire import MAX_REPLY_BYTES
 from agent_shim.edges.bus import tls
-from agent_shim.host import clock, network
-from agent_shim.host.daemon_thread import run_in_daemon_thread
+from agent_shim.host import blocking, clock, network
 
 # Importing these modules would take 14 MB, and they are only needed for websockets, JetStream and the version.
 lean_imports.preload("nats.aio.client", "aiohttp", "multidict", "nats.js", "importlib.metadata")
@@ -47,6 +46,8 @@ which blocks the loop.
 """
 MAX_BACKLOG_BYTES: Final = 8 * 1024 * 1024
 """Maximum number of bytes queued for a slow server. If more are queued, publishing fails, as in nats.go."""
+LOOKUP_TIMEOUT_S: Final = 30.0
+"""Timeout for looking up the server's name. The C library gives up after a similar time."""
 
 GREETING: Final = b'INFO {"tls_required":true,"max_payload":%d}\r\n' % MAX_REPLY_BYTES
 """Given to nats-py in place of the server's greeting, which arrives before TLS and could therefore be forged."""
@@ -58,7 +59,8 @@ async def look_up(url: ParseResult | SplitResult) -> list[str]:
     if network.family_of(host):
         return [host]
     ask = partial(socket.getaddrinfo, host, url.port, type=socket.SOCK_STREAM)
-    found = {str(address[0]) for *_, address in await run_in_daemon_thread(ask, f"look up {host}")}
+    entries = await blocking.call(f"look up {host} for the bus", ask, timeout=LOOKUP_TIMEOUT_S, is_urgent=True)
+    found = {str(address[0]) for *_, address in entries}
     return random.sample(sorted(found), len(found))
 
 

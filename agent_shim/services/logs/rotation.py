@@ -30,7 +30,7 @@ import msgspec
 from agent_shim.bulk import protocol, workers
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.paths import Paths
-from agent_shim.host import clock, files, guarded
+from agent_shim.host import blocking, clock, files, guarded
 from agent_shim.host.descriptors import closing
 
 logger = logging.getLogger(__name__)
@@ -150,17 +150,17 @@ class Rotation:
         for path in surplus(found, self._limits.total):
             shown = guarded.shown(path)
             logger.info("removing %s: archives of logs exceed %d bytes", shown, self._limits.total)
-            await guarded.aside(_whose(path), partial(remove, self._root, path))
+            await blocking.call(_whose(path), partial(remove, self._root, path))
 
     async def _look(self, limit: int) -> Findings:
         """Search the files of each job in a separate thread, so that a job whose volume hangs does not affect
         others.
         """
         findings = Findings({}, {})
-        for job in await guarded.aside("sys/log", partial(_jobs, self._root)):
+        for job in await blocking.call("sys/log", partial(_jobs, self._root)):
             look = partial(look_at, self._root, job, limit)
             try:
-                findings.due[job], findings.archives[job] = await guarded.aside(
+                findings.due[job], findings.archives[job] = await blocking.call(
                     _whose(job), look, timeout=LOOK_TIMEOUT_S
                 )
             except OSError as exc:

@@ -182,4 +182,4 @@ def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
                     while data:
                         data = data[raw.write(data) or 0 :]
 
-    threading.Thread(target=run, name="job logs", daemon=True).start()
+    threading.Thread(target=run, name="job logs", daemon=True).start()  # noqa: TID251 - runs until the exit

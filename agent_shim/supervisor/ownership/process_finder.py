@@ -13,8 +13,7 @@ from typing import Final
 import msgspec
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import clock, proc, process, watchdog
-from agent_shim.host.daemon_thread import run_in_daemon_thread
+from agent_shim.host import blocking, clock, proc, process, watchdog
 from agent_shim.host.process import Process
 from agent_shim.supervisor.ownership import ending, process_record
 from agent_shim.supervisor.ownership.ending import Ending
@@ -209,7 +208,7 @@ class ProcessFinder:
         """
         with contextlib.suppress(OSError):
             what = f"look for {spec.name}"
-            self._is_there = spec.path is None or await run_in_daemon_thread(partial(os.path.exists, spec.path), what)
+            self._is_there = spec.path is None or await blocking.call(what, partial(os.path.exists, spec.path))
         return self._is_there
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import daemon_thread, guarded
+from agent_shim.host import guarded
 
 
 def mode_of(path: Path) -> int:
@@ -381,54 +380,3 @@ def test_guarded_walk_returns_undecodable_names(tmp_path: Path) -> None:
         assert [os.fsencode(entry.path) for entry in guarded.walk(top, depth=1, limit=7)] == [b"\xff\n.log"]
     finally:
         os.close(top)
-
-
-# --- calls from the event loop ----------------------------------------------------------------------------------------
-
-
-async def test_hanging_guarded_call_ends_at_its_timeout_without_delaying_others() -> None:
-    """Repeated calls with the same key occupy only one thread while the first one hangs."""
-    gate = threading.Event()
-    before = set(threading.enumerate())
-    try:
-        for _ in range(3):
-            with pytest.raises(OSError, match="no answer"):
-                await guarded.aside("evil", gate.wait, timeout=0.05)
-        assert len(set(threading.enumerate()) - before) == 1
-        assert await guarded.aside("good", lambda: 7) == 7
-    finally:
-        gate.set()
-    assert await guarded.aside("evil", lambda: 7) == 7
-
-
-async def test_number_of_hanging_guarded_calls_is_bounded() -> None:
-    """The limit applies to all jobs together."""
-    gate = threading.Event()
-    before = set(threading.enumerate())  # one of these threads may be about to end
-    try:
-        calls = [guarded.aside(f"evil {number}", gate.wait, timeout=0.05) for number in range(2 * guarded.MAX_THREADS)]
-        assert all(isinstance(each, OSError) for each in await asyncio.gather(*calls, return_exceptions=True))
-        assert len(set(threading.enumerate()) - before) == guarded.MAX_THREADS
-    finally:
-        gate.set()
-    assert await guarded.aside("good", lambda: 7) == 7
-
-
-async def test_errors_in_a_guarded_call_are_raised() -> None:
-    with pytest.raises(FileNotFoundError):
-        await guarded.aside("x", lambda: guarded.status(Path("/absent")))
-
-
-async def test_guarded_call_whose_thread_cannot_start_does_not_block_later_calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refused(work: object, name: str) -> asyncio.Future[None]:
-        answer = asyncio.get_running_loop().create_future()
-        answer.set_exception(RuntimeError("can't start new thread"))
-        return answer
-
-    with monkeypatch.context() as patched:
-        patched.setattr(daemon_thread, "run_in_daemon_thread", refused)
-        with pytest.raises(RuntimeError, match="thread"):
-            await guarded.aside("x", lambda: 7)
-    assert await guarded.aside("x", lambda: 7) == 7

@@ -1,0 +1,95 @@
+"""Runs blocking work in threads, so that the event loop continues.
+
+There are two ways. ``asyncio.to_thread`` runs work that always ends soon, such as reading the agent's own files; the
+threads of its pool are few, and the process waits for them when it exits. :func:`call` runs work that may hang, because
+it depends on a file server, a name server or a file of a job. It has a deadline, and its thread is a daemon thread,
+which does not delay the exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+TIMEOUT_S: Final = 2.0
+"""Default deadline of a call."""
+MAX_THREADS: Final = 32
+"""Maximum number of threads that hang at the same time, for example because the volumes of many jobs do not answer."""
+_POLL_S: Final = 0.01
+
+_busy: Final[set[str]] = set()
+"""Owners whose last call has not ended. Other threads change it, so it is guarded by ``_lock``."""
+_lock: Final = threading.Lock()
+
+
+async def call(owner: str, work: Callable[[], T], *, timeout: float = TIMEOUT_S, is_urgent: bool = False) -> T:
+    """Run ``work`` in a daemon thread, and return or raise its outcome within ``timeout`` seconds.
+
+    ``owner`` names what may hang: a disk, a host, the files of a job. Calls of one owner run one after another, so that
+    an owner that hangs occupies only one thread. Calls that are not urgent wait while ``MAX_THREADS`` owners hang.
+
+    Raises ``TimeoutError`` if that takes longer. ``work`` may then still be running or may not have started. Raises
+    ``OSError`` (EAGAIN) if the system allows no further thread.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        settle: Callable[[], None]
+        try:
+            found = work()
+        except Exception as exc:  # noqa: BLE001 - raised where the future is awaited
+            settle = partial(answer.set_exception, exc)
+        else:
+            settle = partial(answer.set_result, found)
+        _release(owner)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: None if answer.done() else settle())
+
+    try:
+        async with asyncio.timeout(timeout):
+            while not _acquire(owner, is_urgent=is_urgent):  # noqa: ASYNC110 - rare: calls of one owner, or hung servers
+                await asyncio.sleep(_POLL_S)
+            try:
+                threading.Thread(target=run, name=owner, daemon=True).start()
+            except RuntimeError as exc:
+                _release(owner)
+                raise OSError(errno.EAGAIN, f"{exc}") from None
+            return await answer
+    except TimeoutError:
+        raise OSError(errno.ETIMEDOUT, f"no answer within {timeout:g} s") from None
+
+
+def _acquire(owner: str, *, is_urgent: bool) -> bool:
+    with _lock:
+        is_free = owner not in _busy and (is_urgent or len(_busy) < MAX_THREADS)
+        if is_free:
+            _busy.add(owner)
+    return is_free
+
+
+def _release(owner: str) -> None:
+    with _lock:
+        _busy.discard(owner)
+
+
+def pool(threads: int) -> ThreadPoolExecutor:
+    """Return a pool for ``asyncio.to_thread`` with all its threads started, because the machine may refuse new threads
+    later.
+    """
+    made = ThreadPoolExecutor(threads, thread_name_prefix="blocking")
+    together = threading.Barrier(threads)
+    try:
+        for _ in range(threads):
+            made.submit(together.wait)
+    except RuntimeError:
+        together.abort()  # use only the threads that have started
+    return made
