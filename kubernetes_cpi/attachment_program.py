@@ -8,17 +8,18 @@ only the standard library, and no module imports it.
     bound DIRECTORY                         stop root of a user namespace from filling the VM's directory
     reboot POD_UID GRACE                    end process 1 of the VM's container, which the kubelet then restarts
 
-DISK is the path at which the claim is mounted in the helper. TARGET lies below a directory that the helper shares with
-the node, and the node with the VM. The VM's processes are found by the UID of its pod in their cgroup paths, which
+DISK is the path at which the claim is mounted in the helper. TARGET lies below a directory of the node that is mounted
+into both the helper and the VM. The VM's processes are found by the UID of its pod in their cgroup paths, which
 requires the node's pid namespace.
 
-If a VM may mount, its root user can move a mount, bind it elsewhere, clone it and rename its directory. A path
-therefore does not identify a disk. Instead, this program looks for the disk's device and root in its own mount table
-and in those of all threads of the VM, and for its device among their open descriptors.
+If a VM is allowed to mount, its root user can move a mount, bind it elsewhere, clone it and rename its directory. A
+path therefore does not identify a disk. Instead, this program looks for the disk's device and root in its own mount
+table and in those of all threads of the VM, and for its device among their open descriptors.
 
 Any unprivileged process on the node can have a hundred thousand mounts with long names in each of its mount namespaces.
-This program therefore reads mount tables line by line, each of them once. It also never inspects a file that another
-process has open in a way that queries the file system, because that file system might never answer.
+This program therefore reads mount tables line by line, and does not read one again for each process that shares it. It
+also never inspects a file that another process has open in a way that queries the file system, because that file system
+might never answer.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ SWEEP_S = 10.0
 """Time limit in seconds for finding out which of these directories are mounted in any process."""
 IN_USE = "the VM uses it"
 UNMAPPED = 2**32 - 2
-"""A group that no user namespace of a pod maps, so its root cannot change anything in such a directory
-(inode_permission).
+"""A group id that no pod's user namespace maps. Root of a user namespace cannot create or remove files in a directory
+with this group (inode_permission in the kernel).
 """
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -166,10 +167,10 @@ def is_held(disk: Mount, target: str, uid: str) -> bool:
                     return True
                 raise SystemExit(f"cannot unmount the disk: {os.strerror(ctypes.get_errno())}")
             if any(parents_in_vm(disk, uid)):
-                # The VM no longer gets the node's unmounts in its directory, so it can still write to the disk.
+                # The unmount did not reach the VM, which can therefore still write to the disk. Restore the mount.
                 place = directory(target)
                 flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
-                check(libc.syscall(MOVE_MOUNT, tree, b"", place, b"", flags), f"mount the disk again, and {IN_USE}")
+                check(libc.syscall(MOVE_MOUNT, tree, b"", place, b"", flags), f"mount the disk again although {IN_USE}")
                 os.close(place)
                 return True
         finally:
@@ -187,10 +188,10 @@ def points(disk: Mount, target: str) -> list[str]:
 
 
 def parents_in_vm(disk: Mount, uid: str) -> Iterator[FsDirectory]:
-    """Return the mounts below which threads of the VM have the disk, or a part of it, mounted.
+    """Return the parent of each mount that shows the disk, or a part of it, to a thread of the VM.
 
-    The view is empty for a mount without a parent, and for a mount that is in no mount table but that a thread keeps
-    open with a descriptor.
+    The result is ``FsDirectory("", "")`` for a mount whose parent is not in the same mount table, and for a mount that
+    is in no mount table but that a thread keeps open with a descriptor.
     """
     pids = list(processes(uid))
     listed = bytearray()
@@ -240,9 +241,10 @@ def links_of(pid: int) -> Iterator[str]:
 
 
 def different_threads(pid: int, what: int) -> Iterator[str]:
-    """Return one thread for each distinct set of descriptors, root and mount namespace.
+    """Return one thread for each distinct set of descriptors (``KCMP_FILES``), or for each distinct working directory,
+    root and mount namespace (``KCMP_FS``).
 
-    Usually all threads of a process share the same set, so there is only one.
+    Usually all threads of a process share them, so only one thread is returned.
     """
     found: list[int] = []
     for thread in threads(pid):
@@ -342,7 +344,7 @@ def different_tables(tasks: Iterable[str]) -> Iterator[str]:
 def directory(target: str) -> int:
     """Return a descriptor of the directory to mount on.
 
-    The VM's root user can write to the directory above it and may put links there.
+    Links are not followed, because the VM's root user can write to the parent directory and may put links there.
     """
     above, name = os.path.split(target)
     os.makedirs(above, mode=0o755, exist_ok=True)

@@ -1,8 +1,8 @@
 """Attachments: pods that bind a disk into a running VM.
 
 The VM keeps its address, processes and data. An attachment mounts the claim and binds it below a directory of the node
-that the VM sees. It exits only after the disk is unmounted, so deleting the attachment cannot remove a disk that is in
-use.
+that is also mounted into the VM. It exits only after the disk is unmounted, so deleting the attachment cannot remove a
+disk that is in use.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ DISK: Final = "/disk"
 TARGET: Final = "/target"
 TARGET_MOUNT: Final = {"name": "target", "mountPath": TARGET, "mountPropagation": "Bidirectional"}
 WAIT_UNTIL_DONE: Final = {"exec": {"command": ["/bin/sh", "-c", "until [ -e /tmp/done ]; do sleep 0.02; done"]}}
-"""A postStart hook that returns when the helper has created its file. The kubelet then reports the pod as ready, a
-second earlier than it would report an exit.
+"""A postStart hook that returns once the helper has created /tmp/done. The kubelet then reports the pod as ready, about
+a second earlier than it would report that the pod has exited.
 """
 GRACE_S: Final = 365 * 24 * 3600
 """Grace period of an attachment, which waits until the VM no longer uses the disk and must not be killed before
@@ -39,8 +39,8 @@ CPU: Final = "50m"
 CPU_OF_ATTACHMENT: Final = "10m"
 """CPU request of an attachment, which only sleeps while the disk is attached. The mount takes 3.5 s with it."""
 POLICY: Final = "PodSecurity|denied the request"
-"""Text that identifies a refusal by Pod Security or a webhook. The status does not, because quotas and Roles also
-refuse with 403.
+"""Regular expression for refusals by Pod Security or a webhook. Their status 403 does not identify them, because quotas
+and missing permissions have the same status.
 """
 
 
@@ -66,7 +66,7 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
 
 
 def refusal(session: Session, namespace: str, vm: Object) -> str:
-    """Return the cluster's reason for refusing attachments to such a VM, or "" if it admits them."""
+    """Return the cluster's reason for refusing to attach disks to a VM like this one, or "" if it would admit them."""
     metadata, spec = {**vm["metadata"], "uid": ""}, {**vm["spec"], "nodeName": "any"}
     body = manifest(session, {**vm, "metadata": metadata, "spec": spec}, "disk-of-a-question")
     try:
@@ -84,7 +84,7 @@ def attach(session: Session, vm: Object, disk: str) -> None:
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
     if not manifests.live_disks(vm):
         raise NotSupportedError(
-            f"cannot attach the disk {disk} to {cid} while it runs: it was made without "
+            f"cannot attach the disk {disk} to {cid} while it runs: the VM was created without "
             "`disks.attach: live`; recreate the VM"
         )
     if not vm["spec"].get("nodeName"):
@@ -144,7 +144,7 @@ def bound(session: Session, vm: Object) -> None:
     try:
         _run(session, namespace, body, 0)
     except CpiError as exc:
-        raise CpiError(f"cannot bound the room of {cid} on its node: {exc}", ok_to_retry=exc.ok_to_retry) from exc
+        raise CpiError(f"cannot keep {cid} from filling its node's disk: {exc}", ok_to_retry=exc.ok_to_retry) from exc
 
 
 def end(session: Session, vm: str, disk: str) -> None:
@@ -285,8 +285,8 @@ def _helper(session: Session, like: Object, cid: str, name: str, kind: str, argu
 
 
 def _add_program(spec: Object, like: Object) -> None:
-    """Mount the agent's program into the helper in the same way as into the pod ``like``, whose unmodified stemcell
-    does not contain it.
+    """If the stemcell of the pod ``like`` is unmodified, mount the agent's program into the helper as well, because the
+    image does not contain it.
     """
     name = manifests.AGENT_VOLUME
     spec["volumes"] += [one for one in like.get("volumes") or [] if one["name"] == name]

@@ -23,7 +23,7 @@ def keep(session: Session, namespace: str, group: str) -> None:
         for _ in range(claims.ATTEMPTS):
             if _is_kept(session, namespace, group):
                 return
-        log.say(f"the budget of the group {group} is not fitted: other calls keep changing it")
+        log.say(f"cannot update the PodDisruptionBudget of the group {group}: other calls keep changing it")
     except ApiError as exc:
         if exc.status not in (http.client.FORBIDDEN, http.client.NOT_FOUND):
             raise

@@ -65,7 +65,7 @@ def check_same_namespace(session: Session, vm: str, disk: str) -> None:
     if session.namespace_of(vm) != session.namespace_of(disk):
         raise CpiError(
             f"cannot attach the disk {disk} to {vm}: it is in the namespace {session.namespace_of(disk)}, the VM in "
-            f"{session.namespace_of(vm)}, and a claim cannot be mounted from elsewhere"
+            f"{session.namespace_of(vm)}, and a pod can only mount claims of its own namespace"
         )
 
 
@@ -149,7 +149,7 @@ def make(session: Session, namespace: str, body: Object) -> Object:
         return found
     is_ours = names.is_ours(found, body["metadata"]["labels"][names.KIND], session.director)
     if "deletionTimestamp" in found["metadata"] or not is_ours:
-        raise CpiError(f"cannot make the claim {name}: one of that name is being deleted or not from this CPI")
+        raise CpiError(f"cannot create the claim {name}: the existing one is being deleted or belongs to another owner")
     return found
 
 
@@ -158,7 +158,7 @@ def check_class(session: Session, body: Object) -> None:
     name = body["spec"].get("storageClassName")
     try:
         if name and session.client.find(STORAGE_CLASSES, "", name) is None:
-            raise InputError(f"cannot make the claim {body['metadata']['name']}: no StorageClass is named {name!r}")
+            raise InputError(f"cannot create the claim {body['metadata']['name']}: no StorageClass is named {name!r}")
     except ApiError as exc:
         if exc.status != http.client.FORBIDDEN:
             raise

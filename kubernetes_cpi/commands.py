@@ -19,16 +19,18 @@ CONFIG: Final = "configuration as JSON (the job has it in /var/vcap/jobs/kuberne
 def run(arguments: Sequence[str]) -> int:
     """Run a command.
 
-    Return its exit code: 1 for errors, for leftovers, and for findings that need a change; otherwise 0.
+    Return its exit code: 1 for errors, for findings marked ``WRONG``, and for leftovers without ``--delete``; otherwise
+    0.
     """
     parser = argparse.ArgumentParser(prog="python -m kubernetes_cpi")
     commands = parser.add_subparsers(dest="command", required=True)
-    examine = commands.add_parser("doctor", help="table of what cluster, namespace and account allow; creates nothing")
+    examine = commands.add_parser("doctor", help="list what cluster, namespace and account allow; creates nothing")
     search = commands.add_parser(
         "leftovers",
-        help="objects of VMs, disks and snapshots that the Director does not know, which the bosh CLI asks as an admin",
+        help="list objects of VMs, disks and snapshots that the Director does not know. The Director is queried with "
+        "the bosh CLI, which needs the login of an admin",
     )
-    search.add_argument("--delete", action="store_true", help="delete the VMs, unless a task of the Director runs")
+    search.add_argument("--delete", action="store_true", help="delete the VMs; refused while the Director runs a task")
     for one in (examine, search):
         one.add_argument("--config", default="", help=CONFIG)
     given = parser.parse_args(arguments)

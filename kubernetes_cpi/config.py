@@ -38,7 +38,7 @@ class Cluster(Strict, frozen=True):
     client_key: Annotated[str, doc("Key of the client certificate, PEM.")] = ""
     kubeconfig: Annotated[
         str | dict[str, Any],
-        doc("A kubeconfig, as text or as a hash, instead of all of the above; exec plugins are run."),
+        doc("A kubeconfig, as text or as a hash, instead of the properties above. Its exec plugins are run."),
     ] = ""
     kubeconfig_file: Annotated[str, doc("File with a kubeconfig.")] = ""
     context: Annotated[str, doc("Context of the kubeconfig. Empty: its current one.")] = ""
@@ -60,8 +60,9 @@ class DiskOptions(Strict, frozen=True):
     attach: Annotated[
         AttachWay,
         doc(
-            "How a disk reaches a running VM: bound into the running pod, by a new pod, or not at "
-            "all. `auto`: `live` where the namespace admits it, else `recreate` on a `manual` network, else `never`."
+            "How a disk reaches a running VM: `live` binds it into the running pod, `recreate` replaces the pod, and "
+            "`never` refuses. `auto`: `live` where the namespace admits it, else `recreate` on a `manual` network, "
+            "else `never`."
         ),
     ] = "auto"
     storage_class: Annotated[str, doc("StorageClass of claims. Empty: the cluster's default.")] = ""
@@ -106,7 +107,7 @@ class Timeouts(Strict, frozen=True):
     """Time limits in seconds."""
 
     request: Annotated[float, doc("One request to the API server.")] = 30
-    retry: Annotated[float, doc("All attempts of one request: throttling, server errors, lost connections.")] = 60
+    retry: Annotated[float, doc("One request with retries after throttling, server errors, lost connections.")] = 60
     create_vm: Annotated[float, doc("From the pod's creation until its agent answers; image pulls included.")] = 600
     unschedulable: Annotated[
         float,
@@ -122,7 +123,10 @@ class Timeouts(Strict, frozen=True):
     volume: Annotated[float, doc("How long create_vm waits for the volumes of new claims.")] = 120
     crashing: Annotated[
         float,
-        doc("How long create_vm tolerates a container that keeps exiting, or 10 s if its agent exits with 78."),
+        doc(
+            "How long create_vm tolerates a container that keeps exiting. If its agent exits with 78 (wrong "
+            "configuration), `timeouts.unschedulable` applies if that is shorter."
+        ),
     ] = 40
     unready: Annotated[float, doc("How long create_vm waits for the agent of a running container to boot.")] = 120
     bus: Annotated[float, doc("How long create_vm waits for the agent to reach the bus. 0 disables the check.")] = 10
@@ -154,8 +158,8 @@ class Config(Strict, frozen=True):
     disks: Annotated[DiskOptions, doc("Persistent disks.")] = DiskOptions()
     networks: Annotated[Networks, doc("Defaults of networks.")] = Networks()
     stemcells: Annotated[Stemcells, doc("Images.")] = Stemcells()
-    vms: Annotated[dict[str, Any], doc("Defaults for the cloud properties of VMs, the next list.")] = {}
-    timeouts: Annotated[Timeouts, doc("Bounds in seconds.")] = Timeouts()
+    vms: Annotated[dict[str, Any], doc("Defaults for the cloud properties of VMs, described in the next list.")] = {}
+    timeouts: Annotated[Timeouts, doc("Time limits in seconds.")] = Timeouts()
 
     def __post_init__(self) -> None:
         if self.namespace:

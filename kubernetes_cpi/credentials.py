@@ -66,7 +66,7 @@ class Access(msgspec.Struct):
         self.token = self.token.strip()
         if not re.fullmatch(HEADER_VALUE, self.token):
             raise InputError(
-                f"cannot use the token of {self.origin}: it has blanks, line breaks or characters beyond ASCII within"
+                f"cannot use the token of {self.origin}: it contains blanks, line breaks or non-ASCII characters"
             )
 
     def _run_plugin(self, plugin: Mapping[str, Any]) -> None:
@@ -174,7 +174,9 @@ def _parsed(text: str, origin: str) -> dict[str, Any]:
         except yaml.YAMLError as exc:
             # Report only the position, because the text of the exception can repeat a part of the token.
             place = getattr(exc, "problem_mark", None)
-            raise InputError(f"cannot read {origin}: no YAML{f' in line {place.line + 1}' if place else ''}") from None
+            raise InputError(
+                f"cannot read {origin}: not valid YAML{f' in line {place.line + 1}' if place else ''}"
+            ) from None
     if not isinstance(document, dict):
         raise InputError(f"cannot read {origin}: it is not a hash")
     return document
@@ -194,7 +196,7 @@ def _data_or_file(entry: Mapping[str, Any], key: str, base: Path) -> str:
         try:
             return base64.b64decode("".join(data.split()), validate=True).decode()
         except (AttributeError, binascii.Error, ValueError):
-            raise InputError(f"cannot use the kubeconfig: `{key}-data` is not base64 of a PEM text") from None
+            raise InputError(f"cannot use the kubeconfig: `{key}-data` is not a PEM text in base64") from None
     return _text(base / entry[key], key) if entry.get(key) else ""
 
 

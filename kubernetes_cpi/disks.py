@@ -94,9 +94,9 @@ def attach(session: Session, vm: Cid, disk: Cid) -> dict[str, str]:
 
 
 def detach(session: Session, vm: Cid, disk: Cid) -> None:
-    """Detach a disk from a VM. If it is live, it is unmounted.
+    """Detach a disk from a VM. A disk that was attached live is unmounted.
 
-    If it was mounted at creation, it stays mounted until the pod ends.
+    A disk that the pod has mounted since its creation stays mounted until the pod ends.
     """
     pod = session.find(PODS, vm, names.KIND_VM)
     claim = claims.find(session, disk)
@@ -152,11 +152,11 @@ def update(session: Session, disk: Cid, size_mib: int, cloud_properties: Object 
     wanted = properties.storage_class or session.config.disks.storage_class
     if wanted and wanted != spec.get("storageClassName"):
         raise NotSupportedError(
-            f"cannot change the disk {disk}: its StorageClass is {spec.get('storageClassName')!r}, and stays so"
+            f"cannot change the disk {disk}: its StorageClass is {spec.get('storageClassName')!r} and cannot change"
         )
     if properties.access_mode and properties.access_mode not in spec["accessModes"]:
         raise NotSupportedError(
-            f"cannot change the disk {disk}: its access mode is {spec['accessModes'][0]}, and stays so"
+            f"cannot change the disk {disk}: its access mode is {spec['accessModes'][0]} and cannot change"
         )
     if properties.volume_attributes_class not in ("", spec.get("volumeAttributesClassName")):
         _patched(session, claim, {"volumeAttributesClassName": properties.volume_attributes_class})
@@ -184,8 +184,8 @@ def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str,
     vm = pod["metadata"]["name"]
     if (pod["metadata"].get("annotations") or {}).get(names.ATTACH) == "never":
         raise NotSupportedError(
-            f"cannot attach the disk {disk} to {vm}, which runs: it was made with `attach: never`; reserve a disk with "
-            "the cloud property `persistent_disk`, or choose `recreate` or `live`"
+            f"cannot attach the disk {disk} to {vm}, which runs: the VM was created with `attach: never`; reserve a "
+            "disk with the cloud property `persistent_disk`, or choose `recreate` or `live`"
         )
     if recreation.must_keep_address(session, pod):
         raise NotSupportedError(
@@ -272,7 +272,7 @@ def _grow(session: Session, claim: Object, size_mib: int) -> None:
     has = manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"])
     if wanted < has:
         raise NotSupportedError(
-            f"cannot resize the disk {name} to {size_mib} MiB: it has {has // MIB} MiB, and none shrinks"
+            f"cannot resize the disk {name} to {size_mib} MiB: it has {has // MIB} MiB and cannot shrink"
         )
     if wanted == has:
         return
@@ -287,7 +287,7 @@ def _grow(session: Session, claim: Object, size_mib: int) -> None:
         is_pending = any(one["type"] == "FileSystemResizePending" for one in status.get("conditions") or [])
         if state is None or has_grown or is_pending:
             return
-    log.say(f"the disk {name} has not grown to {size_mib} MiB yet: the cluster continues")
+    log.say(f"the disk {name} has not grown to {size_mib} MiB yet: the cluster is still growing it")
 
 
 def _check_expansion(session: Session, claim: Object) -> None:

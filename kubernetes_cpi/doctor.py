@@ -97,7 +97,7 @@ def _bus(session: Session) -> CheckRow:
         vms.bus_schemes(session.config.agent.mbus, {})
     except InputError as exc:
         return CheckRow("agent.mbus", WRONG, str(exc), "or `env.bosh.mbus.urls` of the Director's `agent.env`")
-    return CheckRow("agent.mbus", OK, "an address; create_vm checks that the agent reaches it")
+    return CheckRow("agent.mbus", OK, "an address; create_vm checks whether the agent reaches it")
 
 
 def _tiers(session: Session) -> Iterator[CheckRow]:
@@ -161,7 +161,7 @@ def _classes(session: Session) -> Iterator[CheckRow]:
     if found is None:
         yield CheckRow("disks.storage_class", WRONG, f"no StorageClass is named {name!r}", "kubectl get storageclass")
         return
-    grows = "grows" if found.get("allowVolumeExpansion") else "does not grow: the Director copies to a larger disk"
+    grows = "can grow" if found.get("allowVolumeExpansion") else "cannot grow: the Director copies to a larger disk"
     yield CheckRow("disks.storage_class", OK, f"{name}: {found.get('provisioner')}, {grows}")
 
 

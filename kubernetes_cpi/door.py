@@ -69,7 +69,7 @@ def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
 
         # Leave out the text of the exception, because it can repeat a secret in any form.
         frames = traceback.extract_tb(exc.__traceback__)
-        told = f"cannot {name}: {type(exc).__name__} in {frames[-1].name}, a bug in this CPI; see its log for the place"
+        told = f"cannot {name}: {type(exc).__name__} in {frames[-1].name}, a bug in this CPI; its log has the traceback"
         log.say("".join(frames.format()) + told)
         error = Failure(CpiError.type_name, told, False)
     response = CpiResponse(result, error, log.summary(name, time.monotonic() - began))

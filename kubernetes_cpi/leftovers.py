@@ -31,8 +31,9 @@ class Leftover(msgspec.Struct):
 def unknown(session: Session, *, is_deleting: bool) -> list[Leftover]:
     """Return the objects of this Director that belong to none of the VMs, disks and snapshots in its records.
 
-    The cluster is queried before the Director. Objects that a task creates in between are therefore not listed. Objects
-    that were created earlier are in the records, because no task is running.
+    The cluster is queried before the Director, so objects that a task creates in between are not listed. If no task is
+    running, all objects that were created earlier are in the records. ``is_deleting`` therefore raises ``InputError``
+    while a task runs; without it, objects of a running task may be listed.
     """
     objects = [(resource, one) for resource in KINDS for one in _of_director(session, resource)]
     if is_deleting:
@@ -49,7 +50,7 @@ def unknown(session: Session, *, is_deleting: bool) -> list[Leftover]:
 
 
 def remove(session: Session, found: list[Leftover]) -> Iterator[str]:
-    """Delete the VMs among ``found`` with their objects, but no disks or snapshots. Yield a line for each."""
+    """Delete the VMs among ``found`` with their objects, but no disks or snapshots. Yield one line per leftover."""
     for one in found:
         if not one.advice:
             vms.delete(session, one.cid)

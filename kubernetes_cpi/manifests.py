@@ -210,8 +210,10 @@ def text(document: Object) -> str:
 
 
 def group_service(service: KubernetesService, vm: Vm) -> Object:
-    """Return a Service for the VM's instance group. An annotation names the VM, so that each VM of the group modifies
-    the Service.
+    """Return a Service for the VM's instance group.
+
+    An annotation names the VM, so that each new VM of the group changes the Service and its `resourceVersion`. A
+    concurrent delete_vm that saw the group without VMs then does not delete the Service.
     """
     spec: Object = {
         "type": service.type,

@@ -77,8 +77,9 @@ def plan(networks: Mapping[str, Any], defaults: Networks) -> NetworkPlan:
         network, properties = _read(name, given)
         if network.nic_group and (other := groups.setdefault(network.nic_group, name)) != name:
             raise NotSupportedError(
-                f"cannot put the networks {other!r} and {name!r} on one interface (nic_group {network.nic_group}): an "
-                "interface of a pod gets one address of the Director; leave out one of the networks or its nic_group"
+                f"cannot put the networks {other!r} and {name!r} on one interface (nic_group {network.nic_group}): the "
+                "Director can assign only one address to an interface of a pod; leave out one of the networks or its "
+                "nic_group"
             )
         plan.settings[name] = _settings(given, network)
         if network.type == "vip":
@@ -182,9 +183,9 @@ def _address_annotations(
             pass
         case _:
             raise NotSupportedError(
-                f"cannot give a pod the address {network.ip} of the manual network {name!r}: say in its cloud "
-                "properties which `cni` does (calico, kube-ovn, antrea, or template with `annotations`), or make the "
-                "network dynamic"
+                f"cannot give a pod the address {network.ip} of the manual network {name!r}: set `cni` in its "
+                "cloud properties (calico, kube-ovn, antrea, or template with `annotations`), or make the network "
+                "dynamic"
             )
     return annotations
 

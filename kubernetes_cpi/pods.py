@@ -19,7 +19,7 @@ HOPELESS: Final = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
     | {"RegistryUnavailable", "CreateContainerConfigError"}
 )
-"""Reasons reported for a waiting container that will not disappear without intervention."""
+"""Reasons for which a container waits and will not start until somebody intervenes."""
 PASSING: Final = r"time-?out|timed out|connection (refused|reset)|eof|too ?many ?requests|429|50[0234]"
 """Text of pull errors that may be temporary."""
 NEW_CLAIM: Final = r'persistentvolumeclaim "[^"]*" not found|unbound immediate PersistentVolumeClaims'
@@ -147,7 +147,7 @@ def end(
     )
     session.client.delete(PODS, namespace, name, grace_s=0)
     if not _is_gone(session, namespace, name, metadata.get("uid", ""), FORCED_END_S, is_name_needed=True):
-        raise CpiError(f"cannot end the pod {name}: it is still there after a deletion by force; has it finalizers?")
+        raise CpiError(f"cannot end the pod {name}: it still exists after a forced deletion; does it have finalizers?")
     return True
 
 
@@ -157,9 +157,10 @@ def until_gone(session: Session, namespace: str, name: str, timeout_s: float) ->
 
 
 def until_stopped(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
-    """Wait until the containers of a deleted pod have exited with status 0. Return False if they have not.
+    """Wait until the container of a deleted pod has exited with status 0 or the pod is gone. Return False if neither
+    happens in time.
 
-    Raises ``CpiError`` with the last line of output of a container that failed.
+    Raises ``CpiError`` with the last line of the container's output if it has failed.
     """
     for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s):
         if state is None:

@@ -23,10 +23,10 @@ class Port(Strict, frozen=True):
     """A port of a Service or of the pod."""
 
     port: Annotated[PortNumber, doc("Port.")]
-    name: Annotated[str, doc("Its name. Empty: `tcp-PORT` and the like.")] = ""
-    target_port: Annotated[int | str, doc("Port of the pod. 0: the same.")] = 0
+    name: Annotated[str, doc("Name. Empty: protocol and port, such as `tcp-80`.")] = ""
+    target_port: Annotated[int | str, doc("Port of the pod. 0: the same as `port`.")] = 0
     protocol: Annotated[Protocol, doc("Protocol.")] = "TCP"
-    node_port: Annotated[int, doc("Port of nodes (NodePort, LoadBalancer). 0: any.")] = 0
+    node_port: Annotated[int, doc("Port on each node, for a NodePort or LoadBalancer. 0: any.")] = 0
     host_port: Annotated[int, doc("Port of the node that leads to the pod; not in Services. 0: none.")] = 0
 
 
@@ -34,7 +34,7 @@ class Ingress(Strict, frozen=True):
     """An Ingress in front of a Service."""
 
     hosts: Annotated[list[str], doc("Host names. Empty: all.")] = []
-    path: Annotated[str, doc("Prefix of paths.")] = "/"
+    path: Annotated[str, doc("Path prefix.")] = "/"
     port: Annotated[int, doc("Port of the Service. 0: its first one.")] = 0
     class_name: Annotated[str, doc("IngressClass. Empty: the cluster's default.")] = ""
     tls_secret: Annotated[str, doc("Secret with the certificate for `hosts`. Empty: no TLS.")] = ""
@@ -45,12 +45,12 @@ class KubernetesService(Strict, frozen=True):
     """A Service in front of all VMs of an instance group."""
 
     name: Annotated[str, doc("Name of the Service; VMs with the same name share it.")]
-    ports: Annotated[list[Port], doc("Its ports, with the keys of `ports` of VMs.")]
-    type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], doc("Its type.")] = "ClusterIP"
-    cluster_ip: Annotated[str, doc("Its address. Empty: any; `None`: a headless Service.")] = ""
+    ports: Annotated[list[Port], doc("Ports, each with the same keys as in the VM property `ports`.")]
+    type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], doc("Type of the Service.")] = "ClusterIP"
+    cluster_ip: Annotated[str, doc("Address of the Service. Empty: any; `None`: a headless Service.")] = ""
     load_balancer_ip: Annotated[str, doc("Address to request from the load balancer.")] = ""
     annotations: Annotated[dict[str, str], doc("Annotations.")] = {}
-    keep: Annotated[bool, doc("Keep the Service, with its address, after the last VM of the group.")] = False
+    keep: Annotated[bool, doc("Keep the Service and its address when the group's last VM is deleted.")] = False
     ingress: Annotated[Ingress | None, doc("An Ingress of the same name.")] = None
 
     def __post_init__(self) -> None:
@@ -65,21 +65,22 @@ class PodVolume(Strict, frozen=True):
     mount_path: Annotated[str, doc("Directory in the VM.")]
     source: Annotated[dict[str, Any], doc("The volume's source as in a pod, such as `hostPath: {path: /dev}`.")]
     read_only: Annotated[bool, doc("Mount read-only.")] = False
-    sub_path: Annotated[str, doc("Part of the volume.")] = ""
+    sub_path: Annotated[str, doc("Path within the volume. Empty: all of it.")] = ""
     propagation: Annotated[Literal["", "None", "HostToContainer", "Bidirectional"], doc("Mount propagation.")] = ""
 
 
 class EphemeralDisk(Strict, frozen=True):
     """`/var/vcap/data`."""
 
-    size: Annotated[Size, doc("MiB, or a quantity; `empty_dir` requests as much ephemeral storage of the node.")] = (
+    size: Annotated[Size, doc("MiB, or a quantity. With `empty_dir`, requested from the node's ephemeral storage.")] = (
         10240
     )
     type: Annotated[
         Literal["", "claim", "empty_dir"],
         doc(
-            "`claim` outlives the pod: attachment by recreation and create-swap-delete of a VM made with a disk need "
-            "it. `empty_dir` ends with the pod. Empty: `claim`, or `empty_dir` where `attach` is `never`."
+            "A `claim` outlives the pod, an `empty_dir` does not. Attaching disks by recreation needs a `claim`, and "
+            "so does create-swap-delete of a VM that was created with a disk. Empty: `claim`, or `empty_dir` if "
+            "`attach` is `never`."
         ),
     ] = ""
     storage_class: Annotated[str, doc("StorageClass of the claim. Empty: `disks.storage_class`.")] = ""
@@ -98,8 +99,8 @@ class AgentImage(Strict, frozen=True):
     image: Annotated[
         str,
         doc(
-            "Image with `/opt/agent_shim`, made on the distribution of the stemcell: `--target volume`, or with `copy` "
-            "a whole image."
+            "Image with `/opt/agent_shim`, built on the same distribution as the stemcell. The Dockerfile's target "
+            "`volume` is enough, but `copy` needs a complete image."
         ),
     ]
     copy: Annotated[
@@ -141,25 +142,25 @@ class VmProperties(Strict, frozen=True):
             "`SETFCAP`."
         ),
     ] = []
-    cpu: Annotated[Cpus, doc("CPUs requested. 0: none.")] = 0
-    cpu_limit: Annotated[Cpus, doc("CPUs at most. 0: no limit.")] = 0
-    memory: Annotated[Size, doc("Memory requested, which is its limit too: MiB, or a quantity. 0: none.")] = 0
+    cpu: Annotated[Cpus, doc("CPU request. 0: none.")] = 0
+    cpu_limit: Annotated[Cpus, doc("CPU limit. 0: none.")] = 0
+    memory: Annotated[Size, doc("Memory request and limit: MiB, or a quantity. 0: none.")] = 0
     resources: Annotated[
-        dict[str, Any], doc("Resources of the container as in a pod, instead of the three above.")
+        dict[str, Any], doc("Resources of the container as in a pod, instead of `cpu`, `cpu_limit` and `memory`.")
     ] = {}
     agent: Annotated[
         AgentImage | None,
-        doc("The agent for an official image, which has none; not with the tier `restricted`."),
+        doc("The agent to add to an official stemcell image. Not available in the tier `restricted`."),
     ] = None
     ephemeral_disk: Annotated[EphemeralDisk, doc("`/var/vcap/data`.")] = EphemeralDisk()
-    persistent_disk: Annotated[ReservedDisk | None, doc("A reserved persistent disk.")] = None
+    persistent_disk: Annotated[ReservedDisk | None, doc("A persistent disk to create with the VM.")] = None
     attach: Annotated[AttachWay | Literal[""], doc("`disks.attach` for this VM.")] = ""
     zone: Annotated[str, doc("Zone of nodes (`topology.kubernetes.io/zone`); in `cloud_properties` of an AZ.")] = ""
-    node_selector: Annotated[dict[str, str], doc("Labels of nodes.")] = {}
+    node_selector: Annotated[dict[str, str], doc("Labels that the node must have.")] = {}
     affinity: Annotated[dict[str, Any], doc("Affinity as in a pod, in addition to `zone` and `anti_affinity`.")] = {}
     anti_affinity: Annotated[
         Literal["preferred", "required", "none"],
-        doc("VMs of one instance group keep to different nodes, and without `zone` prefer different zones."),
+        doc("Put VMs of one instance group on different nodes and, without `zone`, preferably in different zones."),
     ] = "preferred"
     tolerations: Annotated[list[dict[str, Any]], doc("Tolerations as in a pod.")] = []
     priority_class: Annotated[str, doc("PriorityClass.")] = ""
@@ -169,7 +170,7 @@ class VmProperties(Strict, frozen=True):
     annotations: Annotated[dict[str, str], doc("Annotations of the pod.")] = {}
     sysctls: Annotated[dict[str, str], doc("Sysctls of the pod.")] = {}
     volumes: Annotated[list[PodVolume], doc("Volumes in addition to the CPI's.")] = []
-    ports: Annotated[list[Port], doc("Ports of the pod, for `host_port`.")] = []
+    ports: Annotated[list[Port], doc("Ports of the pod, only needed for `host_port`.")] = []
     services: Annotated[list[KubernetesService], doc("Services in front of the instance group.")] = []
     network_policy: Annotated[
         NetworkPolicy | None, doc("A NetworkPolicy of the instance group, until its last VM is deleted.")
@@ -177,7 +178,7 @@ class VmProperties(Strict, frozen=True):
     disruption_budget: Annotated[
         bool, doc("A PodDisruptionBudget of the instance group: a drain evicts one VM at a time.")
     ] = True
-    host_aliases: Annotated[dict[str, list[str]], doc("Names by address, in `/etc/hosts`.")] = {}
+    host_aliases: Annotated[dict[str, list[str]], doc("Additional names for `/etc/hosts`, by address.")] = {}
     service_account: Annotated[str, doc("Service account of the pod. Empty: `default`.")] = ""
     service_account_token: Annotated[
         bool, doc("Mount the account's token, as a Director VM needs it. All users of the VM can read it.")
@@ -223,7 +224,9 @@ class NetworkProperties(Strict, frozen=True):
         str, doc("NetworkAttachmentDefinition (multus, `NAMESPACE/NAME` or `NAME`) or IPPool (antrea).")
     ] = ""
     interface: Annotated[str, doc("Name of the multus interface. If empty, multus chooses one.")] = ""
-    ports: Annotated[list[Port], doc("Ports of the Service of a `vip` network, with the keys of `ports` of VMs.")] = []
+    ports: Annotated[
+        list[Port], doc("Ports of a `vip` network's Service, each with the same keys as in the VM property `ports`.")
+    ] = []
     service_type: Annotated[Literal["ClusterIP", "LoadBalancer"], doc("Type of the Service of a `vip` network.")] = (
         "ClusterIP"
     )

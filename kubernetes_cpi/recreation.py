@@ -80,7 +80,7 @@ def release(session: Session, pod: Object, disk: str) -> None:
     vm, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
     intent = unfinished(session, vm)
     if intent is None and not _is_at_work(session, pod):
-        log.say(f"the disk {disk} is mounted by {vm} still, which is shut down: its pod ends")
+        log.say(f"{vm} is shut down, but its pod still mounts the disk {disk}: ending the pod")
         pods.end(session, namespace, vm)
         return
     log.say(f"{vm} still mounts the disk {disk}, so its pod is recreated without it")
@@ -94,7 +94,7 @@ def release(session: Session, pod: Object, disk: str) -> None:
     except VMNotFoundError:
         log.say(f"pod {vm}: it is not recreated, because its VM is being deleted")
     except VMCreationFailedError as exc:
-        log.say(f"pod {vm}: {exc}; the disk {disk} is free all the same")
+        log.say(f"pod {vm}: {exc}; the disk {disk} is free nevertheless")
 
 
 def carry_on(
@@ -152,9 +152,10 @@ def _begun(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
 
 
 def _is_at_work(session: Session, pod: Object) -> bool:
-    """Return True for a pod that is ready.
+    """Return True if the VM is in use, which means that its pod is ready.
 
-    If a pod cannot be created again, first give it time to report that its agent has ended.
+    The pod of a VM that was just shut down may still be reported as ready. If the pod could not be created again, it
+    therefore has to stay ready for `timeouts.unmount` seconds.
     """
     if can_recreate(pod) or not pods.is_ready(pod):
         return pods.is_ready(pod)

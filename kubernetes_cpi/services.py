@@ -52,7 +52,7 @@ def remove(session: Session, vm: str, policy: str) -> None:
         if is_mine:
             if names.INGRESS in (metadata.get("annotations") or {}):
                 _delete(session, INGRESSES, namespace, metadata["name"], names.KIND_INGRESS)
-            # Another VM has changed the object meanwhile.
+            # A new VM of the group changes the Service, and then this deletion does nothing.
             session.client.delete(SERVICES, namespace, metadata["name"], version=metadata["resourceVersion"])
     if policy and _is_empty(session, namespace, policy.removeprefix(manifests.GROUP_PREFIX)):
         _delete(session, POLICIES, namespace, policy, names.KIND_POLICY)

@@ -35,7 +35,7 @@ def create(config: Config, _image_path: str | None, properties: dict[str, Any]) 
     if not given:
         raise CpiError(
             "cannot create the stemcell: its cloud properties have neither `image_reference` nor `image`; only light "
-            "stemcells (kubernetes-light, docker-light, warden-light) are taken"
+            "stemcells (kubernetes-light, docker-light, warden-light) are supported"
         )
     reference, _, digest = str(given).partition("@")
     digest = str(properties.get("digest") or digest)

@@ -273,12 +273,10 @@ def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
         try:
             found = claims.hold(session, disk, vm.cid)
         except claims.InUseError as exc:
-            log.say(f"{exc}; it is left out until attach_disk")
+            log.say(f"{exc}; attach_disk will attach it")
             continue
         if found.lingering:
-            log.say(
-                f"the disk {disk} is still mounted by {', '.join(found.lingering)}; it is left out until attach_disk"
-            )
+            log.say(f"the disk {disk} is still mounted by {', '.join(found.lingering)}; attach_disk will attach it")
             claims.record_detach(session, disk, vm.cid)
             continue
         held.append(disk)

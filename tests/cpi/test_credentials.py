@@ -99,7 +99,7 @@ def test_failed_exec_plugin_is_reported(tmp_path: Path, text: str, words: str) -
             Cluster(kubeconfig=kubeconfig({"auth-provider": {"name": "gcp"}})),
             "`auth-provider` of users is not supported",
         ),
-        (Cluster(kubeconfig=kubeconfig({"client-key-data": "%"})), "is not base64"),
+        (Cluster(kubeconfig=kubeconfig({"client-key-data": "%"})), "is not a PEM text in base64"),
         (Cluster(kubeconfig="a: ["), "cannot read"),
         (Cluster(kubeconfig="text"), "it is not a hash"),
         (Cluster(kubeconfig_file="/missing"), "No such file"),

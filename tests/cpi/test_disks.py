@@ -777,7 +777,7 @@ def test_resize_disk_grows_a_claim_and_refuses_to_shrink_it(cpi: CpiCalls, clust
 
     cpi("resize_disk", disk, 128)
     assert cluster.of("persistentvolumeclaims")[disk]["status"]["capacity"] == {"storage": "128Mi"}
-    cpi.refused("NotSupported", "resize_disk", disk, 64, match="none shrinks")
+    cpi.refused("NotSupported", "resize_disk", disk, 64, match="cannot shrink")
 
 
 @pytest.mark.parametrize("can_read", [True, False])

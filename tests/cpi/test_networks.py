@@ -57,7 +57,7 @@ def test_manual_address_is_requested_by_cni_annotations(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"a": MANUAL}, "say in its cloud properties which `cni`"),
+        ({"a": MANUAL}, "set `cni` in its cloud properties"),
         ({"a": {"type": "dynamic"}, "b": {"type": "dynamic"}}, "a pod has one interface"),
     ],
     ids=["manual without a cni", "two on one interface"],

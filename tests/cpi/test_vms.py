@@ -327,7 +327,7 @@ def test_create_vm_cleans_up_if_the_disk_directory_cannot_be_limited(cpi: CpiCal
     failed = {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
     cluster.pod_status = lambda pod: failed if pod["metadata"]["name"].startswith("bound-") else None
 
-    with pytest.raises(CpiFailedError, match="cannot bound the room of .* on its node: Operation not permitted"):
+    with pytest.raises(CpiFailedError, match="cannot keep .* from filling its node's disk: Operation not permitted"):
         cpi.create_vm(attach="live", tier="userns")
 
     assert cluster.snapshot() == {}
