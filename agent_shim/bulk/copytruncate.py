@@ -109,10 +109,11 @@ def _pack(source: int, target: int, size: int, most: int) -> Moved:
     files.write_all(target, packer.flush(isal_zlib.Z_SYNC_FLUSH))
     os.fsync(target)
     rest = 0
-    # Copy what was written during the sync, which may have taken seconds, until a read finds no more data.
+    # Copy what was written during the sync, which may have taken seconds, until a read finds no more data. Flush each
+    # chunk, because this process may be killed after the truncation.
     while rest < most // 2 and (chunk := os.read(source, files.CHUNK_BYTES)):
         rest += len(chunk)
-        files.write_all(target, packer.compress(chunk))
+        files.write_all(target, packer.compress(chunk) + packer.flush(isal_zlib.Z_SYNC_FLUSH))
     os.ftruncate(source, 0)
     files.write_all(target, packer.flush())
     return Moved(moved + rest, left_out)

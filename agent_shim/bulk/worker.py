@@ -162,8 +162,8 @@ def _copy_tree(request: CopyTree) -> Done:
 def _rotate(request: Rotate) -> Done:
     from agent_shim.bulk import copytruncate
 
-    # Let SIGTERM end the process at once. A log is truncated only at the end, so at worst an incomplete archive of an
-    # unchanged log remains.
+    # Let SIGTERM end the process at once. A log is truncated only when its archive contains everything, so at worst an
+    # archive without its checksum remains.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     outcomes = []
     with closing(os.open(request.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:

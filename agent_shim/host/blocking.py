@@ -50,7 +50,8 @@ async def call(owner: str, work: Callable[[], T], *, timeout: float = TIMEOUT_S,
             settle = partial(answer.set_exception, exc)
         else:
             settle = partial(answer.set_result, found)
-        _release(owner)
+        finally:
+            _release(owner)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lambda: None if answer.done() else settle())
 

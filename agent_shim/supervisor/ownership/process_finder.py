@@ -204,7 +204,7 @@ class ProcessFinder:
     async def look_at_path(self, spec: ProcessSpec) -> bool:
         """For a check that has no process, return True if its path exists. An unreadable path counts as missing.
 
-        If no thread is available for this, the last result is returned.
+        If the disk does not answer in time, or no thread is available, the last result is returned.
         """
         with contextlib.suppress(OSError):
             what = f"look for {spec.name}"

@@ -117,3 +117,26 @@ def test_rotation_empties_the_log_only_after_the_archive_is_synced(
     rotate(tmp_path)
 
     assert synced == [(b"precious", b"precious")]
+
+
+def test_rotated_log_is_truncated_only_after_its_archive_contains_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may be killed just after it has truncated the log."""
+    (tmp_path / "a.log").write_bytes(b"before\n")
+    fsync, truncate, archived = os.fsync, os.ftruncate, []
+
+    def write_meanwhile(fd: int) -> None:
+        with (tmp_path / "a.log").open("ab") as log:
+            log.write(b"meanwhile\n")
+        fsync(fd)
+
+    def look(fd: int, size: int) -> None:
+        archived.append(zlib.decompressobj(wbits=31).decompress((tmp_path / "a.log.1.gz").read_bytes()))
+        truncate(fd, size)
+
+    monkeypatch.setattr(os, "fsync", write_meanwhile)
+    monkeypatch.setattr(os, "ftruncate", look)
+    rotate(tmp_path)
+
+    assert archived == [b"before\nmeanwhile\n"]
