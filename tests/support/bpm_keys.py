@@ -43,7 +43,7 @@ HONOURED: Final[Mapping[str, tuple[str, str, str]]] = {
     "unsafe.unrestricted_volumes": ("yes", "yes; everything below the path is accessible", "not enforced"),
     "unsafe.host_pid_namespace": (
         "yes",
-        "yes: may signal all processes, which are always visible",
+        "yes: may signal all processes, which are visible anyway",
         "always on",
     ),
     "shutdown_signal": ("yes", "yes", "yes"),
