@@ -166,9 +166,12 @@ class Bpm:
         entry = self._entry(job, name)
         pidfile = process_record.read_own(entry.pidfile)
         found = proc.stat(pidfile.pid) if pidfile else None
+        keepers = self._programs.keepers
         if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
             return None
-        if owner := self._programs.keepers.owner(found.identity):
+        if found.pid in keepers.pids:  # the pid of an old pidfile has been reused
+            return None
+        if owner := keepers.owner(found.identity):
             return found.identity if owner == shortened(entry.label) else None
         # The process was started by an agent without keepers, so check the pidfile's time. That agent wrote it right
         # after the start.

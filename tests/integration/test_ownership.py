@@ -64,6 +64,19 @@ async def test_pidfile_naming_a_process_of_the_agent_is_ignored(world: JobTree) 
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
+async def test_pidfile_naming_a_keeper_is_ignored(world: JobTree) -> None:
+    """Not even a keeper of the service itself counts as its process. The pid of an old pidfile may become that of a new
+    keeper.
+    """
+    job = world.job("web", "echo $PPID >$pidfile; " + LASTING, "exit 0", timeout=1)
+    async with world.supervising(job) as supervisor:
+        found = await in_state(supervisor, "web", "down")
+        kept = number_in(world.pidfile("web"))
+        assert f"the pidfile names process {kept} (keeper): it belongs to the agent" in found.reason
+        await supervisor.stop(wait=True)
+
+
+@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: JobTree) -> None:
     """That process has no environment, so only its keeper shows which job it belongs to."""
     victim = world.base / "victim"

@@ -100,9 +100,11 @@ async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
     fault(data)
     await instance.run("stop")
     await instance.kill_agent()
-    await instance.start_agent()
     if fault is fill:
-        fill(data)  # The stop has removed the pidfile, which freed space.
+        # The stop has removed the pidfile, which freed space. A running agent could take some of it for a moment, while
+        # it tries to save its state.
+        fill(data)
+    await instance.start_agent()
     with pytest.raises(RpcRemoteError, match=r"cannot write .*supervisor\.json"):
         await instance.run("start")
     await instance.kill_agent()

@@ -185,8 +185,10 @@ class Keepers:
         labels = {each.label for each in self._kept} | {keeper.label_of(name) for name in self._lost}
         return sorted(label for label in labels if label.startswith(_SCRIPTS))
 
-    def is_keeper(self, pid: int) -> bool:
-        return any(each.pid == pid for each in self._kept)
+    @property
+    def pids(self) -> set[int]:
+        """The pids of the connected keepers."""
+        return {each.pid for each in self._kept}
 
     def _follow(self, each: Keeper) -> None:
         each.on_change = lambda: self._changed(each)
@@ -215,8 +217,8 @@ class Keepers:
     # --- ownership of processes ---------------------------------------------------------------------------------------
 
     def above(self, identity: Identity) -> Keeper | None:
-        """Return the keeper above a process, or None if there is none or the process is gone. Blocks for a moment while
-        it reads /proc.
+        """Return the keeper above a process, or None if there is none or the process is gone. For a keeper, return the
+        keeper itself. Blocks for a moment while it reads /proc.
         """
         return keeper.owner(identity, self._kept)
 
@@ -264,7 +266,7 @@ class Keepers:
         keepers = {each.identity for each in lost}
         # Read these pids before the list of processes, because our processes may exit meanwhile. The agent itself is
         # included, because it may be a child of PID 1.
-        ours = {os.getpid()} | {each.pid for each in self._kept} | process.spawned()
+        ours = {os.getpid()} | self.pids | process.spawned()
         return left(
             each.identity
             for each in proc.table().values()

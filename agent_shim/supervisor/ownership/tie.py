@@ -54,6 +54,8 @@ def tie(
         return Tie.NONE, "its pidfile is older than the process"
     if found.pid == 1:  # a job that has no process may write 1 to its pidfile
         return (Tie.NAMED, "") if is_fresh else (Tie.NONE, "it is process 1")
+    if found.pid in keepers.pids or process.is_spawned(found.identity):
+        return Tie.NONE, "it belongs to the agent"
     owner = keepers.owner(found.identity)
     if owner in map(shortened, spec.labels) or found.identity in record.others:
         return Tie.OWNED, ""
@@ -61,8 +63,6 @@ def tie(
         return Tie.SHARED, ""
     if owner:
         return Tie.NONE, f"it belongs to {owner}"
-    if keepers.is_keeper(found.pid) or process.is_spawned(found.identity):
-        return Tie.NONE, "it belongs to the agent"
     if not is_older:
         return Tie.NONE, "its pidfile is older than the process"
     if proc.executable(found.pid).startswith(tuple(f"{keepers.base}/{name}" for name in PROGRAMS)):
@@ -86,7 +86,8 @@ def match(keepers: Keepers, spec: ProcessSpec, record: ProcessRecord) -> tuple[p
     """
     assert spec.pattern is not None
     processes = proc.table()
-    living = [pid for pid, each in processes.items() if each.is_alive and pid not in (1, os.getpid())]
+    excluded = {1, os.getpid(), *keepers.pids}
+    living = [pid for pid, each in processes.items() if each.is_alive and pid not in excluded]
     fitting = [pid for pid, line in proc.command_lines(living).items() if spec.pattern.search(line)]
     own = {shortened(label) for label in spec.labels}
     found: list[tuple[proc.Stat, Tie]] = []

@@ -89,7 +89,7 @@ class Rounds:
         await self.supervisor.close()
 
     async def begin(self) -> None:
-        self.supervisor = self.world.supervisor()
+        self.supervisor = await self.world.supervisor().__aenter__()  # each round decides when to close it
         await self.supervisor.recover()
         await self.supervisor.configure(self.files)
 

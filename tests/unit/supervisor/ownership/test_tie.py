@@ -35,7 +35,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keepers(owner: str = "", keeper: int = 0) -> Any:
     """Return keepers that attribute every process to ``owner``, and for which the pid ``keeper`` is a keeper itself."""
-    return SimpleNamespace(owner=lambda _: owner, is_keeper=lambda pid: pid == keeper, base=Path("/var/vcap"))
+    return SimpleNamespace(owner=lambda _: owner, pids={keeper}, base=Path("/var/vcap"))
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
@@ -147,7 +147,7 @@ def test_pidfile_that_names_a_process_of_the_agent_is_rejected(monkeypatch: pyte
     """The agent's own processes are its keepers, sshd and workers."""
     monkeypatch.setattr(process, "is_spawned", lambda _: which == "child")
 
-    found = tie(keepers(keeper=50 if which == "keeper" else 0), ONE, SPEC, ProcessRecord(), NEWER)
+    found = tie(keepers("web", keeper=50 if which == "keeper" else 0), ONE, SPEC, ProcessRecord(), NEWER)
 
     assert found == (Tie.NONE, "it belongs to the agent")
 
@@ -162,6 +162,7 @@ def test_pidfile_that_names_a_process_of_the_agent_is_rejected(monkeypatch: pyte
         ({10: script_label("any")}, ProcessRecord(), None),
         ({10: ""}, ProcessRecord(known=(10, 100), is_only_named=True), (10, Tie.NAMED)),
         ({10: ""}, ProcessRecord(known=(10, 100)), (10, Tie.OWNED)),
+        ({10: "web", 13: "web"}, ProcessRecord(known=(13, 130)), (10, Tie.OWNED)),  # 13 is a keeper
         ({}, ProcessRecord(), None),
     ],
 )
@@ -179,6 +180,7 @@ def test_pattern_finds_the_recorded_process_or_the_oldest(
     monkeypatch.setattr(proc, "table", lambda: processes)
     lines = dict.fromkeys(processes, "web -d") | {12: "sleep"}
     monkeypatch.setattr(proc, "command_lines", lambda pids: {pid: lines[pid] for pid in pids})
-    found = match(SimpleNamespace(owner=lambda identity: owners[identity[0]]), SPEC, record)  # type: ignore[arg-type]
+    kept: Any = SimpleNamespace(owner=lambda identity: owners[identity[0]], pids={13})
+    found = match(kept, SPEC, record)
 
     assert (found and (found[0].pid, found[1])) == expected
