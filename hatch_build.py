@@ -68,7 +68,7 @@ def _written(name: str) -> str:
 
 
 def page(readme: str) -> str:
-    """Return README.md with absolute links to files of this commit or release."""
+    """Return the text of README.md with each relative link replaced by a URL on GitHub for this commit or release."""
     at = (revision()[:40] if "dev" in version() else f"v{version()}") or "main"
     raw = HOME.replace("//github.com/", "//raw.githubusercontent.com/")
     readme = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\g<1>{raw}/{at}/", readme)
@@ -76,15 +76,17 @@ def page(readme: str) -> str:
 
 
 def machine() -> str:
-    """Return the architecture of a wheel, such as ``x86_64``: ``AGENT_SHIM_MACHINE``, or that of this machine."""
+    """Return the architecture for which to build a wheel, such as ``x86_64``: ``AGENT_SHIM_MACHINE``, or that of this
+    machine.
+    """
     return os.environ.get("AGENT_SHIM_MACHINE") or platform.machine()
 
 
 def compilers() -> list[list[str]]:
     """Return the commands of installed C compilers for ``machine``, in order of preference.
 
-    musl makes the smallest program. A cross compiler has the architecture in its name, whereas zig supports all of
-    them.
+    musl produces the smallest program. Names of cross compilers contain the architecture, whereas zig compiles for
+    every architecture.
     """
     if command := os.environ.get("CC", "").split():
         return [command]
@@ -118,7 +120,7 @@ def build_keeper(target: Path, links: tuple[str, ...] = ("-static",)) -> None:
 
 
 def build_keeper_of_checkout() -> None:
-    """Compile the keeper next to its source if it is missing or older.
+    """Compile the keeper next to its source if it is missing or older than the source.
 
     It may be linked dynamically here, because Fedora's compiler has no static libraries.
     """
@@ -128,7 +130,7 @@ def build_keeper_of_checkout() -> None:
 
 
 class PageHook(MetadataHookInterface):
-    """Sets the wheel's README and the URLs in its metadata."""
+    """Sets the description (the README) and the URLs in the metadata of a package."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         text = page((ROOT / "README.md").read_text())
@@ -142,10 +144,10 @@ class PageHook(MetadataHookInterface):
 
 
 class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Writes version and commit into ``agent_shim/__init__.py`` of a build, and adds the keeper to a wheel."""
+    """Writes the version and the commit into ``agent_shim/__init__.py`` of a build, and adds the keeper to a wheel."""
 
     def dependencies(self) -> list[str]:
-        """Return the package of a C compiler (100 MB) if a wheel needs one and the system has none."""
+        """Return the PyPI package of a C compiler (100 MB) if a wheel is built and the system has no compiler."""
         return ["ziglang"] if self.target_name == "wheel" and not compilers() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -164,8 +166,8 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name == "wheel":
             build_keeper(scratch / "keeper")
             build_data["force_include"][str(scratch / "keeper")] = KEEPER
-            # A static program needs no libc, so the wheel fits all systems with glibc or musl. The tags give the oldest
-            # versions.
+            # A static program needs no libc, so the wheel can be installed on all systems with glibc or musl. Each tag
+            # contains the minimum version.
             build_data["tag"] = f"py3-none-manylinux_2_17_{machine()}.musllinux_1_1_{machine()}"
             build_data["pure_python"] = False
 
