@@ -2,8 +2,8 @@
 """``./dev sbom`` prints the dependencies of the agent with hashes, licences and their own dependencies, in CycloneDX
 1.5.
 
-Versions, hashes and dependencies come from a lock file (by default the image's, otherwise the one that ``--lock``
-names), and licences from the installed packages. ``--licences`` prints a table instead.
+Versions, hashes and dependencies come from a lock file (``--lock``, by default that of the image), and licences from
+the installed packages. ``--licences`` prints a table instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
-from hatch_build import version  # noqa: E402 - a module beside this directory
+from hatch_build import version  # noqa: E402 - a module in the parent directory
 
 LOCK: Final = ROOT / "requirements/runtime.lock"
 _PINNED: Final = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)")

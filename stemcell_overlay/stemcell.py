@@ -42,7 +42,7 @@ from isal import igzip
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
-from hatch_build import revision, semantic_version  # noqa: E402 - a module beside this directory
+from hatch_build import revision, semantic_version  # noqa: E402 - a module in the parent directory
 from stemcell_overlay import sbom  # noqa: E402
 
 TAG: Final = "localhost/agent-shim/stemcell"
@@ -54,9 +54,9 @@ CHUNK: Final = 1 << 20
 BASES: Final = {"amd64": "ghcr.io/cloudfoundry/ubuntu-noble-stemcell:latest", "arm64": "debian:bookworm-slim"}
 """Default base images by architecture. There are official stemcell images only for amd64."""
 OWN: Final = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Architectures by the output of ``uname -m``."""
+"""Debian's names of the architectures by the output of ``uname -m``."""
 _WORDS: Final = {"amd64": "x86_64", "arm64": "arm64"}
-"""Names of the architectures in manifests."""
+"""Names of the architectures in manifests by Debian's names."""
 
 FACTS: Final = """
 . /etc/os-release
@@ -113,16 +113,16 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="./dev stemcell", description="Make a stemcell for container CPIs.")
-    parser.add_argument("--light", action="store_true", help="only name an image in a registry")
+    parser.add_argument("--light", action="store_true", help="make a stemcell that refers to an image in a registry")
     parser.add_argument("--sbom", action="store_true", help="only print the components of --image")
-    parser.add_argument("--image", help="an existing image; with --light NAME:TAG@sha256:DIGEST")
+    parser.add_argument("--image", help="name of an existing image; with --light, NAME:TAG@sha256:DIGEST")
     bases = " and ".join(f"{base} for {architecture}" for architecture, base in BASES.items())
     parser.add_argument("--base", help=f"base of the image (default: {bases})")
     parser.add_argument("--arch", choices=BASES, help="architecture (default: that of the image, or of this machine)")
-    parser.add_argument("--os", help="operating system in manifests: that of the image (default), or SYSTEM-SUFFIX")
+    parser.add_argument("--os", help="operating system in the manifest: that of the image, with or without -SUFFIX")
     parser.add_argument("--version", help="version of the stemcell (default: that of the base and of the agent)")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="directory of the tarball (default: dist)")
-    parser.add_argument("build", nargs="*", metavar="BUILD OPTION", help="option of the build, after --")
+    parser.add_argument("build", nargs="*", metavar="BUILD OPTION", help="options for podman or docker build, after --")
     return parser
 
 
@@ -198,7 +198,7 @@ NO_EMULATOR: Final = "no emulator is registered; apt-get install qemu-user-stati
 
 
 def is_emulated(architecture: str) -> bool:
-    """Return True if an emulator for this architecture is registered in the kernel."""
+    """Return True if an emulator for this architecture is registered with the kernel (binfmt_misc)."""
     machine = next(machine for machine, known in OWN.items() if known == architecture)
     return any(Path("/proc/sys/fs/binfmt_misc").glob(f"*{machine}*"))
 
@@ -262,7 +262,9 @@ def packages(distribution: str, lines: Iterable[str], known: dict[str, tuple[str
 
 
 def modules(lines: Iterable[str]) -> list[Part]:
-    """Return the Python packages of the agent. ``lines`` have the name, the version and the names of dependencies."""
+    """Return the Python packages of the agent. Each of ``lines`` contains a name, a version and the names of the
+    dependencies.
+    """
     rows = [line.split() for line in lines]
     there = {_normal(name): [f"pkg:pypi/{_normal(name)}@{version}"] for name, version, *_ in rows}
     return [
@@ -489,7 +491,9 @@ def _add(tarball: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _as_built(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Set the owner to root and the time to the build time, which LXD shows as the image's creation date."""
+    """Set the owner to root and the modification time to ``build_time``, which LXD shows as the image's creation
+    date.
+    """
     member.uid = member.gid = 0
     member.mtime = build_time()
     member.uname = member.gname = ""
