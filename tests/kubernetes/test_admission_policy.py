@@ -154,15 +154,21 @@ def service(label: str = "service", **spec: Any) -> Document:
 
 CREATED: dict[str, tuple[Document, str]] = {
     "a pod without the label": (document("Pod", "p", "", spec=vm()["spec"]), "handles only objects with the label"),
-    "a pod of another kind": (document("Pod", "p", "data", spec=vm()["spec"]), "is none of the CPI"),
-    "a VM of another name": (document("Pod", "p", "vm", spec=vm()["spec"]), "names its VM"),
-    "another image": (vm_with(image="evil.example/x"), "the image is not one of"),
-    "an image whose prefix is a part": (vm_with(image="registry.example.evil/x"), "the image is not one of"),
+    "a pod of another kind": (document("Pod", "p", "data", spec=vm()["spec"]), "does not use for this type"),
+    "a VM of another name": (document("Pod", "p", "vm", spec=vm()["spec"]), "must be the name of its VM"),
+    "another image": (vm_with(image="evil.example/x"), "does not begin with any of the prefixes"),
+    "an image whose prefix is a part": (
+        vm_with(image="registry.example.evil/x"),
+        "does not begin with any of the prefixes",
+    ),
     "an init container's image": (
         vm(initContainers=[{"name": "i", "image": "evil.example/x"}]),
-        "the image is not one of",
+        "does not begin with any of the prefixes",
     ),
-    "an image volume": (mounting({"image": {"reference": "evil.example/x"}}), "the image is not one of"),
+    "an image volume": (
+        mounting({"image": {"reference": "evil.example/x"}}),
+        "does not begin with any of the prefixes",
+    ),
     "a foreign Secret": (mounting({"secret": {"secretName": "bosh-cpi-token"}}), "volumes of these kinds"),
     "a projected Secret": (
         mounting({"projected": {"sources": [{"secret": {"name": "bosh-cpi-token"}}]}}),
@@ -197,33 +203,36 @@ CREATED: dict[str, tuple[Document, str]] = {
     "its live disks, writable": (mounting({"hostPath": {"path": f"{ROOM}/{VM}"}}), "the VM's own live disks"),
     "an environment with a Secret": (
         vm_with(env=[{"name": "T", "valueFrom": {"secretKeyRef": {"name": "bosh-cpi-token", "key": "token"}}}]),
-        "no environment",
+        "cannot have environment variables",
     ),
-    "a whole Secret as environment": (vm_with(envFrom=[{"secretRef": {"name": "bosh-cpi-token"}}]), "no environment"),
-    "the node's network": (vm(hostNetwork=True), "no network and no IPC of the node"),
-    "the node's IPC": (vm(hostIPC=True), "no network and no IPC of the node"),
-    "the node's processes": (vm(hostPID=True), "tier privileged needs"),
-    "a chosen node": (vm(nodeName="node"), "the scheduler chooses"),
+    "a whole Secret as environment": (
+        vm_with(envFrom=[{"secretRef": {"name": "bosh-cpi-token"}}]),
+        "cannot have environment variables",
+    ),
+    "the node's network": (vm(hostNetwork=True), "cannot use the node's network or IPC"),
+    "the node's IPC": (vm(hostIPC=True), "cannot use the node's network or IPC"),
+    "the node's processes": (vm(hostPID=True), "tier privileged requires"),
+    "a chosen node": (vm(nodeName="node"), "cannot choose their node"),
     "a probe of another host": (
         vm_with(livenessProbe={"httpGet": {"host": "169.254.169.254", "port": 80}}),
-        "ask no other host",
+        "cannot send requests to another host",
     ),
     "a hook to another host": (
         vm_with(lifecycle={"postStart": {"httpGet": {"host": "169.254.169.254", "port": 80}}}),
-        "ask no other host",
+        "cannot send requests to another host",
     ),
     "another account": (vm(serviceAccountName="admin"), "service account default or bosh-cpi"),
-    "a priority of the cluster": (vm(priorityClassName="system-node-critical"), "no part of the cluster's own"),
-    "a port of the node": (vm_with(ports=[{"containerPort": 80, "hostPort": 80}]), "needs host_ports"),
-    "a privileged VM": (secured(privileged=True), "tier privileged needs"),
+    "a priority of the cluster": (vm(priorityClassName="system-node-critical"), "reserved for the cluster"),
+    "a port of the node": (vm_with(ports=[{"containerPort": 80, "hostPort": 80}]), "requires host_ports"),
+    "a privileged VM": (secured(privileged=True), "tier privileged requires"),
     "a privileged init container": (
         vm(initContainers=[{"name": "i", "image": IMAGE, "securityContext": {"privileged": True}}]),
-        "tier privileged needs",
+        "tier privileged requires",
     ),
     **{
         f"the capability {name}": (
             vm_with(securityContext={"capabilities": {"add": [name]}}),
-            "a capability over the node",
+            "a capability that affects the node",
         )
         for name in ("SYS_ADMIN", "sys_admin", "CAP_SYS_ADMIN", "all", "ALL", "Sys_Module", "SYS_TIME")
     },
@@ -237,13 +246,13 @@ CREATED: dict[str, tuple[Document, str]] = {
     ),
     "an SELinux type": (secured(seLinuxOptions={"type": "spc_t"}), "profiles of a container"),
     # Helper pods.
-    "a helper with another program": (helper(change=with_argument(4, "evil")), "a helper runs only `program`"),
+    "a helper with another program": (helper(change=with_argument(4, "evil")), "a helper can only run `program`"),
     "a helper with another interpreter": (
         helper(change=with_argument(0, "/disk/evil")),
-        "a helper runs only `program`",
+        "a helper can only run `program`",
     ),
-    "a helper without isolation": (helper(change=with_argument(1, "-s")), "a helper runs only `program`"),
-    "a helper with arguments of its own": (helper(change=in_container(args=["x"])), "nothing beside its program"),
+    "a helper without isolation": (helper(change=with_argument(1, "-s")), "a helper can only run `program`"),
+    "a helper with arguments of its own": (helper(change=in_container(args=["x"])), "anything except its program"),
     "a helper with another kind's arguments": (helper(change=with_argument(5, "reboot")), "the arguments of a helper"),
     "a helper for another VM": (helper(change=with_argument(7, f"/target/vm-1/{DISK}")), "the arguments of a helper"),
     "a helper beyond its VM": (
@@ -253,24 +262,24 @@ CREATED: dict[str, tuple[Document, str]] = {
     "a helper that binds all": (helper("bound", with_argument(6, "/target")), "the arguments of a helper"),
     "a helper with an environment": (
         helper(change=in_container(env=[{"name": "LD_PRELOAD", "value": "/disk/x.so"}])),
-        "no environment",
+        "cannot have environment variables",
     ),
-    "a helper with a directory": (helper(change=in_container(workingDir="/disk")), "nothing beside its program"),
+    "a helper with a directory": (helper(change=in_container(workingDir="/disk")), "anything except its program"),
     "a helper with a probe": (
         helper(change=in_container(livenessProbe={"exec": {"command": ["evil"]}})),
-        "nothing beside its program",
+        "anything except its program",
     ),
     "a helper with a hook": (
         helper(change=in_container(lifecycle={"postStart": {"exec": {"command": ["evil"]}}})),
-        "nothing beside its program",
+        "anything except its program",
     ),
     "a helper with a last hook": (
         helper(change=in_container(lifecycle={"preStop": {"exec": {"command": ["evil"]}}})),
-        "nothing beside its program",
+        "anything except its program",
     ),
     "a helper with two containers": (
         helper(change=lambda spec: spec["containers"].append({"name": "c", "image": IMAGE})),
-        "a helper runs only `program`",
+        "a helper can only run `program`",
     ),
     "a helper with an init container": (
         helper(change=lambda spec: spec.update(initContainers=[{"name": "agent", "image": IMAGE}])),
@@ -292,11 +301,11 @@ CREATED: dict[str, tuple[Document, str]] = {
     ),
     "an image as the agent": (
         helper(change=with_volume("agent", {"image": {"reference": "evil.example/x"}}, "/opt/agent_shim")),
-        "the image is not one of",
+        "does not begin with any of the prefixes",
     ),
     "an image over the interpreter": (
         helper(change=with_volume("agent", {"image": {"reference": IMAGE}}, "/usr")),
-        "a helper mounts its volumes at",
+        "a helper must mount its volumes at",
     ),
     "a helper with the node's root": (
         helper("bound", lambda spec: spec["volumes"][0]["hostPath"].update(path="/")),
@@ -304,11 +313,11 @@ CREATED: dict[str, tuple[Document, str]] = {
     ),
     "a helper with a part of a disk": (
         helper(change=lambda spec: spec["containers"][0]["volumeMounts"][1].update(subPath="x")),
-        "a helper mounts its volumes at",
+        "a helper must mount its volumes at",
     ),
     "a helper with a token": (
         helper(change=lambda spec: spec.pop("automountServiceAccountToken")),
-        "volumes of these kinds|a helper has no token",
+        "volumes of these kinds|a helper cannot have a token",
     ),
     "a helper with a Secret": (
         helper("reboot", with_volume("agent", {"secret": {"secretName": "reboot-1"}}, "/opt/agent_shim")),
@@ -324,39 +333,39 @@ CREATED: dict[str, tuple[Document, str]] = {
                 "annotations": {"kubernetes.io/service-account.name": "admin"},
             }
         },
-        "of the type Opaque",
+        "must have the type Opaque",
     ),
     "a Secret without the label": (document("Secret", "t", ""), "handles only objects with the label"),
     "a copy of a claim": (
         claim(dataSource=SOURCE),
-        "a claim of the CPI is empty",
+        "a claim of the CPI must be empty",
     ),
     "a copy by reference": (
         claim(dataSourceRef=SOURCE),
-        "a claim of the CPI is empty",
+        "a claim of the CPI must be empty",
     ),
-    "a chosen volume": (claim(volumeName="pv-of-others"), "a claim of the CPI is empty"),
-    "a volume by labels": (claim(selector={"matchLabels": {"a": "b"}}), "a claim of the CPI is empty"),
-    "a claim of another name": (claim("database"), "starts with disk- or data-"),
+    "a chosen volume": (claim(volumeName="pv-of-others"), "a claim of the CPI must be empty"),
+    "a volume by labels": (claim(selector={"matchLabels": {"a": "b"}}), "a claim of the CPI must be empty"),
+    "a claim of another name": (claim("database"), "must start with disk- or data-"),
     "a foreign snapshot": (
         document("VolumeSnapshot", "n", "snapshot", spec={"source": {"persistentVolumeClaimName": "database"}}),
-        "is one of a disk",
+        "must be that of a disk",
     ),
     "a snapshot of other content": (
         document("VolumeSnapshot", "n", "snapshot", spec={"source": {"volumeSnapshotContentName": "c"}}),
-        "is one of a disk",
+        "must be that of a disk",
     ),
-    "a Service in front of others": (service(selector={"app": "database"}), "selects VMs"),
-    "a Service without pods": (service(selector=None), "selects VMs"),
-    "a Service with an address of others": (service(externalIPs=["192.0.2.7"]), "no external addresses"),
-    "a name for another server": (service(type="ExternalName", externalName="evil.example"), "selects VMs"),
+    "a Service in front of others": (service(selector={"app": "database"}), "must select VMs"),
+    "a Service without pods": (service(selector=None), "must select VMs"),
+    "a Service with an address of others": (service(externalIPs=["192.0.2.7"]), "cannot have external addresses"),
+    "a name for another server": (service(type="ExternalName", externalName="evil.example"), "must select VMs"),
     "a policy for others": (
         document("NetworkPolicy", "n", "network-policy", spec={"podSelector": {}, "ingress": [{}]}),
-        "NetworkPolicy of the CPI selects VMs",
+        "NetworkPolicy of the CPI must select VMs",
     ),
     "a finalizer": (
         {**vm(), "metadata": vm()["metadata"] | {"finalizers": ["evil.example/x"]}},
-        "no finalizers",
+        "cannot have finalizers",
     ),
 }
 
@@ -407,27 +416,39 @@ FOREIGN = {
 }
 TAKEN = {"metadata": {"labels": LABELS | {"cpi.bosh.io/kind": "vm"}}}
 CHANGED: dict[str, tuple[str, Document, str]] = {
-    "the image of a VM": ("pod", {"spec": {"containers": [{"name": "agent", "image": IMAGE + "x"}]}}, "do not change"),
-    "the image of a helper": ("helper", {"spec": {"activeDeadlineSeconds": 9}}, "containers and volumes"),
-    "the kind of a pod": ("pod", {"metadata": {"labels": {"cpi.bosh.io/kind": "bound"}}}, "do not change"),
-    "the Director of a pod": ("pod", {"metadata": {"labels": {"cpi.bosh.io/director": "x"}}}, "do not change"),
+    "the image of a VM": (
+        "pod",
+        {"spec": {"containers": [{"name": "agent", "image": IMAGE + "x"}]}},
+        "cannot be changed",
+    ),
+    "the image of a helper": ("helper", {"spec": {"activeDeadlineSeconds": 9}}, "the spec of a pod"),
+    "the kind of a pod": ("pod", {"metadata": {"labels": {"cpi.bosh.io/kind": "bound"}}}, "cannot be changed"),
+    "the Director of a pod": ("pod", {"metadata": {"labels": {"cpi.bosh.io/director": "x"}}}, "cannot be changed"),
     "the owner's label of a pod": (
         "pod",
         {"metadata": {"labels": {"app.kubernetes.io/managed-by": None}}},
         "handles only objects",
     ),
-    "a selector's label of a pod": ("pod", {"metadata": {"labels": {"app": "database"}}}, "below bosh.io/"),
-    "an annotation of a pod": ("pod", {"metadata": {"annotations": {"x.example/y": "z"}}}, "below bosh.io/"),
-    "finalizers of a pod": ("pod", {"metadata": {"finalizers": ["evil.example/x"]}}, "no finalizers"),
-    "the volume of a claim": ("claim", {"spec": {"volumeName": "pv-of-others"}}, "of a claim only"),
+    "a selector's label of a pod": ("pod", {"metadata": {"labels": {"app": "database"}}}, "that begin with bosh.io/"),
+    "an annotation of a pod": ("pod", {"metadata": {"annotations": {"x.example/y": "z"}}}, "that begin with bosh.io/"),
+    "finalizers of a pod": ("pod", {"metadata": {"finalizers": ["evil.example/x"]}}, "cannot have finalizers"),
+    "the volume of a claim": ("claim", {"spec": {"volumeName": "pv-of-others"}}, "annotations of a claim"),
     "the node of a claim": (
         "claim",
         {"metadata": {"annotations": {"volume.kubernetes.io/selected-node": "n"}}},
-        "of a claim only",
+        "annotations of a claim",
     ),
-    "the pods of a Service": ("Service", {"spec": {"selector": {"cpi.bosh.io/group": None, "a": "b"}}}, "selects VMs"),
-    "the addresses of a Service": ("Service", {"spec": {"externalIPs": ["192.0.2.7"]}}, "no external addresses"),
-    "a Secret": ("Secret", {"metadata": {"labels": {"bosh.io/a": "b"}}}, "Secrets and snapshots do not change"),
+    "the pods of a Service": (
+        "Service",
+        {"spec": {"selector": {"cpi.bosh.io/group": None, "a": "b"}}},
+        "must select VMs",
+    ),
+    "the addresses of a Service": (
+        "Service",
+        {"spec": {"externalIPs": ["192.0.2.7"]}},
+        "cannot have external addresses",
+    ),
+    "a Secret": ("Secret", {"metadata": {"labels": {"bosh.io/a": "b"}}}, "Secrets and snapshots cannot be changed"),
 }
 
 
