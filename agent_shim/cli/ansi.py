@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Final, TextIO
 
 Paint = Callable[[str, str], str]
-"""A function that adds to a text a colour, which is named as in ``CODES``."""
+"""A function that adds a colour to a text. The names of the colours are the keys of ``CODES``."""
 
 BEGIN_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
 """Switches to the alternate screen, which preserves the scrollback, and hides the cursor."""

@@ -399,31 +399,31 @@ def _run(call: CommandLine) -> int:
 
 
 ABOUT = "A bosh process manager for starting and stopping release jobs"
-HELP = Flag("help", "h", "", "show this")
+HELP = Flag("help", "h", "", "show this help")
 VERSION = Flag("version", "", "", "print the version")
-_PROCESS = Flag("process", "p", "string", "the process, if it is not named as the job")
+_PROCESS = Flag("process", "p", "string", "name of the process (default: the name of the job)")
 _RUN = (
-    Flag("env", "e", "stringArray", "a further environment variable: KEY=VALUE"),
+    Flag("env", "e", "stringArray", "additional environment variable: KEY=VALUE"),
     _PROCESS,
-    Flag("volume", "v", "stringArray", "a further volume: PATH[:OPTIONS]"),
+    Flag("volume", "v", "stringArray", "additional volume: PATH[:OPTIONS]"),
 )
 _LOGS = (
-    Flag("all", "a", "", "both stdout and stderr"),
-    Flag("err", "e", "", "stderr"),
-    Flag("follow", "f", "", "follow the files"),
-    Flag("lines", "n", "int", "the last ones that are shown (25)"),
+    Flag("all", "a", "", "show both stdout and stderr"),
+    Flag("err", "e", "", "show stderr instead of stdout"),
+    Flag("follow", "f", "", "keep printing new lines"),
+    Flag("lines", "n", "int", "number of lines to show from the end of each file (default: 25)"),
     _PROCESS,
-    Flag("quiet", "q", "", "without names of files"),
+    Flag("quiet", "q", "", "omit the headers with the file names"),
 )
 VERBS = {
     "start": Verb(_order, "start a process", [_PROCESS]),
     "stop": Verb(_order, "stop a process", [_PROCESS]),
-    "run": Verb(_run, "run a process to its end", _RUN),
-    "pid": Verb(_pid, "print the process number", [_PROCESS]),
+    "run": Verb(_run, "run a process and wait until it ends", _RUN),
+    "pid": Verb(_pid, "print the process id", [_PROCESS]),
     "list": Verb(_list, "show all processes", of_job=False),
     "logs": Verb(_logs, "show the logs of a process", _LOGS),
-    "shell": Verb(_shell, "start a shell that sees what the process sees", [_PROCESS]),
-    "trace": Verb(_trace, "show the system calls of a process", [_PROCESS]),
+    "shell": Verb(_shell, "start a shell in the environment of a process", [_PROCESS]),
+    "trace": Verb(_trace, "trace the system calls of a process", [_PROCESS]),
     "version": Verb(_version, "print the version", of_job=False),
 }
 

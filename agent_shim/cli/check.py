@@ -1,9 +1,9 @@
-"""``agent-shim check``: validate configuration files without regard to this machine.
+"""``agent-shim check``: validate the content of configuration files, on any machine.
 
-Whether users and paths exist, and which modes files have, does not matter. A ``depends on`` target that no given file
-defines is only a warning, because another job may define it. Two of the mistakes reported here would not keep the
-daemon from starting: a program that is not an absolute path, as results from ``start progam "/x"``, and an unknown key
-of agent.json, which the daemon ignores with a warning because the file may be written for a newer version.
+It does not check whether the users and paths in the files exist. A ``depends on`` target that no given file defines is
+only a warning, because another job may define it. Two of the mistakes reported here would not keep the daemon from
+starting: a program that is not an absolute path, for example because of the typo in ``start progam "/x"``, and an
+unknown key of agent.json, which the daemon ignores with a warning because the file may be written for a newer version.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GOOD: Final = 0
 USAGE: Final = 2
 MISSING: Final = 66
 WRONG: Final = 78
-UNMANAGED: Final = "lacks `group vcap`: a Director does not start, stop or report it"
+UNMANAGED: Final = "lacks `group vcap`, so a Director does not start, stop or report it"
 
 
 def kind_of(name: str) -> str:
@@ -104,7 +104,7 @@ def _check(report: _FileReport, parsed: list[MonitFile], unknown: list[str]) -> 
             if plan.is_never_restarted(plan.spec_of("", each)):
                 unknown.append(f"line {each.line}: not acted on: {plan.NEVER_RESTARTED}")
             unknown += [
-                f"line {rule.line}: not acted on: the words of protocol {rule.test.protocol.name}, only its connection"
+                f"line {rule.line}: not acted on: protocol {rule.test.protocol.name} (only the connection is tested)"
                 for rule in each.rules
                 if isinstance(rule.test, Connection) and rule.test.protocol.name in UNSPOKEN_PROTOCOLS
             ]
@@ -114,9 +114,11 @@ def _check(report: _FileReport, parsed: list[MonitFile], unknown: list[str]) -> 
         content = _decoded(text, report.file)
         processes = config.parse(content, origin=origin, job=_job_of(report.file), unknown=unknown).processes
         names = [process.name for process in processes]
-        unknown += ["no processes: nothing runs"] * (not names)
+        unknown += ["there are no processes, so nothing runs"] * (not names)
         unknown += [
-            f"of {count} processes {name} the first runs" for name, count in Counter(names).items() if count > 1
+            f"{count} processes are named {name}, and only the first one runs"
+            for name, count in Counter(names).items()
+            if count > 1
         ]
     elif report.kind == "agent":
         unknown_keys: list[str] = []
@@ -153,7 +155,7 @@ def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
                 found = config.parse(_decoded(path.read_bytes(), path), origin=str(path))
                 if found.process(call.process) is None:
                     known = ", ".join(process.name for process in found.processes) or "none"
-                    missing = f"process {call.process}, and {path} has {known}"
+                    missing = f"the process {call.process}, but {path} only defines: {known}"
                     yield f"line {check.line}: the {verb} program of {check.name} names {missing}"
             break
 

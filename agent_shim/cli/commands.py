@@ -236,11 +236,13 @@ def parser() -> argparse.ArgumentParser:
     for action, text in CHANGES.items():
         change = command(action, _change, text)
         change.add_argument("names", nargs="+", metavar="NAME", help="name of a service, or all")
-        change.add_argument("--wait", action="store_true", help="wait for the end; exit code 1 on failure")
+        change.add_argument(
+            "--wait", action="store_true", help="wait until the action is done; exit with 1 if it fails"
+        )
         _base_option(change)
         change.set_defaults(action=action)
     _add_for_tools(command)
-    demo = command("demo", _demo, "deploy a small release with a scripted Director to a private agent")
+    demo = command("demo", _demo, "start a temporary agent, and deploy a small release to it with a scripted Director")
     demo.add_argument("--keep", action="store_true", help="leave Director, bus and agent running until Ctrl-C")
     completion = command("completion", _completion, "print the completion script for a shell")
     completion.add_argument("shell", choices=tuple(SHELLS), help="bash, zsh or fish")
@@ -259,11 +261,13 @@ def _add_daemon(command: Command) -> None:
     run = command("run", _run, "run the daemon in the foreground")
     _daemon_options(run)
     run.add_argument("--http", metavar="ADDR:PORT|off", help="address of metrics and probes")
-    run.add_argument("--log-format", choices=("json", "text"), default="", help="text on a terminal, else json")
+    text = "default: text on a terminal, otherwise json"
+    run.add_argument("--log-format", choices=("json", "text"), default="", help=text)
     levels = ("debug", "info", "warning", "error")
-    run.add_argument("--log-level", choices=levels, default="", help="lowest level that is logged")
+    run.add_argument("--log-level", choices=levels, default="", help="lowest level to log")
     run.add_argument("--job-logs", action="store_true", help="copy the log files of jobs to standard output")
-    monit = command("monit", _monit, "run only the supervisor, replacing monit under another agent, in the foreground")
+    text = "run only the process supervisor in the foreground, replacing monit under another agent"
+    monit = command("monit", _monit, text)
     monit.add_argument(
         "-c", dest="control_file", type=Path, required=True, metavar="MONITRC", help="monit's control file"
     )
@@ -272,13 +276,13 @@ def _add_daemon(command: Command) -> None:
     monit.add_argument(
         "--http", default="off", metavar="ADDR:PORT|off", help="address of metrics and probes (default: off)"
     )
-    monit.add_argument("--bpm", action="store_true", help="run the processes of bpm.yml, without a program bpm")
-    monit.add_argument("--log-level", choices=levels, default="info", help="lowest level that is logged")
+    monit.add_argument("--bpm", action="store_true", help="run the processes of bpm.yml without the bpm program")
+    monit.add_argument("--log-level", choices=levels, default="info", help="lowest level to log")
 
 
 def _add_for_operators(command: Command) -> None:
     status = command("status", _status, "show the bus, vitals and a table of processes, or single processes")
-    text = "show these processes in full; exit with 1 if one does not run"
+    text = "show all details of these processes; exit with 1 if one is not running"
     status.add_argument("names", nargs="*", metavar="NAME", help=text)
     status.add_argument("--json", action="store_true", help="print JSON")
     status.add_argument("--watch", action="store_true", help="keep refreshing until Ctrl-C")
@@ -295,31 +299,32 @@ def _add_for_operators(command: Command) -> None:
         "--since",
         type=_moment,
         metavar="TIME",
-        help="print only lines since a time of day (14:00) or of a last period (10m, 2h30m)",
+        help="print only lines written since a time of day (14:00) or within a period up to now (10m, 2h30m)",
     )
-    logs.add_argument("--agent", action="store_true", help="the agent's own log")
+    logs.add_argument("--agent", action="store_true", help="print the agent's own log")
     _base_option(logs)
 
-    doctor = command("doctor", _doctor, "probe what this container allows, and list the changes to its manifest")
+    doctor = command("doctor", _doctor, "test what this container allows, and suggest changes to its manifest")
     output = doctor.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
-    text = "the changes as a patch for kubectl: of the template of a StatefulSet or Deployment (default), or of a pod"
+    text = "print the changes as a kubectl patch for the template of a StatefulSet or Deployment (default) or for a pod"
     output.add_argument("--patch", nargs="?", const="template", choices=("template", "pod"), help=text)
     text = "the container that --patch changes (default: this one, if the kubelet reveals its name)"
     doctor.add_argument("--container", metavar="NAME", help=text)
     doctor.add_argument("-C", dest="config", type=Path, metavar="agent.json", help="the agent's configuration")
     _base_option(doctor)
 
-    text = "stop all jobs in order, as at the end of the container: pre-stop, drain, stop, post-stop"
+    text = "stop all jobs in order, as when the container is stopped: pre-stop, drain, stop, post-stop"
     drain = command("drain", _drain, text)
-    drain.add_argument("--timeout", type=_seconds, metavar="S", help="total seconds (default: the grace)")
-    text = "cut scripts short if a drain is already running; process 1 does so when it is to end"
+    text = "seconds for all steps together (default: AgentShim.grace of agent.json)"
+    drain.add_argument("--timeout", type=_seconds, metavar="S", help=text)
+    text = "if a drain is already running, end its scripts early, as process 1 does when it gets SIGTERM"
     drain.add_argument("--hurry", action="store_true", help=text)
     _base_option(drain)
 
 
 def _add_for_tools(command: Command) -> None:
-    call = command("call", _call, "send a Director's request to the running agent")
+    call = command("call", _call, "send a request to the running agent, as a Director does")
     call.add_argument("method", help="name of the action")
     call.add_argument("arguments", nargs="*", metavar="ARG", help="JSON, or a plain string")
     _base_option(call)
@@ -329,12 +334,13 @@ def _add_for_tools(command: Command) -> None:
     check.add_argument("--as", dest="kind", choices=KINDS, help=text)
     text = "print mistakes and warnings of each file as JSON"
     check.add_argument("--json", action="store_true", dest="as_json", help=text)
-    check.add_argument("--strict", action="store_true", help="statements and keys without effect are mistakes")
+    check.add_argument("--strict", action="store_true", help="treat statements and keys without effect as mistakes")
     text = "monit file, bpm.yml, agent.json or settings"
     check.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
 
     trial = command("try", _try, "compile a release, render its jobs with their defaults, and run them in a container")
-    trial.add_argument("release", type=Path, metavar="RELEASE", help="tarball of sources, or compiled for the image")
+    text = "release tarball, either with sources or compiled for the image"
+    trial.add_argument("release", type=Path, metavar="RELEASE", help=text)
     text = "image of this project with compilers (default: agent-shim)"
     trial.add_argument("--image", default="agent-shim", metavar="IMAGE", help=text)
     text = "deployment manifest (default: one instance with all jobs)"
@@ -342,39 +348,38 @@ def _add_for_tools(command: Command) -> None:
     trial.add_argument("--group", default="", metavar="GROUP", help="instance group, if the manifest has several")
     trial.add_argument("--only", action="append", metavar="JOB", help="only this job")
     trial.add_argument("--name", metavar="NAME", help="name of the container (default: try-RELEASE)")
-    trial.add_argument(
-        "--publish", action="append", metavar="PORT:PORT", help="port of this machine and of the container"
-    )
+    text = "publish the container's PORT as HOST_PORT on this machine"
+    trial.add_argument("--publish", action="append", metavar="HOST_PORT:PORT", help=text)
     trial.add_argument("--tool", choices=("podman", "docker"), help="default: the one that is installed")
-    text = "seconds until all processes run (default: 300)"
+    text = "seconds to wait until all processes run (default: 300)"
     trial.add_argument("--timeout", type=_seconds, default=300.0, metavar="S", help=text)
 
     text = "render the templates of an instance group with Ruby, for an agent without a Director"
     render = command("render", _render, text)
     render.add_argument("manifest", type=Path, metavar="MANIFEST", help="deployment manifest without variables")
-    text = "directory or tarball of a release with the jobs"
+    text = "directory or tarball of a release that contains jobs of the group"
     render.add_argument("releases", nargs="+", type=Path, metavar="RELEASE", help=text)
     render.add_argument("--group", default="", metavar="GROUP", help="instance group, if the manifest has several")
     render.add_argument("--only", action="append", metavar="JOB", help="only this job")
     text = "output directory for jobs, packages and instance.json; set AgentShim.spec in agent.json to it"
     render.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
-    text = "which of the group's instances (AGENT_SHIM_INDEX, also a pod's name; default: 0)"
+    text = "index of the instance in its group (default: AGENT_SHIM_INDEX, which may be a pod's name, or 0)"
     render.add_argument("--index", type=int, metavar="N", help=text)
-    text = "its IP address (AGENT_SHIM_ADDRESS; default: its static IP, else 127.0.0.1)"
+    text = "IP address of the instance (default: AGENT_SHIM_ADDRESS, the static IP, or 127.0.0.1)"
     render.add_argument("--address", metavar="IP", help=text)
-    text = "its zone (AGENT_SHIM_AZ; default: the azs of the group, in turn)"
+    text = "zone of the instance (default: AGENT_SHIM_AZ, or the azs of the group in turn)"
     render.add_argument("--az", metavar="ZONE", help=text)
-    text = "whether it is the bootstrap instance (AGENT_SHIM_BOOTSTRAP; default: if its index is 0)"
+    text = "whether this is the bootstrap instance (default: AGENT_SHIM_BOOTSTRAP, or true if the index is 0)"
     render.add_argument("--bootstrap", action=argparse.BooleanOptionalAction, help=text)
-    text = "addresses of instances in links, with {group} {index} {id} {az} {network} {deployment}"
+    text = "pattern for addresses of instances in links, with {group} {index} {id} {az} {network} {deployment}"
     render.add_argument("--addresses", default="", metavar="PATTERN", help=text)
-    text = "address of a whole group, as bosh-dns would return it"
+    text = "pattern for the address of a whole group in links, in place of its bosh-dns name"
     render.add_argument("--group-address", default="", metavar="PATTERN", help=text)
     text = "write Kubernetes manifests for pods that render their own instances"
     render.add_argument("--kubernetes", action="store_true", help=text)
-    text = "image of the pods with --kubernetes (default: agent-shim)"
+    text = "with --kubernetes, the image of the pods (default: agent-shim)"
     render.add_argument("--image", default="agent-shim", metavar="IMAGE", help=text)
-    text = "image of their init containers, built from the Dockerfile (default: agent-shim-releases)"
+    text = "with --kubernetes, the image of the init containers (default: agent-shim-releases)"
     render.add_argument("--renderer", default="agent-shim-releases", metavar="IMAGE", help=text)
 
     probe = command(
@@ -620,7 +625,7 @@ def _logs(args: argparse.Namespace) -> int:
     encoded = partial(str.encode, encoding=sys.stdout.encoding, errors=sys.stdout.errors or "strict")
     paths, paint, is_terminal = Paths(args.base.absolute()), ansi.paint_for(sys.stdout), sys.stdout.isatty()
     if args.agent and args.job:
-        args.parser.error("--agent is the agent's own log, not that of a job")
+        args.parser.error("--agent shows the agent's own log, so no job can be named")
     directory, job = (paths.agent_log.parent, "log") if args.agent else (paths.log, args.job)
     _refuse_missing(paths, directory, job, is_agent=args.agent)
     refused: dict[str, str] = {}
@@ -665,7 +670,7 @@ def _refuse_missing(paths: Paths, directory: Path, job: str, *, is_agent: bool) 
         with os.scandir(directory) as entries:
             known = [entry.name for entry in entries if entry.is_dir()]
     except FileNotFoundError as exc:
-        raise NotThereError(f"cannot show {what}: there is no directory {exc.filename} (-b names the base)") from exc
+        raise NotThereError(f"cannot show {what}: there is no directory {exc.filename} (set the base with -b)") from exc
     except OSError as exc:
         raise NotThereError(f"cannot show {what}: {exc.filename}: {exc.strerror}") from exc
     if job and job not in known:

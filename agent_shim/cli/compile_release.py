@@ -201,7 +201,7 @@ def stemcell_slug(paths: Paths) -> str:
     except ValueError as exc:
         raise ConfigError(f"cannot tell the stemcell from {release_file}: {exc}") from exc
     if not version or slug.count("/") != 1 or not slug.isprintable():
-        raise ConfigError(f"cannot tell the stemcell: {version_file} has no version without a slash")
+        raise ConfigError(f"cannot tell the stemcell: {version_file} has no valid version (printable, without a slash)")
     return slug
 
 

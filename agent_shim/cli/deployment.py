@@ -82,7 +82,7 @@ class Group(msgspec.Struct):
 
     @property
     def count(self) -> int:
-        """Return the number of instances, which is 1 if the manifest names no number."""
+        """Return the number of instances, which is 1 if the manifest does not give it."""
         return 1 if self.instances is None else self.instances
 
     @property
@@ -134,7 +134,7 @@ class DeploymentManifest(msgspec.Struct):
         found = [group for group in self.instance_groups if name in ("", group.name)]
         if len(found) != 1:
             known = ", ".join(group.name for group in self.instance_groups)
-            raise ConfigError(f"cannot choose an instance group: --group names one of {known or 'none'}")
+            raise ConfigError(f"cannot choose an instance group: --group must name one of: {known or 'none'}")
         return found[0]
 
     def properties_of(self, group: Group, job: DeployedJob) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def read_manifest(path: Path) -> DeploymentManifest:
     manifest = read_yaml(path, DeploymentManifest)
     if found := re.search(rb"\(\(([^()]+)\)\)", msgspec.json.encode(manifest)):
         variable = found[0].decode()
-        raise ConfigError(f"cannot render {path}: {variable} has no value; fill it by `bosh interpolate`")
+        raise ConfigError(f"cannot render {path}: {variable} has no value; fill it in with `bosh interpolate`")
     return manifest
 
 

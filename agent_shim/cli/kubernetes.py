@@ -36,9 +36,9 @@ CONTAINERIZATION: Final = ("bosh_containerization", "quarks")
 """Properties of a job in which releases that were prepared for fissile and quarks list the job's ports."""
 
 STATEFUL_SET: Final = """\
-The instances, which start one after the other, as a Director updates them. No livenessProbe or startupProbe: process 1
-# restarts a dead agent, and a slow one is no reason to end all jobs. The grace of the pod is longer than that of the
-# agent (grace in configmap.yaml) and of the hook."""
+The instances start one after the other, as a Director updates them. There is no livenessProbe or startupProbe,
+# because process 1 restarts a dead agent, and a slow agent is no reason to end all jobs. The pod has a longer
+# terminationGracePeriodSeconds than the timeout of the preStop hook and the agent's grace (configmap.yaml)."""
 TEMPORARY: Final = "/tmp"  # noqa: S108 - the path of a mount
 
 Document = dict[str, Any]
@@ -81,14 +81,17 @@ def write(parts: ObjectInputs, out: Path) -> list[str]:
             [_secret(parts)],
         ),
         "service.yaml": (
-            f"{group}: a name for each pod, also before it is ready. {group}-ready: the pods that are ready.",
+            f"{group}: names of all pods, even before they are ready. {group}-ready: only the ready pods.",
             [_service(parts, group, is_early=True), _service(parts, f"{group}-ready", is_early=False)],
         ),
         "statefulset.yaml": (
             STATEFUL_SET,
             [_stateful_set(parts)],
         ),
-        "poddisruptionbudget.yaml": ("Nodes are drained of one instance at a time.", [_budget(parts)]),
+        "poddisruptionbudget.yaml": (
+            "At most one instance is evicted at a time when nodes are drained.",
+            [_budget(parts)],
+        ),
         "kustomization.yaml": ("kubectl apply -k .", [_kustomization()]),
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -125,7 +128,7 @@ def _declared(properties: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
         for port in (about.get("ports") if isinstance(about, dict) else None) or ():
             numbers = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", str(port.get("internal", "")))
             if numbers is None:
-                raise ConfigError(f"cannot read {key}.ports: `internal` is neither a port nor a range of them: {port}")
+                raise ConfigError(f"cannot read {key}.ports: `internal` is neither a port nor a port range: {port}")
             for number in range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1):
                 yield str(port.get("name", "")), number, str(port.get("protocol", "TCP")).upper()
 
@@ -142,15 +145,15 @@ def _check(parts: ObjectInputs) -> None:
     group = parts.group
     reason = ""
     if not DNS_LABEL.fullmatch(group.name):
-        reason = "its name becomes that of Services, so it has only small letters, digits and -, and at most 52 of them"
+        reason = "Services get its name, so it has at most 52 characters, only lower-case letters, digits and -"
     elif group.lifecycle == ERRAND:
-        reason = "it is an errand, which would be a Job"
+        reason = "it is an errand, for which Kubernetes has Jobs"
     elif group.persistent_disk_type is not None:
-        reason = "only a cloud config has the size of its persistent_disk_type; give `persistent_disk: MEBIBYTES`"
+        reason = "the size of its persistent_disk_type is in the cloud config; use `persistent_disk: MEBIBYTES` instead"
     elif group.persistent_disks:
-        reason = "it has several persistent disks, and a pod of the agent has one"
+        reason = "it has several persistent disks, but the agent supports only one in a pod"
     elif len(parts.manifest.encode()) > MAX_SECRET_BYTES - 1024:
-        reason = "a Secret holds 1 MiB, and the manifest is larger; leave out groups that provide no link to it"
+        reason = "the manifest does not fit into a Secret (1 MiB); remove the groups that provide no link to it"
     if reason:
         raise ConfigError(f"cannot make a StatefulSet of the instance group {group.name}: {reason}")
 
@@ -321,17 +324,17 @@ def _kustomization() -> Document:
 
 def _dockerfile(parts: ObjectInputs) -> str:
     copies = "".join(f"COPY {release} /releases/{Path(release).name}\n" for release in parts.releases)
-    build = f"# podman build --tag {parts.renderer} --file DIR/Dockerfile .   # where the releases are\n"
+    build = f"# podman build --tag {parts.renderer} --file DIR/Dockerfile .   # run it where `render` was run\n"
     return f"{build}ARG RENDERER=agent-shim-renderer\nFROM ${{RENDERER}}\n{copies}"
 
 
 class _BlockDumper(yaml.SafeDumper):
     """A dumper that writes multi-line texts as blocks, and no anchors."""
 
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - as it is called
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - required by PyYAML
         return True
 
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - as it is called
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - required by PyYAML
         super().increase_indent(flow, False)
 
 

@@ -98,7 +98,9 @@ class Resolver:
             else:
                 why = f"it is optional, and no job of the manifest provides the type {wanted.type}"
                 links.absent[wanted.name] = f"{why}; {_advice(wanted)}"
-        self.warnings += [f"{job.name} consumes no link {name}, so `consumes` of it has no effect" for name in given]
+        self.warnings += [
+            f"{job.name} consumes no link {name}: this entry of `consumes` has no effect" for name in given
+        ]
         self._raise_errors()
         return links
 
@@ -141,7 +143,7 @@ class Resolver:
             several = ", ".join(map(str, found))
             choose = f"`consumes: {{{wanted.name}: {{from: NAME}}}}` chooses one"
             return f"it has several providers: {several}; {choose}, and `provides: {{LINK: {{as: NAME}}}}` names them"
-        named = f" by the name {source['from']}" if "from" in source else ""
+        named = f" under the name {source['from']}" if "from" in source else ""
         why = f"no job provides the type {wanted.type}{named}"
         if of_type:
             return f"{why}; `from` may name one of: {', '.join(map(str, of_type))}"
@@ -204,7 +206,7 @@ class Resolver:
         names = [name for name, *_ in [*released, *custom]]
         for name, kind, paths in [*custom, *released]:
             if not (isinstance(name, str) and name and isinstance(kind, str) and kind):
-                self._errors.append(f"cannot read custom_provider_definitions of {where}: each has a name and a type")
+                self._errors.append(f"cannot read custom_provider_definitions of {where}: each needs a name and a type")
                 continue
             if names.count(name) > 1:
                 self._errors.append(f"cannot read custom_provider_definitions of {where}: {name} is provided twice")
@@ -214,11 +216,13 @@ class Resolver:
                 continue
             if not isinstance(source, dict) or "name" in source or "type" in source:
                 what = "`as`, `shared` and `aliases`, or the string nil"
-                self._errors.append(f"cannot read `provides` of {where}: the value of {name} is a mapping with {what}")
+                self._errors.append(f"cannot read `provides` of {where}: {name} must be a mapping with {what}")
                 continue
             properties = self._mapped(group, job, spec, name, paths or ())
             yield LinkProvider(group, job.name, name, str(source.get("as", name)), kind, properties)
-        self.warnings += [f"{job.name} provides no link {name}, so `provides` of it has no effect" for name in given]
+        self.warnings += [
+            f"{job.name} provides no link {name}: this entry of `provides` has no effect" for name in given
+        ]
 
     def _mapped(self, group: Group, job: DeployedJob, spec: JobSpec, link: str, paths: Sequence[str]) -> dict[str, Any]:
         """Return the properties of a link: values from the manifest, otherwise defaults, otherwise null."""
@@ -260,9 +264,9 @@ def _mistakes(source: Any) -> Iterator[str]:
     if not isinstance(source.get("ip_addresses", True), bool):
         yield "`ip_addresses` in `consumes` is neither true nor false"
     if "name" in source or "type" in source:
-        yield "`consumes` has `name` or `type`, which only the release has"
+        yield "`consumes` has `name` or `type`, which only a release may define"
 
 
 def _advice(wanted: Consumed) -> str:
     values = "{instances: [{address: …}], properties: {…}}"
-    return f"add a job that provides it, or its values to the job: `consumes: {{{wanted.name}: {values}}}`"
+    return f"add a job that provides it, or give the job its values: `consumes: {{{wanted.name}: {values}}}`"

@@ -96,7 +96,7 @@ def _run(command: Command) -> int:
         print(USAGE)
         return 0
     if "-V" in command.options:
-        print(f"This is Monit version {VERSION}\nas agent-shim {__version__} has it")
+        print(f"This is Monit version {VERSION}\nemulated by agent-shim {__version__}")
         return 0
     _require_control_file(command)
     if "-t" in command.options:

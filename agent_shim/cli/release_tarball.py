@@ -98,7 +98,7 @@ _TextLoader.add_constructor(_NULL, lambda *_: None)
 class _QuotingDumper(yaml.SafeDumper):
     """A YAML dumper that also quotes texts that YAML 1.2 would read as numbers, such as the digest ``12e34``."""
 
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - as it is called
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - required by PyYAML
         super().increase_indent(flow, False)
 
 
@@ -123,7 +123,7 @@ def read_manifest(tarball: Path) -> ReleaseManifest:
 def parse_manifest(raw: bytes) -> ReleaseManifest:
     """Read release.MF. Raises ``ConfigError``."""
     try:
-        document = yaml.load(raw, Loader=_TextLoader)  # noqa: S506 - makes texts, lists and mappings alone
+        document = yaml.load(raw, Loader=_TextLoader)  # noqa: S506 - creates only texts, lists and mappings
         return msgspec.convert(_without_nulls({} if document is None else document), ReleaseManifest, strict=False)
     except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError, RecursionError) as exc:
         raise ConfigError(f"cannot read {MANIFEST}: {yaml_errors.in_a_line(exc)}") from exc

@@ -30,7 +30,7 @@ from agent_shim.cli.deployment import BPM, DeployedJob, DeploymentManifest, Grou
 from agent_shim.core.errors import ConfigError, NotThereError
 
 EXECUTABLE: Final = 0o755
-COMPILE: Final = "give its compiled release (`bosh-agent compile` makes it), or put it into `packages`"
+COMPILE: Final = "use a compiled release (see `bosh-agent compile`), or put the package into `packages`"
 LOOPBACK: Final = "127.0.0.1"
 INDEX: Final = "AGENT_SHIM_INDEX"
 """Environment variable that replaces the option for the index. There is one for each option of the instance, so that
@@ -165,8 +165,8 @@ def _instance(group: Group, args: argparse.Namespace) -> RenderedInstance:
         raise ConfigError(f"cannot render {group.name}: {INDEX} is neither a number nor the name of a pod: {given}")
     index = int(number[1])
     if index >= group.count:
-        has = f"the manifest has {group.count} instances of it"
-        raise ConfigError(f"cannot render {group.name}/{index}: {has}; raise `instances`, also for links to them")
+        has = f"the manifest has only {group.count} instances of this group"
+        raise ConfigError(f"cannot render {group.name}/{index}: {has}; raise `instances`, so that links include it")
     own = args.address or os.environ.get(ADDRESS) or group.static_ip(index, group.default_network) or LOOPBACK
     try:
         ipaddress.ip_address(own)
@@ -185,8 +185,8 @@ def _instance(group: Group, args: argparse.Namespace) -> RenderedInstance:
 def _without_size(group: Group) -> list[str]:
     if group.persistent_disk_type is None:
         return []
-    size = f"only a cloud config has the size of persistent_disk_type {group.persistent_disk_type}"
-    return [f"{size}, so spec.persistent_disk of {group.name} is 0; give `persistent_disk: MEBIBYTES` instead"]
+    size = f"the size of persistent_disk_type {group.persistent_disk_type} is in the cloud config"
+    return [f"{size}, so spec.persistent_disk of {group.name} is 0; use `persistent_disk: MEBIBYTES` instead"]
 
 
 def _addresses(manifest: DeploymentManifest, instance: RenderedInstance, one: str, whole: str) -> links.Addresses:
@@ -320,7 +320,7 @@ def _evaluated(jobs: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Return the files of each job. Raises ``ConfigError`` with a line for each template that fails."""
     ruby = shutil.which("ruby")
     if ruby is None:
-        raise ConfigError("cannot render templates: ruby is not installed; apt-get install ruby")
+        raise ConfigError("cannot render templates: ruby is not installed (apt-get install ruby)")
     program = Path(__file__).with_name("render.rb")
     done = subprocess.run(
         [ruby, "-EUTF-8:UTF-8", program], input=json.dumps(jobs), capture_output=True, encoding="utf-8", check=False

@@ -94,14 +94,14 @@ class Link
     @instances = given['instances'].map { |one| LinkInstance.new(name, one, given['is_manual']) }
   end
 
-  # Groups of instances other than all, those of a zone, and a single one are known only to a Director's DNS.
+  # The address of a single instance is its own, and `whole` is that of all instances. Other selections would need bosh-dns.
   def address(criteria = {})
     return @given['address'] if @given['is_manual']
     zones = criteria[:azs] || criteria['azs']
     meant = zones ? @instances.select { |one| zones.include?(one.az) } : @instances
     return meant.first.address if meant.size == 1
     return @given['whole'] if @given['whole'] && meant.size == @instances.size
-    raise Missing, "the link #{@name} has no address of #{meant.size} instances together, which bosh-dns would give: " \
+    raise Missing, "the link #{@name} needs one address for #{meant.size} instances, which only bosh-dns has: " \
                    "use --group-address, or `address` in `consumes`"
   end
 end
@@ -153,7 +153,7 @@ def mistake(error, place, text)
   end
   said = "the template ends the program: #{said}" if error.is_a?(SystemExit)
   { line: line.to_i, text: said }
-rescue ArgumentError # of `receiver`
+rescue ArgumentError # raised by `receiver`
   { line: line.to_i, text: said }
 end
 
@@ -163,7 +163,7 @@ JSON.parse($stdin.read).each do |given|
   given['templates'].each do |template|
     place = "#{given['name']}/#{template['source']}"
     rendered[template['target']] = Job.new(given).render(place, template['text'])
-  rescue Exception => e # as the Director: a template may call abort
+  rescue Exception => e # as in the Director, because a template may call abort
     errors << { job: given['name'], source: template['source'], **mistake(e, place, template['text']) }
   end
 end

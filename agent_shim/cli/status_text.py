@@ -52,7 +52,7 @@ def details(process: dict[str, Any], paint: Paint = plain, log: Sequence[str] = 
         ("faults", ", ".join(process["faults"])),
         ("pid", f"{pid}, {process['children']} descendants, {process['threads']} threads" if pid else ""),
         ("memory", f"{size(process['mem_kb'])} ({process['mem_percent']:.1f} %)" if pid else ""),
-        ("cpu", f"{process['cpu_total']:.1f} %, {process['cpu_seconds']:.1f} s in all" if pid else ""),
+        ("cpu", f"{process['cpu_total']:.1f} %, {process['cpu_seconds']:.1f} s in total" if pid else ""),
         ("restarts", str(process["restarts"])),
         ("last exit", process["last_exit"] or "-"),
         ("groups", ", ".join(process["groups"])),
@@ -87,15 +87,16 @@ def shown_state(process: dict[str, Any]) -> str:
 
 def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
     if path := status.get("control_file"):
-        waiting = f", {status['mails_waiting']} mails wait" if status["mails_waiting"] else ""
-        about = f"in its place by {path}, agent-shim {status['version']}, up {duration(status['uptime_secs'])}{waiting}"
+        waiting = f", {status['mails_waiting']} mails waiting" if status["mails_waiting"] else ""
+        up = duration(status["uptime_secs"])
+        about = f"replaced by agent-shim {status['version']} (control file {path}), up {up}{waiting}"
         return [("monit", about), ("job state", paint(status["job_state"], _COLOURS.get(status["job_state"], "")))]
     bus, state = status["bus"], status["job_state"]
     age = bus.get("heartbeat_secs")
     beat = f", last heartbeat {duration(age)} ago" if age is not None else ""
     connected = paint("connected", "good") + beat
     broken = paint(f"not connected: {bus['error'] or 'connecting'}", "wrong")
-    link = (connected if bus["connected"] else broken) if bus.get("is_used", True) else "none: without a Director"
+    link = (connected if bus["connected"] else broken) if bus.get("is_used", True) else "not used (no Director)"
     rows = [
         ("agent", f"{status['agent_id'] or '-'}, agent-shim {status['version']}, up {duration(status['uptime_secs'])}"),
         ("bus", link),
@@ -106,7 +107,8 @@ def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
     if "bpm" in status:
         rows.append(("isolation", isolation(status["bpm"])))
     if firewall := status.get("firewall"):
-        rows.append(("firewall", f"jobs can reach the bus: {firewall['why']}" if firewall["why"] else "keeps jobs off"))
+        why = firewall["why"]
+        rows.append(("firewall", f"jobs can reach the bus: {why}" if why else "jobs cannot reach the bus"))
     if status["phase"] != "running":
         rows.insert(1, ("phase", paint(status["phase"], "limited")))
     if status["task"]:
@@ -169,7 +171,7 @@ def _aligned(column: str, text: str, columns: int) -> str:
 
 def isolation(found: dict[str, Any]) -> str:
     """Describe the isolation of bpm.yml processes (``host.sandbox.Isolation``) in one line."""
-    level = {1: "separate namespaces", 2: "Landlock rules", 3: "none for files"}[found["level"]]
+    level = {1: "separate namespaces", 2: "Landlock rules", 3: "files are not isolated"}[found["level"]]
     memory = "cgroups" if found["memory"] else "a watchdog"
     why = f" ({found['obstacle']})" if found["obstacle"] else ""
     # Only level 1 has a mount namespace with a private /tmp. At other levels, only the directory in TMPDIR is private

@@ -56,12 +56,13 @@ def main(args: argparse.Namespace) -> int:
         where = Path(scratch)
         release = deployment.open_release(args.release, where / "source")
         if not (release.directory / "release.MF").is_file():
-            how = "give a tarball: bosh create-release --tarball=release.tgz"
+            how = "a tarball is required; create one with `bosh create-release --tarball=release.tgz`"
             raise ConfigError(f"cannot compile the checkout {args.release}: {how}")
         about = deployment.read_yaml(release.directory / "release.MF", _Packages)
         name = args.name or f"try-{about.name}"
         if _run(tool, "container", "inspect", name, check=False).returncode == 0:
-            raise ConfigError(f"cannot create the container {name}, which exists: {tool} rm --force --volumes {name}")
+            remove = f"{tool} rm --force --volumes {name}"
+            raise ConfigError(f"cannot create the container {name}: it already exists; remove it with `{remove}`")
         tarball = _compiled(tool, args.image, args.release, where / "compiled") if about.packages else args.release
         manifest = args.manifest or _manifest(release, str(about.version), args.only, where / "manifest.yml")
         out = where / "rendered"
@@ -101,7 +102,7 @@ def _compiled(tool: str, image: str, release: Path, out: Path) -> Path:
     try:
         _run(tool, "cp", str(release), f"{container}:/release.tgz")
         if _run(tool, "start", "--attach", container, check=False, capture=False).returncode != 0:
-            raise ConfigError(f"cannot compile {release}: the output above says why")
+            raise ConfigError(f"cannot compile {release}: see the output above")
         _run(tool, "cp", f"{container}:/out/.", str(out))
     finally:
         _run(tool, "rm", "--force", container, check=False)
@@ -117,7 +118,7 @@ def _manifest(release: ReleaseDirectory, version: str, only: Sequence[str] | Non
         name for name in jobs if "bin/run" in (specs[name].templates or {}).values() and name not in (only or ())
     ]
     if errands:
-        _say(f"leave out errands: {', '.join(errands)} (--only takes one)")
+        _say(f"leave out errands: {', '.join(errands)} (include one with --only)")
     wanted = [{"name": name, "release": release.name} for name in jobs if name not in errands]
     group = {"name": release.name, "instances": 1, "persistent_disk": 1024, "jobs": wanted}
     releases = [{"name": release.name, "version": version}]
@@ -134,12 +135,12 @@ def _shown(tool: str, name: str, timeout_s: float) -> int:
         ready = _probe(tool, name)
     if not _is_running(tool, name):
         sys.stderr.write(_run(tool, "logs", "--tail", "20", name, check=False).stdout)
-        raise NotThereError(f"cannot show {name}: the container ended, and its log is above")
+        raise NotThereError(f"cannot show {name}: the container has ended; see its log above")
     sys.stdout.write(_run(tool, "exec", name, f"{PROGRAM}/agent-shim", "status", check=False).stdout)
     sys.stdout.flush()
     if ready.returncode != 0:
         _say(f"not ready after {timeout_s:g} s: {ready.stdout.strip()}")
-    _say(f"more: {tool} exec -it {name} agent-shim logs; end: {tool} rm --force --volumes {name}")
+    _say(f"show logs: {tool} exec -it {name} agent-shim logs\nremove: {tool} rm --force --volumes {name}")
     return 0 if ready.returncode == 0 else NOT_READY
 
 

@@ -35,7 +35,7 @@ def hand_back(paths: Paths) -> list[str]:
     some markers would remain without the backup.
     """
     if not paths.base.is_dir():
-        raise NotThereError(f"cannot hand back: there is no directory {paths.base} (-b names the base)")
+        raise NotThereError(f"cannot hand back: there is no directory {paths.base} (set the base with -b)")
     if not paths.bosh.is_dir():
         return [f"no agent has run below {paths.base}", READY]
     with exclusive_agent(paths, "hand back"):

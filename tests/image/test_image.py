@@ -168,7 +168,7 @@ def test_commands_with_names_of_other_programs_run_the_agent(podman: Podman, ima
     version = said[0]
 
     assert version.startswith(__version__.partition("+")[0])
-    assert said[1] == f"as agent-shim {version} has it"
+    assert said[1] == f"emulated by agent-shim {version}"
     assert said[2].startswith(f"[Version] {version} (")
 
 

@@ -487,7 +487,7 @@ async def test_monit_daemon_serves_status_summary_and_metrics(vm: MonitTree) -> 
     text = (await reader.read()).decode()
     writer.close()
 
-    assert f"monit      in its place by {vm.control}" in page
+    assert f" (control file {vm.control}), up " in page
     assert [line.split()[:2] for line in page.splitlines() if line.startswith("web")] == [["web", "running"]]
     assert "Process 'web'                       running" in summary
     assert 'agent_shim_process_up{process="web"} 1.0' in text

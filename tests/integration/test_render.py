@@ -68,7 +68,7 @@ def test_render_evaluates_defaults_properties_links_and_spec(tmp_path: Path) -> 
     done = render(given, release(tmp_path / "r"), "--out", tmp_path / "out")
 
     assert done.returncode == 0
-    assert done.stderr.startswith("warning: web needs the package web: give its compiled release (")
+    assert done.stderr.startswith("warning: web needs the package web: use a compiled release (")
     assert (tmp_path / "out/jobs/web/config/web.conf").read_text().splitlines() == [
         *("port 8080", "name nameless", "tls false", "extra b", "db 10.0.0.9 5432"),
         "at 127.0.0.1 of shop/front/0",
@@ -186,7 +186,7 @@ def test_render_resolves_a_link_to_another_group_of_the_manifest(tmp_path: Path)
     ("template", "said"),
     [
         ("<%= link('db').instances.last.address %>", "the link db has no address of db/1: give static_ips in the"),
-        ("<%= link('db').address %>", "the link db has no address of 2 instances together, which bosh-dns would"),
+        ("<%= link('db').address %>", "the link db needs one address for 2 instances, which only bosh-dns has"),
         ("<%= link('db').instances[2].address %>", "a value is missing (nil), so it has no `address`, in: <%= link('"),
     ],
 )
@@ -335,7 +335,10 @@ def test_render_variables_set_the_instance(tmp_path: Path, environment: dict[str
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"AGENT_SHIM_INDEX": "1"}, "cannot render front/1: the manifest has 1 instances of it; raise `instances`"),
+        (
+            {"AGENT_SHIM_INDEX": "1"},
+            "cannot render front/1: the manifest has only 1 instances of this group; raise `instances`",
+        ),
         ({"AGENT_SHIM_INDEX": "front"}, "AGENT_SHIM_INDEX is neither a number nor the name of a pod: front"),
         ({"AGENT_SHIM_ADDRESS": "front"}, "cannot render front/0: its address front is not an IP address"),
         ({"AGENT_SHIM_BOOTSTRAP": "1"}, "AGENT_SHIM_BOOTSTRAP is neither true nor false: 1"),

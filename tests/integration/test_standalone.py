@@ -129,7 +129,7 @@ async def test_standalone_agent_deploys_jobs_like_a_director(place: StandaloneTr
     assert "agent-shim" in (place.paths.packages / "bpm/bin/bpm").read_text()
     assert (place.paths.jobs / "web/packages/bpm/bin/runc").read_text() == "y"
     said = (await place.ask("status"))[1]
-    assert "none: without a Director" in said
+    assert "not used (no Director)" in said
     assert "firewall" not in said
     status = json.loads((await place.ask("status", "--json"))[1])
     assert (status["agent_id"], status["deployment"], status["instance"]) == ("front-0", "shop", "front/front-0")

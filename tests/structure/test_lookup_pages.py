@@ -15,7 +15,7 @@ from tests.support.source import ROOT
 SPELLED = {
     ("grace", "30.0"): "30",
     ("logs.period", "60.0"): "60",
-    ("logFormat", ""): "text on a terminal, else json",
+    ("logFormat", ""): "text on a terminal, otherwise json",
     ("monit.http", ""): "127.0.0.1:2822",
     ("monit.mail", ""): "127.0.0.1:2825",
     ("monit.password", ""): "random",

@@ -111,7 +111,7 @@ class Verdict:
         return f"{self.job}: {self.kind}{f': {reason}' if reason else ''}{shown}"
 
 
-OF_THE_PROGRAM: Final = "Copyright|as agent-shim|message$|not acted on$"
+OF_THE_PROGRAM: Final = "Copyright|emulated by agent-shim|message$|not acted on$"
 MAX_NAMES: Final = 4
 OF_BPM: Final = frozenset(("bpm", "runc", "tini"))
 OF_BPMS_WORDS: Final = re.compile(r"\nUsage:.*(\nError:)|(?<=parse job configuration): .*", re.DOTALL)

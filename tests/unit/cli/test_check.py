@@ -140,10 +140,10 @@ def test_check_rejects_a_jobs_own_directories_as_volumes(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no processes: nothing runs"),
-        ("processes: []", "no processes: nothing runs"),
+        ("", "there are no processes, so nothing runs"),
+        ("processes: []", "there are no processes, so nothing runs"),
         ("proceses: [{name: a}]", "did you mean processes?"),
-        ("processes: [{name: a, executable: b}, {name: a, executable: c}]", "of 2 processes a the first runs"),
+        ("processes: [{name: a, executable: b}, {name: a, executable: c}]", "2 processes are named a, and only "),
     ],
 )
 def test_check_warns_about_a_bpm_file_with_ignored_parts(
@@ -174,8 +174,8 @@ def test_check_compares_bpm_commands_with_the_bpm_yml_of_the_job(
 
     assert main(["check", str(monit)]) == 78
     said = capsys.readouterr().err
-    assert said.count("names process worker, and ") == 2
-    assert said.count("bpm.yml has web") == 2
+    assert said.count("names the process worker, but ") == 2
+    assert said.count("bpm.yml only defines: web") == 2
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_check_strict_rejects_statements_without_effect(tmp_path: Path, capsys: 
     )
     found = (
         "monit: line 3: not acted on: alert a@b",
-        "monit: line 5: not acted on: the words of protocol mysql, only its connection",
+        "monit: line 5: not acted on: protocol mysql (only the connection is tested)",
         "monit: line 1: not acted on: restart when it ends (it has no stop program)",
     )
 
@@ -323,7 +323,7 @@ def test_check_warns_about_a_process_outside_the_vcap_group(tmp_path: Path, caps
     path.write_text(GOOD.replace("  group vcap\n", "  group other\ncheck file f with path /f\n"))
 
     assert check.main([path], None, is_strict=True) == check.GOOD
-    assert capsys.readouterr().err.startswith(f"warning: {path}: line 1: web lacks `group vcap`: a Director ")
+    assert capsys.readouterr().err.startswith(f"warning: {path}: line 1: web lacks `group vcap`, so a Director ")
 
 
 def test_check_warns_about_an_unsupported_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

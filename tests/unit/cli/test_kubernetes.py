@@ -118,9 +118,9 @@ def test_service_ports_come_from_properties_and_links(properties: Any, links: An
 @pytest.mark.parametrize(
     ("group", "said"),
     [
-        ({"name": "my_web"}, "its name becomes that of Services"),
+        ({"name": "my_web"}, "Services get its name"),
         ({"lifecycle": "errand"}, "it is an errand"),
-        ({"persistent_disk_type": "large"}, "only a cloud config has the size"),
+        ({"persistent_disk_type": "large"}, "is in the cloud config"),
         ({"persistent_disks": [{"name": "a"}]}, "it has several persistent disks"),
     ],
 )

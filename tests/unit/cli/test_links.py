@@ -150,7 +150,7 @@ def test_optional_link_may_be_absent(change: Any, reason: str) -> None:
             {"release": {"provides": [{"name": name, "type": "sql"} for name in ("a", "b")]}},
             "it has several providers: a (type sql) of db/postgres, b (type sql) of db/postgres; `consumes: {db: {from",
         ),
-        ({"consumes": {"db": {"from": "x"}}}, "by the name x; `from` may name one of: db (type sql) of db/postgres"),
+        ({"consumes": {"db": {"from": "x"}}}, "under the name x; `from` may name one of: db (type sql) of db/postgres"),
         ({"consumes": {"db": {}}, "db": {"provides": {"db": {"as": "x"}}}}, "`from` may name one of: x (type sql)"),
         ({"consumes": {"db": {"from": "db", "network": "x"}}}, "does not belong to the network x"),
         (
@@ -177,7 +177,10 @@ def test_unresolved_link_names_consumer_link_and_remedy(change: Any, said: str, 
     ("change", "said"),
     [
         ({"consumes": {"db": "nil"}}, "it is not optional, but `consumes` blocks it with nil"),
-        ({"release": {"provides": None}}, "no job provides the type sql; add a job that provides it, or its values"),
+        (
+            {"release": {"provides": None}},
+            "no job provides the type sql; add a job that provides it, or give the job its values",
+        ),
     ],
 )
 def test_missing_required_link_of_a_job_is_an_error(change: Any, said: str) -> None:
@@ -203,6 +206,6 @@ def test_unknown_links_of_a_manifest_cause_a_warning() -> None:
     found.resolve(*_consumer(manifest))
 
     assert found.warnings == [
-        "postgres provides no link d, so `provides` of it has no effect",
-        "web consumes no link b, so `consumes` of it has no effect",
+        "postgres provides no link d: this entry of `provides` has no effect",
+        "web consumes no link b: this entry of `consumes` has no effect",
     ]

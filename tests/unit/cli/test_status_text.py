@@ -189,7 +189,7 @@ def test_status_details_omit_empty_values() -> None:
         "      state  running since 2025-11-26 10:00:00 UTC, 1h 1m ago\n"
         "        pid  812, 2 descendants, 5 threads\n"
         "     memory  20.0 MiB (1.5 %)\n"
-        "        cpu  1.2 %, 12.0 s in all\n"
+        "        cpu  1.2 %, 12.0 s in total\n"
         "   restarts  0\n"
         "  last exit  -\n"
         "     groups  vcap\n"
