@@ -131,7 +131,7 @@ CHPST = [
     ("-n x nice", 100),
     ("-/ /nowhere true", 111),
     ("-/ / sh -c pwd", 0),
-    ("-012 sh -c 'ls /proc/self/fd'", 2),
+    ("-012 sh -c '[ -e /proc/self/fd/0 ] || [ -e /proc/self/fd/1 ] || [ -e /proc/self/fd/2 ]'", 1),
     ("-l /tmp/free echo taken", 0),
     ("-L /tmp/free echo taken", 0),
     ("-L /tmp/held echo taken", 111),
@@ -148,7 +148,7 @@ CHPST = [
 
 @pytest.mark.parametrize(("arguments", "code"), CHPST)
 async def test_chpst_behaves_like_the_one_of_runit(container: Container, arguments: str, code: int) -> None:
-    """Output and exit codes are compared with runit's chpst, which the base image of the tests contains. Only error
+    """Output and exit codes are compared with runit's chpst, if the base image of the tests contains it. Only error
     messages differ.
     """
     await container.exec(
