@@ -129,13 +129,13 @@ def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -
             try:
                 findings += probe(view)
             except (OSError, ValueError, LookupError) as exc:
-                findings.append(Finding(topic, LIMITED, f"cannot be looked at: {exc}"))
+                findings.append(Finding(topic, LIMITED, f"this check failed: {exc}"))
         mounts_work = not error_of(privilege_probes.bind_mount, view.scratch)
     return Report(_tier(view, mounts_work=mounts_work), findings)
 
 
 def _tier(view: ContainerView, *, mounts_work: bool) -> str:
-    """Return the container's tier. Root in a user namespace is a separate tier, because it has no power over the
+    """Return the container's tier. Root in a user namespace is a separate tier, because it has no privileges on the
     host.
     """
     if not view.is_root:
@@ -229,16 +229,16 @@ def _privileges(view: ContainerView) -> Iterator[Finding]:
     found, topic, reasons = capabilities.privileges(), "capabilities", {**limits.NEEDED, **limits.USEFUL}
     missing, absent = ([name for name in names if name not in found.effective] for names in (reasons, limits.STRONG))
     if not view.is_root:
-        yield view.judged(topic, "none, as for every user but root", "no capabilities")
+        yield view.judged(topic, "none, as for every user except root", "no capabilities")
     elif missing:
         verdict = WRONG if any(name in limits.NEEDED for name in missing) else LIMITED
         follows = "; ".join(dict.fromkeys(reasons[name] for name in missing))
         limit = limits.capabilities(*missing, follows=follows, verdict=verdict)
         yield view.judged(topic, f"without {', '.join(missing)}", limit)
     else:
-        text = f"those the agent needs; without {', '.join(absent)}" if absent else ""
+        text = f"all that the agent needs, but not {', '.join(absent)}" if absent else ""
         lost = "; ".join(limits.STRONG[name] for name in absent)
-        good = f"{len(found.effective)} of them, all that jobs ask for"
+        good = f"{len(found.effective)} capabilities, which include all that jobs may need"
         yield view.judged(topic, text, "few capabilities", good=good, lost=lost)
     known = (("no new privileges", found.no_new_privs), ("seccomp filter", found.seccomp))
     marks = ", ".join(text for text, is_so in known if is_so)
@@ -265,7 +265,7 @@ def _isolation(view: ContainerView) -> Iterator[Finding]:
     # A running agent reports its isolation level. Without an agent, determine it by trial.
     level = view.status.get("bpm", {}).get("level") or asyncio.run(sandbox.isolation()).level
     landlock = sandbox_exec.landlock_version() or "missing"
-    found = f"level {level} (Landlock {landlock}; namespaces that can be made: {can or 'none'})"
+    found = f"level {level} (Landlock {landlock}; namespaces that can be created: {can or 'none'})"
     yield view.judged("bpm isolation", found, "no isolation" if level > 2 else "")
 
 
@@ -275,11 +275,11 @@ def _users(view: ContainerView) -> Iterator[Finding]:
     if vcap is None and view.is_root:
         yield view.judged("users", "no user vcap", "no vcap")
     elif missing:
-        yield view.judged("users", f"vcap; no {', '.join(missing)}", "no login programs")
+        yield view.judged("users", f"vcap exists, but not {', '.join(missing)}", "no login programs")
     elif vcap is not None and vcap.pw_uid != VCAP_UID:
         yield view.judged("users", f"vcap is user {vcap.pw_uid}", "other vcap")
     else:
-        yield view.judged("users", "vcap, and what bosh ssh makes users with" if view.is_root else "not needed")
+        yield view.judged("users", "vcap and the programs for bosh ssh exist" if view.is_root else "not needed")
 
 
 def _vcap() -> pwd.struct_passwd | None:
@@ -301,7 +301,9 @@ def _cgroups(view: ContainerView) -> Iterator[Finding]:
         yield view.judged("cgroups", "not visible", "no cgroups, lxcfs" if is_own else "no cgroups")
         return
     ours = "" if "memory" in job_cgroups.offered() else f"version {hierarchy.version}, read-only"
-    yield view.judged("cgroups", ours, "cgroups read-only", good=f"version {hierarchy.version}, can be made below ours")
+    yield view.judged(
+        "cgroups", ours, "cgroups read-only", good=f"version {hierarchy.version}, subgroups can be created"
+    )
     memory, cpus = cgroups.memory(found, host_stats.memory()), cgroups.processors(found)
     total = memory.total if memory else None
     texts = [f"memory {total / MIB:.0f} MiB" if total else "", f"{cpus:g} processors" if cpus else ""]
@@ -351,7 +353,7 @@ def _volume(view: ContainerView, path: Path, needs: str) -> Finding:
         found, limit = "mounted noexec", "volume noexec"
     elif is_missing:
         found, limit = "in the root file system of the container", "no data volume" if is_data else "no volume"
-    good = "a volume of its own, writable"
+    good = "a separate volume, writable"
     return view.judged(str(path), found, limit, good=good, needs=needs, path=str(path), name=path.name)
 
 
@@ -392,11 +394,11 @@ def _kernel(view: ContainerView) -> Iterator[Finding]:
     yield view.judged("kernel", found, "old kernel" if lacking else "", lost=lost)
     names = ("max_user_instances", "max_user_watches")
     instances, watches = (int(Path("/proc/sys/fs/inotify", name).read_text()) for name in names)
-    found = f"{instances} instances and {watches} watches a user"
+    found = f"{instances} instances and {watches} watches per user"
     error = error_of(privilege_probes.open_inotify)
     yield view.judged("inotify", f"{os.strerror(error)} ({found})" if error else found, "no inotify" if error else "")
     is_init = (name := proc.name(1)) in INITS or "agent_shim" in proc.command_line(1)
-    yield view.judged("process 1", "" if is_init else f"{name}, no known init", "no init", good=name)
+    yield view.judged("process 1", "" if is_init else f"{name}, which is not a known init", "no init", good=name)
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
@@ -408,11 +410,13 @@ def _clock(view: ContainerView) -> Iterator[Finding]:
     if (year := time.gmtime().tm_year) < 2024:
         yield view.judged("clock", f"it shows the year {year}", "wrong year")
     elif abs(drift) > 5:
-        yield view.judged("clock", f"/proc/uptime shows a different uptime ({drift:+.0f} s): lxcfs", "other uptime")
+        yield view.judged(
+            "clock", f"/proc/uptime shows the uptime of the container ({drift:+.0f} s, lxcfs)", "other uptime"
+        )
     elif is_synchronized is False:
-        yield view.judged("clock", "the kernel says that no time server is followed", "no time server")
+        yield view.judged("clock", "according to the kernel, not synchronized with a time server", "no time server")
     else:
-        yield view.judged("clock", "follows a time server" if is_synchronized else "no complaint")
+        yield view.judged("clock", "synchronized with a time server" if is_synchronized else "plausible")
     if view.settings is not None and "BEGIN CERTIFICATE" in view.settings.mbus.certificate:
         yield _certificate(view, view.settings.mbus)
 
@@ -422,7 +426,7 @@ def _certificate(view: ContainerView, mbus: Mbus) -> Finding:
     begins, ends = x509.validity(mbus.certificate)
     now = clock.wall_time_of(clock.boot_ticks())
     days = (ends - now) / DAY_S
-    kind, topic = ("door", "certificate of the HTTPS door") if mbus.scheme == "https" else ("bus", "bus certificate")
+    kind, topic = ("HTTPS", "HTTPS certificate") if mbus.scheme == "https" else ("bus", "bus certificate")
     found, limit = f"valid for {days:.0f} more days", f"{kind} certificate near its end" if days < 30 else ""
     if begins > now:
         found, limit = "not valid yet", f"{kind} certificate not yet valid"
@@ -447,7 +451,7 @@ def _ports(view: ContainerView) -> Iterator[Finding]:
             yield view.judged(topic, f"{what}: {os.strerror(error)}", "port refused")
     found = os.strerror(error).lower() if (error := error_of(privilege_probes.listen_low)) else ""
     limit = "no low ports" if view.is_root else "no low ports without root"
-    yield view.judged("ports below 1024", found, limit, good="can be listened on")
+    yield view.judged("ports below 1024", found, limit, good="available")
 
 
 def _connect(host: str, port: int) -> None:
@@ -466,7 +470,7 @@ def _failure(call: Callable[..., object], *arguments: Any) -> str:
 
 def _names(view: ContainerView) -> Iterator[Finding]:
     names = ("localhost", socket.gethostname())
-    yield view.judged("names", _unknown(names), "own names unknown", good=f"{' and '.join(names)} found")
+    yield view.judged("names", _unknown(names), "own names unknown", good=f"{' and '.join(names)} resolved")
 
 
 def _unknown(names: Iterable[str]) -> str:
@@ -479,7 +483,7 @@ def _name_servers(view: ContainerView) -> Iterator[Finding]:
     servers = re.findall(r"^[ \t]*nameserver[ \t]+(\S+)", RESOLV_CONF.read_text(errors="replace"), re.MULTILINE)
     hosts = [address.hostname or "" for address in _bus_addresses(view)]
     names = [host for host in hosts if not network.family_of(host)]
-    found = ", ".join(servers) + (f"; {', '.join(names)} found" if names else "")
+    found = ", ".join(servers) + (f"; {', '.join(names)} resolved" if names else "")
     if not servers:
         yield view.judged("DNS", "/etc/resolv.conf names no server", "no name server")
     elif failed := _unknown(names):
@@ -507,7 +511,7 @@ def _applied(paths: Paths) -> Mapping[str, Any]:
 
 
 def _bus(view: ContainerView) -> Iterator[Finding]:
-    """Judge the bus, for which one responding address is enough, and the firewall rules that keep jobs from it."""
+    """Judge the bus, for which one responding address is enough, and the firewall rules that block jobs from it."""
     errors = {
         f"{address.hostname}:{address.port or NATS_PORT}": _bus_error(view, address) for address in _bus_addresses(view)
     }
@@ -534,7 +538,7 @@ def _bus_error(view: ContainerView, address: SplitResult) -> str:
     """
     if held := view.status.get("bus"):
         return "" if held["connected"] else str(held["error"]) or "not connected yet"
-    assert view.settings is not None, "the address is out of the settings"
+    assert view.settings is not None, "the address comes from the settings"
     try:
         with socket.create_connection((address.hostname or "", address.port or NATS_PORT), ANSWER_TIMEOUT_S) as one:
             context = tls.client_context(view.settings.mbus)

@@ -11,7 +11,7 @@ from agent_shim.core import safetext
 
 GOOD: Final = "good"
 LIMITED: Final = "limited"
-"""A feature is limited, which may not affect any job."""
+"""A feature is limited. Whether this matters depends on the jobs."""
 WRONG: Final = "wrong"
 """A required feature does not work."""
 

@@ -28,11 +28,12 @@ NEEDED: Final = {
 USEFUL: Final = {
     "NET_BIND_SERVICE": "jobs (and sshd) cannot listen on ports below 1024",
     "SYS_CHROOT": "sshd cannot confine itself: bosh ssh does not work",
-    "AUDIT_WRITE": "log-ins are refused where PAM asks for an audit: bosh ssh may not work",
+    "AUDIT_WRITE": "logins are refused where PAM requires audit records: bosh ssh may not work",
 }
 STRONG: Final = {
     "SYS_ADMIN": "no mounts: see mounts",
-    "SYS_PTRACE": "what a process of another user left behind is found by its parent alone, not by its environment",
+    "SYS_PTRACE": "processes that keep a disk busy are not found; the watchdog of limits.memory counts shared memory "
+    "once per process",
     "SYS_RESOURCE": "jobs cannot have higher limits than the container has",
     "NET_ADMIN": "jobs cannot set up interfaces, routes and packet filters",
     "NET_RAW": "jobs cannot ping",
@@ -55,13 +56,13 @@ Docker and warden CPIs always create privileged containers.
 """
 
 _TABLE: Final = """
-one user = limited: agent and jobs are one user: a job can read what the agent knows; pre-start scripts that need root
-    fail; no bosh ssh
+one user = limited: agent and jobs run as the same user, so a job can read all files of the agent; pre-start scripts
+    that need root fail; no bosh ssh
   pod: securityContext.runAsUser: 0, where that is allowed
   cpi: an image without USER
   engine: --user=0
 no capabilities = limited: jobs (and sshd) cannot listen on ports below 1024
-  pod: none without root
+  pod: not possible without root
 few capabilities = limited: {lost}
   pod: securityContext.capabilities.add, for jobs that need one of them
   cpi: an engine that runs as root on the CPI's host and grants all capabilities (the CPI requests all), for jobs that
@@ -78,7 +79,7 @@ no vcap = wrong: jobs cannot run as vcap
   pod: an image with the overlay of this project, or `useradd -u 1000 vcap`
 no login programs = limited: no bosh ssh
   pod: an image with passwd and openssh-server
-other vcap = limited: files of volumes from other hosts have other owners here
+other vcap = limited: files on volumes from other hosts have a different owner here
   pod: give vcap the uid 1000
 no mounts = limited: a persistent disk is reachable through a link, so `mountpoint /var/vcap/store` fails in scripts;
     jobs that mount (nfs volumes, garden) fail; directories that env.bosh wants in memory are on disk
@@ -138,11 +139,11 @@ volume noexec = wrong: no program of a job or package runs there
   lxd: cloud_properties of the VM: no raw.mount.options=noexec of a device
 no volume = limited: {needs} are lost with the container
   pod: a volume mounted on {path}
-  cpi: a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data
+  cpi: a persistent disk of the instance group; the CPI creates the volume for /var/vcap/data
   engine: --volume=NAME:{path}
 no data volume = limited: {needs} are lost with the container
   pod: a volume mounted on {path}; an emptyDir lasts as long as the pod
-  cpi: a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data
+  cpi: a persistent disk of the instance group; the CPI creates the volume for /var/vcap/data
   engine: --volume=NAME:{path}
 top directory not writable = limited: {needs}
   pod: an emptyDir on {path}
@@ -178,34 +179,34 @@ no init = limited: the agent may not be restarted if it exits, and SIGTERM to th
   engine: /sbin/init as the command; no --init, no --pid=host
   lxd: cloud_properties of the VM: config: raw.lxc without lxc.init.cmd
 wrong year = wrong: certificates are not valid yet, so the bus cannot be reached
-  pod: the time of the node
-other uptime = good: no effect on the agent; scripts that read /proc/uptime get another value
+  pod: the correct time on the node
+other uptime = good: no effect on the agent; scripts that read /proc/uptime get this value
 no time server = limited: the clock may drift until certificates are rejected and log times are wrong; a
     container cannot set it
   pod: a time server on the node
 bus certificate not yet valid = wrong: no connection to the bus
-  pod: the time of the node is wrong
+  pod: the correct time on the node
 bus certificate expired = wrong: the Director can no longer reach this instance
   pod: rotate it: a deploy with new certificates, or recreate the instance
 bus certificate near its end = limited: when it expires, the Director can no longer reach this instance
   pod: rotate the certificates of the Director's NATS and deploy
-door certificate not yet valid = wrong: the bosh CLI refuses it
-  pod: the time of the node is wrong
-door certificate expired = wrong: the bosh CLI refuses it
+HTTPS certificate not yet valid = wrong: the bosh CLI refuses it
+  pod: the correct time on the node
+HTTPS certificate expired = wrong: the bosh CLI refuses it
   pod: create a new one (cloud_provider.cert in the manifest of create-env) and run create-env
-door certificate near its end = limited: when it expires, the bosh CLI refuses it
+HTTPS certificate near its end = limited: when it expires, the bosh CLI refuses it
   pod: create a new one (cloud_provider.cert in the manifest of create-env) and run create-env
 no low ports without root = limited: routers, DNS servers and sshd cannot listen on their usual ports
   pod: securityContext.sysctls of the pod: net.ipv4.ip_unprivileged_port_start=0
   cpi: cloud_properties of the VM: Sysctls: {{net.ipv4.ip_unprivileged_port_start: "0"}}
   engine: --sysctl=net.ipv4.ip_unprivileged_port_start=0
   lxd: cloud_properties of the VM: config: {{linux.sysctl.net.ipv4.ip_unprivileged_port_start: "0"}}
-port taken = wrong: the agent runs without it
+port taken = wrong: the agent runs without metrics and probes
   pod: another port in agent.json, or for the other program
-port refused = limited: the agent runs without it
+port refused = limited: the agent runs without metrics and probes
   pod: another port
 own names unknown = wrong: the container cannot resolve its own name; sudo and bosh ssh wait for name servers
-  pod: /etc/hosts writable for the agent, which completes it at the boot
+  pod: /etc/hosts writable for the agent, which adds the missing names at boot
 no name server = wrong: no host name can be resolved
   pod: dnsPolicy and dnsConfig of the pod
   cpi: dns of the network in the cloud-config
@@ -288,7 +289,7 @@ LIMITS: Final[Mapping[str, Consequence]] = {
     ),
     "no firewall": capabilities(
         "NET_ADMIN",
-        follows="a job that has got hold of a certificate of the bus can use it",
+        follows="a job that has obtained a bus certificate can use it",
         more=", an image with nftables, a network of its own",
     ),
 }

@@ -53,7 +53,7 @@ def _comments(report: Report, target: Target, *, is_empty: bool) -> Iterator[str
         yield f"# agent-shim doctor: changes to the {subject} of this container."
     own = [finding for finding in report.findings if finding.change and not finding.patch]
     if own:
-        yield "# Not part of it, because they depend on the jobs, need a value or belong to the node:"
+        yield "# Not included are these changes, which depend on the jobs, need a value or affect the node:"
     for finding in own:
         text = safetext.line(f"{finding.topic}: {finding.change}")
         yield from textwrap.wrap(text, _WIDTH, initial_indent="# - ", subsequent_indent="#   ", break_long_words=False)

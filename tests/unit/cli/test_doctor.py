@@ -187,7 +187,7 @@ def test_doctor_table_fits_the_terminal_and_wraps() -> None:
 
 
 def test_doctor_table_fits_a_narrow_terminal() -> None:
-    long = Finding("certificate of the HTTPS door", WRONG, "found " * 30, "so " * 60, "change " * 40)
+    long = Finding("HTTPS certificate and its CA", WRONG, "found " * 30, "so " * 60, "change " * 40)
 
     text = table(Report("privileged", [long]), columns=80)
 
