@@ -1,4 +1,6 @@
-"""Checks manifests from ``render --kubernetes`` with a real API server, which refuses unknown and invalid fields."""
+"""Checks manifests from ``render --kubernetes`` with a real API server, which refuses unknown and invalid fields, and
+runs them as pods.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.kubernetes import rendered
 from tests.support.kubernetes.api_server import ApiServer, programs
+from tests.support.kubernetes.objects import Namespace, pod_spec
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.slow]
+pytestmark = pytest.mark.kubernetes
 
 APPLY = "application/apply-patch+yaml"
 PATHS = {
@@ -51,6 +55,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_privileged", [False, True])
 def test_kubernetes_manifests_are_valid(api: ApiServer, tmp_path: Path, is_privileged: bool) -> None:
     job = tmp_path / "r/jobs/web"
@@ -73,3 +78,30 @@ def test_kubernetes_manifests_are_valid(api: ApiServer, tmp_path: Path, is_privi
     container = made["spec"]["template"]["spec"]["containers"][0]
     assert container["securityContext"].get("privileged", False) is is_privileged
     assert {"name": "web", "containerPort": 8080, "protocol": "TCP"} in container["ports"]
+
+
+async def test_instances_of_a_rendered_group_find_each_other(namespace: Namespace) -> None:
+    """Each pod renders its own templates, with links to the pods by name, and reaches the other one under that name.
+
+    The claim of each pod is mounted at the persistent disk's place.
+    """
+    if not namespace.node.has("coredns"):
+        pytest.skip("nothing among the programs resolves names of Services")
+    where = namespace.node.where / "releases" / rendered.DIRECTORY
+    names = yaml.safe_load((where / "kustomization.yaml").read_text())["resources"]
+    documents = [one for name in names for one in yaml.safe_load_all((where / name).read_text())]
+    spec = pod_spec(documents)
+    for container in (*spec["initContainers"], *spec["containers"]):
+        container["imagePullPolicy"] = "IfNotPresent"  # there is no registry
+    await namespace.apply(documents)
+    pods = [namespace.pod(f"{rendered.GROUP}-{index}") for index in (0, 1)]
+    for pod in pods:
+        await pod.until_ready()
+
+    for pod in pods:
+        peers = (await pod.exec("cat", "/var/vcap/jobs/peers/config/peers")).split()
+        assert peers == [f"{one.name}.{rendered.GROUP}:{rendered.PORT}" for one in pods]
+        answers = [await pod.exec("curl", "--silent", "--fail", f"http://{peer}/id") for peer in peers]
+        assert answers == ["web-0 in z1, bootstrap true\n", "web-1 in z2, bootstrap false\n"]
+        await pod.exec("touch", "/var/vcap/store/peers/kept")
+        assert (namespace.volume(f"store-{pod.name}") / "peers/kept").exists()

@@ -122,7 +122,8 @@ def _claims(documents: Iterable[Document]) -> Iterator[tuple[str, Document]]:
             yield document["metadata"]["name"], document["spec"]
         elif document["kind"] == "StatefulSet":
             for claim in document["spec"].get("volumeClaimTemplates", []):
-                yield f"{claim['metadata']['name']}-{document['metadata']['name']}-0", claim["spec"]
+                for index in range(document["spec"].get("replicas", 1)):
+                    yield f"{claim['metadata']['name']}-{document['metadata']['name']}-{index}", claim["spec"]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from agent_shim.core.errors import ShimError
 from tests.support import pods
-from tests.support.kubernetes import build
+from tests.support.kubernetes import build, rendered
 from tests.support.kubernetes.node import CGROUPS, IMAGES, NODE, PAUSE, PROGRAMS
 
 # The kubelet would set these kernel parameters for the whole machine, so files are mounted in their place for it to
@@ -86,12 +86,14 @@ def _save_images(node: Path) -> None:
     debian = pods.base_image(podman, base)
     example = pods.example(podman, pods.build(podman, debian))
     unmodified = [pods.build(podman, debian, stage) for stage in ("system", "volume")]
+    (node / "releases").mkdir()
+    release = rendered.make(podman, pods.build(podman, debian, "renderer"), node / "releases")
     root = node / "pause"
     root.mkdir()
     shutil.copy(shutil.which("catatonit") or "catatonit", root / "pause")
     packed = subprocess.run(["tar", "-C", str(root), "-c", "pause"], capture_output=True, check=True).stdout
     podman("import", "--quiet", "--change", 'ENTRYPOINT ["/pause", "-P"]', "-", PAUSE, stdin=packed)
-    images = [pods.IMAGE, example, *unmodified, PAUSE]
+    images = [pods.IMAGE, example, *unmodified, release, PAUSE]
     podman("save", "--quiet", "--multi-image-archive", "--output", str(node / IMAGES), *images)
 
 
