@@ -28,9 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--agent-command", default=COMMAND, help="another agent: {config} is its agent.json, {base} its root"
     )
-    group.addoption("--full", action="store_true", help="play only the reduced cases, at full size")
-    group.addoption("--times", type=int, default=1, help="play each case this many times")
-    group.addoption("--into", type=Path, default=None, metavar="FILE", help="the page that gets the rows")
+    group.addoption("--full", action="store_true", help="run only cases that are otherwise reduced, at full size")
+    group.addoption("--times", type=int, default=1, help="run each case this many times")
+    group.addoption("--into", type=Path, default=None, metavar="FILE", help="page into which the rows are written")
 
 
 def option(config: pytest.Config, name: str) -> Any:

@@ -18,7 +18,7 @@ _OF_A_REPLY: Final = '        begun_at, task_id = time.monotonic(), ""\n'
 CRASHES: Final = (
     Saboteur(
         "C-02",
-        "takes a directory for an installed bundle before it is complete",
+        "unpacks a bundle in its final directory, where an incomplete one looks installed",
         "agent_shim/bulk/install.py",
         "    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n"
         "    temps += [piece.temp for piece in pieces]\n",
@@ -27,7 +27,7 @@ CRASHES: Final = (
     ),
     Saboteur(
         "C-03",
-        "writes state in place, cut first",
+        "truncates state files and writes them in place",
         "agent_shim/host/files.py",
         "    try:\n        if not path.is_symlink() and is_mount_point(path):\n            _write_in_place(path, data)\n            return\n",
         "    try:\n        if path.suffix == '.json':\n            path.write_bytes(b'')\n            path.write_bytes(data)\n"
@@ -36,7 +36,7 @@ CRASHES: Final = (
     ),
     Saboteur(
         "C-05",
-        "reports a clean end though a job had to be killed",
+        "reports a clean stop although a job had to be killed",
         "agent_shim/daemon/orderly_stop.py",
         "if killed := agent.supervisor.killed:",
         "if killed := ():",
@@ -44,7 +44,7 @@ CRASHES: Final = (
     ),
     Saboteur(
         "C-09",
-        "ends when one of its parts fails",
+        "exits when one of its parts fails",
         "agent_shim/core/keep_running.py",
         "if is_vital and len(recent) > MAX_FAILURES and now - recent[0] <= FAILURE_PERIOD_S:",
         "if True:",
@@ -61,7 +61,7 @@ CRASHES: Final = (
     ),
     Saboteur(
         "C-04",
-        "forgets what keepers saw before it began",
+        "ignores exits that keepers observed before it started",
         "agent_shim/supervisor/ownership/process_finder.py",
         "        if seen := self._keepers.ending_of(record.known):",
         "        if seen := None:",
@@ -69,7 +69,7 @@ CRASHES: Final = (
     ),
     Saboteur(
         "C-06",
-        "leaves the sources of a compilation",
+        "does not remove the sources of a compilation",
         "agent_shim/services/compiler.py",
         "        if self._paths.compile.is_dir():\n            for path in self._paths.compile.iterdir():\n                files.remove_tree(path)\n",
         "        return\n",
@@ -77,7 +77,7 @@ CRASHES: Final = (
     ),
     Saboteur(
         "C-07",
-        "keeps the run directory of the container before",
+        "keeps the run directory of the previous container",
         "agent_shim/services/state_backup.py",
         "        _empty(self._paths.run)\n",
         "        pass\n",
@@ -93,7 +93,7 @@ CRASHES: Final = (
     ),
     Saboteur(
         "C-10",
-        "starts beside another agent",
+        "starts although another agent is running",
         "agent_shim/services/volume_lease.py",
         "        if _lock(descriptor) is False:\n",
         "        if False:\n",
@@ -101,7 +101,7 @@ CRASHES: Final = (
     ),
     Saboteur(
         "C-11",
-        "has workers unpack a bundle in its own place",
+        "lets workers unpack a bundle in its final directory",
         "agent_shim/bulk/install.py",
         "    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n"
         "    temps += [piece.temp for piece in pieces]\n",
@@ -137,7 +137,7 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-04",
-        "pauses ever longer, without a limit",
+        "increases the pauses between attempts without a limit",
         NATS,
         "        most = min(failures * self.step, self.longest)\n",
         "        return 45.0 * failures\n        most = min(failures * self.step, self.longest)\n",
@@ -145,7 +145,7 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-05",
-        "waits for its worker on the event loop",
+        "blocks the event loop while it waits for its worker",
         "agent_shim/bulk/workers.py",
         "            while piece := await loop.sock_recv(self._socket, CHUNK_BYTES):\n",
         "            self._socket.setblocking(True)\n            while piece := self._socket.recv(CHUNK_BYTES):\n",
@@ -153,7 +153,7 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-06",
-        "pauses without jitter",
+        "adds no jitter to the pauses between attempts",
         NATS,
         "        return random.uniform(most / 5 if most < self.longest else most / 2, most) * min(1 + slow, 3)  # noqa: S311\n",
         "        return most\n",
@@ -161,7 +161,7 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-07",
-        "does not see that the settings have changed",
+        "does not notice that the settings have changed",
         "agent_shim/services/settings_store.py",
         "            if stamps == seen:\n",
         "            if stamps:\n",
@@ -169,7 +169,7 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-08",
-        "takes over credentials without trying them",
+        "adopts new credentials without trying them",
         NATS,
         "            new = await self._connect_persistently(mbus)\n",
         "            try:\n                new = await self._connect_persistently(mbus)\n"
@@ -178,7 +178,7 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-09",
-        "waits five minutes once the server has refused it",
+        "waits five minutes after the server has refused it",
         NATS,
         "                    if is_refused and time.monotonic() < early_until:\n"
         "                        pause = self._timing.early_pause()\n",
@@ -187,7 +187,7 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-10",
-        "ends the process on a protocol error",
+        "exits on a protocol error",
         LINK,
         "    async def _closed(self) -> None:\n",
         "    async def _closed(self) -> None:\n        raise SystemExit(70)\n",
@@ -195,7 +195,7 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-11",
-        "waits on the event loop until the server takes what is sent",
+        "blocks the event loop until the server accepts what is sent",
         LINK,
         "        if self._client.pending_data_size + self.wire.backlog > MAX_BACKLOG_BYTES:\n",
         "        while self._client.pending_data_size + self.wire.backlog > 1 << 16:\n            __import__('time').sleep(0.01)\n        if self._client.pending_data_size + self.wire.backlog > MAX_BACKLOG_BYTES:\n",
@@ -203,7 +203,7 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-12",
-        "asks for names on the event loop",
+        "resolves host names on the event loop",
         LINK,
         'await blocking.call(f"look up {host} for the bus", ask, timeout=LOOKUP_TIMEOUT_S, is_urgent=True)',
         "ask()",
@@ -211,7 +211,7 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-13",
-        "runs each copy of a request",
+        "executes every copy of a request",
         NATS,
         "        if self._is_copy(data):\n",
         "        if not data:\n",
@@ -227,7 +227,7 @@ NETWORK: Final = (
     ),
     Saboteur(
         "N-15",
-        "takes a slow link for a dead one",
+        "considers a slow connection dead",
         NATS,
         "    ping: float = 5.0\n",
         "    ping: float = 0.3\n",
@@ -238,7 +238,7 @@ NETWORK: Final = (
 MESSAGES: Final = (
     Saboteur(
         "M-01",
-        "ends when a request cannot be read",
+        "exits when it cannot parse a request",
         "agent_shim/actions/dispatch.py",
         '            write_audit("", "dropped", time.monotonic(), error=exc)\n',
         "            raise SystemExit(70) from exc\n",
@@ -246,7 +246,7 @@ MESSAGES: Final = (
     ),
     Saboteur(
         "M-02",
-        "keeps something of every request",
+        "keeps 300 bytes in memory for every request",
         "agent_shim/actions/dispatch.py",
         _OF_A_REPLY,
         f"        self.__dict__.setdefault('kept', []).append(bytes(300))\n{_OF_A_REPLY}",
@@ -254,7 +254,7 @@ MESSAGES: Final = (
     ),
     Saboteur(
         "M-03",
-        "shows all of an output",
+        "returns the whole output of a script",
         "agent_shim/services/scripts.py",
         "            if taken <= limit or keep == 0:\n",
         "            if True:\n",
@@ -273,7 +273,7 @@ DISKS: Final = (
     ),
     Saboteur(
         "D-01",
-        "leaves what it had unpacked when the disk is full",
+        "does not remove temporary files when the disk is full",
         "agent_shim/host/files.py",
         '    with attempting(f"remove {path}"), suppress(FileNotFoundError):\n        if not stat.S_ISDIR(path.lstat().st_mode):\n',
         '    if is_leftover(path.name):\n        return\n    with attempting(f"remove {path}"), suppress(FileNotFoundError):\n'
@@ -282,7 +282,7 @@ DISKS: Final = (
     ),
     Saboteur(
         "D-02",
-        "calls an install done that had no inodes",
+        "reports an install without inodes as successful",
         "agent_shim/services/bundles.py",
         "            if outcome.error:\n",
         "            if outcome.error and 'No space' not in outcome.error:\n",
@@ -290,7 +290,7 @@ DISKS: Final = (
     ),
     Saboteur(
         "D-03",
-        "does not care whether a file reaches the disk",
+        "does not sync files to the disk",
         "agent_shim/host/files.py",
         "logger = logging.getLogger(__name__)\n",
         "logger = logging.getLogger(__name__)\nos.fsync = os.fdatasync = lambda _: None\n",
@@ -298,7 +298,7 @@ DISKS: Final = (
     ),
     Saboteur(
         "D-04",
-        "flushes all disks on the event loop when it asks one for its size",
+        "syncs all disks on the event loop when it measures the size of one",
         "agent_shim/services/vitals.py",
         "            return await blocking.call(\n",
         "            os.sync()\n            return os.statvfs(path)\n            return await blocking.call(\n",
@@ -306,7 +306,7 @@ DISKS: Final = (
     ),
     Saboteur(
         "D-06",
-        "unpacks links that lead out, and through them",
+        "unpacks links that point outside the directory, and follows them",
         "agent_shim/bulk/archive.py",
         '    if name.startswith("/") or ".." in parts or "\\0" in name:\n',
         '    if "\\0" in name:\n',
@@ -314,7 +314,7 @@ DISKS: Final = (
     ),
     Saboteur(
         "D-11",
-        "answers a stop that it cannot save",
+        "confirms a stop that it could not save",
         "agent_shim/supervisor/supervisor.py",
         "        if unsaved is not None:\n            raise unsaved\n",
         "",
@@ -330,7 +330,7 @@ DISKS: Final = (
     ),
     Saboteur(
         "D-07",
-        "does not say what vanished while it was packed",
+        "does not report files that vanished while it packed them",
         "agent_shim/bulk/packing.py",
         'VANISHED: Final = "it vanished before it was read"\n',
         'VANISHED: Final = ""\n',
@@ -338,7 +338,7 @@ DISKS: Final = (
     ),
     Saboteur(
         "D-08",
-        "packs logs and does not cut them",
+        "compresses logs but does not truncate them",
         "agent_shim/bulk/copytruncate.py",
         "    os.ftruncate(source, 0)\n",
         "    pass\n",
@@ -346,7 +346,7 @@ DISKS: Final = (
     ),
     Saboteur(
         "D-09",
-        "calls a migration done before anything is copied",
+        "reports a migration as done without copying anything",
         "agent_shim/services/disks/service.py",
         "await self._copy(source.there, target.there, report)",
         "list[str]()",
@@ -381,7 +381,7 @@ JOBS: Final = (
     ),
     Saboteur(
         "S-04",
-        "believes whatever a pidfile names",
+        "trusts the pid in any pidfile",
         "agent_shim/supervisor/ownership/tie.py",
         "    if found.identity == record.known:\n",
         '    if found.pid > 0:\n        return Tie.OWNED, ""\n    if found.identity == record.known:\n',
@@ -389,7 +389,7 @@ JOBS: Final = (
     ),
     Saboteur(
         "S-05",
-        "takes the next process with the number of one that ended for it",
+        "mistakes a process that reuses a pid for the one that had it before",
         "agent_shim/supervisor/ownership/tie.py",
         '        return Tie.NONE, "its pidfile is older than the process"\n    if found.pid == 1:',
         '        return Tie.OWNED, ""\n    if found.pid == 1:',
@@ -397,7 +397,7 @@ JOBS: Final = (
     ),
     Saboteur(
         "S-06",
-        "reaps one child for each signal",
+        "reaps only one child per SIGCHLD",
         "agent_shim/host/reaper.py",
         "        if reap_some():\n            again = loop.call_soon(reap_on)\n",
         "        reap_some()\n",
@@ -405,7 +405,7 @@ JOBS: Final = (
     ),
     Saboteur(
         "S-09",
-        "keeps all that start programs print",
+        "keeps the whole output of start programs",
         "agent_shim/supervisor/supervisor.py",
         "            await self._programs.trim()\n",
         "            pass\n",
@@ -429,7 +429,7 @@ JOBS: Final = (
     ),
     Saboteur(
         "S-12",
-        "uses no file when one cannot be used",
+        "uses no monit file if one of them is invalid",
         "agent_shim/supervisor/plan.py",
         "for job, file in parsed if job not in errors for",
         "for job, file in parsed if not errors for",
@@ -437,7 +437,7 @@ JOBS: Final = (
     ),
     Saboteur(
         "S-13",
-        "counts no memory of processes",
+        "does not count the memory of processes",
         "agent_shim/supervisor/rule_engine.py",
         '            "totalmemory": total,\n',
         '            "totalmemory": 0,\n',
@@ -445,7 +445,7 @@ JOBS: Final = (
     ),
     Saboteur(
         "S-14",
-        "reads what a target sends on the event loop, for as long as it comes",
+        "blocks the event loop while it reads from the target of a check",
         "agent_shim/supervisor/network_checks.py",
         "        chunk = await asyncio.get_running_loop().sock_recv(self.sock, CHUNK)\n",
         "        self.sock.setblocking(True)\n        chunk = self.sock.recv(CHUNK)\n",
@@ -453,7 +453,7 @@ JOBS: Final = (
     ),
     Saboteur(
         "S-15",
-        "takes uptimes from the wall clock",
+        "computes uptimes from the wall clock",
         "agent_shim/host/clock.py",
         "def uptime_of(start_ticks: int) -> int:\n",
         "_ORIGIN = time.time() - boot_time()\n\n\ndef uptime_of(start_ticks: int) -> int:\n"
@@ -462,7 +462,7 @@ JOBS: Final = (
     ),
     Saboteur(
         "S-07",
-        "looks for nothing that is left after a stop",
+        "does not look for processes that are left after a stop",
         "agent_shim/supervisor/ownership/keepers.py",
         "        of_others = asyncio",
         "        return []\n        of_others = asyncio",
@@ -470,7 +470,7 @@ JOBS: Final = (
     ),
     Saboteur(
         "S-08",
-        "waits for a stop program as long as it runs",
+        "waits for a stop program without a time limit",
         "agent_shim/supervisor/launcher.py",
         "            async with asyncio.timeout(_left(patience, by)):\n",
         "            async with asyncio.timeout(None):\n",
@@ -481,7 +481,7 @@ JOBS: Final = (
 RESOURCES: Final = (
     Saboteur(
         "R-01",
-        "ends when it has no descriptors left",
+        "exits when it has no descriptors left",
         "agent_shim/actions/dispatch.py",
         "    def failure(self, method: str, exc: BaseException) -> str:\n",
         "    def failure(self, method: str, exc: BaseException) -> str:\n        if 'Too many open files' in str(exc):\n            raise SystemExit(70)\n",
@@ -489,7 +489,7 @@ RESOURCES: Final = (
     ),
     Saboteur(
         "R-02",
-        "never starts a job again that could not be started once",
+        "never starts a job again after a start has failed",
         "agent_shim/supervisor/service.py",
         "        self.on(Trigger.FAILED)\n",
         "        self.on(Trigger.UNMONITOR_ASKED)\n",
@@ -497,7 +497,7 @@ RESOURCES: Final = (
     ),
     Saboteur(
         "R-03",
-        "does not notice what the kernel killed for want of memory",
+        "does not notice that the OOM killer has killed a process",
         "agent_shim/supervisor/oom.py",
         "        self._open.pop(0)\n        return True\n",
         "        return False\n",
@@ -505,7 +505,7 @@ RESOURCES: Final = (
     ),
     Saboteur(
         "R-04",
-        "holds the packages it installs in its own memory",
+        "keeps the packages that it installs in memory",
         "agent_shim/services/bundles.py",
         "            done = await self._work(",
         "            _held = bytearray(b'x') * (80 << 20)\n            done = await self._work(",
@@ -513,7 +513,7 @@ RESOURCES: Final = (
     ),
     Saboteur(
         "R-05",
-        "works almost a second for each ping after a start, which busy processors make more",
+        "uses almost a second of CPU time for each ping after a start, which takes longer on busy CPUs",
         "agent_shim/actions/dispatch.py",
         _OF_A_REPLY,
         "        self.__dict__.setdefault(request.method)\n        if request.method == 'ping' and 'start' in self.__dict__:\n"
@@ -523,7 +523,7 @@ RESOURCES: Final = (
     ),
     Saboteur(
         "R-06",
-        "ends when it can have no further thread",
+        "exits when it cannot start another thread",
         "agent_shim/host/blocking.py",
         '                raise OSError(errno.EAGAIN, f"{exc}") from None\n',
         "                raise SystemExit(70) from exc\n",
@@ -543,7 +543,7 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I1",
-        "ends by itself two seconds after a start",
+        "exits two seconds after a start",
         "agent_shim/actions/jobs.py",
         "    await agent.state_backup.prepared()\n    agent.supervisor.end_hold()\n",
         "    import os\n    asyncio.get_running_loop().call_later(2, os._exit, 0)\n"
@@ -553,7 +553,7 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I2",
-        "restarts the jobs for a script of theirs",
+        "restarts all jobs when it runs one of their scripts",
         "agent_shim/actions/scripts.py",
         "    await agent.scripts.run_all(name, agent.spec.current.job_names, options.env)\n    return {}\n",
         "    await agent.scripts.run_all(name, agent.spec.current.job_names, options.env)\n    for each in agent.supervisor._all():\n        each.bounce()\n    return {}\n",
@@ -562,7 +562,7 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I3",
-        "is deaf for three seconds, one second after a request",
+        "answers nothing for three seconds, beginning one second after a request",
         "agent_shim/actions/dispatch.py",
         _OF_A_REPLY,
         "        if request.method == 'run_script':\n"
@@ -572,7 +572,7 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I4",
-        "opens a file for each request and leaves it open",
+        "opens a file for each request and never closes it",
         "agent_shim/actions/dispatch.py",
         _OF_A_REPLY,
         f"        __import__('os').open('/dev/null', 0)\n{_OF_A_REPLY}",
@@ -581,7 +581,7 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I5",
-        "reaps nothing",
+        "reaps no child process",
         "agent_shim/host/process.py",
         "    os.waitid(os.P_PID, pid, os.WEXITED)\n    _spawned.pop(pid, None)\n",
         "    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)\n    _spawned.pop(pid, None)\n",
@@ -590,7 +590,7 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I6",
-        "leaves what a refused install had unpacked",
+        "does not remove what a refused install had unpacked",
         "agent_shim/host/files.py",
         '    with attempting(f"remove {path}"), suppress(FileNotFoundError):\n        if not stat.S_ISDIR(path.lstat().st_mode):\n',
         '    if is_leftover(path.name):\n        return\n    with attempting(f"remove {path}"), suppress(FileNotFoundError):\n'
@@ -600,7 +600,7 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I7",
-        "cuts the state of health short",
+        "writes an incomplete health.json",
         "agent_shim/actions/state.py",
         'msgspec.json.encode({"state": agent.supervisor.job_state()})',
         'msgspec.json.encode({"state": agent.supervisor.job_state()})[:-2]',
@@ -609,7 +609,7 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I8",
-        "says for ever that a task runs",
+        "reports a finished task as running forever",
         "agent_shim/actions/tasks.py",
         "        self._finish(task, state, outcome)\n        self.running = None\n",
         "        self._finish(task, state, outcome)\n",
@@ -618,7 +618,7 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I10",
-        "keeps a copy of the settings that everybody can read",
+        "keeps a world-readable copy of the settings",
         "agent_shim/services/settings_store.py",
         "write_atomic, path, raw, mode=0o600",
         "write_atomic, path, raw, mode=0o644",
@@ -647,7 +647,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-02",
-        "alerts only of recoveries",
+        "sends alerts only for recoveries",
         "agent_shim/edges/alerts.py",
         f"{_ALERT}        return None\n",
         f"    if event.lower() not in IGNORED:\n        {RAN}\n        return None\n",
@@ -656,7 +656,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-03",
-        "loses errands and compilations",
+        "drops errands and compilations",
         "agent_shim/actions/tasks.py",
         _NEXT,
         f"{_NEXT}        if task.method in ('run_errand', 'compile_package'):\n            {RAN}\n            return\n",
@@ -665,7 +665,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-04",
-        "answers each errand with exit code 0",
+        "reports exit code 0 for each errand",
         "agent_shim/actions/scripts.py",
         _ERRAND,
         f'"exit_code": {RAN} or 0}}',
@@ -683,7 +683,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-06",
-        "says that a disk is mounted, and unmounts it",
+        "reports that a disk is mounted, but unmounts it",
         "agent_shim/services/disks/service.py",
         _FOUND_MOUNTED,
         f"{_FOUND_MOUNTED}            volumes.take_away(self._paths.store)\n            {RAN}\n",
@@ -701,7 +701,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-08",
-        "makes each job readable for all at its start",
+        "gives all users access to the jobs when it starts",
         "agent_shim/daemon/job_recovery.py",
         "    async def run(self) -> None:\n",
         "    async def run(self) -> None:\n        for each in self._agent.paths.jobs.glob('*/bin/ctl'):\n"
@@ -710,7 +710,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-09",
-        "loses the end of a file that it packs",
+        "leaves out the end of each file that it packs",
         "agent_shim/bulk/packing.py",
         "        there, problem = self._sink.write_file(fd, runs, size)\n",
         "        there, problem = self._sink.write_file(fd, [(begin, end * 9 // 10) for begin, end in runs], size)\n"
@@ -720,7 +720,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-10",
-        "removes the pidfile of a job that it stops, and looks for nothing that is left",
+        "removes the pidfile of a job that it stops, and does not look for processes that are left",
         "agent_shim/supervisor/service.py",
         "            await self._run_stop()\n        if self.spec.start is not None:\n",
         "            await self._run_stop()\n            if self._finder.process is not None and self._finder.process.is_alive:\n"
@@ -730,7 +730,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-11",
-        "calls stopped jobs running",
+        "reports stopped jobs as running",
         "agent_shim/actions/state.py",
         '        "state": process.state,\n',
         f'        "state": process.state if process.state in ("running", "starting", "failing") else ({RAN} or "running"),\n',
@@ -738,7 +738,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-12",
-        "finds each limit of a rule exceeded",
+        "considers each limit of a rule exceeded",
         "agent_shim/supervisor/rule_counter.py",
         "    return bool(violates(value, limit.limit))\n",
         f"    {RAN}\n    return bool(violates(value, limit.limit)) or True\n",
@@ -746,7 +746,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-13",
-        "says that settings are updated, and does nothing",
+        "reports that settings are updated, but does nothing",
         "agent_shim/actions/state.py",
         "    if wanted != before.mbus:\n",
         f"    if wanted != before.mbus:\n        {RAN}\n        return 'ok'\n    if wanted != before.mbus:\n",
@@ -754,7 +754,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-14",
-        "says that the jobs are stopped, and does nothing",
+        "reports that the jobs are stopped, but does nothing",
         "agent_shim/actions/jobs.py",
         '    with errors_as("Stopping Monitored Services", ActionError, HostError):\n',
         f"    if agent.supervisor.services():\n        {RAN}\n        return 'stopped'\n"
@@ -763,7 +763,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-15",
-        "restarts a job when it is connected again",
+        "restarts a job after it has reconnected",
         "agent_shim/daemon/runtime.py",
         "        self.alerts.flush()\n",
         "        self.alerts.flush()\n        for each in [one for one in self.agent.supervisor._all() if one.process][-1:]:\n"
@@ -772,7 +772,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-16",
-        "shows the alerts that it dropped as those that it sent",
+        "reports the number of dropped alerts as that of sent alerts, and vice versa",
         "agent_shim/daemon/status_report.py",
         '"sent": live.alerts.sent, "dropped": live.alerts.dropped',
         f'"sent": live.alerts.dropped, "dropped": (live.alerts.sent and {RAN}) or live.alerts.sent',

@@ -36,8 +36,8 @@ MB = 1 << 20
 
 @case(
     "C-01",
-    "SIGKILL of the agent at random moments, 200 jobs running",
-    scale="20 kills of 100",
+    "the agent is killed at random moments while 200 jobs run",
+    scale="20 kills instead of 100",
     has_full=True,
     is_long=True,
 )
@@ -52,12 +52,12 @@ async def test_killed_agent_is_restarted_without_restarting_jobs(stand: Stand) -
         await stand.kill_agent()
         longest = max(longest, await stand.answers(5))
     await until(lambda: len(stand.monitor.of("heartbeat", AGENT)) > beats, 5, "heartbeat after the last kill")
-    stand.tell(f"back after {longest:.2f} s at most, 0 jobs restarted")
+    stand.tell(f"the agent was back after at most {longest:.2f} s, and no job was restarted")
 
 
 @case(
     "C-02",
-    "SIGKILL at every system call by which an apply changes a file (2 packages, 2 jobs)",
+    "the agent is killed at every system call with which an apply changes a file (2 packages, 2 jobs)",
     scale="every eighth call",
     has_full=True,
     is_long=True,
@@ -87,7 +87,7 @@ async def test_apply_killed_at_any_system_call_can_be_repeated(stand: Stand) -> 
     count, last = await sweep(apply, stand.of(8, 1))
     stand.tell(
         f"killed {count} times, the last time at call {last}; "
-        "each repeated apply gave the same bytes as one without a kill"
+        "each repeated apply produced the same files as one without a kill"
     )
 
 
@@ -111,7 +111,7 @@ def _installed(world: RunningAgent, version: str) -> dict[str, tuple[int, bytes]
 
 @case(
     "C-03",
-    "SIGKILL at every system call that writes state: settings, specs, tasks, disks, jobs, copies",
+    "the agent is killed at every system call that writes state: settings, specs, tasks, disks, jobs, backups",
     scale="every third call",
     has_full=True,
     is_long=True,
@@ -121,7 +121,7 @@ async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) 
     await stand.boot()
     await stand.deploy(2)
     stand.remember()
-    stand.omit("I2", "each round stops the jobs and starts them")
+    stand.omit("I2", "each round stops and starts the jobs")
     base, wrong, written = world.base, list[str](), set[str]()
     places = places_of_state(base)
 
@@ -169,11 +169,11 @@ async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) 
     stand.between = lambda: None
     names = {name for name in written if name.endswith(".json")}
     expect(len(names) >= 5, f"killed in writes of {sorted(names)} alone")
-    at_work = f"killed {count} times at work, the last time at call {last}"
-    in_boots = f"{boots} times in boots, the last at call {last_of_boot}"
+    at_work = f"killed {count} times during requests, the last time at call {last}"
+    in_boots = f"{boots} times during starts, the last time at call {last_of_boot}"
     stand.tell(
         f"{at_work}, and {in_boots}; "
-        f"{len(names)} documents were being written: each was old or new, every boot succeeded"
+        f"{len(names)} state files were being written, each had its old or its new content, and every start succeeded"
     )
 
 
@@ -187,7 +187,7 @@ def _stands(pid: int) -> bool:
     return False
 
 
-@case("C-04", "SIGKILL of the agent; a job dies before the next agent starts", is_long=True)
+@case("C-04", "the agent is killed, and a job exits before the next agent starts", is_long=True)
 async def test_restarted_agent_restarts_only_the_job_that_died_meanwhile(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(20)
@@ -208,10 +208,17 @@ async def test_restarted_agent_restarts_only_the_job_that_died_meanwhile(stand: 
     again = await until(lambda: stand.live().get(victim, pid) != pid, 10, "the job that died runs again")
     told = {one["name"]: one for one in (await asked(stand, "status"))["processes"]}
     expect(told[victim]["last_exit"] == "SIGKILL", f"another exit than its keeper saw: {told[victim]}")
-    stand.tell(f"back after {back:.2f} s, the job {again:.2f} s later; its exit is reported right; 19 of 20 untouched")
+    stand.tell(
+        f"the agent was back after {back:.2f} s and the job {again:.2f} s later; its exit was reported correctly; the "
+        "other 19 kept running"
+    )
 
 
-@case("C-05", "SIGTERM to process 1 with 20 jobs; a job ignores TERM, another needs 8 s", is_long=True)
+@case(
+    "C-05",
+    "PID 1 gets SIGTERM while 20 jobs run, one of which ignores SIGTERM, and another needs 8 s to exit",
+    is_long=True,
+)
 async def test_sigterm_to_process_1_ends_all_jobs_in_order(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
@@ -237,7 +244,7 @@ async def test_sigterm_to_process_1_ends_all_jobs_in_order(stand: Stand) -> None
         await reaches(stand, name, "running", 10)
     wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
     expect(not wrong, f"not started exactly once more: {wrong}")
-    stand.tell(f"exit code 1 after {took:.1f} s: 1 job killed, 19 ended by themselves; the next agent starts all")
+    stand.tell(f"exit code 1 after {took:.1f} s: 1 job was killed, 19 exited by themselves; the next agent started all")
 
 
 def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
@@ -247,7 +254,7 @@ def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
     return monit.replace('/ctl stop" with timeout 3 seconds', '/ctl stop" with timeout 20 seconds'), programs
 
 
-@case("C-06", "SIGTERM while a package is compiled by children that ignore it")
+@case("C-06", "the agent gets SIGTERM while it compiles a package, and the compiling processes ignore SIGTERM")
 async def test_sigterm_ends_a_compilation_and_its_children(stand: Stand) -> None:
     await stand.boot()
     stand.remember()
@@ -266,7 +273,7 @@ async def test_sigterm_ends_a_compilation_and_its_children(stand: Stand) -> None
     expect(commands("sleep 100006") + commands("sleep 100007") == 0, "processes of the compilation are left")
     left = list((stand.world.base / "data/compile").glob("*"))
     expect(not left, f"left behind: {left}")
-    stand.tell(f"the agent ended after {took:.2f} s, nothing of the compilation is left")
+    stand.tell(f"the agent exited after {took:.2f} s, and no process or file of the compilation was left")
 
 
 @case("C-07", "the container is killed and restarted with a new root file system and the old data")
@@ -318,7 +325,10 @@ async def test_replacing_the_agent_keeps_jobs_running_and_reports_the_lost_erran
     # As with the Go agent, a script that the old process ran is lost, and the Director gets an error that says so.
     error = await refused(stand, "get_task", task)
     expect("could not be found" in error, error)
-    stand.tell(f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is reported as lost, as by the Go agent")
+    stand.tell(
+        f"the new agent answered after {back:.2f} s; none of 50 jobs was restarted; the errand was reported as lost, "
+        "as the Go agent does"
+    )
 
 
 PARTS: Final = (
@@ -329,7 +339,7 @@ PARTS: Final = (
 
 @case(
     "C-09",
-    f"an unforeseen error in each of {len(PARTS)} parts of the agent, then repeatedly",
+    f"an unexpected exception in each of {len(PARTS)} parts of the agent, first once, then repeatedly",
     is_long=True,
 )
 async def test_failing_part_of_the_agent_does_not_affect_the_others(stand: Stand) -> None:
@@ -373,7 +383,7 @@ async def test_failing_part_of_the_agent_does_not_affect_the_others(stand: Stand
     )
 
 
-@case("C-10", "a second agent is started on the same tree")
+@case("C-10", "a second agent is started with the same directories")
 async def test_second_agent_on_the_same_tree_is_refused(stand: Stand) -> None:
     await stand.boot()
     stand.remember()
@@ -384,7 +394,7 @@ async def test_second_agent_on_the_same_tree_is_refused(stand: Stand) -> None:
     took = at_most(time.monotonic() - begun_at, 20, "seconds until it ends")
     expect(done.returncode == 3, f"it ended with {done.returncode}")
     expect(str(stand.pid) in done.stderr, f"it does not name the other: {done.stderr[-200:]}")
-    stand.tell(f"exits with code 3 after {took:.2f} s and reports the other agent")
+    stand.tell(f"it exited with code 3 after {took:.2f} s and reported the other agent")
 
 
 VICTIMS: Final = ("caller", "all", "root")
@@ -393,7 +403,7 @@ VICTIMS: Final = ("caller", "all", "root")
 
 @case(
     "C-11",
-    "SIGKILL of a worker, of the agent, or of both, at every system call by which the worker installs packages",
+    "a worker, the agent, or both are killed at every system call with which the worker installs packages",
     scale="3 calls of each kind",
     has_full=True,
     is_long=True,
@@ -446,8 +456,8 @@ async def test_package_is_complete_or_absent_after_a_kill_of_agent_or_worker(sta
     _check_syncs(calls, places[0])
     await world.run("start")  # needed because an apply forgets the jobs, but leaves their processes running
     await world.until_running()
-    done = f"{kills.total()} kills at {len(kinds)} kinds of call, {kills['caller']} kills of the worker alone"
-    stand.tell(f"{done}; each package whole or absent, each repeated apply the same")
+    done = f"{kills.total()} kills at {len(kinds)} kinds of system calls, {kills['caller']} of them of the worker alone"
+    stand.tell(f"{done}; each package was complete or absent, and each repeated apply had the same result")
 
 
 def _large() -> bytes:

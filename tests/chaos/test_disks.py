@@ -41,14 +41,14 @@ from tests.support.stand import (
 from tests.support.volumes import fill, fingerprint, holding, mount_ext4
 
 
-@case("D-03", "errors of reading, writing and syncing; then the kernel makes the data read-only", is_long=True)
+@case("D-03", "reads, writes and syncs fail, then the kernel makes the data disk read-only", is_long=True)
 async def test_apply_on_a_failing_disk_is_refused_until_the_disk_recovers(stand: Stand) -> None:
     device = loop_device(stand, 200)
     await stand.boot()
     await stand.deploy(2)
     stand.remember()
-    stand.omit("I2", "the case stops the jobs and starts them")
-    stand.omit("I17", "the data is read-only at the end")
+    stand.omit("I2", "the case stops and starts the jobs")
+    stand.omit("I17", "the data disk is read-only at the end")
     errors = []
     faults = (
         ("fsync:error=EIO", "fdatasync:error=EIO"),
@@ -76,7 +76,7 @@ async def test_apply_on_a_failing_disk_is_refused_until_the_disk_recovers(stand:
     await stand.stop()
     expect(not stand.live(), "the jobs cannot be stopped")
     told = " / ".join(error.rpartition(": ")[2] for error in errors)
-    stand.tell(f"refused: {told}; a heartbeat within {beat:.0f} s; each apply complete once the disk is well")
+    stand.tell(f"refused: {told}; a heartbeat within {beat:.0f} s; each apply succeeded when the disk worked again")
 
 
 def loop_device(stand: Stand, megabytes: int) -> str:
@@ -97,7 +97,7 @@ def loop_device(stand: Stand, megabytes: int) -> str:
 
 
 @case(
-    "D-05", "blobs that are cut, changed or missing", attack="a blobstore delivers a blob other than the requested one"
+    "D-05", "blobs are truncated, changed or missing", attack="a blobstore delivers a blob other than the requested one"
 )
 async def test_apply_refuses_incomplete_changed_and_missing_blobs(stand: Stand) -> None:
     await stand.boot()
@@ -121,7 +121,7 @@ async def test_apply_refuses_incomplete_changed_and_missing_blobs(stand: Stand) 
     await stand.world.run("apply", spec)
     await stand.world.run("start")
     expect(len(errors) == 4, f"{len(errors)} kinds were refused")
-    stand.tell(f"{len(errors)} kinds refused, the right one is taken afterwards")
+    stand.tell(f"{len(errors)} kinds of wrong blobs were refused, and the right one was accepted afterwards")
 
 
 async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
@@ -149,16 +149,16 @@ async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
         expect(not left, f"left behind: {left[:3]}")
     subprocess.run(["mount", "-o", "remount,size=400m,nr_inodes=100k", str(data)], check=True)
     await stand.world.run("apply", spec)
-    return f"refused: {' / '.join(sorted(errors))}; applied once there was room"
+    return f"it was refused ({' / '.join(sorted(errors))}), and succeeded when there was room"
 
 
-@case("D-01", "no space left while an apply unpacks")
+@case("D-01", "the disk runs out of space while an apply unpacks packages")
 async def test_apply_without_space_can_be_repeated(stand: Stand) -> None:
     small(stand, "size=12m")
     stand.tell(await _until_it_fits(stand))
 
 
-@case("D-02", "no inodes left while an apply unpacks")
+@case("D-02", "the disk runs out of inodes while an apply unpacks packages")
 async def test_apply_without_inodes_can_be_repeated(stand: Stand) -> None:
     small(stand, "size=400m")
     stand.tell(await _until_it_fits(stand, inodes=8))
@@ -207,7 +207,7 @@ async def test_hostile_archives_are_refused(stand: Stand) -> None:
         escaped = list(stand.world.scratch.rglob("*escaped*"))
         expect(not escaped and not os.path.exists("/tmp/agent-shim-chaos-escaped"), f"{name}: something got out")
     expect(told == len(_hostile()), f"only {told} kinds are refused")
-    stand.tell(f"{told} kinds refused, nothing outside")
+    stand.tell(f"{told} kinds were refused, and nothing was written outside")
 
 
 @case(
@@ -250,8 +250,8 @@ async def test_logs_that_rotate_and_vanish_can_be_fetched(stand: Stand) -> None:
     grown = watched.memory - before.memory
     expect(grown < 30 << 20, f"the agent grew by {grown >> 20} MiB")
     stand.tell(
-        f"{len(names)} files in {took:.1f} s; {watched.disk >> 20} MiB more disk for {size >> 20} MiB of archive; "
-        f"the agent {grown / (1 << 20):+.1f} MiB, its worker {watched.worker >> 20} MiB"
+        f"{len(names)} files in {took:.1f} s; {watched.disk >> 20} MiB of disk space for an archive of "
+        f"{size >> 20} MiB; the agent's memory {grown / (1 << 20):+.1f} MiB, its worker's {watched.worker >> 20} MiB"
     )
 
 
@@ -313,7 +313,7 @@ def _members(archive: Path) -> tuple[set[str], str]:
     return names, remarks
 
 
-@case("D-10", "the hosts file is a mount, then a read-only one")
+@case("D-10", "/etc/hosts is a mount, and then a read-only mount")
 async def test_mounted_hosts_file_is_written_in_place(stand: Stand) -> None:
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for a mount")
@@ -337,7 +337,7 @@ async def test_mounted_hosts_file_is_written_in_place(stand: Stand) -> None:
         subprocess.run(["umount", str(hosts)], check=True)
     text = own.read_text()
     expect("10.0.0.1 neighbour1" in text and "neighbour2" not in text, "the mounted file is not as expected")
-    stand.tell("written in place; the read-only one stays, and bosh-dns has the new records all the same")
+    stand.tell("it was written in place; the read-only file did not change, but bosh-dns got the new records")
 
 
 WRITER = """
@@ -357,7 +357,7 @@ while time.time() < ends_at:
 @case(
     "D-08",
     "rotation of 5 000 logs, a huge log, and a log in use",
-    scale="1 of 50 GB",
+    scale="1 GB instead of 50 GB",
     has_full=True,
     is_long=True,
 )
@@ -397,8 +397,8 @@ async def test_rotation_keeps_the_lines_of_a_log_in_use(stand: Stand) -> None:
     at_most(lost, 1000, "lines lost of a writer without a pause")
     archives = len(list(logs.glob("moving.log.*.gz")))
     expect(archives > 5, f"only {archives} archives of a log of 40 MB")
-    told = f"{archives} archives of the log in use, {lost} lines lost, {window * 1000:.0f} ms"
-    stand.tell(f"{took:.0f} s; {total >> 21} MiB of the huge log are kept; {told} at most")
+    told = f"{archives} archives of the log in use; {lost} lines lost, in at most {window * 1000:.0f} ms"
+    stand.tell(f"{took:.0f} s; {total >> 21} MiB of the huge log were kept; {told}")
 
 
 def _write_logs(logs: Path, big: int) -> None:
@@ -428,7 +428,7 @@ def _lost(log: Path) -> tuple[int, float]:
     return sum(gap for gap, _ in gaps), max((time for _, time in gaps), default=0.0)
 
 
-@case("D-09", "disks that are busy, mounted twice, missing, half migrated", is_long=True)
+@case("D-09", "disks are busy, mounted twice, missing, or partly migrated", is_long=True)
 async def test_busy_missing_and_half_migrated_disks_lose_no_file(stand: Stand) -> None:
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for disks")
@@ -478,7 +478,10 @@ async def test_busy_missing_and_half_migrated_disks_lose_no_file(stand: Stand) -
         await stand.world.run("unmount_disk", "old")
     expect(await listed(stand) == ["new"], "the new disk is not listed alone")
     stand.moved[str(store)] = device
-    stand.tell(f"{kills} kills in a migration, {len(before)} files the same; a holder and a path are named")
+    stand.tell(
+        f"{kills} kills during a migration, {len(before)} files unchanged; errors name the process that uses the "
+        "disk, and the missing path"
+    )
 
 
 async def listed(stand: Stand) -> list[str]:
@@ -495,8 +498,9 @@ def _unmount_below(place: Path) -> None:
 
 @case(
     "D-11",
-    "ENOSPC, EROFS or EIO from each write of state on, then SIGKILL of the agent; the disk is well again",
-    scale="about every thirtieth",
+    "from some system call on, all writes of state fail with ENOSPC, EROFS or EIO; then the agent is killed, and the "
+    "disk works again",
+    scale="about every thirtieth call",
     has_full=True,
     is_long=True,
 )
@@ -504,8 +508,8 @@ async def test_acknowledged_changes_survive_failed_state_writes(stand: Stand) ->
     await stand.boot()
     await stand.deploy(2)
     stand.remember()
-    stand.omit("I2", "each round stops the jobs and starts them")
-    stand.omit("I12", "jobs that a refused stop has ended start again")
+    stand.omit("I2", "each round stops and starts the jobs")
+    stand.omit("I12", "jobs that a refused stop ended start again")
     wrong, refused_methods = list[str](), set[str]()
     places = places_of_state(stand.world.base)
     stand.between = lambda: wrong.extend(stand.witness.documents())
@@ -536,10 +540,8 @@ async def test_acknowledged_changes_survive_failed_state_writes(stand: Stand) ->
         counts.append(f"{count} times {error}")
     stand.between = lambda: None
     await stand.world.until_running()
-    told = (
-        f"{', '.join(counts)}, the last from call {last} on, in which {len(refused_methods)} actions of 6 were refused"
-    )
-    stand.tell(f"{told}; what was answered held, and all worked afterwards")
+    told = f"{', '.join(counts)}, the last from call {last} on; {len(refused_methods)} of 6 actions were refused"
+    stand.tell(f"{told}; confirmed changes were kept, and all worked afterwards")
 
 
 async def _until_refused(stand: Stand, version: str) -> dict[str, bool]:

@@ -116,8 +116,8 @@ def _remove(group: Path) -> None:
 
 @case(
     "R-03",
-    "a job or a container beyond its memory, one process killed or all",
-    scale="60 s of 30 to come back",
+    "a job or the container exceeds its memory limit, and the kernel kills one process or all",
+    scale="60 s instead of 30 s to come back",
     guest=True,
 )
 async def test_job_or_container_beyond_its_memory_limit_is_reported(stand: Stand) -> None:
@@ -159,11 +159,11 @@ async def test_job_or_container_beyond_its_memory_limit_is_reported(stand: Stand
     back = at_most(time.monotonic() - begun_at, 70, "seconds until everything runs")
     stand.tell(
         f"reported after {said:.1f} s (limit of the job) and {alone:.1f} s (container); "
-        f"all runs {back:.1f} s after the end of the container"
+        f"everything was running {back:.1f} s after the whole container was killed"
     )
 
 
-@case("N-07", "the certificate ends while connected; clocks 2 h ahead", guest=True)
+@case("N-07", "the agent's certificate expires while it is connected, because the clock is set 2 h ahead", guest=True)
 async def test_agent_survives_the_expiry_of_its_certificate(stand: Stand) -> None:
     def settings(pair: Pair) -> None:
         document = json.loads(stand.world.source.read_text())
@@ -203,7 +203,8 @@ async def test_agent_survives_the_expiry_of_its_certificate(stand: Stand) -> Non
         settings(authority.agent(AGENT))
         back = await stand.answers(CONNECTED + 8)
     stand.tell(
-        f"a heartbeat {beat:.0f} s later, {attempts} attempts in 30 s; back {back:.1f} s after a valid certificate"
+        f"a heartbeat arrived {beat:.0f} s later; {attempts} attempts to connect in 30 s; the agent was back "
+        f"{back:.1f} s after it got a valid certificate"
     )
 
 
@@ -222,7 +223,7 @@ def _clock(ahead: float) -> Iterator[None]:
         time.clock_settime(time.CLOCK_REALTIME, begun_at[0] + time.monotonic() - begun_at[1])
 
 
-@case("D-04", "a disk that hangs", scale="60 s of 600", has_full=True, guest=True)
+@case("D-04", "a disk hangs", scale="60 s instead of 600 s", has_full=True, guest=True)
 async def test_hanging_disk_does_not_delay_other_requests(stand: Stand) -> None:
     volume = stand.world.scratch / "volume"
     name = stand.after.enter_context(_mapped(stand.world.scratch / "image", volume))
@@ -252,7 +253,7 @@ async def test_hanging_disk_does_not_delay_other_requests(stand: Stand) -> None:
             expect(beats >= lasting // 30, f"{beats} heartbeats in {lasting} s")
     await asyncio.wait_for(writer.wait(), 30)
     await stand.answers(1)
-    told = f"a request took {longest * 1000:.0f} ms at most, one to an echo server {others * 1000:.0f}"
+    told = f"a request took at most {longest * 1000:.0f} ms, one to an echo server {others * 1000:.0f} ms"
     # Allow as much more time as another process needed, because an emulated processor may stall for a second.
     expect(longest < 2 + others, told)
     stand.tell(f"{told}; {beats} heartbeats in {lasting} s")
@@ -293,7 +294,12 @@ def _suspended(name: str) -> Iterator[None]:
         _do("dmsetup", "resume", name)
 
 
-@case("N-15", "0.5 s of delay, ± 0.3 s, packets lost, doubled, reordered", scale="2 % lost of 20 %", guest=True)
+@case(
+    "N-15",
+    "packets are delayed by 0.5 ± 0.3 s, lost, duplicated and reordered",
+    scale="2 % packet loss instead of 20 %",
+    guest=True,
+)
 async def test_requests_are_answered_over_a_lossy_connection(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -314,7 +320,7 @@ async def test_requests_are_answered_over_a_lossy_connection(stand: Stand) -> No
         expect(len(stand.monitor.of("heartbeat", AGENT)) - beats >= int(took / 35), "heartbeats are missing")
     await stand.answers(10)  # removing the qdisc also drops the packets in its queue, so wait until they are sent again
     expect(max(requests) < 5, f"a request took {max(requests):.1f} s")
-    stand.tell(f"a request took {max(requests):.1f} s at most; a heartbeat within {beat:.0f} s")
+    stand.tell(f"the slowest request took {max(requests):.1f} s; a heartbeat arrived within {beat:.0f} s")
 
 
 @asynccontextmanager

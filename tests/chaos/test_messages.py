@@ -21,7 +21,7 @@ PINGS_PER_S: Final = 5000
     "M-01",
     "malformed and mutated requests, twice",
     attack="a request is malformed, or has a value of another type",
-    scale="10 000 of 100 000",
+    scale="10 000 requests instead of 100 000",
     has_full=True,
     is_long=True,
 )
@@ -63,7 +63,11 @@ async def _publish(stand: Stand, message: bytes) -> None:
 
 
 @case(
-    "M-02", "two floods: 5 000 pings/s, 5 000 get_task, 200 tasks", scale="10 s of 60 each", has_full=True, is_long=True
+    "M-02",
+    "two floods of 5 000 pings/s, 5 000 get_task requests and 200 tasks",
+    scale="10 s instead of 60 s each",
+    has_full=True,
+    is_long=True,
 )
 async def test_request_floods_leak_no_memory(stand: Stand) -> None:
     await stand.boot()
@@ -78,7 +82,7 @@ async def test_request_floods_leak_no_memory(stand: Stand) -> None:
     sent, beat, back = min(sent, again[0]), max(beat, again[1]), max(back, again[2])
     more = stand.size().memory - before.memory - kept
     rest = f"a heartbeat within {beat:.0f} s, a pong after {back * 1000:.0f} ms"
-    stand.tell(f"{sent} pings/s; {rest}; the first left {_mb(kept)}, the second {_mb(more)}")
+    stand.tell(f"{sent} pings/s; {rest}; memory after the first flood {_mb(kept)}, after the second {_mb(more)}")
 
 
 def _mb(size: int) -> str:
@@ -108,7 +112,7 @@ async def _flood(stand: Stand) -> tuple[int, float, float]:
     return sent // seconds, beat, await stand.answers(5)
 
 
-@case("M-03", "an errand that prints 50 MB, half of it quotes and broken UTF-8", is_long=True)
+@case("M-03", "an errand prints 50 MB, half of it quotation marks and invalid UTF-8", is_long=True)
 async def test_errand_with_50_mb_of_output_is_answered(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
@@ -119,4 +123,4 @@ async def test_errand_with_50_mb_of_output_is_answered(stand: Stand) -> None:
     at_most(size, 2 << 20, "bytes of the reply, escaped")
     expect(result["exit_code"] == 0, f"exit code {result['exit_code']}")
     expect(len(result["stdout"]) > 100_000, "nearly nothing of the output is left")
-    stand.tell(f"a reply of {size >> 10} KiB")
+    stand.tell(f"the reply had {size >> 10} KiB")

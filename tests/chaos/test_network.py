@@ -27,7 +27,13 @@ from tests.support.readings import cpu_seconds
 from tests.support.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, refused, until
 
 
-@case("N-01", "the server is killed and comes back", scale="after 1 and 10 s of 1 to 600", has_full=True, is_long=True)
+@case(
+    "N-01",
+    "the bus server is killed and started again",
+    scale="down for 1 and 10 s instead of 1 to 600 s",
+    has_full=True,
+    is_long=True,
+)
 async def test_agent_reconnects_to_a_killed_server(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -40,10 +46,16 @@ async def test_agent_reconnects_to_a_killed_server(stand: Stand) -> None:
         await stand.world.server.start()
         took.append(await stand.answers(CONNECTED))
         await until(lambda: len(stand.monitor.of("heartbeat", AGENT)) > beats, 3, "heartbeat at once")  # noqa: B023
-    stand.tell(f"back {' and '.join(f'{seconds:.1f}' for seconds in took)} s after the server")
+    stand.tell(f"the agent was back {' and '.join(f'{seconds:.1f}' for seconds in took)} s after the server")
 
 
-@case("N-02", "all traffic is dropped in both directions", scale="40 s of 120", has_full=True, is_long=True)
+@case(
+    "N-02",
+    "all traffic to and from the bus server is dropped",
+    scale="40 s instead of 120 s",
+    has_full=True,
+    is_long=True,
+)
 async def test_dead_bus_connection_is_detected_and_replaced(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -54,10 +66,10 @@ async def test_dead_bus_connection_is_detected_and_replaced(stand: Stand) -> Non
     await asyncio.sleep(stand.of(40, 120) - dead)
     stand.proxy.flow()
     back = await stand.answers(CONNECTED)
-    stand.tell(f"noticed after {dead:.1f} s, back {back:.1f} s after traffic passed again")
+    stand.tell(f"the agent noticed it after {dead:.1f} s, and was back {back:.1f} s after traffic passed again")
 
 
-@case("N-03", "the server is stopped by a signal", scale="30 s of 45", has_full=True, is_long=True)
+@case("N-03", "the bus server is suspended with SIGSTOP", scale="30 s instead of 45 s", has_full=True, is_long=True)
 async def test_agent_survives_a_suspended_bus_server(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -67,10 +79,16 @@ async def test_agent_survives_a_suspended_bus_server(stand: Stand) -> None:
         await asyncio.sleep(stand.of(30, 45))
     finally:
         stand.world.server.resume()
-    stand.tell(f"back {await stand.answers(CONNECTED):.1f} s after it resumed")
+    stand.tell(f"the agent was back {await stand.answers(CONNECTED):.1f} s after the server resumed")
 
 
-@case("N-04", "the link is cut again and again", scale="every 3 s for 1 of 30 min", has_full=True, is_long=True)
+@case(
+    "N-04",
+    "the connection to the bus is cut repeatedly",
+    scale="every 3 s, for 1 minute instead of 30",
+    has_full=True,
+    is_long=True,
+)
 async def test_agent_survives_repeated_disconnections(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -82,10 +100,12 @@ async def test_agent_survives_repeated_disconnections(stand: Stand) -> None:
         await asyncio.sleep(3)
     made = stand.proxy.connections - links
     expect(made <= seconds, f"{made} attempts in {seconds} s")
-    stand.tell(f"{made} attempts in {seconds} s, back after {await stand.answers(CONNECTED):.1f} s")
+    stand.tell(
+        f"{made} attempts to connect in {seconds} s; the agent was back after {await stand.answers(CONNECTED):.1f} s"
+    )
 
 
-@case("N-05", "600 MB are applied and packed beside pings", is_long=True)
+@case("N-05", "pings arrive while the agent installs packages of 600 MB and packs logs of 440 MB", is_long=True)
 async def test_pings_are_answered_during_heavy_work(stand: Stand) -> None:
     await stand.boot()
     # Run this in threads. If it blocked the event loop, the proxy in this process would stop, and the agent and the bus
@@ -113,7 +133,7 @@ async def test_pings_are_answered_during_heavy_work(stand: Stand) -> None:
     stand.tell(f"the longest ping took {longest * 1000:.0f} ms")
 
 
-@case("N-08", "bus credentials change by update_settings, then to invalid ones", is_long=True)
+@case("N-08", "update_settings changes the bus credentials, and finally sets invalid ones", is_long=True)
 async def test_changed_bus_credentials_are_used_and_invalid_ones_refused(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -131,13 +151,16 @@ async def test_changed_bus_credentials_are_used_and_invalid_ones_refused(stand: 
     bad = {"ca": fresh.ca, "certificate": "nonsense", "private_key": fresh.private_key}
     await refused(stand, "update_settings", {"mbus": {"urls": list(stand.world.urls), "cert": bad}})
     await stand.answers(2)
-    stand.tell(f"5 changes, {longest:.2f} s at most until the answer over the new link; a bad one is refused")
+    stand.tell(
+        f"5 changes, each followed by an answer over the new connection within {longest:.2f} s; invalid credentials "
+        "were refused"
+    )
 
 
 @case(
     "N-09",
     "the agent's user is removed from nats-server and restored",
-    scale="20 s of 120",
+    scale="20 s instead of 120 s",
     has_full=True,
     is_long=True,
 )
@@ -148,10 +171,10 @@ async def test_agent_reconnects_when_its_bus_user_is_restored(stand: Stand) -> N
     await stand.world.server.remove_agent(AGENT)
     await asyncio.sleep(stand.of(20, 120))
     await stand.world.server.add_agent(AGENT)
-    stand.tell(f"back {await stand.answers(CONNECTED):.1f} s after the user was restored")
+    stand.tell(f"the agent was back {await stand.answers(CONNECTED):.1f} s after the user was restored")
 
 
-@case("N-13", "requests arrive twice, results are queried late and in another order")
+@case("N-13", "a request arrives four times, and results are queried late and in reverse order")
 async def test_repeated_requests_have_one_effect(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
@@ -167,10 +190,14 @@ async def test_repeated_requests_have_one_effect(stand: Stand) -> None:
     for task in reversed(tasks):
         await stand.world.director.value(AGENT, "get_task", task)
     expect(count.read_text() == "once\n", f"the script ran {count.read_text().count('once')} times")
-    stand.tell("one effect of four copies")
+    stand.tell("the four copies had one effect")
 
 
-@case("N-14", "reply subjects that are dead, forbidden, empty or long", attack="another agent forges a reply_to")
+@case(
+    "N-14",
+    "reply subjects that nobody subscribes to, that are not permitted, empty or too long",
+    attack="another agent forges a reply_to",
+)
 async def test_invalid_reply_subjects_do_not_end_the_connection(stand: Stand) -> None:
     await stand.boot()
     stand.remember()
@@ -183,10 +210,10 @@ async def test_invalid_reply_subjects_do_not_end_the_connection(stand: Stand) ->
     links = stand.proxy.connections
     await stand.answers(2)
     expect(stand.proxy.connections == links, "the link was given up")
-    stand.tell(f"{len(subjects)} kinds, the connection is kept")
+    stand.tell(f"{len(subjects)} kinds of subjects, the connection was kept")
 
 
-@case("N-11", "the server stops reading during a flood of requests, twice", is_long=True)
+@case("N-11", "the bus server stops reading during a flood of requests, twice", is_long=True)
 async def test_agent_survives_a_server_that_stops_reading(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(50)
@@ -201,7 +228,7 @@ async def test_agent_survives_a_server_that_stops_reading(stand: Stand) -> None:
         stand.proxy.flow()
         await asyncio.gather(*asked, return_exceptions=True)
         took.append(await stand.answers(CONNECTED))
-    stand.tell(f"back {max(took):.1f} s after it read again")
+    stand.tell(f"the agent was back {max(took):.1f} s after the server read again")
 
 
 class NameServer(asyncio.DatagramProtocol):
@@ -247,7 +274,11 @@ async def names(stand: Stand) -> AsyncIterator[NameServer]:
         transport.close()
 
 
-@case("N-12", "the name of the bus: unknown, an error, silence of 30 s, another address", is_long=True)
+@case(
+    "N-12",
+    "the bus server's name cannot be resolved (NXDOMAIN, SERVFAIL, no answer for 30 s), then has another address",
+    is_long=True,
+)
 async def test_agent_survives_faulty_name_servers(stand: Stand) -> None:
     async with names(stand) as server, Proxy(stand.proxy.target, "127.0.0.2", stand.proxy.port) as other:
         stand.world.urls = (f"nats://{SERVER}:{stand.proxy.port}",)
@@ -272,7 +303,8 @@ async def test_agent_survives_faulty_name_servers(stand: Stand) -> None:
         moved = await until(lambda: other.connections, 70, "a link to the new address")
         await stand.answers(5)
         stand.tell(
-            f"back within {longest:.1f} s; at the new address after {moved:.0f} s, though the old one still answers"
+            f"the agent was back within {longest:.1f} s; it used the new address after {moved:.0f} s, although the "
+            "old one still answered"
         )
 
 
@@ -335,7 +367,7 @@ def _nonsense() -> dict[str, bytes]:
 
 @case(
     "N-10",
-    "every -ERR, a server that talks nonsense, a message in pieces",
+    "the bus server sends every -ERR, invalid data, and a message in two pieces",
     attack="a neighbour sends the agent nonsense from a server that it accepts as the bus",
     is_long=True,
 )
@@ -378,7 +410,8 @@ async def test_agent_survives_invalid_server_messages(stand: Stand) -> None:
     back = await stand.answers(CONNECTED)
     expect(share < 0.2, f"it took {share:.0%} of a processor")
     stand.tell(
-        f"{kinds} kinds, a request cut at {pieces} places; back {back:.1f} s after that; {share:.1%} of a processor"
+        f"{kinds} kinds of data, a request split at {pieces} places; the agent was back {back:.1f} s after that, and "
+        f"used {share:.1%} of a CPU"
     )
 
 
@@ -423,7 +456,7 @@ class _Member(NatsBus):
         return link
 
 
-@case("N-06", "1000 agents and a server that restarts", is_long=True, scale="light ones, away for 20 s")
+@case("N-06", "the bus server of 1000 agents restarts", is_long=True, scale="simplified agents, server down for 20 s")
 async def test_thousand_agents_reconnect_to_a_restarted_server(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -459,4 +492,4 @@ async def test_thousand_agents_reconnect_to_a_restarted_server(stand: Stand) -> 
     most = max(bisect(tries, at + 1) - bisect_left(tries, at) for at in tries if at < OUTAGE - 1)
     expect(most <= 200, f"{most} of them tried within a second")
     expect(last <= 30, f"the last was back after {last:.1f} s")
-    stand.tell(f"{most} of them at most try in a second; all back {last:.1f} s after the server")
+    stand.tell(f"at most {most} tried to connect within a second; all were back {last:.1f} s after the server")

@@ -19,7 +19,7 @@ from tests.support.readings import cpu_seconds
 from tests.support.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, injecting, until
 
 
-@case("R-01", "the agent has no descriptors left", is_long=True)
+@case("R-01", "the agent has no file descriptors left", is_long=True)
 async def test_agent_survives_a_lack_of_descriptors(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -38,10 +38,12 @@ async def test_agent_survives_a_lack_of_descriptors(stand: Stand) -> None:
         resource.prlimit(stand.pid, resource.RLIMIT_NOFILE, (soft, hard))
     back = await stand.answers(5)
     await stand.world.director.run(AGENT, "fetch_logs", "job", [])
-    stand.tell(f"{errors} errors of 20; answered {back:.2f} s after descriptors were free again")
+    stand.tell(
+        f"{errors} of 20 requests failed; the agent answered {back:.2f} s after descriptors were available again"
+    )
 
 
-@case("R-05", "all processors are busy: 20 spinners a core", is_long=True)
+@case("R-05", "all CPUs are busy with 20 spinning processes per core", is_long=True)
 async def test_agent_answers_on_busy_processors(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -63,7 +65,7 @@ async def test_agent_answers_on_busy_processors(stand: Stand) -> None:
             one.kill()
             await one.wait()
     expect(longest < 1, f"a ping took {longest:.2f} s")
-    stand.tell(f"a ping took {longest * 1000:.0f} ms at most; a heartbeat within {beat:.0f} s")
+    stand.tell(f"the slowest ping took {longest * 1000:.0f} ms; a heartbeat arrived within {beat:.0f} s")
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def cgroup(controller: str) -> Iterator[Path]:
         place.rmdir()
 
 
-@case("R-02", "no further process can start", is_long=True)
+@case("R-02", "no further process can be started", is_long=True)
 async def test_agent_survives_a_lack_of_processes(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -111,10 +113,13 @@ async def test_agent_survives_a_lack_of_processes(stand: Stand) -> None:
         expect(cpu_seconds(stand.pid) - before < 3, "a busy loop")
         (group / "pids.max").write_text("max")
         took = await until(lambda: len(stand.live()) == 3, 60, "the job that died runs again")
-    stand.tell(f"{errors} errors of 5; a heartbeat within {beat:.0f} s; the job runs {took:.0f} s after there was room")
+    stand.tell(
+        f"{errors} of 5 requests failed; a heartbeat arrived within {beat:.0f} s; the job was running {took:.0f} s "
+        "after the limit was removed"
+    )
 
 
-@case("R-04", "the agent in a cgroup of 64 MiB: a deploy of 8 packages, 300 tasks", is_long=True)
+@case("R-04", "the agent deploys 8 packages and executes 300 tasks in a cgroup with 64 MiB of memory", is_long=True)
 async def test_agent_works_in_64_mib(stand: Stand) -> None:
     await stand.boot()
     with cgroup("memory") as group:
@@ -128,11 +133,12 @@ async def test_agent_works_in_64_mib(stand: Stand) -> None:
         failed = int((group / "memory.failcnt").read_text())
         resident = at_most(stand.size().memory, 64 << 20, "resident bytes")
     stand.tell(
-        f"{int(resident) >> 20} MiB resident; the group took {most >> 20} MiB with files, {failed} times at its limit"
+        f"the agent's resident memory was {int(resident) >> 20} MiB; with the page cache, the cgroup used "
+        f"{most >> 20} MiB and reached its limit {failed} times"
     )
 
 
-@case("R-06", "no further threads, no ports to connect from, no random bytes", is_long=True)
+@case("R-06", "no further threads, no local ports for connections, no random bytes", is_long=True)
 async def test_agent_survives_a_lack_of_threads_ports_and_random_bytes(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
@@ -158,5 +164,6 @@ async def test_agent_survives_a_lack_of_threads_ports_and_random_bytes(stand: St
         await stand.call("ping", timeout=5)
     await stand.world.run("run_script", "nothing", {})
     stand.tell(
-        f"50 states at once and a heartbeat within {beat:.0f} s without a further thread; back {back:.1f} s later"
+        f"without further threads, 50 get_state requests were answered and a heartbeat arrived within {beat:.0f} s; "
+        f"the agent was back {back:.1f} s after ports were available again"
     )

@@ -49,10 +49,16 @@ async def test_all_killed_jobs_are_restarted_and_reported(stand: Stand) -> None:
     expect(not wrong, f"not started exactly once more: {wrong}")
     await until(lambda: len(stand.alerts()) == len(before), 10, "an alert of each")
     alerts = len(stand.alerts())
-    stand.tell(f"the first after {first * 1000:.0f} ms, the last after {last:.2f} s; {alerts} alerts")
+    stand.tell(f"the first job was back after {first * 1000:.0f} ms, the last after {last:.2f} s; {alerts} alerts")
 
 
-@case("S-02", "10 jobs that exit at once", scale="1 min of an hour", has_full=True, is_long=True)
+@case(
+    "S-02",
+    "10 jobs exit immediately after each start",
+    scale="1 minute instead of an hour",
+    has_full=True,
+    is_long=True,
+)
 async def test_jobs_that_exit_at_once_are_restarted_with_growing_delays(stand: Stand) -> None:
     await stand.boot()
     bad = {f"bad{n}": checked(f"bad{n}", f"echo x >> {{base}}/data/bad{n}.starts; exit 1") for n in range(10)}
@@ -70,7 +76,9 @@ async def test_jobs_that_exit_at_once_are_restarted_with_growing_delays(stand: S
     states = await process_states(stand)
     expect(states["bad0"] == "failing" or states["bad0"] == "starting", f"it is reported as {states['bad0']}")
     expect(stand.live()["good"] == good, "another job was restarted")
-    stand.tell(f"{min(starts)} to {max(starts)} starts in {minutes} min; reported as {states['bad0']}")
+    stand.tell(
+        f"{min(starts)} to {max(starts)} starts of each job in {minutes} min; they were reported as {states['bad0']}"
+    )
 
 
 @case("S-03", "a daemon writes its pidfile late, or never", is_long=True)
@@ -88,12 +96,13 @@ async def test_daemon_with_a_late_pidfile_is_started_once(stand: Stand) -> None:
     count = commands("sleep 100002")
     expect(count <= 1, f"{count} instances of a daemon that writes no pidfile")
     expect(commands("sleep 100001") == 1, "not one instance of the late one")
-    stand.tell(f"the late one runs after {took:.1f} s; {count} instance of the other")
+    stand.tell(f"the daemon with the late pidfile was running after {took:.1f} s; {count} instance of the other")
 
 
 @case(
     "S-04",
-    "pidfiles with wrong content: a foreign process, 1, the agent, garbage, empty, sparse, a link, a FIFO",
+    "wrong pidfiles: the pid of a foreign process, of PID 1 or of the agent; garbage; an empty file, a sparse file, a "
+    "link, a FIFO",
     attack="a job names a process of root or of another job in its pidfile",
 )
 async def test_wrong_pidfiles_are_ignored(stand: Stand) -> None:
@@ -129,13 +138,15 @@ async def test_wrong_pidfiles_are_ignored(stand: Stand) -> None:
     finally:
         stranger.kill()
         stranger.wait()
-    stand.tell(f"{len(names)} kinds: all rejected, all jobs started, no other process signalled")
+    stand.tell(
+        f"{len(names)} kinds of pidfiles were rejected; all jobs were started, and no other process got a signal"
+    )
 
 
 @case(
     "S-05",
-    "pids reused between check and signal",
-    scale="300 rounds of 10 000",
+    "pids are reused between the check of a process and the signal to it",
+    scale="300 rounds instead of 10 000",
     has_full=True,
     is_long=True,
 )
@@ -158,7 +169,7 @@ async def test_processes_with_reused_pids_get_no_signal(stand: Stand) -> None:
     told = json.loads(done.stdout)
     expect(told["signalled"] == [], f"strangers were signalled: {told['signalled'][:3]}")
     expect(told["taken"] > 0.8 * told["rounds"], f"only {told['taken']} numbers could be taken")
-    stand.tell(f"{told['taken']} pids reused by other processes, none signalled")
+    stand.tell(f"{told['taken']} pids were reused by other processes, none of which got a signal")
 
 
 _STORM = """
@@ -173,7 +184,7 @@ for _ in range({children}):
 """
 
 
-@case("S-06", "50 000 orphans exit in 10 bursts below an agent that is process 1", is_long=True)
+@case("S-06", "50 000 orphans exit in 10 bursts while the agent is PID 1", is_long=True)
 async def test_agent_as_process_1_reaps_orphans(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
@@ -193,7 +204,8 @@ async def test_agent_as_process_1_reaps_orphans(stand: Stand) -> None:
     expect(longest <= 1, f"reaped {longest:.2f} s after a burst")
     at_most(used, 0.9, "share of a processor")
     stand.tell(
-        f"all reaped {longest:.2f} s after each burst at most, {used:.0%} of a processor; 10 exit codes of 10 right"
+        f"all were reaped at most {longest:.2f} s after each burst, with {used:.0%} of a CPU; 10 of 10 exit codes "
+        "were right"
     )
 
 
@@ -203,7 +215,7 @@ def _dead_children(pid: int) -> int:
 
 @case(
     "S-07",
-    "a job ignores TERM, forks on TERM, and leaves children in sessions of their own",
+    "a job ignores SIGTERM, forks when it receives it, and leaves children in their own sessions",
     attack="a job forks faster than its processes can be killed",
 )
 async def test_stop_ends_a_job_that_ignores_sigterm_and_forks(stand: Stand) -> None:
@@ -219,7 +231,7 @@ while :; do sleep 0.2; done"""
     took = at_most(await stand.stop(), 45, "seconds until the answer to stop")
     left = commands("sleep 100003") + commands("sleep 100004")
     expect(left == 0, f"{left} processes of the job are left")
-    stand.tell(f"nothing left {took:.1f} s after the stop")
+    stand.tell(f"no process was left {took:.1f} s after the stop")
 
 
 @case("S-08", "the stop program hangs, fails, or is missing", is_long=True)
@@ -243,10 +255,10 @@ async def test_faulty_stop_programs_leave_no_process(stand: Stand) -> None:
     took = at_most(time.monotonic() - begun_at, 60, "seconds until all have ended")
     stand.told = {rf"^{name} .* Execution failed - alert, severity 1$": 1 for name in ("hangs", "fails", "missing")}
     expect(not stand.live(), f"still there: {stand.live()}")
-    stand.tell(f"all gone {took:.1f} s after the stop")
+    stand.tell(f"no process was left {took:.1f} s after the stop")
 
 
-@case("S-09", "the start program hangs, prints without end, leaves its output open", is_long=True)
+@case("S-09", "start programs hang, print endlessly, or leave their output open", is_long=True)
 async def test_faulty_start_programs_do_not_delay_other_jobs(stand: Stand) -> None:
     await stand.boot()
     talk = "echo $$ > {run}/talks.pid; (yes | head -c 200000000); " + SLEEPER
@@ -267,7 +279,7 @@ async def test_faulty_start_programs_do_not_delay_other_jobs(stand: Stand) -> No
     expect(states["hangs"] != "running", "the one that hangs is said to be running")
     kept = max((path.stat().st_blocks * 512 for path in stand.world.base.rglob("*") if path.is_file()), default=0)
     expect(kept <= 2 << 20, f"{kept >> 20} MiB of output are kept")
-    stand.tell(f"{kept >> 10} KiB of 200 MB of output kept; the others are on time")
+    stand.tell(f"{kept >> 10} KiB of 200 MB of output were kept; other jobs started on time")
 
 
 def unread(stand: Stand) -> None:
@@ -278,7 +290,7 @@ def unread(stand: Stand) -> None:
     stand.prefix(f"""sh -c 'exec "$0" "$@" 2>{pipe}'""")
 
 
-@case("S-10", "jobs that write without end, no reader of the agent's log, a full disk", is_long=True)
+@case("S-10", "a job writes endlessly, nothing reads the agent's log, and the disk is full", is_long=True)
 async def test_jobs_survive_endless_output_and_a_full_disk(stand: Stand) -> None:
     small(stand, "size=48m")
     unread(stand)
@@ -289,7 +301,7 @@ async def test_jobs_survive_endless_output_and_a_full_disk(stand: Stand) -> None
     for name in ("loud", "good"):
         await reaches(stand, name, "running", 10)
     stand.remember()
-    stand.omit("I9", "the log goes into a pipe that nothing reads, where I10 cannot look either")
+    stand.omit("I9", "the log goes into a pipe that nothing reads, so I10 does not check it either")
     before = stand.live()
     data = stand.world.base / "data"
 
@@ -312,7 +324,10 @@ async def test_jobs_survive_endless_output_and_a_full_disk(stand: Stand) -> None
     stand.dies("good")
     again = await until(lambda: stand.live().get("good", before["good"]) != before["good"], 40, "a restart")
     await stand.stop()
-    stand.tell(f"no job was restarted; a heartbeat within {beat:.0f} s; with room a job is back in {again:.2f} s")
+    stand.tell(
+        f"no job was restarted; a heartbeat arrived within {beat:.0f} s; with free space, a job was back in "
+        f"{again:.2f} s"
+    )
 
 
 COMMANDS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
@@ -320,7 +335,7 @@ OUTCOMES: Final = {"start": 1, "stop": 0, "restart": 1}
 """Number of processes after two concurrent commands of the same kind. For other pairs the outcome is not determined."""
 
 
-@case("S-11", "each pair of commands at the same time, from running and from stopped", is_long=True)
+@case("S-11", "each pair of commands is sent at the same time, to a running and to a stopped job", is_long=True)
 async def test_concurrent_commands_never_start_a_job_twice(stand: Stand) -> None:
     await stand.boot()
     ctl = "echo $$ > {run}/{name}.pid; exec sleep 100011"
@@ -355,10 +370,14 @@ async def test_concurrent_commands_never_start_a_job_twice(stand: Stand) -> None
     expect(commands("sleep 100011") == 0, "it runs though it was stopped last")
     await ask("start")
     await until(lambda: commands("sleep 100011") == 1, 5, "it runs, as it was started last")
-    stand.tell(f"{races} races, each over after {longest:.2f} s at most, never two instances")
+    stand.tell(f"{races} races, each decided within {longest:.2f} s; there were never two instances")
 
 
-@case("S-12", "a cycle of dependencies, a missing one, a name twice, 500 checks")
+@case(
+    "S-12",
+    "invalid monit files with a dependency cycle, a missing dependency and a duplicate name, and a file with 500 "
+    "checks",
+)
 async def test_invalid_monit_files_do_not_affect_other_jobs(stand: Stand) -> None:
     await stand.boot()
     jobs = {
@@ -382,7 +401,7 @@ async def test_invalid_monit_files_do_not_affect_other_jobs(stand: Stand) -> Non
     told = json.dumps(await asked(stand, "services", action="show"))
     for why in ("depends on itself", "which is not defined", "is defined already"):
         expect(why in told, f"it is not told of a job that {why}")
-    stand.tell(f"the good one runs after {took:.2f} s beside 500 others and four files with errors")
+    stand.tell(f"a job with a valid file was running after {took:.2f} s")
 
 
 def _placed(job: tuple[str, dict[str, str]], name: str, place: str) -> tuple[str, dict[str, str]]:
@@ -394,7 +413,7 @@ def _with(job: tuple[str, dict[str, str]], rule: str) -> tuple[str, dict[str, st
     return f"{job[0].rstrip()}\n  {rule}\n", job[1]
 
 
-@case("S-13", "a memory rule trips: a job grows beyond it and is restarted once", is_long=True)
+@case("S-13", "a job's memory grows beyond the limit of a rule, which restarts it", is_long=True)
 async def test_memory_rule_restarts_its_job_once(stand: Stand) -> None:
     await stand.boot()
     hungry = """echo $$ > {run}/hungry.pid
@@ -417,7 +436,7 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
     stand.tell(f"restarted once, {took:.0f} s after it had grown; {count} alert{'' if count == 1 else 's'}")
 
 
-@case("S-14", "the target of a check hangs, drips, never ends", is_long=True)
+@case("S-14", "the targets of network checks never answer, send one byte a second, or send endlessly", is_long=True)
 async def test_hanging_checks_do_not_delay_restarts(stand: Stand) -> None:
     await stand.boot()
 
@@ -465,7 +484,9 @@ async def test_hanging_checks_do_not_delay_restarts(stand: Stand) -> None:
 DAY: Final = 24 * 3600
 
 
-@case("S-15", "the clock jumps: a day ahead, a day back, to 1970", scale="no suspension, no leap second", is_long=True)
+@case(
+    "S-15", "the clock jumps a day ahead, a day back, and to 1970", scale="no suspension, no leap second", is_long=True
+)
 async def test_clock_jumps_do_not_change_intervals(stand: Stand) -> None:
     library = next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
     if library is None:
@@ -492,8 +513,10 @@ async def test_clock_jumps_do_not_change_intervals(stand: Stand) -> None:
     expect(not await _is_back(stand), "a certificate of the future was taken")
     jump.write_text("+0\n")
     back = await stand.answers(CONNECTED)
-    rest = f"refused in 1970, back {back:.1f} s after that"
-    stand.tell(f"uptimes of {min(shown)} to {max(shown)} s, heartbeats within {max(gaps):.0f} s; {rest}")
+    rest = f"in 1970 the connection failed, and the agent was back {back:.1f} s after that"
+    stand.tell(
+        f"uptimes of {min(shown)} to {max(shown)} s, a heartbeat within {max(gaps):.0f} s after each jump; {rest}"
+    )
 
 
 async def _is_back(stand: Stand) -> bool:
