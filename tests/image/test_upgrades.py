@@ -65,12 +65,18 @@ class ReleasedImage:
 def former(
     request: pytest.FixtureRequest, podman: Podman, base: str, tmp_path_factory: pytest.TempPathFactory
 ) -> ReleasedImage:
-    """Build the image of an earlier release from its own sources."""
+    """Build the image of an earlier release from its own sources.
+
+    The Dockerfile of 0.2.0 passes a file of locale aliases to localedef. A base like Ubuntu 26.04 no longer has that
+    file, so its option is removed.
+    """
     tree = tmp_path_factory.mktemp("former")
     packed = subprocess.run(["git", "-C", str(ROOT), "archive", FORMER[request.param]], capture_output=True)
     if packed.returncode != 0:
         pytest.skip(f"this clone has no {request.param} ({packed.stderr.decode().strip()}): git fetch --unshallow")
     subprocess.run(["tar", "-C", str(tree), "-xf", "-"], input=packed.stdout, check=True)
+    dockerfile = tree / "Dockerfile"
+    dockerfile.write_text(dockerfile.read_text().replace(" -A /usr/share/locale/locale.alias", ""))
     return ReleasedImage(pods.build(podman, base, tree=tree, name=f"{pods.IMAGE}-{request.param}"), tree)
 
 
