@@ -73,8 +73,9 @@ class Alone:
         known.write_text(f"[127.0.0.1]:{port} {host_key}" if port != 22 else f"127.0.0.1 {host_key}")
         return self.run(*self.command_of("ssh", known), "-p", str(port), f"{user}@127.0.0.1", command)
 
-    def copy(self, user: str, path: str, target: str) -> subprocess.CompletedProcess[str]:
+    def copy(self, user: str, host_key: str, path: str, target: str) -> subprocess.CompletedProcess[str]:
         known = self.key.with_name("known_hosts")
+        known.write_text(f"127.0.0.1 {host_key}")
         return self.run(*self.command_of("scp", known), f"{user}@127.0.0.1:{path}", target)
 
     def command_of(self, program: str, known: Path) -> list[str]:
@@ -229,7 +230,7 @@ def test_ssh_session_outlives_the_server(alone: Alone) -> None:
 @pytest.mark.attack("an SSH user reads another operator's archive of logs")
 def test_log_archive_is_fetched_by_scp_as_the_cli_does(alone: Alone) -> None:
     """Only the operator who requested the archive can read it."""
-    alone.setup("bosh_cli")
+    key = alone.setup("bosh_cli")["host_public_key"]
     bundle = alone.agent(
         "from agent_shim.actions.logs import LogBundle, bundle_logs\n"
         "from agent_shim.services.logs.archives import Logs\n"
@@ -237,8 +238,8 @@ def test_log_archive_is_fetched_by_scp_as_the_cli_does(alone: Alone) -> None:
         "(paths.log / 'a.log').write_text('line')\n"
         "return await bundle_logs(agent, LogBundle('bosh_cli', 'job', []))"
     )
-    got = alone.copy("bosh_cli", bundle["logs_tar_path"], f"{Machine.SCRATCH}/got.tgz")
-    other = alone.setup("bosh_other") and alone.copy("bosh_other", bundle["logs_tar_path"], "/dev/null")
+    got = alone.copy("bosh_cli", key, bundle["logs_tar_path"], f"{Machine.SCRATCH}/got.tgz")
+    other = alone.setup("bosh_other") and alone.copy("bosh_other", key, bundle["logs_tar_path"], "/dev/null")
 
     assert got.returncode == 0, got.stderr
     listed = alone.box.run(f"sha512sum {Machine.SCRATCH}/got.tgz && tar -tzf {Machine.SCRATCH}/got.tgz").split()
