@@ -29,7 +29,7 @@ from agent_shim.supervisor.supervisor import Event, read_saved
 
 logger = logging.getLogger(__name__)
 
-TASK: Final = "bring the jobs back"
+TASK: Final = "recover the jobs"
 GO_FIRST: Final = frozenset({"apply", "drain", "migrate_disk", "run_script", "stop", "unmount_disk"})
 """Actions of the Director that end an attempt."""
 

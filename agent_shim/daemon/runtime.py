@@ -363,7 +363,7 @@ def assemble(
 def certificates(mbus: settings.Mbus) -> dict[str, str]:
     """Return the agent's certificate and its CA as PEM texts, by the names that metrics and warnings use."""
     if is_https(mbus):
-        return {certificate_watch.DOOR: mbus.certificate}
+        return {certificate_watch.HTTPS: mbus.certificate}
     return {"client": mbus.certificate, "CA": mbus.ca}
 
 

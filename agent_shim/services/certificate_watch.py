@@ -23,7 +23,7 @@ DAY_S: Final = 86400.0
 WARNING_PERIOD_S: Final = 30 * DAY_S
 """Warning period: the last 30 days of a certificate's validity, or its last fifth if that is shorter."""
 WARNING_SHARE: Final = 0.2
-DOOR: Final = "server"
+HTTPS: Final = "server"
 """Name of the certificate of the HTTPS endpoint for the bosh CLI. All other certificates belong to the agent's bus
 connection.
 """
@@ -70,7 +70,7 @@ def _warning(name: str, validity: Validity, now: float) -> str:
         return ""
     end = datetime.fromtimestamp(validity.ends, UTC).strftime("%Y-%m-%d %H:%M UTC")
     what, follows = f"the {name} certificate of the bus", "the agent cannot reconnect to the bus"
-    if name == DOOR:
+    if name == HTTPS:
         what = "the certificate of the HTTPS endpoint"
         follows = "the bosh CLI refuses it (put another one into the manifest)"
     if validity.ends <= now:

@@ -44,12 +44,12 @@ Targets = frozenset[tuple[str, int]]
 
 AWAITED: Final = "the addresses of the bus are not known yet"
 NO_BUS: Final = "there is no bus that jobs could reach"
-PROXIED: Final = "the bus is reached by way of a process of another user, which rules would cut off"
+PROXIED: Final = "the bus is reached through a proxy of another user, which the rules would block"
 
 
 class Firewall:
-    """Keeps jobs from connecting to the bus. ``obstacle`` says why they can reach it, and is "" while the rules prevent
-    that.
+    """Prevents jobs from connecting to the bus. ``obstacle`` says why they can still connect to it, or is "" while the
+    rules prevent that.
 
     ``mbus`` returns the addresses in use. ``is_linked`` returns True while connected to one of them, and ``is_heard``
     if a server sends anything within the given number of seconds. If there is a ``refusal``, it becomes the obstacle,

@@ -76,10 +76,12 @@ class Sshd:
         if not self._paths.is_system:
             return
         async with self._turn:
-            with errors_as("Seeing to sshd"):
-                if not self.is_needed():
+            if not self.is_needed():
+                with errors_as("Stopping sshd"):
                     await self._stop()
-                elif not await self._is_served():
+                return
+            with errors_as("Starting sshd"):
+                if not await self._is_served():
                     await self._start()
 
     async def _is_served(self) -> bool:

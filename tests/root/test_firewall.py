@@ -210,7 +210,7 @@ async def test_packet_filter_does_not_cut_off_an_agent_behind_a_proxy(pod: Nette
                 await pod.director.value(AGENT, "ping", timeout=2)
                 break
 
-    said = await pod.firewall(why="the bus is reached by way of a process of another user, which rules would cut off")
+    said = await pod.firewall(why="the bus is reached through a proxy of another user, which the rules would block")
     assert not said["enforced"]
     assert pod.tables() == "table ip mesh\n"
     assert await pod.director.value(AGENT, "ping", timeout=60) == "pong"

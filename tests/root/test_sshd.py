@@ -347,7 +347,7 @@ def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
         job.kill()
         job.communicate()
 
-    assert error == "Seeing to sshd: port 2022 is in use by a process of user 1234, which is not sshd; stop it"
+    assert error == "Starting sshd: port 2022 is in use by a process of user 1234, which is not sshd; stop it"
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
 
 
@@ -381,7 +381,7 @@ def test_failed_sshd_is_reported_and_leaves_no_user(alone: Alone, stranger: Call
         f"return await ssh(agent, 'setup', SshParams('bosh_any', {alone.key.with_suffix('.pub').read_text()!r}))"
     )
 
-    assert error.startswith("Seeing to sshd: it ended with code 255: ")
+    assert error.startswith("Starting sshd: it ended with code 255: ")
     assert "Bad configuration option: NoSuchOption" in error
     assert alone.servers() == []
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
@@ -396,7 +396,7 @@ def test_container_without_sshd_is_reported_and_leaves_no_user(alone: Alone) -> 
     finally:
         alone.box.run("umount /usr/sbin")
 
-    assert error == "Seeing to sshd: nothing listens on port 22, and sshd (package openssh-server) is not installed"
+    assert error == "Starting sshd: nothing listens on port 22, and sshd (package openssh-server) is not installed"
     assert "bosh_any" not in passwd
 
 
@@ -449,5 +449,5 @@ def test_sshd_that_does_not_listen_is_ended(alone: Alone) -> None:
     finally:
         alone.box.run("umount /usr/sbin/sshd")
 
-    assert error == "Seeing to sshd: it does not listen on port 22 after 0 seconds"
+    assert error == "Starting sshd: it does not listen on port 22 after 0 seconds"
     assert "4711" not in alone.box.run("ps -ewwo args --no-headers")

@@ -10,7 +10,7 @@ import pytest
 from agent_shim.core.settings import Mbus
 from agent_shim.daemon.runtime import certificates
 from agent_shim.demo.pki import EXPIRED, HOUR, Authority
-from agent_shim.services.certificate_watch import DAY_S, DOOR, CertificateWatch
+from agent_shim.services.certificate_watch import DAY_S, HTTPS, CertificateWatch
 
 AUTHORITY = Authority()
 
@@ -65,7 +65,7 @@ def test_certificate_warning_names_the_https_endpoint() -> None:
     named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
     said = []
     for pem in (cert, ended):
-        expiry = CertificateWatch(lambda pem=pem: {DOOR: pem})  # type: ignore[misc]
+        expiry = CertificateWatch(lambda pem=pem: {HTTPS: pem})  # type: ignore[misc]
         expiry.look()
         said += expiry.warnings
 
