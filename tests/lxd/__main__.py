@@ -1,5 +1,7 @@
 """``./dev test-lxd``: make a stemcell, then run the tests and an LXD daemon in new namespaces.
 
+With ``LXD=incus`` it is a daemon of Incus.
+
 The daemon, its bridge with DHCP server, and the containers share new network, mount and pid namespaces and end with
 them. If ``LXD_CPI`` names a binary of bosh-lxd-cpi-release, that binary creates the containers; its last revision that
 supports containers is e28a247. Otherwise the tests make the same calls as that CPI.
@@ -14,10 +16,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.lxd.cpi import CLIENT, DAEMON, IS_INCUS, PATH
 from tests.support import pods
 from tests.support.source import ROOT
 
-PACKAGES = "lxd lxd-client lxcfs dnsmasq-base"
+PACKAGES = "incus-base incus-client dnsmasq-base" if IS_INCUS else "lxd lxd-client lxcfs dnsmasq-base"
 STEMCELL = "SHIM_TEST_STEMCELL"
 """Environment variable that names the directory of an unpacked stemcell. The tests keep LXD's files there too."""
 
@@ -28,6 +31,10 @@ mount --make-rprivate /
 cgroups=$(mktemp -d)
 mount --rbind /sys/fs/cgroup "$cgroups"
 mount -t sysfs sysfs /sys
+# LXC 7, which Incus uses, supports only cgroup v2. It gets that hierarchy of a hybrid layout, without controllers.
+if [ "${LXD:-}" = incus ] && [ -d "$cgroups/unified" ]; then
+    cgroups=$cgroups/unified
+fi
 mount --rbind "$cgroups" /sys/fs/cgroup
 ip link set lo up
 exec catatonit -- "$@"
@@ -36,12 +43,10 @@ exec catatonit -- "$@"
 
 def main(arguments: list[str]) -> int:
     """Run pytest with these arguments. Return its exit code, or 1 with a message if a prerequisite is missing."""
-    missing = [
-        name for name in ("lxd", "lxc", "dnsmasq") if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
-    ]
+    missing = [name for name in (DAEMON, CLIENT, "dnsmasq") if shutil.which(name, path=PATH) is None]
     if os.geteuid() != 0 or missing:
         why = f"{' and '.join(missing)} missing: apt-get install {PACKAGES}" if missing else "it takes root"
-        print(f"cannot start LXD: {why}", file=sys.stderr)
+        print(f"cannot start {DAEMON}: {why}", file=sys.stderr)
         return 1
     # Keep the path short, because LXD puts Unix sockets below it.
     with tempfile.TemporaryDirectory(prefix="lxd-", dir="/tmp", ignore_cleanup_errors=True) as scratch:

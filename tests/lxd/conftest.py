@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.lxd.__main__ import STEMCELL
-from tests.lxd.cpi import BRIDGE, POOL, Lxc, LxdCpi, RealCpi
+from tests.lxd.cpi import BRIDGE, DAEMON, IS_INCUS, POOL, Lxc, LxdCpi, RealCpi
 from tests.support.environment import Environment, environment
 
 GATEWAY = "10.245.0.1"
@@ -39,17 +39,17 @@ PRESEED: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def lxc() -> Iterator[Lxc]:
-    """Run an LXD daemon that stores containers in directories. Its containers end with it."""
+    """Run a daemon of LXD or Incus that stores containers in directories. Its containers end with it."""
     directory = Path(os.environ[STEMCELL]).parent / "lxd"
     directory.mkdir()
-    environment = {**os.environ, "LXD_DIR": str(directory), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    client = Lxc(directory)
+    admin = ["incus", "admin"] if IS_INCUS else ["lxd"]
     with (directory.parent / "lxd.log").open("w") as log:
-        daemon = subprocess.Popen(["lxd", "--group=root"], env=environment, stdout=log, stderr=log)
+        daemon = subprocess.Popen([DAEMON, "--group=root"], env=client.environment, stdout=log, stderr=log)
         try:
-            subprocess.run(["lxd", "waitready", "--timeout=120"], env=environment, check=True)
+            subprocess.run([*admin, "waitready", "--timeout=120"], env=client.environment, check=True)
             preseed = yaml.safe_dump(PRESEED)
-            subprocess.run(["lxd", "init", "--preseed"], env=environment, input=preseed, text=True, check=True)
-            client = Lxc(directory)
+            subprocess.run([*admin, "init", "--preseed"], env=client.environment, input=preseed, text=True, check=True)
             yield client
             for name in client("list", "--format=csv", "--columns=n").split():
                 client("delete", "--force", name)

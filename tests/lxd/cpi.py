@@ -19,27 +19,39 @@ POOL: Final = "default"
 BRIDGE: Final = "lxdbr0"
 
 
+IS_INCUS: Final = os.environ.get("LXD") == "incus"
+DAEMON, CLIENT = ("incusd", "incus") if IS_INCUS else ("lxd", "lxc")
+PATH: Final = f"{os.environ['PATH']}:/usr/sbin:/sbin:/usr/libexec/incus:/opt/incus/bin"
+"""Where programs are looked up. Packages of Incus install the daemon outside of the usual directories."""
+
+
 @dataclass(frozen=True)
 class Lxc:
-    """Runs ``lxc`` against the LXD daemon that these tests start."""
+    """Runs ``lxc`` or ``incus`` against the daemon that these tests start."""
 
     directory: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of the daemon and of its clients."""
+        prefix = "INCUS" if IS_INCUS else "LXD"
+        places = {f"{prefix}_DIR": str(self.directory), f"{prefix}_CONF": str(self.directory / "client")}
+        return {**os.environ, **places, "PATH": PATH}
 
     def __call__(self, *arguments: str, stdin: str | None = None) -> str:
         """Run a command, wait until it ends, and return its output.
 
         Raises ``RuntimeError`` with its message if it fails.
         """
-        environment = {**os.environ, "LXD_DIR": str(self.directory), "LXD_CONF": str(self.directory / "client")}
         # Without a terminal, `lxc` reads standard input until it ends, so give it an empty one by default.
         done = subprocess.run(
-            ["lxc", *arguments], env=environment, input=stdin or "", text=True, capture_output=True, check=False
+            [CLIENT, *arguments], env=self.environment, input=stdin or "", text=True, capture_output=True, check=False
         )
         if done.returncode != 0:
             said = done.stderr + done.stdout
             if arguments[0] == "start":
                 said += (self.directory / "logs" / arguments[-1] / "lxc.log").read_text()
-            raise RuntimeError(f"lxc {' '.join(arguments)} ended with {done.returncode}: {said}")
+            raise RuntimeError(f"{CLIENT} {' '.join(arguments)} ended with {done.returncode}: {said}")
         return done.stdout
 
 
