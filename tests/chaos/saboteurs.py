@@ -1,7 +1,7 @@
 """The saboteurs: for each row of the scorecard, a change to the agent that must make the row fail.
 
-Each saboteur breaks exactly what its row tests, and not some step that leads there. A structure test checks that each
-text to replace occurs exactly once, so that a saboteur is removed together with the code that it breaks.
+Each saboteur breaks exactly what its row tests, and not some step that leads there. ``./dev lint`` checks that the text
+to replace occurs exactly once in its file, so that no saboteur outlives the code that it breaks.
 """
 
 from __future__ import annotations

@@ -473,13 +473,13 @@ def test_comparison_gives_no_verdict_if_a_job_starts_under_neither_agent(tmp_pat
     verdict = judge.judge(planned(tmp_path, job()), dead, dead)
 
     assert verdict.kind == "needs more than a stand-in"
-    assert "runs in neither world" in verdict.not_played
+    assert "does not run in either environment" in verdict.not_played
 
 
 def test_comparison_gives_no_verdict_if_a_job_keeps_failing_under_both_agents(tmp_path: Path) -> None:
     verdict = judged(tmp_path, phase("rest", job_states=["running", "failing"]), phase("rest", job_states=["failing"]))
 
-    assert "stays up in neither world" in verdict.not_played
+    assert "does not stay up in either environment" in verdict.not_played
 
 
 def test_comparison_gives_no_verdict_if_no_process_runs_under_either_agent(tmp_path: Path) -> None:
@@ -488,7 +488,7 @@ def test_comparison_gives_no_verdict_if_no_process_runs_under_either_agent(tmp_p
     """
     dead = phase("rest", services={"web": False})
 
-    assert "stays up in neither world" in judged(tmp_path, dead, dead).not_played
+    assert "does not stay up in either environment" in judged(tmp_path, dead, dead).not_played
     assert judged(tmp_path / "one", phase("rest"), dead).kind == "difference"
 
 

@@ -113,12 +113,12 @@ def parsed() -> argparse.Namespace:
     named = f"{', '.join(PARTS | ON_DEMAND)}; default: all but {', '.join(ON_DEMAND)}"
     parser.add_argument("parts", nargs="*", metavar="PART", help=named)
     parser.add_argument("--agent-command", default=COMMAND, help="measure another agent")
-    parser.add_argument("--agent-name", metavar="NAME", help="heading of the figures (default: the command)")
+    parser.add_argument("--agent-name", metavar="NAME", help="heading of the agent's figures (default: the command)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor for counts, sizes and times (default: 1)")
     parser.add_argument("--into-docs", action="store_true", help="also write the tables of the docs")
-    words = "use the JSON of an earlier run; of several with different parts, in several options"
+    words = "use the JSON of an earlier run; repeat the option for runs of different parts"
     parser.add_argument("--from", dest="earlier", type=Path, action="append", metavar="FILE", help=words)
-    words = "add a column from this JSON; files of one agent make one column"
+    words = "add a column with the figures in this JSON; files of the same agent share a column"
     parser.add_argument("--beside", type=Path, action="append", default=[], metavar="FILE", help=words)
     args = parser.parse_args()
     args.parts = dict.fromkeys(args.parts or PARTS)

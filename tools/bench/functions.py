@@ -1,8 +1,8 @@
 """``python -m tools.bench.functions``: count the agent's functions that run in an apply, a start and a restart.
 
-Each function counts once, in all threads; comprehensions and lambdas do not count. Three numbers are printed: functions
-of ``agent_shim``, functions of the supervisor's modules for states, services and requests, and functions of those for
-states and services except properties. ``-v`` lists the functions.
+Each function counts once, whichever threads run it. Comprehensions and lambdas do not count. Three numbers are printed
+for each step: all functions of ``agent_shim``; those of the supervisor's modules for states, services and requests; and
+those of its modules for states and services, without properties. ``-v`` lists the functions.
 """
 
 from __future__ import annotations

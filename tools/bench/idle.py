@@ -20,8 +20,8 @@ from tools.bench.measuring import ECHO, MB, Figures, Stopwatch, figure
 JOBS: Final = 5
 CALM_S: Final = 3.0
 SAMPLE_S: Final = 2.0
-"""Length in seconds of the windows in which CPU time is measured. The agent works on a heartbeat just before it
-arrives, so its cost is in the window in which it arrives.
+"""Length in seconds of the windows in which CPU time is measured. The agent prepares a heartbeat just before it sends
+it, so the cost belongs to the window in which the heartbeat arrives.
 """
 WATCHED_S: Final = 95.0
 LOGS: Final = 100 * MB

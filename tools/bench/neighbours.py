@@ -15,7 +15,7 @@ from tools.bench.measuring import ECHO, Figures, figure
 
 AGENTS: Final = 8
 ROOM_MB: Final = 4096.0
-"""Size of the machine, 4 GiB, for the number of agents that fit on it."""
+"""Memory of a machine in MB (4 GiB). One of the figures is the number of agents that fit into it."""
 CALM_S: Final = 5.0
 IDLE_S: Final = 30.0
 

@@ -311,9 +311,9 @@ async def main_async(counts: Sequence[int], kept: Path | None) -> dict[str, Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("counts", nargs="*", type=int, metavar="N", help=f"default: {COUNTS}")
+    parser.add_argument("counts", nargs="*", type=int, metavar="N", help=f"numbers of agents (default: {COUNTS})")
     parser.add_argument("--crowd", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the results so far after each number")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write results here after each number of agents")
     args = parser.parse_args()
     # Raise KeyboardInterrupt, so that started processes are ended as well.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

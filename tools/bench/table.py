@@ -21,7 +21,9 @@ class Budget(NamedTuple):
     of_floor: bool = False
 
     def verdict(self, figure: dict[str, Any]) -> str:
-        """Return which of them is missed, or "". A figure that lacks the floor it is compared with meets both."""
+        """Return which of the two the figure misses, or "". If they are multiples of a floor that was not measured, it
+        misses none.
+        """
         sign = -1 if self.more_is_better else 1
         value = (figure.get("ratio", self.aim) if self.of_floor else figure["median"]) * sign
         return "" if value <= self.aim * sign else "aim missed" if value <= self.must * sign else "limit missed"
@@ -71,10 +73,10 @@ TABLES: Final = {
         "slowest ping meanwhile": r"(\d+)_processes_slowest_ping",
     },
 }
-"""Figures that are shown in small tables: by heading of the first column and by row, a pattern for names of figures.
-Its group is the heading of the figure's column.
+"""The small tables, by the heading of their first column. Each row has a label and a pattern. It shows the figures
+whose names match, and the pattern's group is the heading of a figure's column.
 
-Those with a budget are also rows of the large table.
+Figures with a budget are also rows of the large table.
 """
 
 IN_SHORT: Final = {

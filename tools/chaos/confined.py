@@ -46,7 +46,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 def command(scratch: Path, argv: Sequence[str]) -> list[str]:
     """Return the command that runs ``argv`` confined. Raises SystemExit without root, which the namespaces require."""
     if os.geteuid() != 0:
-        raise SystemExit("cannot confine mutants: namespaces take root")
+        raise SystemExit("cannot confine mutants: creating namespaces requires root")
     return [sys.executable, __file__, str(scratch), *argv]
 
 

@@ -113,7 +113,7 @@ def _pidfile(data: bytes) -> None:
         found = process_record.read(path)
     if found is not None:
         if found.pid <= 0:
-            raise AssertionError("a number that means a group")
+            raise AssertionError("the pid stands for a process group")
         proc.stat(found.pid)
 
 
@@ -149,7 +149,7 @@ def _journal(data: bytes) -> None:
         queue = tasks.Tasks(path)
         _LOOP.run_until_complete(queue.resume({"fetch_logs": lambda _: lambda: asyncio.sleep(0)}))
         if queue.waiting_methods() - {"fetch_logs"}:
-            raise AssertionError("an unknown method is queued")
+            raise AssertionError("a task with an unknown method is queued")
 
 
 def _records(data: bytes) -> None:
@@ -237,7 +237,7 @@ def _http(data: bytes) -> None:
     whole = _LOOP.run_until_complete(read(data))
     cut = len(data) // 2
     if len(whole) > 1 or whole != _LOOP.run_until_complete(read(data[:cut], data[cut:])):
-        raise AssertionError("a request is read differently in pieces")
+        raise AssertionError("a request is parsed differently if it arrives in two pieces")
 
 
 def _shown(data: bytes) -> None:
@@ -263,7 +263,7 @@ def _unpack(data: bytes) -> None:
 def _read_alike(data: bytes) -> list[str] | ArchiveError:
     plain, packed = _unpacked(data), _unpacked(gzip.compress(data, compresslevel=1, mtime=0))
     if repr(plain) != repr(packed):
-        raise AssertionError(f"an archive is read differently: plain {plain!r}, gzip {packed!r}")
+        raise AssertionError(f"an archive is unpacked differently: plain {plain!r}, gzip {packed!r}")
     return plain
 
 
@@ -641,7 +641,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "target", nargs="*", choices=[[], *TARGETS], metavar="TARGET", help=f"{', '.join(TARGETS)} (default: all)"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each target (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for each target (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     asked = parser.parse_args(arguments)
     total = 0

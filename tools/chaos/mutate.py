@@ -482,14 +482,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Try the mutants and print a table. Return 0 if every mutant was noticed."""
     parser = argparse.ArgumentParser(prog="./dev mutate", description=__doc__)
     parser.add_argument(
-        "path", nargs="*", default=DEFAULT_PATHS, help=f"below agent_shim (default: {' '.join(DEFAULT_PATHS)})"
+        "path", nargs="*", default=DEFAULT_PATHS, help=f"files or directories (default: {' '.join(DEFAULT_PATHS)})"
     )
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="try N mutants, chosen at random")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--share", type=int, default=1, metavar="N", help="try one of N mutants, always the same ones")
     parser.add_argument("--stages", type=int, choices=(1, 2, 3), default=3, help="run only the first N stages")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", help="only these, in forks, then in processes")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of the stages with forks")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="use only these, in forks and then in processes")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="number of processes in stages that fork")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after this time; the next run continues")
     parser.add_argument("--measure", action="store_true", help="measure the coverage again")
     parser.add_argument("--table", action="store_true", help="only print the table of earlier results")

@@ -466,7 +466,7 @@ def main() -> int:
     """Run a soak and print its results. Return 0 if no condition was violated."""
     parser = argparse.ArgumentParser(prog="./dev soak", description=__doc__)
     parser.add_argument("seconds", type=float)
-    parser.add_argument("--load", action="store_true", help="a load that never pauses instead: 202 services")
+    parser.add_argument("--load", action="store_true", help="constant load with 202 services, without pauses")
     parser.add_argument("--agent-command", default=COMMAND, metavar="COMMAND")
     asked = parser.parse_args()
     namespaces.enter("tools.chaos.soak", sys.argv[1:], network=True)

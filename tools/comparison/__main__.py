@@ -40,7 +40,9 @@ LOOK_S: Final = 0.5
 INTERRUPTED: Final = threading.Event()
 KINDS: Final = "equal, listed, difference, busy, unplayed"
 TRIES: Final = 4
-"""Maximum number of runs of a job that does not stay up. Each run provides more of what its scripts did not find."""
+"""Maximum number of runs of a job that does not stay up. Each run adds stand-ins for what the job's scripts did not
+find in the run before.
+"""
 WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-syslog,-mac_admin,-mac_override,-audit_control"
 """Capabilities that are removed from both environments, so that scripts of releases cannot affect this machine."""
 
@@ -52,27 +54,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, metavar="PATH")
     parser.add_argument(
-        "--breaks", action="store_true", help="break this agent in each known way and see that the comparison notices"
+        "--breaks", action="store_true", help="break this agent in each known way and check that each break is noticed"
     )
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="jobs at once (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="jobs to run at once (default: %(default)s)")
     parser.add_argument(
-        "--cycle", type=int, default=10, metavar="SECONDS", help="monit's cycle in both worlds (default: 10)"
+        "--cycle", type=int, default=10, metavar="SECONDS", help="monit's cycle in both environments (default: 10)"
     )
-    parser.add_argument("--only", default="", metavar="JOB,…", help="these jobs")
+    parser.add_argument("--only", default="", metavar="JOB,…", help="run only these jobs")
     parser.add_argument(
-        "--each", type=int, default=1000, metavar="N", help="at most N jobs of each release, processes first"
+        "--each", type=int, default=1000, metavar="N", help="run at most N jobs of each release (with processes first)"
     )
-    parser.add_argument("--properties", type=Path, help="YAML: properties by RELEASE/JOB or JOB, over the defaults")
+    parser.add_argument(
+        "--properties", type=Path, help="YAML file with properties by RELEASE/JOB or JOB, which override the defaults"
+    )
     parser.add_argument(
         "--keep",
         type=Path,
         metavar="DIRECTORY",
-        help="keep what each world has said there, and play no job found there",
+        help="record the results of each environment there, and do not run jobs whose results are there already",
     )
     parser.add_argument(
-        "--again", default=[], type=lambda words: words.split(","), metavar="KIND,…", help="play these again: " + KINDS
+        "--again", default=[], type=lambda words: words.split(","), metavar="KIND,…", help="run these again: " + KINDS
     )
-    parser.add_argument("--counts", action="store_true", help="print the counts of each release as well")
+    parser.add_argument("--counts", action="store_true", help="also print the number of jobs of each release")
     args = parser.parse_args()
     missing = [name for name in ("BOSH_AGENT", "MONIT") if not os.access(os.environ.get(name, ""), os.X_OK)]
     if missing or os.geteuid() != 0 or shutil.which("ruby") is None:
@@ -102,7 +106,7 @@ def main() -> int:
             plan.plan(checkout, job) for job in checkout.jobs(values, authority.ca, key) if not only or job.name in only
         ]
         plans += sorted(found, key=lambda one: (not one.services, bool(one.job.error)))[: args.each]
-    print(f"{len(plans)} jobs of {len(args.paths)} releases; what each world says is kept in {kept}", flush=True)
+    print(f"{len(plans)} jobs of {len(args.paths)} releases; results are recorded in {kept}", flush=True)
     begun_at = time.monotonic()
     verdicts: list[judge.Verdict] = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool, ending(pool):
@@ -119,8 +123,8 @@ def main() -> int:
 
 @contextmanager
 def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
-    """At the end of the block, start no further lifecycles and end the running ones. After an interrupt, that
-    is early.
+    """End all running lifecycles when the block ends, and start no further ones. This matters if an interrupt ends the
+    block early.
     """
     try:
         yield

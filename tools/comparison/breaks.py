@@ -92,17 +92,17 @@ BREAKS: Final[dict[str, Break]] = {
         "^death: alert web - Does not exist",
         ("death",),
     ),
-    "the state has another VM": Break(
+    "the state names another VM": Break(
         "actions/state.py", "settings.source.vm.name}", '"other"}', r"value in state vm\.name"
     ),
-    "a heartbeat has another instance": Break(
+    "a heartbeat names another instance": Break(
         "daemon/runtime.py", "node_id=spec.id", 'node_id="other"', "value in heartbeat node_id", ("death", "unmonitor")
     ),
     "post-start is left out": _without_script("post-start", "post-start"),
     "post-deploy is left out": _without_script("post-deploy", "post-deploy"),
     "pre-stop is left out": _without_script("pre-stop", "update: pre-stop", "update"),
     "post-stop is left out": _without_script("post-stop", "update: post-stop", "update"),
-    "drain takes an update for a shutdown": Break(
+    "drain treats an update as a shutdown": Break(
         "services/scripts.py",
         'if kind == "shutdown":',
         'if kind == "update":\n        return list(SHUTDOWN_ARGUMENTS)\n    if kind == "shutdown":',
@@ -126,8 +126,8 @@ BREAKS: Final[dict[str, Break]] = {
         "^changed file: ",
         ("changed file",),
     ),
-    "memory is not judged": Break("supervisor/rule_engine.py", '"totalmemory": total,', "", "^usage: ", ("usage",)),
-    "processor time is not judged": Break(
+    "memory rules never match": Break("supervisor/rule_engine.py", '"totalmemory": total,', "", "^usage: ", ("usage",)),
+    "CPU rules never match": Break(
         "supervisor/rule_engine.py", 'figures |= {"cpu %"', 'figures |= {"other"', "^usage: ", ("usage",)
     ),
     "unmonitor does nothing": Break(

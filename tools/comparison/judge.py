@@ -56,7 +56,9 @@ class Difference:
     is_refused: bool = False
     """Whether the Go agent's monit refused to unmonitor a service because a stop was still in progress."""
     starts_in_turn: bool = False
-    """Whether the Director does not wait for the services, so that it sees how monit starts one after the other."""
+    """Whether the Director does not wait for the services, and therefore sees states while monit is still starting them
+    one by one.
+    """
     is_pending: bool = False
     """Whether the restart in an earlier phase was still in progress at its end in both environments."""
 
@@ -282,8 +284,8 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
 
 
 def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
-    """Compare two lifecycles phase by phase. If the job runs in neither, the stand-ins do not suffice and it is not
-    compared.
+    """Compare two lifecycles phase by phase. A job that runs in neither of them is not compared, because the stand-ins
+    do not suffice for it.
     """
     verdict = Verdict(made.job, has_process=bool(made.services))
     if go["error"] or shim["error"]:
@@ -380,7 +382,7 @@ def _told_still_runs(life: Phases) -> bool:
 
 
 def _late_phases(life: Phases) -> Iterator[str]:
-    """Yield the phases in which the agent gave no answer, and the start if a process had not started at its end."""
+    """Yield the phases in which the agent gave no answer, and the start if a process was still missing at its end."""
     for name, phase in life.items():
         is_starting = name == "start" and any(known[-1] == "starting" for known in phase["states"].values())
         if is_starting or re.match("error: (no answer|Timed out sending)", phase["value"]):
@@ -400,13 +402,12 @@ def _obstacle(go: Phases, shim: Phases) -> str:
         return f"pre-start: {(failed[0]['texts'].get('log') or failed[0]['value'])[-160:]}".replace("\n", " / ")
     if all("start" in life and life["start"]["running_after"] < 0 for life in (go, shim)):
         states = ", ".join(f"{name} {states[-1]}" for name, states in go["start"]["states"].items())
-        return f"runs in neither world: {states}: {go.get('rest', {}).get('texts', {}).get('logs', '')[-200:]}".replace(
-            "\n", " / "
-        )
+        logs = go.get("rest", {}).get("texts", {}).get("logs", "")[-200:]
+        return f"does not run in either environment: {states}: {logs}".replace("\n", " / ")
     # Also check the processes, because the state of the job does not include services outside of the group vcap.
     if all("rest" in life and not _is_up(life["rest"]) for life in (go, shim)):
         logs = go["rest"]["texts"].get("logs", "")[-200:]
-        return f"stays up in neither world: {logs}".replace("\n", " / ")
+        return f"does not stay up in either environment: {logs}".replace("\n", " / ")
     return ""
 
 
@@ -550,8 +551,8 @@ def _speaks_late(go: Phases, shim: Phases, name: str, what: str) -> bool:
     """Return True if the same number of processes of this program started in both runs, some of which reported in the
     next phase.
 
-    The first of the two phases is a start, or neither of them replaced a process: a start program may wait before it
-    runs its program.
+    The first of the two phases must be a start, or neither of them may have replaced a process. The reason for the
+    delay is that a start program may wait before it executes its program.
     """
     program = what.removesuffix(" lives")
 

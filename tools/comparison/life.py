@@ -496,7 +496,9 @@ class Life:
             await self.settled(3)
 
     async def _put_back(self, before: dict[Path, int]) -> None:
-        """Write the running process into each pidfile that is still empty, so that the remaining phases make sense."""
+        """Write the pid of the running process into each pidfile that is still empty, so that the remaining phases make
+        sense.
+        """
         empty = [path for path in before if path.exists() and not path.read_text().strip()]
         if empty:
             async with self.phase("pidfile filled again"):

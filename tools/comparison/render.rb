@@ -36,7 +36,7 @@ class Deep < OpenStruct
   def methods(*) = super
 end
 
-# Networks by name. A name that does not exist gives the default network.
+# Networks by name. For a name that does not exist, it returns the default network.
 class Networks < Deep
   def method_missing(name, *) = name.end_with?('=') ? super : to_h[:default]
 end
@@ -171,8 +171,8 @@ end
 # Return an entry for a list of databases or roles.
 def member(tag) = { 'tag' => tag, 'name' => tag, 'username' => tag, 'password' => 'guessed', 'citext' => true }
 
-# Replace a guessed value whose type caused the error, usually by a list of what the template looks for. Return its
-# name.
+# Replace a guessed value whose type caused the error, usually with a list of what the template looks for. Return the
+# name of the property.
 def mend_type(error, text, guessed)
   return unless error.is_a?(NoMethodError) || error.message =~ /array/i
   receiver = error.is_a?(NoMethodError) ? error.receiver : nil

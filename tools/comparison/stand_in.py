@@ -99,7 +99,7 @@ def found(plan: Any) -> tuple[str, str]:
     If both are "", this process acts as a tool.
     """
     if [os.path.basename(sys.argv[0]), *sys.argv[1:2]] == ["docker", "inspect"]:
-        return "", ""  # a start program would wait for its output for ever
+        return "", ""  # it must exit, because a start program waits until its output ends
     if plan["bpm"] and os.environ.get("TMPDIR") == plan["tmp"]:
         is_main = os.getsid(0) == os.getpid() or os.getpgid(0) == os.getpid() or os.getppid() <= 1
         marked = os.environ.get("BPM_STAND_IN") or ""

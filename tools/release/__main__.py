@@ -207,7 +207,7 @@ def make(release: Release, parts: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="./dev release", description="Make everything that a release publishes.")
-    parser.add_argument("--tag", default="", help="refuse to make anything but the release of this tag")
+    parser.add_argument("--tag", default="", help="fail unless this tree is clean and has the version of this tag")
     parser.add_argument("--name", default="", help="name of the image in a registry, for the light stemcell")
     parser.add_argument(
         "--image",
@@ -218,15 +218,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", action="append", choices=PARTS, help="make only this part")
     parser.add_argument("--no-cache", action="store_true", help="build images without the layers of earlier builds")
-    parser.add_argument("--out", type=Path, help="directory (default: dist/agent-shim-VERSION)")
+    parser.add_argument("--out", type=Path, help="output directory (default: dist/agent-shim-VERSION)")
     parser.add_argument(
         "--compare",
         nargs=2,
         type=Path,
         metavar="DIRECTORY",
-        help="only name the files that differ between two releases",
+        help="only list the files that differ between two releases",
     )
-    parser.add_argument("build", nargs="*", metavar="BUILD OPTION", help="option of the image builds, after --")
+    parser.add_argument("build", nargs="*", metavar="BUILD OPTION", help="options for the image builds, after --")
     return parser
 
 

@@ -170,7 +170,7 @@ class Trial:
         url = next(one["url"] for one in self.bosh["releases"] if one["name"] == "bosh")
         found = re.search(COMPILED, url)
         if found is None:
-            raise FailedError(f"cannot tell the stemcell of {url}: no compiled release of Ubuntu")
+            raise FailedError(f"cannot determine the stemcell for {url}: it is no release that was compiled on Ubuntu")
         return found.groupdict()
 
 
@@ -179,11 +179,11 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         prog="./dev try-kubernetes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     doing = parser.add_mutually_exclusive_group()
-    doing.add_argument("--remove", action="store_true", help="take the node and the state away")
+    doing.add_argument("--remove", action="store_true", help="remove the node and the state")
     doing.add_argument("--shell", action="store_true", help="start a shell with bosh and kubectl set up")
     parser.add_argument("--state", type=Path, default=ROOT / ".try-kubernetes", help="directory of the state")
-    parser.add_argument("--node", choices=("kind", "own"), help="default: kind if it is installed")
-    parser.add_argument("--bosh-deployment", type=Path, metavar="DIR", help="a checkout, instead of one from GitHub")
+    parser.add_argument("--node", choices=("kind", "own"), help="node to use (default: kind if it is installed)")
+    parser.add_argument("--bosh-deployment", type=Path, metavar="DIR", help="use this checkout instead of cloning it")
     return parser.parse_args(arguments)
 
 

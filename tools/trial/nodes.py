@@ -49,7 +49,7 @@ def require(*programs: str) -> None:
     """Raise ``FailedError`` with the names of missing programs."""
     missing = [name for name in programs if shutil.which(name) is None]
     if missing:
-        raise FailedError(f"cannot start without {', '.join(missing)}: docs/try-kubernetes.md tells where to get them")
+        raise FailedError(f"cannot start without {', '.join(missing)}: docs/try-kubernetes.md says where to get them")
 
 
 def chosen(runner: Runner, wanted: str | None) -> Node:
@@ -124,7 +124,7 @@ class Own:
     def start(self, line: str) -> None:  # noqa: ARG002 - the image is based on Debian
         require("podman")
         if os.geteuid() != 0:
-            raise FailedError("cannot start a node: without kind it takes root")
+            raise FailedError("cannot start a node: this requires root unless kind is installed")
         if not self._is_held():
             shutil.rmtree(self._where, ignore_errors=True)
             self._where.mkdir(parents=True)
@@ -138,7 +138,7 @@ class Own:
 
     def enter(self) -> None:
         if not self._is_held():
-            raise FailedError("cannot reach the node: it does not run; `./dev try-kubernetes` starts it")
+            raise FailedError("cannot reach the node: it is not running; `./dev try-kubernetes` starts it")
         pid = (self._where / "pid").read_text()
         # The namespaces belong to a grandchild of the background process: its child is `unshare`, whose child is their
         # PID 1.
