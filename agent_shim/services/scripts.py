@@ -284,15 +284,17 @@ def _sizes(directory: Path) -> dict[str, int]:
 def _cause(log: Path, name: str, before: Mapping[str, int]) -> str:
     """Return the last line that a failed script wrote, shortened, or "" if there is none.
 
-    Commands that ``set -x`` traces on stderr do not explain a failure, so if there is nothing else, other logs of the
-    job are searched. bosh-dns, for example, writes the cause to a separate log.
+    Commands that ``set -x`` traces on stderr do not explain a failure, so if there is nothing else, stdout and other
+    logs of the job are searched. The pre-start of bosh-dns, for example, writes the cause to a separate log. Such a log
+    precedes stdout only for a pre-start, because later, processes of the job may write to it.
     """
     err, out = f"{name}.stderr.log", f"{name}.stdout.log"
     lines = _lines(log / err, before.get(err, 0))
     if told := [line for line in lines if not _COMMAND_SHOWN.match(line)]:
         return told[-1]
-    grown = [each for each, size in _sizes(log).items() if each != err and size != before.get(each, 0)]
-    for each in sorted(grown, key=lambda each: (each == out, each)):
+    without_cause = (err, "bpm.log")  # the agent itself writes bpm.log
+    grown = [each for each, size in _sizes(log).items() if each not in without_cause and size != before.get(each, 0)]
+    for each in sorted(grown, key=lambda each: ((each == out) is (name == "pre-start"), each)):
         if told := [line for line in _lines(log / each, before.get(each, 0)) if not _COMMAND_SHOWN.match(line)]:
             return f"{each}: {told[-1]}"[:_MAX_LINE_CHARS]
     return lines[-1] if lines else ""

@@ -144,6 +144,26 @@ async def test_error_of_a_traced_script_quotes_the_log_that_it_wrote(paths: Path
     assert str(failed.value).endswith(" dns: dns_setup.log: cannot bind")
 
 
+async def test_error_of_a_post_start_quotes_its_own_output_rather_than_logs_of_processes(
+    paths: Paths, runner: Scripts
+) -> None:
+    """Processes of the job may write to its other logs meanwhile, and the agent itself writes to ``bpm.log``. The
+    post-start of nats-tls writes its errors to stdout.
+    """
+    log = paths.log / "nats-tls"
+    log.mkdir(parents=True, exist_ok=True)
+    logs = f"echo started >>{log}/bpm.log; echo listening >>{log}/a.log"
+    script(paths, "nats-tls", "post-start", f"{logs}; echo refused; exit 1")
+    with pytest.raises(ActionError) as failed:
+        await runner.run_all("post-start", ["nats-tls"], {})
+    assert str(failed.value).endswith(" nats-tls: post-start.stdout.log: refused")
+
+    script(paths, "nats-tls", "post-start", f"echo started >>{log}/bpm.log; exit 1")
+    with pytest.raises(ActionError) as failed:
+        await runner.run_all("post-start", ["nats-tls"], {})
+    assert str(failed.value).endswith(" Failed Jobs: nats-tls.")
+
+
 async def test_script_may_end_before_its_background_processes(paths: Paths, runner: Scripts) -> None:
     """A child that still has the output open is neither waited for nor killed."""
     left = paths.tmp / "left"
