@@ -113,6 +113,8 @@ class JobCgroup:
             (directory / _LIMITS[controller, hierarchy.version]).write_text(str(limit))
             if controller == "memory":
                 _forbid_swap(directory, hierarchy.version, limit)
+                if hierarchy.version == 2:
+                    _kill_as_group(directory)
             made.append(str(directory))
         return list(dict.fromkeys(made))
 
@@ -174,8 +176,11 @@ def _forbid_swap(directory: Path, version: int, limit: int) -> None:
     name, value = ("memory.swap.max", 0) if version == 2 else ("memory.memsw.limit_in_bytes", limit)
     with contextlib.suppress(OSError):
         (directory / name).write_text(str(value))
-    if version == 2:
-        # Let the OOM killer end all processes of the cgroup, because a job that has lost only a helper process is worse
-        # than one that is restarted.
-        with contextlib.suppress(OSError):
-            (directory / "memory.oom.group").write_text("1")
+
+
+def _kill_as_group(directory: Path) -> None:
+    """Let the OOM killer end all processes of a cgroup, because a job that has lost only a helper process is worse than
+    one that is restarted. Kernels before 4.19 lack the file.
+    """
+    with contextlib.suppress(OSError):
+        (directory / "memory.oom.group").write_text("1")

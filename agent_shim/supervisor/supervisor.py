@@ -139,7 +139,7 @@ class Supervisor:
         self._incarnation = proc.incarnation()
         self._is_dirty = False
         self._is_closed = asyncio.Event()
-        self._marker_tells = True
+        self._marker_keeps_jobs_stopped = True
         """True if the next agent, when it reads the last saved state together with the marker "stopped", would not
         start any job of the Director.
         """
@@ -447,7 +447,7 @@ class Supervisor:
             await asyncio.to_thread(files.write_atomic, self._paths.stopped_marker, b"")
         except HostError as exc:
             return exc
-        return None if is_saved or self._marker_tells else HostError(self._unsaved)
+        return None if is_saved or self._marker_keeps_jobs_stopped else HostError(self._unsaved)
 
     @property
     def killed(self) -> list[str]:
@@ -606,7 +606,7 @@ class Supervisor:
             self._incarnation = self._incarnation or proc.incarnation()  # it is empty if the kernel does not reveal it
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             raw = msgspec.json.encode(saved)
-            marker_tells = self._is_wanted or not any(each.state in TO_RUN for each in self._concerned())
+            marker_keeps_jobs_stopped = self._is_wanted or not any(each.state in TO_RUN for each in self._concerned())
 
             def write() -> None:
                 files.write_atomic(self._paths.supervisor_state, raw, mode=0o600)
@@ -620,7 +620,7 @@ class Supervisor:
                     self._unsaved = str(exc)
                     logger.warning("a restarted agent would not know the present state of the jobs: %s", exc)
                 return False
-            self._unsaved, self._marker_tells = "", marker_tells
+            self._unsaved, self._marker_keeps_jobs_stopped = "", marker_keeps_jobs_stopped
             return True
 
 
