@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="examples:\n"
         "  bosh-agent compile nginx-1.2.tgz\n"
         "  bosh-agent compile -output-directory=/out /in/nginx-1.2.tgz /in/bpm-1.4.tgz\n\n"
-        "The result is DIR/NAME-VERSION-OS-CODENAME-STEMCELL_VERSION.tgz, which bosh upload-release takes.",
+        "The result is DIR/NAME-VERSION-OS-CODENAME-STEMCELL_VERSION.tgz, a tarball for `bosh upload-release`.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

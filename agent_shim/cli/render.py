@@ -3,8 +3,8 @@ for ``AgentShim.spec``.
 
 The manifest describes a deployment, and all its variables have values (``bosh interpolate``). Releases are directories
 with ``jobs``, or tarballs. Packages of compiled tarballs are unpacked too. Ruby evaluates the templates (``render.rb``)
-with the properties and links that a Director would give them. Warnings name missing packages, which are those of source
-releases.
+with the properties and links that a Director would give them. There is a warning for each missing package, because
+source releases do not contain compiled packages.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vit
         started_at = time.monotonic()
         try:
             await run()
-            raise RuntimeError(f"{name} has ended, which it must not")
+            raise RuntimeError(f"{name} has ended, but it must run forever")
         except asyncio.CancelledError as exc:
             if is_asked_to_end():
                 raise

@@ -113,6 +113,7 @@ def decode(raw: bytes) -> ApplySpec:
         document = wire.decode_json(raw)
     packages = document.get("packages") if isinstance(document, dict) else None
     for package in packages.values() if isinstance(packages, dict) else ():
-        if isinstance(package, dict) and not package.get("sha1"):  # stored without one
+        # A package without a digest is stored with an empty one, which ``parse`` would reject.
+        if isinstance(package, dict) and not package.get("sha1"):
             package.pop("sha1", None)
     return parse(document)

@@ -22,7 +22,7 @@ from agent_shim.core.errors import DigestError
 T = TypeVar("T")
 
 Lenient = Annotated[T, msgspec.Meta(extra={"lenient": True})]
-"""A member unknown to the Go agent: a value of a wrong type is ignored, as Go ignores the whole member."""
+"""A member that the Go agent does not know and therefore ignores. So a value of a wrong type must not be an error."""
 Internal = Annotated[T, msgspec.Meta(extra={"internal": True})]
 """A member that is ignored in documents, because only the agent sets it."""
 DigestText = Annotated[str, msgspec.Meta(extra={"digest": True})]

@@ -93,12 +93,12 @@ def _inside(data: bytes, at: int, wanted: int | None = None) -> tuple[bytes, int
     """Return the content of the element at ``at``, which must have tag ``wanted``, and the offset of the next one."""
     tag, size, at = data[at], data[at + 1], at + 2
     if wanted is not None and tag != wanted:
-        raise ValueError("the certificate has another structure")
+        raise ValueError("the certificate has an unexpected structure")
     if size & 0x80:
         count = size & 0x7F
         size, at = int.from_bytes(data[at : at + count]), at + count
     if at + size > len(data):
-        raise ValueError("the certificate is cut off")
+        raise ValueError("the certificate is truncated")
     return data[at : at + size], at + size
 
 
