@@ -130,6 +130,7 @@ RAW: Mapping[str, Raw] = {
                 "_below",
                 "_forbid_swap",
                 "_hand_down",
+                "_kill_as_group",
                 "offered",
             }
         ),
