@@ -117,7 +117,8 @@ RUN apt-get update \
 # --- the image --------------------------------------------------------------------------------------------------------
 FROM system
 COPY --from=build /opt/agent_shim /opt/agent_shim
-# Empty files. Those hidden by the builder's mounts come from the base, often with the resolver and host name of a machine.
+# The builder mounts its own /etc/hosts, /etc/resolv.conf and the like. The image would get the files of the base below these
+# mounts, which often contain the resolver and host name of some machine, so replace them with blank files.
 COPY stemcell_overlay/blank /
 RUN PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /opt/agent_shim/overlay/apply /
 

@@ -2,7 +2,7 @@
 
 CASE is the id of a case or the letter of a group, such as ``C-01`` or ``N``. ``--into FILE`` selects another page. For
 another agent (``--agent-command``), nothing is written unless ``--into`` is given. If started by root, the cases run
-below their own process 1, and those marked ``guest`` run in a virtual machine.
+in a PID namespace with their own PID 1, and those marked ``guest`` run in a virtual machine.
 """
 
 from __future__ import annotations

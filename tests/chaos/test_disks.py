@@ -80,8 +80,8 @@ async def test_apply_on_a_failing_disk_is_refused_until_the_disk_recovers(stand:
 
 
 def loop_device(stand: Stand, megabytes: int) -> str:
-    """Put the agent's data on a file system that the kernel remounts read-only after an error. Yield the
-    device name.
+    """Put the agent's data on a file system that the kernel remounts read-only after an error. Return the name of its
+    loop device.
     """
     place, image = stand.world.base / "data", stand.world.scratch / "data.img"
     place.mkdir(parents=True)
