@@ -212,7 +212,14 @@ async def test_bosh_pcap_can_capture_packets(podman: Podman, image: str) -> None
     capture = "sudo -n tcpdump -i lo -c 2 -w - icmp 2>/tmp/said & until grep -q listening /tmp/said; do sleep 0.1; done"
     script = f"({capture}; ping -c 2 -q localhost >/dev/null; wait) | tcpdump -r - -n 2>/dev/null"
     user = 'useradd -m -G bosh_sudoers bosh_a && exec su bosh_a -s /bin/bash -c "$SCRIPT"'
-    options = ("--rm", "--network=none", "--cap-add=NET_RAW", f"--env=SCRIPT={script}")
+    options = ("--rm", "--timeout=60", "--network=none", "--cap-add=NET_RAW", f"--env=SCRIPT={script}")
     said = podman("run", *options, image, "sh", "-c", user)
 
     assert "ICMP echo request" in said
+
+
+def test_ordinary_users_can_ping(podman: Podman, image: str) -> None:
+    ping = ("su", "nobody", "-s", "/bin/sh", "-c", "ping -c 1 -q localhost")
+    said = podman("run", "--rm", "--network=none", "--cap-add=NET_RAW", image, *ping)
+
+    assert "1 received" in said

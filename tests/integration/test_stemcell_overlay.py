@@ -9,6 +9,7 @@ import os
 import runpy
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tomllib
@@ -21,6 +22,7 @@ import pytest
 from tests.support.source import ROOT
 
 OVERLAY = ROOT / "stemcell_overlay"
+CAPABILITIES = "security.capability"
 MANIFEST: dict[str, Any] = tomllib.loads((OVERLAY / "manifest.toml").read_text())
 
 
@@ -99,6 +101,28 @@ def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
     assert snapshot(debian) == before
     put(debian, "opt/agent_shim/launch", "old")
     assert applied(debian) == ["write /opt/agent_shim/launch"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can set capabilities")
+def test_overlay_permits_net_raw_to_ping_only_if_it_lacks_privileges(debian: Path) -> None:
+    """The capability is permitted but not effective. If it were effective, ping would not start in a container without
+    it, where it can use ICMP sockets instead.
+    """
+    permitted = struct.pack("<5I", 0x02000000, 1 << 13, 0, 0, 0)
+    effective = struct.pack("<5I", 0x02000001, 1 << 13, 0, 0, 0)
+    ping = put(debian, "usr/bin/ping", "elf", 0o755)
+    assert "permit capability 13 to /usr/bin/ping" in applied(debian)
+
+    assert os.getxattr(ping, CAPABILITIES) == permitted
+    assert applied(debian) == []
+    os.setxattr(ping, CAPABILITIES, effective)
+    assert applied(debian) == []
+    os.removexattr(ping, CAPABILITIES)
+    ping.chmod(0o4755)
+    assert applied(debian) == []
+    ping.rename(debian / "usr/bin/busybox").chmod(0o755)
+    ping.symlink_to("busybox")
+    assert applied(debian) == []
 
 
 def test_overlay_adds_users_and_groups(debian: Path) -> None:
