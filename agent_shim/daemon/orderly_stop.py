@@ -76,7 +76,7 @@ class OrderlyStop(msgspec.Struct):
         except ActionError as exc:
             self.reasons.append(f"stop: {exc}")
         if killed := agent.supervisor.killed:
-            self.reasons.append(f"killed, as the time was up: {', '.join(killed)}")
+            self.reasons.append(f"killed because the time was up: {', '.join(killed)}")
         if jobs and not self.hurry.is_set():
             await self._script("post-stop", agent.scripts.run_all("post-stop", jobs, {}), ends_at)
         logger.info("orderly stop: %s", self.summary)

@@ -1,10 +1,10 @@
 """Reads information about other processes from ``/proc``. No other module does this, and this module changes nothing.
 
 There are two kinds of files. ``stat``, ``status`` and ``cgroup`` are short, are written only by the kernel, and take 10
-µs to read. ``environ``, ``cmdline``, ``maps``, ``smaps_rollup`` and the links of descriptors are controlled by the
-process: it decides their length (with PR_SET_MM_MAP, an environment of terabytes needs no privilege) and can block
-their readers (with its memory lock, a userfaultfd, or its own FUSE file system). Reading these is limited in bytes and
-time: a thread reads them, and a process that blocks the thread is not read again until that read ends.
+µs to read. ``cmdline``, ``maps``, ``smaps_rollup`` and the links of descriptors are controlled by the process: it
+decides their length (with PR_SET_MM_MAP, arguments of terabytes need no privilege) and can block their readers (with
+its memory lock, a userfaultfd, or its own FUSE file system). Reading these is limited in bytes and time: a thread reads
+them, and a process that blocks the thread is not read again until that read ends.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
 
     uses = of_each(sorted(pids, key=descriptors), lambda pid: list(itertools.islice(of_one(pid), MAX_USES)))
     if left <= 0:
-        logger.warning("processes have more than %d descriptors: not all were looked at", MAX_LINKS)
+        logger.warning("processes have more than %d descriptors: not all were examined", MAX_LINKS)
     return uses
 
 
@@ -464,7 +464,7 @@ def _without_descriptors(work: Callable[[], T]) -> T:
 @functools.cache
 def tell_shortage() -> None:
     """Log the lack of descriptors only once, because processes are read often."""
-    logger.error("no free descriptor: processes are read one by one in the place of a spare one")
+    logger.error("no free descriptor: /proc is read with a reserved descriptor, one file after the other")
 
 
 def _content(descriptor: int, limit: int) -> bytes:
@@ -474,7 +474,7 @@ def _content(descriptor: int, limit: int) -> bytes:
         while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
             content += chunk
     except OSError:
-        pass  # a part of the environment may not be mapped, so keep what was read
+        pass  # a part of the arguments may not be mapped, so keep what was read
     finally:
         os.close(descriptor)
     return content
@@ -523,5 +523,5 @@ def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
             break
         is_left.set()
         _blocked[ahead[0]] = reader
-        logger.warning("process %d blocks its readers: its environment and arguments are not read", ahead.pop(0))
+        logger.warning("process %d blocks its readers: its arguments and open files are not read", ahead.pop(0))
     return found

@@ -328,7 +328,7 @@ def _unshare(spec: ExecSpec) -> int:
                 make_shared(bind["source"])
     flags = _CLONE_PARENT | functools.reduce(int.__or__, (_NAMESPACES[name] for name in spec["namespaces"]))
     arguments = ctypes.create_string_buffer(struct.pack("8Q", flags, *[0] * 7))
-    with _step("make namespaces"):
+    with _step("create namespaces"):
         child = _checked(_libc().syscall(_CLONE3, arguments, ctypes.c_size_t(64)), "")
     if child == 0:
         with _step("mount what bpm.yml shows"):

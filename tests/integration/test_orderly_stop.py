@@ -120,7 +120,7 @@ async def test_orderly_stop_names_killed_processes_and_counts_as_unclean(
     stop = OrderlyStop(30)
     await stop.run(world.agent)
 
-    assert stop.reasons == ["killed, as the time was up: web"]
+    assert stop.reasons == ["killed because the time was up: web"]
 
 
 async def test_orderly_stop_ends_processes_outside_all_groups(world: LocalAgent) -> None:

@@ -103,7 +103,7 @@ def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
     assert applied(debian) == ["write /opt/agent_shim/launch"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can set capabilities")
+@pytest.mark.root
 def test_overlay_permits_net_raw_to_ping_only_if_it_lacks_privileges(debian: Path) -> None:
     """The capability is permitted but not effective. If it were effective, ping would not start in a container without
     it, where it can use ICMP sockets instead.

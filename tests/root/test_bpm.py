@@ -720,7 +720,7 @@ def test_bpm_isolation_level_follows_the_privileges_of_the_container(inside: Ins
     """Without CAP_SYS_ADMIN the probe finds level 2, and gives the reason why level 1 is not possible."""
     assert inside(ISOLATION)[:2] == [1, ""]
     without = inside(ISOLATION, "setpriv", "--bounding-set", "-sys_admin")
-    assert without[:2] == [2, "make namespaces: Operation not permitted"]
+    assert without[:2] == [2, "create namespaces: Operation not permitted"]
 
 
 INIT = """
