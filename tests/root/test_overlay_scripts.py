@@ -108,7 +108,7 @@ async def test_agent_disabled_by_a_release_still_supervises_its_jobs(pod: PodIns
 
         assert tool(pod, "sv stop agent").startswith("ok: down: agent: ")
         assert tool(pod, "sv kill agent | sed 's/ (.*//'") == "ok: down: agent:\n0\n"
-        await until(pod, "/opt/agent_shim/bin/agent-shim status | grep -q 'without a Director'")
+        await until(pod, "/opt/agent_shim/bin/agent-shim status | grep -q 'no Director'")
         assert tool(pod, "sv status agent | sed 's/ (.*//'") == "down: agent:\n0\n"
         assert tool(pod, "systemctl is-active bosh-agent") == "inactive\n3\n"
         with pytest.raises(RpcTimeoutError):

@@ -78,6 +78,7 @@ DAILY: Final = "not root and not image and not slow and not kubernetes and not g
 
 _COVERAGE: Final = """
 [run]
+core = ctrace
 branch = false
 parallel = true
 source = agent_shim,kubernetes_cpi
