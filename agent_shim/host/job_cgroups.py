@@ -3,8 +3,8 @@
 They are created below our own cgroup or next to it. This module creates the directories, and ``host.sandbox_exec``
 joins them before its exec.
 
-Both cgroup versions are supported, but a controller is used only if creating a directory is enough. In version 2, the
-kernel lets our cgroup delegate a controller only while it contains no process, and moving all processes of a container
+Both cgroup versions are supported, but a controller is used only if creating a directory is enough. In version 2, our
+cgroup can delegate a controller only while it contains no process, and moving all processes of a container
 out of it would break ``docker exec``. If our parent put us into a subgroup of a delegated cgroup (systemd with
 ``DelegateSubgroup=``), the job cgroups are created next to the subgroup.
 """
@@ -12,6 +12,7 @@ out of it would break ``docker exec``. If our parent put us into a subgroup of a
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 from pathlib import Path
@@ -165,10 +166,29 @@ def hierarchies() -> tuple[tuple[str, cgroups.Hierarchy], ...]:
 
 
 def _hand_down(directory: Path, controller: str) -> None:
-    """Enable a controller for the cgroups below a directory (version 2)."""
+    """Enable a controller for the cgroups below a directory (version 2). Raises ``OSError``, also if the directory's
+    cgroup contains processes.
+
+    In that case the kernel would only refuse ``memory``. With ``pids``, the cgroup would become "domain threaded", and
+    no process could enter the cgroups below it (Documentation/admin-guide/cgroup-v2.rst, "Threads"). The root cgroup is
+    an exception.
+    """
+    if (kind := _type(directory)) is not None:
+        if kind != "domain":
+            raise OSError(errno.EOPNOTSUPP, f"its type is {kind}", str(directory))
+        if (directory / "cgroup.procs").read_text().strip():
+            raise OSError(errno.EBUSY, "it contains processes", str(directory))
     control = directory / "cgroup.subtree_control"
     if controller not in control.read_text().split():
         control.write_text(f"+{controller}")
+
+
+def _type(directory: Path) -> str | None:
+    """Return the type of a cgroup (version 2), or None for the root cgroup."""
+    try:
+        return (directory / "cgroup.type").read_text().strip()
+    except FileNotFoundError:
+        return None
 
 
 def _forbid_swap(directory: Path, version: int, limit: int) -> None:

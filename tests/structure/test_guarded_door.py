@@ -128,6 +128,7 @@ RAW: Mapping[str, Raw] = {
                 "JobCgroup.make",
                 "JobCgroup.members",
                 "_below",
+                "_type",
                 "_forbid_swap",
                 "_hand_down",
                 "_kill_as_group",

@@ -300,7 +300,7 @@ def _cgroups(view: ContainerView) -> Iterator[Finding]:
         is_own = any(mount.point == Path("/proc/meminfo") for mount in mounts.mounts())
         yield view.judged("cgroups", "not visible", "no cgroups, lxcfs" if is_own else "no cgroups")
         return
-    ours = "" if "memory" in job_cgroups.offered() else f"version {hierarchy.version}, read-only"
+    ours = "" if "memory" in job_cgroups.offered() else f"version {hierarchy.version}, without subgroups"
     yield view.judged(
         "cgroups", ours, "cgroups read-only", good=f"version {hierarchy.version}, subgroups can be created"
     )

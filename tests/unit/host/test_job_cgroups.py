@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,6 +117,43 @@ def test_cgroup_controller_that_cannot_be_delegated_is_not_offered(
 
     assert job_cgroups.offered() == frozenset()
     assert [path.name for path in tmp_path.iterdir()] == ["cgroup.subtree_control"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "members", "is_offered"),
+    [
+        ("domain", "", True),
+        ("domain", "1\n", False),
+        ("domain threaded", "", False),
+        (None, "1\n", True),
+    ],
+)
+def test_no_controller_is_enabled_in_a_cgroup_that_contains_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None, members: str, is_offered: bool
+) -> None:
+    """The kernel permits this for ``pids``, but then no process may enter a cgroup below it: the cgroup becomes
+    "domain threaded", and those below it are invalid (Documentation/admin-guide/cgroup-v2.rst, "Threads").
+
+    The root cgroup, which has no type, is an exception. In a container on cgroup v2, the agent's cgroup contains the
+    container's processes.
+    """
+    hierarchy = cgroups.Hierarchy(2, (tmp_path,))
+    monkeypatch.setattr(job_cgroups, "hierarchies", lambda: (("pids", hierarchy),))
+    (tmp_path / "cgroup.subtree_control").write_text("")
+    (tmp_path / "cgroup.procs").write_text(members)
+    if kind is not None:
+        (tmp_path / "cgroup.type").write_text(f"{kind}\n")
+    monkeypatch.setattr(Path, "mkdir", _mkdir_of_kernel)
+    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
+
+    assert job_cgroups.offered() == (frozenset({"pids"}) if is_offered else frozenset())
+    assert (tmp_path / "cgroup.subtree_control").read_text() == ("+pids" if is_offered else "")
+
+
+def _mkdir_of_kernel(path: Path, *args: Any, **options: Any) -> None:
+    """Create a cgroup with the file of a controller."""
+    os.mkdir(path)  # noqa: PTH102 - Path.mkdir is replaced
+    (path / "pids.max").write_text("max")
 
 
 @pytest.mark.parametrize(("version", "marked", "beside"), [(2, True, True), (2, False, False), (1, True, False)])
