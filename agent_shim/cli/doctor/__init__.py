@@ -294,17 +294,17 @@ def _vcap() -> pwd.struct_passwd | None:
 def _cgroups(view: ContainerView) -> Iterator[Finding]:
     found = cgroups.find()
     hierarchy = found.memory or found.cpu
+    # A mount on /proc/meminfo means lxcfs. /proc/meminfo and /proc/stat then describe the container instead of the host.
+    has_lxcfs = any(mount.point == Path("/proc/meminfo") for mount in mounts.mounts())
     if hierarchy is None:
-        # A mount on /proc/meminfo means lxcfs, with which /proc/meminfo and /proc/stat describe the container, not the
-        # host.
-        is_own = any(mount.point == Path("/proc/meminfo") for mount in mounts.mounts())
-        yield view.judged("cgroups", "not visible", "no cgroups, lxcfs" if is_own else "no cgroups")
+        yield view.judged("cgroups", "not visible", "no cgroups, lxcfs" if has_lxcfs else "no cgroups")
         return
     ours = "" if "memory" in job_cgroups.offered() else f"version {hierarchy.version}, without subgroups"
     yield view.judged(
         "cgroups", ours, "cgroups read-only", good=f"version {hierarchy.version}, subgroups can be created"
     )
-    memory, cpus = cgroups.memory(found, host_stats.memory()), cgroups.processors(found)
+    machine, cpus = host_stats.memory(), cgroups.processors(found)
+    memory = cgroups.memory(found, machine) or (machine if has_lxcfs else None)
     total = memory.total if memory else None
     texts = [f"memory {total / MIB:.0f} MiB" if total else "", f"{cpus:g} processors" if cpus else ""]
     yield view.judged("limits", ", ".join(filter(None, texts)) or "none", "" if total else "no memory limit")

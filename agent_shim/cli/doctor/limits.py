@@ -222,7 +222,8 @@ address missing = wrong: other instances connect to the wrong address
   pod: `bosh recreate` this instance, or give the pod its address again
   cpi: `bosh recreate` this instance
   engine: --ip=ADDRESS
-  lxd: no DHCP server gave this address: `lxc network list-leases NAME` shows what it gave. The subnet of the
+  lxd: no DHCP server gave this address: `lxc network list-leases NAME` (with Incus: `incus`) shows
+    what it gave. The subnet of the
     cloud-config has to be that of LXD's network
 no default route = limited: dynamic networks get no address
   pod: hostNetwork or a CNI network

@@ -17,19 +17,19 @@ from agent_shim.cli.doctor.limits import LIMITS, NEEDED, USEFUL
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import AgentConfig, Effective, UpdateSettings, parse
 from agent_shim.demo import pki
-from agent_shim.host import capabilities, cgroups, mounts, user_namespace
+from agent_shim.host import capabilities, cgroups, host_stats, mounts, user_namespace
 from agent_shim.host.capabilities import NAMES, Privileges
 
 FEW = frozenset({*NEEDED, *USEFUL})
 
 
-def found(topic: str, base: Path, settings: dict[str, object] | None = None) -> Finding:
+def found(topic: str, base: Path, settings: dict[str, object] | None = None, *, index: int = 0) -> Finding:
     """Return a finding of a probe in a directory tree with these settings."""
     document = json.dumps({"agent_id": "a", **(settings or {})}).encode()
     known = Effective(parse(document, origin="x"), UpdateSettings())
     place = doctor.runtime(known, Paths(base))
     view = doctor.ContainerView(Paths(base), base, AgentConfig(), known, {}, place)
-    return list(doctor.PROBES[topic](view))[-1 if topic == "clock" else 0]
+    return list(doctor.PROBES[topic](view))[-1 if topic == "clock" else index]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,23 @@ def test_doctor_does_not_mention_host_memory_under_lxcfs(
 
     assert finding.verdict == LIMITED
     assert ("the host's" in finding.follows) == says
+
+
+@pytest.mark.parametrize(("place", "limit", "is_limited"), [("meminfo", "512 MiB", True), ("other", "none", False)])
+def test_doctor_reports_a_memory_limit_that_lxcfs_shows_as_the_memory_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, limit: str, is_limited: bool
+) -> None:
+    """``/proc/meminfo`` then shows the limit, so no cgroup has a lower one."""
+    hierarchy = cgroups.Hierarchy(2, (tmp_path,))
+    monkeypatch.setattr(cgroups, "find", lambda: cgroups.Cgroup(memory=hierarchy))
+    monkeypatch.setattr(host_stats, "memory", lambda: host_stats.Memory(512 << 20, 0, 0, 0))
+    table = f"36 35 98:0 / /proc/{place} rw - fuse.lxcfs lxcfs rw\n".encode()
+    monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(table))
+
+    finding = found("cgroups", tmp_path, index=1)
+
+    assert finding.verdict == (GOOD if is_limited else LIMITED)
+    assert f"memory {limit}" in finding.found if is_limited else finding.found == limit
 
 
 REPORT = Report(
