@@ -294,7 +294,7 @@ def _vcap() -> pwd.struct_passwd | None:
 def _cgroups(view: ContainerView) -> Iterator[Finding]:
     found = cgroups.find()
     hierarchy = found.memory or found.cpu
-    # A mount on /proc/meminfo means lxcfs. /proc/meminfo and /proc/stat then describe the container instead of the host.
+    # A mount on /proc/meminfo means lxcfs. /proc/meminfo and /proc/stat then describe the container, not the host.
     has_lxcfs = any(mount.point == Path("/proc/meminfo") for mount in mounts.mounts())
     if hierarchy is None:
         yield view.judged("cgroups", "not visible", "no cgroups, lxcfs" if has_lxcfs else "no cgroups")

@@ -223,8 +223,7 @@ address missing = wrong: other instances connect to the wrong address
   cpi: `bosh recreate` this instance
   engine: --ip=ADDRESS
   lxd: no DHCP server gave this address: `lxc network list-leases NAME` (with Incus: `incus`) shows
-    what it gave. The subnet of the
-    cloud-config has to be that of LXD's network
+    what it gave. The subnet of the cloud-config has to be that of LXD's network
 no default route = limited: dynamic networks get no address
   pod: hostNetwork or a CNI network
   cpi: name of the network in cloud_properties of the subnet
