@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from tests.support.kubernetes.run import run_as_node
 
@@ -20,7 +21,9 @@ def main(arguments: list[str]) -> int:
         "-o",
         "faulthandler_timeout=0",
     ]
-    return run_as_node([sys.executable, "-m", "pytest", *options, "tests/kubernetes", *arguments])
+    has_path = any(Path(argument.split("::")[0]).exists() for argument in arguments)
+    places = [] if has_path else ["tests/kubernetes"]
+    return run_as_node([sys.executable, "-m", "pytest", *options, *places, *arguments])
 
 
 if __name__ == "__main__":
