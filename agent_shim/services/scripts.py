@@ -292,9 +292,9 @@ def _cause(log: Path, name: str, before: Mapping[str, int]) -> str:
     lines = _lines(log / err, before.get(err, 0))
     if told := [line for line in lines if not _COMMAND_SHOWN.match(line)]:
         return told[-1]
-    without_cause = (err, "bpm.log")  # the agent itself writes bpm.log
-    grown = [each for each, size in _sizes(log).items() if each not in without_cause and size != before.get(each, 0)]
-    for each in sorted(grown, key=lambda each: ((each == out) is (name == "pre-start"), each)):
+    skipped = (err, out, "bpm.log")  # the agent itself writes bpm.log
+    others = sorted(each for each, size in _sizes(log).items() if each not in skipped and size != before.get(each, 0))
+    for each in [*others, out] if name == "pre-start" else [out, *others]:
         if told := [line for line in _lines(log / each, before.get(each, 0)) if not _COMMAND_SHOWN.match(line)]:
             return f"{each}: {told[-1]}"[:_MAX_LINE_CHARS]
     return lines[-1] if lines else ""
