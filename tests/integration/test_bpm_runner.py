@@ -24,7 +24,7 @@ from agent_shim.supervisor import bpm_runner
 from agent_shim.supervisor.bpm.calls import BpmCall, bpm_label
 from agent_shim.supervisor.ctl_programs import Programs
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import is_alive, number_in
+from tests.support.programs import is_alive, number_of_program
 from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
@@ -374,7 +374,7 @@ async def test_bpm_errand_with_processes_that_cannot_be_ended_fails(
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; exec sleep 605")
     async with world.supervising() as supervisor:
         running = asyncio.create_task(supervisor.bpm.run(START, [], {}))
-        left = await until(lambda: number_in(world.paths.data / "web/tmp/left"))
+        left = await until(lambda: number_of_program(world.paths.data / "web/tmp/left", "sleep"))
         (kept,) = supervisor.keepers.of([bpm_label("web", "web")])
         os.kill(kept.pid, signal.SIGKILL)
         os.kill(kept.state.program, signal.SIGKILL)
@@ -397,7 +397,7 @@ async def test_bpm_start_and_stop_fail_while_processes_of_a_killed_keeper_remain
     async with world.supervising() as supervisor:
         bpm = supervisor.bpm
         first = (await bpm.start(START)).pid
-        left = await until(lambda: number_in(world.paths.data / "web/tmp/left"))
+        left = await until(lambda: number_of_program(world.paths.data / "web/tmp/left", "sleep"))
         (kept,) = supervisor.keepers.of([bpm_label("web", "web")])
         os.kill(kept.pid, signal.SIGKILL)
         os.kill(first, signal.SIGKILL)
