@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kubernetes_cpi import attachment_program
+from kubernetes_cpi import attachment_program, attachments
+from kubernetes_cpi.config import Timeouts
 from tests.support.own_cgroups import joining, own_cgroups
 from tests.support.source import ROOT
 
@@ -61,6 +62,7 @@ class AttachmentNode:
         self.users: list[subprocess.Popen[str]] = []
         self.pids = [self.in_user_namespace() if userns else self.vm.pid]
         self.helpers: list[subprocess.Popen[str]] = []
+        self.cgroup_of_helpers: list[tuple[Path, Path]] = []
 
     def in_user_namespace(self) -> int:
         """Start a process in a new user namespace, whose root is uid 100000 outside, and return its pid."""
@@ -107,7 +109,7 @@ class AttachmentNode:
     def helper(self, *arguments: str) -> subprocess.Popen[str]:
         """Start the helper program on the node."""
         program = [sys.executable, "-c", self.program, str(ROOT), ",".join(map(str, self.pids)), str(self.place)]
-        command = self.on_node(*program, *arguments)
+        command = joining(self.cgroup_of_helpers, self.on_node(*program, *arguments))
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.helpers.append(started)
         return started
@@ -173,6 +175,43 @@ def test_disk_is_attached_to_and_detached_from_a_running_vm(site: AttachmentNode
     assert site.in_vm(f"ls {site.seen}") == "", "a bare directory would take the data of the next disk"
     site.attach()
     assert site.in_vm(f"cat {seen}/new") == "new"
+
+
+def test_helpers_finish_in_time_with_the_cpu_that_they_request(site: AttachmentNode) -> None:
+    """On a node whose CPUs are all busy, the kernel gives a container what it requests and no more. The test limits the
+    helpers to that.
+    """
+    with own_cgroups("helper") as places:
+        directory = with_cpu_controller([ours for ours, _ in places])
+        site.cgroup_of_helpers = [(directory, directory)]
+        allow_cpu(directory, attachments.CPU_OF_ATTACHMENT)
+        attachment = site.attach()
+        allow_cpu(directory, attachments.CPU)
+        patience = Timeouts().unmount
+        since = time.monotonic()
+
+        assert site.detach(attachment, patience) == "unmounted\ndone"
+        assert time.monotonic() - since < patience
+        attachment.kill()
+        attachment.wait()
+
+
+def with_cpu_controller(directories: list[Path]) -> Path:
+    """Return the directory with the CPU controller."""
+    for directory in directories:
+        if any((directory / name).exists() for name in ("cpu.cfs_quota_us", "cpu.max")):
+            return directory
+    pytest.skip("no CPU quota can be set here: neither cpu.cfs_quota_us nor cpu.max in a cgroup of this process")
+
+
+def allow_cpu(directory: Path, request: str) -> None:
+    """Limit a cgroup to as much CPU time as a container with this request (``50m``) gets."""
+    quota_us, period_us = int(request.removesuffix("m")) * 1000, 1_000_000
+    if (directory / "cpu.max").exists():
+        (directory / "cpu.max").write_text(f"{quota_us} {period_us}")
+    else:
+        (directory / "cpu.cfs_period_us").write_text(f"{period_us}")
+        (directory / "cpu.cfs_quota_us").write_text(f"{quota_us}")
 
 
 def test_attachment_after_a_killed_helper_does_not_stack_mounts(site: AttachmentNode) -> None:
