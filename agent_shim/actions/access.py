@@ -1,4 +1,4 @@
-"""Access for operators: the user accounts of ``bosh ssh``."""
+"""Creates and removes the user accounts for ``bosh ssh``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def ssh(agent: Agent, command: str, params: SshParams) -> dict[str, str]:
 
 
 def default_ip(settings: Effective) -> str:
-    """Return the address of a default network. If there is no default network, return that of any network
+    """Return the instance's IP address in its default network, or in any network if none is the default
     (settings/settings.go, DefaultIP).
     """
     networks = sorted(settings.source.networks.values(), key=lambda known: not known.default)

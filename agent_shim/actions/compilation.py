@@ -1,5 +1,5 @@
-"""Compiles one package while other packages are in use: for the Director, and for ``bosh-agent compile`` without
-one.
+"""Compiles a package without disturbing the packages that jobs use. The Director's compile actions and ``bosh-agent
+compile`` share this code.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Compilation(msgspec.Struct, frozen=True):
         """Compile a package while ``packages`` contains only ``dependencies``, the package itself and the packages
         ``in_use``.
 
-        Packaging scripts read ``packages/golang-*`` and would silently use any other version there. The Go agent also
-        removes packages that jobs use. ``report`` receives each step. Returns the blob id and its digests. Raises
-        ``ActionError``. Call :meth:`clean` afterwards.
+        Everything else is removed from ``packages`` first, because a packaging script that reads ``packages/golang-*``
+        would silently use whatever version it finds there. Unlike the Go agent, this keeps the packages that jobs use.
+        ``report`` receives each step. Returns the blob id and its digests. Raises ``ActionError``. Call :meth:`clean`
+        afterwards.
         """
         target = Bundle("package", package.name, package.version)
         self._refuse_other_versions([*dependencies, target])
@@ -48,8 +49,8 @@ class Compilation(msgspec.Struct, frozen=True):
         return await self.compiler.compile(package, await self.bundles.create(target), self.store, report)
 
     async def clean(self) -> None:
-        """Remove the source and the dependencies, to free disk space. A failure is only logged, because it does not
-        affect the package, and the next compilation would report it.
+        """Remove the source and the dependencies to free disk space. A failure is only logged, because the compiled
+        package is not affected, and the next compilation would fail with the same error.
         """
         for remove in (self.compiler.clean, self._activate):
             try:

@@ -11,14 +11,16 @@ from agent_shim.core.errors import ShimError, errors_as
 
 @action("list_disk", Mode.TASK, task_from_protocol=3)
 async def list_disk(agent: Agent) -> list[str]:
-    """List the mounted disks. The Director expects the one on the store first (bosh-director disk_manager.rb)."""
+    """List the mounted disks. The Director expects the disk mounted on the store to come first (bosh-director
+    disk_manager.rb).
+    """
     await _refresh(agent)
     return await agent.disks.list()
 
 
 @action("mount_disk", Mode.TASK)
 async def mount_disk(agent: Agent, cid: str) -> dict[str, str]:
-    """Mount a disk on the store, or on the migration target while another is on the store."""
+    """Mount a disk on the store, or on the migration target if another disk is already mounted on the store."""
     await _refresh(agent)
     with errors_as("Reading persistent disk settings", ShimError, OSError):
         await agent.disks.find(cid)
@@ -38,8 +40,8 @@ async def unmount_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 @action("migrate_disk", Mode.TASK)
 async def migrate_disk(agent: Agent, old: Any = "", new: Any = "") -> dict[str, str]:
-    """Copy the disk mounted on the store to the one mounted on the migration target, and swap them. The CLI names
-    neither disk.
+    """Copy the disk mounted on the store to the one mounted on the migration target, and swap them. The CLI passes no
+    cids.
 
     The Go agent takes no arguments here, so an argument that is not a cid counts as absent.
     """
@@ -68,8 +70,8 @@ async def remove_persistent_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 @action("add_dynamic_disk", Mode.TASK)
 async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
-    """Create a link for jobs to a disk, named after the disk's cid. The Director repeats this call for attached
-    disks.
+    """Create a symbolic link through which jobs find a disk, named after the disk's cid. The Director also sends this
+    action for disks that already have a link.
     """
     await _refresh(agent)
     with errors_as("Setting up dynamic disk", ShimError, OSError):
@@ -79,7 +81,7 @@ async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
 
 @action("remove_dynamic_disk", Mode.NOW)
 async def remove_dynamic_disk(agent: Agent, cid: str) -> dict[str, str]:
-    """Remove a disk's link. Errors have the text of the add action, as in the Go agent."""
+    """Remove a disk's link. As in the Go agent, errors have the same text as those of ``add_dynamic_disk``."""
     with errors_as("Setting up dynamic disk", ShimError, OSError):
         await agent.disks.remove_dynamic(cid)
     return {}

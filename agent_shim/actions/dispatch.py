@@ -1,8 +1,8 @@
 """Dispatches requests to actions and builds the replies.
 
 Texts, argument binding and the choice between an immediate answer and a task id are those of the Go agent
-(agent/action_dispatcher.go, agent/action/runner.go). A broad exception handler ensures that no request ends the
-process.
+(agent/action_dispatcher.go, agent/action/runner.go). A broad exception handler ensures that no request can crash the
+agent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FROM_PAYLOAD: Final = "Extracting method arguments from payload"
 
 
 class Mode(Enum):
-    """Answer mode of an action."""
+    """When an action is answered: immediately with its result, or with the id of a task that runs it."""
 
     NOW = "now"
     TASK = "task"
@@ -108,7 +108,7 @@ def action(
             if hint in _INJECTED:
                 injected[name] = hint
             else:
-                parameters.append((name, _of_a_value(hint)))
+                parameters.append((name, _without_none(hint)))
         required = len(parameters) - len(function.__defaults__ or ())
         ACTIONS[method] = RegisteredAction(
             method, mode, function, tuple(parameters), required, injected, task_from_protocol, persistent
@@ -118,10 +118,8 @@ def action(
     return register
 
 
-def _of_a_value(hint: Any) -> Any:
-    """Strip None from an optional type, because a JSON null means the zero value even for an argument that may be
-    absent.
-    """
+def _without_none(hint: Any) -> Any:
+    """Return ``hint`` without None. A JSON null means the zero value, even for an argument that may be absent."""
     arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
     return arms[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) and len(arms) == 1 else hint
 
@@ -159,7 +157,7 @@ class Dispatcher:
             else:
                 cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
                 work = partial(self._run, found, request, cancelled)
-                if found.persistent:  # it is stored before the reply contains its id
+                if found.persistent:  # stored before the reply reveals its id
                     task = await self._tasks.submit_persistent(found.method, work, data)
                     await self._agent.state_backup.update()
                 else:
@@ -189,7 +187,7 @@ class Dispatcher:
         *,
         is_task: bool = True,
     ) -> Any:
-        """Run an action. A task also writes an audit line when it ends."""
+        """Run an action. When a task ends, also write an audit line."""
         begun_at, task, outcome = time.monotonic(), self._tasks.running, "failed"
         error: BaseException | None = None
         try:
@@ -212,7 +210,7 @@ class Dispatcher:
     def failure(self, method: str, exc: BaseException) -> str:
         """Return the error text for the Director.
 
-        It contains the reason of an expected error, but only a general message for a bug.
+        For an expected error, the text includes the reason. For a bug, it is only a general message.
         """
         if isinstance(exc, ShimError | HostError):
             return safetext.lines(str(exc))

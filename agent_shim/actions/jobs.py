@@ -23,7 +23,7 @@ from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.supervisor import JobFile
 
 ADDRESS: Final = ("ip", "netmask", "gateway")
-"""Members of a dynamic network that the agent fills in."""
+"""Fields of a dynamic network that the agent fills in."""
 
 
 @action("prepare", Mode.TASK)
@@ -59,8 +59,8 @@ async def deploy(agent: Agent, wanted: ApplySpec) -> str:
             await agent.bundles.activate(jobs, packages)
     await agent.spec.save(wanted)
     await asyncio.to_thread(agent.spec.write_instance_files)
-    # Save the supervisor's state, because without it, an agent in a new container would assume that the jobs had been
-    # running, and start them.
+    # Save the supervisor's state. Without the saved state, an agent in a new container would assume that the jobs had
+    # been running, and start them.
     with errors_as("Applying", HostError):
         await agent.supervisor.saved()
     return "applied"
@@ -76,7 +76,7 @@ async def _install(agent: Agent, wanted: ApplySpec) -> tuple[list[Bundle], list[
 
 
 def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
-    """Return the jobs of a spec, all from the archive of rendered templates, and its packages."""
+    """Return a spec's jobs and packages as bundles. All jobs come from a single archive, the rendered templates."""
     archive = wanted.rendered_templates_archive
     jobs = []
     if archive is not None:
@@ -92,8 +92,9 @@ def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
 def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in address, netmask and gateway of dynamic networks in a spec. Leaves everything else unchanged.
 
-    Addresses are resolved only here (applyspec/concrete_v1_service.go), and once per VM, because a different address
-    would make the Director recreate the instance. The Director sends the addresses that the previous VM reported.
+    An address is determined only once per VM (applyspec/concrete_v1_service.go) and then taken from ``applied``,
+    because the Director would recreate an instance whose address changes. Addresses in ``wanted`` are replaced, because
+    they may be those of the previous VM.
     """
     resolved = dict(wanted)
     for name, members in wanted.items():
@@ -115,8 +116,7 @@ def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[s
 
 
 def missing_files(agent: Agent) -> str:
-    """Describe files of the spec's jobs that have been lost since the apply, for example because a directory was in
-    memory.
+    """Describe files of the spec's jobs that have been lost since the apply, for example because they were on a tmpfs.
 
     Return "" if none are missing.
     """
@@ -131,8 +131,8 @@ def missing_files(agent: Agent) -> str:
 async def start(agent: Agent) -> str:
     """Write the monit files and start all jobs without waiting (agent/action/start.go).
 
-    Fails if job files are missing. It also fails if the persistent disk is missing, because jobs would then write below
-    the mount point.
+    Fails if job files are missing, or if the persistent disk is not mounted, because jobs would then write to the
+    directory under the mount point.
     """
     problem = missing_files(agent)
     if not problem:
@@ -158,8 +158,8 @@ async def _monit_files(agent: Agent) -> list[JobFile]:
 def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
     """Read ``monit`` and ``*.monit`` of each job, in the order of the spec (applier/jobs/rendered_job_applier.go).
 
-    Slightly more than the limits on size and number is read, so that ``plan`` can detect and refuse a job that exceeds
-    them.
+    Reading stops slightly above the limits on the size and number of files, so that ``plan`` still detects and refuses
+    a job that exceeds them.
     """
     found = []
     for job in names:

@@ -82,7 +82,7 @@ def _process_entry(process: Any) -> dict[str, Any]:
 async def record_health(agent: Agent) -> None:
     """Write ``instance/health.json`` for bosh-dns. Ignores a failed write (wrapper_job_supervisor.go).
 
-    It is not synced, because the next boot writes it again.
+    The file is not synced, because the next boot rewrites it.
     """
     health = msgspec.json.encode({"state": agent.supervisor.job_state()})
     with suppress(HostError):

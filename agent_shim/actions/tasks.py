@@ -32,8 +32,8 @@ second.
 """
 
 MAX_HELD: Final = 100
-"""Maximum number of polls whose replies are delayed at the same time. Further polls are answered at once, because each
-delayed one takes 6 KB and the bus accepts thousands of requests.
+"""Maximum number of polls whose replies are delayed at the same time. Further polls are answered immediately, because
+each delayed reply uses 6 KB and the bus accepts thousands of requests.
 """
 
 MAX_OUTCOME_BYTES: Final = 16 * 1024 * 1024
@@ -52,8 +52,8 @@ TaskWork = Callable[[], Awaitable[Any]]
 
 
 class Task(msgspec.Struct):
-    """One long action. ``state`` is running (also while queued), done or failed. Of these, only running appears in
-    replies.
+    """One long action. ``state`` is running (also while queued), done or failed. Of these states, only running appears
+    in replies.
 
     Arguments are not kept, because some are large or secret.
     """
@@ -62,7 +62,7 @@ class Task(msgspec.Struct):
     method: str
     cancelled: asyncio.Event | None
     is_resumed: bool = False
-    """True if an earlier agent process accepted the task, which may have begun it."""
+    """True if an earlier agent process accepted the task. It may already have started it."""
     state: str = "running"
     size: int = 0
     """Approximate size of the task's arguments in memory, in bytes. It counts against ``MAX_WAITING_BYTES`` while the
@@ -80,7 +80,7 @@ class Task(msgspec.Struct):
 
 
 class TaskLimits(msgspec.Struct, frozen=True):
-    """Limits for finished tasks, which are kept because the Director and the CLI repeat a poll after a lost reply."""
+    """Limits on stored outcomes. They are stored because the Director and the CLI poll again if a reply was lost."""
 
     number: int = 1000
     size: int = MAX_OUTCOME_BYTES
@@ -158,8 +158,8 @@ class Tasks:
         """Queue the persistent tasks of an earlier agent process under their old ids. Tasks with an unknown method are
         dropped.
 
-        If a task has been resumed before without finishing, it fails, because its request may crash every agent that
-        runs it.
+        If a task has been resumed before without finishing, it fails, because the request may be what crashed the
+        agent.
         """
         for task_id, method, request, is_begun in await asyncio.to_thread(_read_journal, self._journal):
             if method not in resumed:
@@ -177,7 +177,7 @@ class Tasks:
             logger.info("resuming task %s (%s) after a restart", task_id, method)
 
     async def poll(self, task_id: str) -> Task:
-        """Return the task. If it is still running, wait a short time for its end before returning."""
+        """Return the task. If it is still running, first wait a short time for it to end."""
         task = self.find(task_id)
         if task.state == "running" and not self._released.is_set() and self._held < MAX_HELD:
             self._held += 1
@@ -283,9 +283,8 @@ async def _give_up() -> None:
 
 
 def _read_journal(journal: Path) -> list[tuple[str, str, bytes, bool]]:
-    """Read the stored tasks: id, method, request, and whether the task was begun again after an earlier restart.
-
-    An unreadable file counts as empty (agent/task/concrete_manager.go).
+    """Return the id, method and request of each stored task, and whether it has already been resumed once. An
+    unreadable file is treated as empty (agent/task/concrete_manager.go).
     """
     try:
         document = wire.decode(files.read(journal, is_own=True), dict[str, dict[str, str]])
