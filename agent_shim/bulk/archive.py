@@ -1,12 +1,12 @@
-"""Unpack tar archives, and read their members.
+"""Unpacks tar archives, and reads their members.
 
-The digest of an archive is checked before the archive is read, so its author is trusted as much as the Director. Limits
-on the size, the number of members and the time protect against a faulty archive. :mod:`tarfile` only reads the headers.
-The entries are created here, because Python versions differ in how ``tarfile`` does that.
+The digest of an archive is checked before it is read, so whoever made the archive is as trusted as the Director. The
+limits on size, number of members and time only guard against faulty archives. :mod:`tarfile` is only used to read the
+headers. The files are created here, because Python versions differ in how ``tarfile`` creates them.
 
-The result is that of GNU tar run by root with ``--no-same-owner``, as the Go agent runs it (bosh-utils
-fileutil/tarball_compressor.go): modes and times are kept, and the unpacking user owns all files. As with that tar, an
-archive may be compressed in any format for which there is a program (``bulk.compression``).
+The result is the same as when root runs GNU tar with ``--no-same-owner``, as the Go agent does (bosh-utils
+fileutil/tarball_compressor.go): modes and times are kept, and the unpacking user owns all files. As with GNU tar, an
+archive may be in any compression format for which a program is installed (``bulk.compression``).
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ EXTENDED: Final = frozenset(
     {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
 )
 LABEL: Final = b"V"
-"""Type of GNU's volume label, which is a name without content."""
+"""Member type of GNU tar's volume label, which has a name but no content."""
 LATEST_S: Final = 2.0**33
-"""Latest time of a member, in seconds since 1970. File systems do not support later ones."""
+"""Latest modification time that a member can get, in seconds since 1970. File systems do not support later ones."""
 
 _BROKEN: Final[tuple[type[Exception], ...]] = (  # type: ignore[assignment]  # isal's is not typed
     *(ArchiveError, tarfile.TarError, isal_zlib.error, OSError, EOFError),
     *(ValueError, OverflowError, MemoryError, RecursionError),
 )
-"""Exceptions that a broken archive may cause. The last four are caused by invalid numbers and endless headers."""
+"""Exceptions that reading a broken archive may raise. The last four come from invalid numbers and endless headers."""
 
 
 def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
-    """Unpack all of ``source``, a tar in any compression, into the new directory ``into``.
+    """Unpack all of ``source``, a tar file in any compression format, into the new directory ``into``.
 
-    With ``subtree``, the archive contains rendered templates: it must be gzip, and only the content of that directory
-    (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links may point to any path, in packages to
-    ``/var/vcap/packages/…``, but nothing is ever written through one. Raises ``ArchiveError`` after removing ``into``.
+    With ``subtree``, which is used for rendered templates, the archive must be gzip, and only the content of that
+    directory (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links may point anywhere, as
+    those in packages do to ``/var/vcap/packages/…``, but nothing is ever written through a link. Raises
+    ``ArchiveError`` after removing ``into``.
     """
     try:
         into.mkdir(mode=0o700)
@@ -71,7 +72,7 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
             found = _unpack(source, into, subtree)
         except _BROKEN as exc:
             raise ArchiveError(f"cannot unpack the archive: {exc}") from exc
-        if not found:  # this is the error text of agent/tarpath/detector.go
+        if not found:  # the error text is that of agent/tarpath/detector.go
             raise ArchiveError(f"Detecting prefix of package files: no file with prefix '{subtree}' found")
     except BaseException:
         files.remove_tree(into)
@@ -85,7 +86,7 @@ def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
         tree = _UnpackedTree(fd)
         for member, path, data in _members(source):
             inner = _below(subtree, path)
-            # Skip a file that has the name of the subtree, which must be a directory.
+            # ``subtree`` must be a directory, so skip a file of that name.
             if inner is not None and (inner or member.isdir() or not subtree):
                 found = True
                 try:
@@ -126,11 +127,11 @@ def _place(tree: _UnpackedTree, member: tarfile.TarInfo, path: str, data: Iterat
 
 
 class _Blocks:
-    """The stream from which ``tarfile`` reads headers. A defective header raises an error.
+    """Wraps the stream from which ``tarfile`` reads headers, and raises an error for a defective header.
 
-    ``tarfile`` treats most defects after the first header as the end of the archive. This class wraps its input instead
-    of overriding its methods, because even security updates of one Python version differ in which methods they call for
-    a header.
+    ``tarfile`` itself treats most defects after the first header as the end of the archive. Its input is wrapped
+    because overriding its methods would not be reliable: which of them it calls for a header has changed even between
+    patch releases of the same Python version.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -142,7 +143,7 @@ class _Blocks:
     def read(self, size: int) -> bytes:
         data: bytes = self._stream.read(size)
         if not self._is_header:
-            self._is_header = True  # this was the data of an extended header, so a header follows
+            self._is_header = True  # that was the data of an extended header, so a header comes next
         elif size == tarfile.BLOCKSIZE:
             self._check(data)
         return data
@@ -163,7 +164,7 @@ class _Blocks:
 
 
 def entries(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]:
-    """Yield each member of ``source``, a tar in any compression, with its normalized path and its data.
+    """Yield each member of ``source``, a tar file in any compression format, with its normalized path and its data.
 
     The path has no leading ``./`` and no trailing ``/``. Unread data is skipped. Raises ``ArchiveError``.
     """
@@ -198,13 +199,13 @@ def _read(stream: Any) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]
         if member.issparse():
             raise ArchiveError(f"{_quoted(member.name)}: it is stored as a file with holes")
         if member.type == tarfile.REGTYPE and member.name.endswith("/"):
-            member.type = tarfile.DIRTYPE  # ``tarfile`` does this for the oldest type of header only
+            member.type = tarfile.DIRTYPE  # ``tarfile`` itself does this only for the oldest type of header
         if member.type != LABEL:
             yield member, _normalized(member.name), _data(stream, member)
     if not blocks.is_at_end:
         raise ArchiveError("a header after the first is invalid")
     while stream.read(CHUNK_BYTES):
-        pass  # gzip and other formats have a checksum after the last byte
+        pass  # read to the end, because gzip and other formats have a checksum after the last byte
 
 
 def _data(stream: Any, member: tarfile.TarInfo) -> Iterator[bytes]:
@@ -298,7 +299,7 @@ class _UnpackedTree(msgspec.Struct):
         self.directories[path] = None
 
     def _vacate(self, path: str) -> None:
-        """Remove an earlier entry of the same name, because the later of two members wins."""
+        """Remove an earlier entry of the same name, because the last member of a name wins."""
         self._enter(posixpath.dirname(path))
         if path in self.directories:
             raise ArchiveError("the archive also contains a directory of this name")

@@ -50,8 +50,8 @@ class Blobs:
     async def fetched(self, ref: BlobRef) -> AsyncIterator[BinaryIO]:
         """Yield the blob as an open file with a verified digest. Raises ``BlobError`` or ``DigestError``.
 
-        The file is unnamed or already belongs to a local blob directory, so no temporary file is left behind however
-        the process ends.
+        The file either has no name or is itself a file in a local blob directory, so no temporary file is left behind,
+        however the process ends.
         """
         digest = MultipleDigest.parse(ref.digest)
         with await self._fetch(ref, digest) as file:
@@ -90,7 +90,7 @@ class Blobs:
 
     def _transfer(self) -> Transfer:
         if self._client is None:
-            # This is imported late, because the import takes a tenth of a second and is not always needed.
+            # Imported late, because the import takes a tenth of a second and is not always needed.
             from agent_shim.bulk.transfer import Transfer
 
             self._client = Transfer(trusted_ca(self._store), self._timing, self._paths.tmp, environment(self._store))
@@ -98,7 +98,7 @@ class Blobs:
 
 
 async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: MultipleDigest, what: str) -> BinaryIO:
-    """Return the fetched file, rewound, if its digest matches. Otherwise close it and raise ``BlobError``."""
+    """Return the file that ``get`` fetches, positioned at its start. Raises ``BlobError`` if the digest is wrong."""
     file = None
     try:
         hasher = digest.hasher()

@@ -29,19 +29,21 @@ PROGRAMS: Final[Mapping[bytes, tuple[str, ...]]] = {
     b"\x89LZO": ("lzop", "-dc"),
     b"\x28\xb5\x2f\xfd": ("zstd", "-dc"),
 }
-"""Programs that decompress, by the first bytes of an archive."""
+"""Programs that decompress, keyed by the first bytes of the archive."""
 USTAR: Final = slice(257, 262)
 """Position of ``ustar`` in the first header of an uncompressed archive."""
 MAX_TEXT_BYTES: Final = 1000
 
 
 def is_compressed(source: BinaryIO) -> bool:
-    """Return False if a file is a bare tar (bosh-utils fileutil/tarball_compressor.go, IsNonCompressedTarball)."""
+    """Return True unless the file is an uncompressed tar (bosh-utils fileutil/tarball_compressor.go,
+    IsNonCompressedTarball).
+    """
     return _start(source)[USTAR] != b"ustar"
 
 
 def is_gzip(source: BinaryIO) -> bool:
-    """Return True if a file starts like gzip. Rewinds it."""
+    """Return True if a file starts with the gzip signature. Rewinds the file."""
     return _start(source).startswith(GZIP)
 
 
@@ -61,7 +63,7 @@ def decompressed(source: BinaryIO) -> Iterator[Any]:
     """
     start = _start(source)
     program = next((each for magic, each in PROGRAMS.items() if start.startswith(magic)), None)
-    if start[USTAR] == b"ustar":  # a file name may begin like one of the formats
+    if start[USTAR] == b"ustar":  # first, because a member name may look like a signature
         yield source
     elif start.startswith(GZIP):
         yield igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]
@@ -80,8 +82,8 @@ class _Piped:
         self._offset = 0
         with ExitStack() as stack:
             self._messages = stack.enter_context(tempfile.TemporaryFile())
-            # The file is opened again, because the program would otherwise move the file position of ``source``, whose
-            # buffer would then be wrong.
+            # The file is opened again for the program. If they shared a file position, the program would move that of
+            # ``source``, whose buffer would then be wrong.
             given = stack.enter_context(open(f"/proc/self/fd/{source.fileno()}", "rb"))
             try:
                 self._process = subprocess.Popen(

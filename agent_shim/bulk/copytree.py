@@ -2,12 +2,11 @@
 MigratePersistentDisk).
 
 The copy keeps owners, modes, modification times, extended attributes, ACLs, hard links, holes, symbolic links and
-special files. Sockets are left out. The Go agent accepts that tar cannot store ACLs and attributes on a file system
-without them (NFS, FUSE drivers, ramfs). Here the copy succeeds too, and the caller learns what was lost. All other
-messages of tar end the copy, although the Go agent ignores those of the reading side, because each of them means that
-content is missing.
+special files. Sockets are left out. If the target file system cannot store ACLs or attributes (NFS, FUSE drivers,
+ramfs), the copy succeeds, as in the Go agent, but the caller also learns what was lost. Any other message from tar
+aborts the copy, because it means that content is missing. The Go agent ignores such messages from the reading tar.
 
-A copy that was killed starts over. Everything here blocks for as long as the copying takes.
+A copy that was killed starts over. All functions block for as long as the copying takes.
 """
 
 from __future__ import annotations
@@ -37,27 +36,30 @@ MAX_ATTEMPTS: Final = 3
 """Maximum number of attempts to copy a source that keeps changing."""
 MAX_TEXT_BYTES: Final = 16384
 MIN_FREE_BYTES: Final = 1 << 20
-"""If less space than this is free, an attribute that does not fit means that the disk is full, rather than a limit of
-the file system.
+"""If storing an attribute fails for lack of space, the disk is considered full if it has fewer free bytes than this.
+Otherwise the attribute exceeds a limit of the file system.
 """
 SHOWN_CHARS: Final = 200
-"""How many characters of a message are shown from its beginning and from its end. Long names in between are cut out."""
+"""Number of characters shown from the beginning and from the end of a message. What lies between is cut out, because
+file names can be long.
+"""
 
 _TAR: Final = (SETPRIV, "--pdeathsig", "KILL", "tar", "--numeric-owner")
-"""The command that runs tar. tar is killed when this process dies, because another process may begin the next copy into
-the same directory at once.
+"""The command that runs tar. If this process dies, tar is killed too, because another process may immediately begin the
+next copy into the same directory.
 """
 _KEPT: Final = [
     f"--xattrs-include={each}" for each in ("user.*", "trusted.*", "security.capability", "system.posix_acl_*")
 ]
-"""Options for the extended attributes that are data, unlike labels that a mount provides (SELinux, NFS). They make tar
-use the POSIX format, which stores nanoseconds. ACLs are copied as attributes because tar's ``--acls`` sets an ACL on
-every entry, even if there is none to copy, so it would fail for each file if the target does not support ACLs.
+"""Options that select the extended attributes to copy: those that are data, not the labels that a mount provides
+(SELinux, NFS). The options also make tar use the POSIX format, which stores nanoseconds. ACLs are copied as attributes
+because tar's ``--acls`` sets an ACL on every entry, even if there is none to copy, so it would fail for each file if
+the target does not support ACLs.
 """
 _ACLS: Final = ("system.posix_acl_access", "system.posix_acl_default")
 _KINDS: Final = {"system": "ACLs", "security": "file capabilities", "user": "user.* attributes"}
 _UNSET: Final = re.compile(r"\w+: Cannot set '([^']*)' extended attribute for file '(.*)': ([^:'\n]+)", re.DOTALL)
-"""Message of tar about an attribute that could not be set. The file name is not quoted and may contain newlines."""
+"""tar's message about an attribute that could not be set. The file name is not quoted and may contain newlines."""
 _UNSET_START: Final = re.compile(r"\w+: Cannot set '")
 _UNLISTED: Final = re.compile(r"(.*): Warning: Cannot \w*listxattr\w*: (Argument list too long)")
 _FULL: Final = os.strerror(errno.ENOSPC)
@@ -65,11 +67,11 @@ _UNSUITABLE: Final = {
     os.strerror(each)
     for each in (errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.E2BIG, errno.ERANGE, errno.EINVAL, errno.ENOSPC)
 }
-"""Reasons why a file system cannot store an attribute, however often it is tried. ext4 reports ENOSPC for attributes
-that are too large.
+"""Reasons why a file system can never store an attribute, so that a retry is useless. ext4 reports ENOSPC for
+attributes that are too large.
 """
 _CHANGED: Final = re.compile("changed as we read it|removed before we read it|shrank by")
-"""Messages of tar about a file that changed during the copy."""
+"""tar's messages about a file that changed during the copy."""
 _TOTAL: Final = re.compile("Total bytes written: ([0-9]+)")
 
 
@@ -77,7 +79,7 @@ def mirror(source: Path, target: Path, *, spared: Collection[str] = (), report: 
     """Make ``target`` equal to ``source``. Everything else in ``target`` is removed.
 
     Names in ``spared`` are skipped at the top of both directories. Returns a text for each kind of attribute that the
-    file system of ``target`` could not store. Raises ``HostError`` with the first message of tar.
+    file system of ``target`` could not store. Raises ``HostError`` with tar's first message.
     """
     what = f"copy {source} to {target}"
     with files.attempting(what):
@@ -114,7 +116,7 @@ def _empty(target: Path, spared: Collection[str]) -> None:
 
 
 def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -> _Messages:
-    """Copy once, stopping at the first problem."""
+    """Copy once, stopping at the first problem. Return tar's messages."""
     pack = [*_TAR, *_KEPT, "-C", str(source), "--create", "--sparse", "--atime-preserve=system"]
     pack += ["--warning=no-file-ignored", "--anchored", "--no-wildcards", *(f"--exclude=./{name}" for name in spared)]
     unpack = [*_TAR, *_KEPT, "-C", str(target), "--extract", "--preserve-permissions", "--same-owner"]
@@ -167,16 +169,16 @@ def _make_directories(source: Path, target: Path, spared: Collection[str]) -> No
 
 
 def _is_ours(directory: Path) -> bool:
-    """Return True if this process may change the directory's mode.
+    """Return True if this process owns the directory and may therefore change its mode.
 
-    An agent that is not root may not change the mode of a volume, because the kubelet gives the volume to the pod's
-    group, but not to its user.
+    An agent that is not root does not own the root directory of a volume, because the kubelet only gives the volume to
+    the pod's group.
     """
     return directory.stat().st_uid == os.geteuid()
 
 
 class _Messages:
-    """The messages of tar: its first problem, and the attributes that it could not copy."""
+    """tar's messages: the first problem, and the attributes that could not be copied."""
 
     def __init__(self) -> None:
         self.problem = ""

@@ -20,7 +20,7 @@ LEVEL: Final = 2
 MAX_SURPLUS: Final = 1000
 """Maximum number of surplus archives of one log that one rotation removes."""
 GZIP: Final = 31
-"""Window parameter for zlib: a gzip header and the largest window."""
+"""Value of zlib's window parameter that selects a gzip header and the largest window."""
 
 
 class Moved(NamedTuple):
@@ -36,11 +36,11 @@ def rotate(root: int, path: str, keep: int, most: int) -> Moved:
     """Rotate ``path`` below the directory with descriptor ``root`` and keep ``keep`` archives of it.
 
     If a log has more than ``most`` bytes, only the last ``most`` bytes are kept, and the first line of its archive says
-    so. Empty files, and those that are no longer regular files, are skipped. Raises ``HostError``, in which case the
+    so. Empty files, and paths that are no longer regular files, are skipped. Raises ``HostError``, in which case the
     file is unchanged.
 
-    Bytes written during the copy are copied too, up to half of ``most``. If the writer is faster, the rest is lost.
-    Bytes written between the last read and the truncation are lost too.
+    Bytes written during the copy are copied too, up to half of ``most``. Anything beyond that is lost. Bytes written
+    between the last read and the truncation are lost too.
     """
     parent, _, name = path.rpartition("/")
     with files.attempting(f"rotate {guarded.shown(path)}"), closing(guarded.open_directory(root, parent)) as directory:
@@ -58,7 +58,7 @@ def _move(directory: int, name: str, source: int, status: os.stat_result, keep: 
     fresh = f"{name}.1.gz"
     with closing(guarded.create(fresh, directory, 0o600)) as target:
         try:
-            with suppress(PermissionError):  # root without the right to chown
+            with suppress(PermissionError):  # root may lack the right to chown
                 os.fchown(target, status.st_uid, status.st_gid)
             os.fchmod(target, stat.S_IMODE(status.st_mode) & 0o777)
             return _pack(source, target, status.st_size, most)
@@ -89,10 +89,10 @@ def _is_there(directory: int, name: str) -> bool:
 
 
 def _pack(source: int, target: int, size: int, most: int) -> Moved:
-    """Copy everything up to ``size`` and all bytes added meanwhile, then truncate the source without delay."""
+    """Copy the first ``size`` bytes and everything added in the meantime, then truncate the source immediately."""
     packer = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, GZIP)
-    # Skip holes: a writer without O_APPEND continues at its old offset after a truncation, which leaves a hole at the
-    # beginning.
+    # Skip holes. A writer without O_APPEND continues at its old offset after a truncation, which leaves a hole at the
+    # beginning of the file.
     runs = list(guarded.segments(source, 0, size))
     left_out = excess = max(0, sum(end - begin for begin, end in runs) - most)
     if left_out:
@@ -109,8 +109,8 @@ def _pack(source: int, target: int, size: int, most: int) -> Moved:
     files.write_all(target, packer.flush(isal_zlib.Z_SYNC_FLUSH))
     os.fsync(target)
     rest = 0
-    # Copy what was written during the sync, which may have taken seconds, until a read finds no more data. Flush each
-    # chunk, because this process may be killed after the truncation.
+    # The sync may have taken seconds. Copy what was written during that time, until a read finds no more data. Flush
+    # each chunk, because this process may be killed after the truncation.
     while rest < most // 2 and (chunk := os.read(source, files.CHUNK_BYTES)):
         rest += len(chunk)
         files.write_all(target, packer.compress(chunk) + packer.flush(isal_zlib.Z_SYNC_FLUSH))

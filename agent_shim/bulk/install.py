@@ -1,4 +1,4 @@
-"""Installs blobs as directories of jobs, packages and sources.
+"""Unpacks blobs into directories: jobs, packages and sources.
 
 Runs only in worker processes. A directory gets its final name only once it is complete and synced to disk.
 """
@@ -32,8 +32,8 @@ INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package d
 UNREACHED = Outcome("it was skipped, because other transfers had failed")
 
 PATIENCE_S = 120.0
-"""Time after the first failure in which further transfers may begin. This limits the total time if the blobstore
-stalls, because then each blob takes two minutes.
+"""After a failure, further transfers may begin only within this time. Otherwise, a blobstore that stalls would delay
+the result by two minutes for each blob.
 """
 
 
@@ -116,7 +116,7 @@ def finish(pieces: Sequence[Piece]) -> None:
                 files.remove_tree(path)
             piece.temp.rename(path)
         except OSError as exc:
-            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another worker was faster
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # otherwise another worker has already installed it
                 piece.outcome = Outcome(f"{INSTALLING[piece.target.kind]}{files.failed(f'make {path}', exc)}")
     for parent in parents.values():
         files.sync_filesystem(parent)

@@ -1,4 +1,4 @@
-"""Modes and owners of installed bundles, the same as under the Go agent (agent/applier/jobs/owner_fix.go)."""
+"""Sets the modes and owners of installed bundles, as the Go agent does (agent/applier/jobs/owner_fix.go)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ bundles in use.
 
 
 def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:
-    """Set modes and owners of an unpacked tree as installed (agent/applier/jobs/owner_fix.go).
+    """Set the modes and owners that an unpacked tree has once it is installed (agent/applier/jobs/owner_fix.go).
 
     In a job, everything belongs to ``owner``. Directories and files below ``bin`` are 0750, other files 0640. In a
     package only the directory itself gets a mode and an owner.

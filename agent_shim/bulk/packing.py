@@ -57,8 +57,8 @@ MAX_FIXED_BYTES: Final = archive.MAX_BYTES
 terabytes would occupy a worker for hours.
 """
 PERMISSIONS: Final = 0o777
-"""Mode bits that are kept for a live file. Keeping setuid and setgid would give a job's program the rights of the
-unpacking user.
+"""Mode bits that are kept for a live file. If setuid and setgid were kept, a job's program in an unpacked archive would
+run with the rights of the user who unpacked it.
 """
 
 
@@ -71,13 +71,13 @@ def pack(
 ) -> MultipleDigest:
     """Write ``trees`` as one archive, gzip by default; return its digests ``sha1;sha512``.
 
-    If several entries have the same name, that of the last tree is packed. A time after ``newest`` (seconds since 1970)
-    becomes ``newest``, so that generated files lead to the same bytes whenever they were created. Raises ``HostError``,
-    and ``OutputError`` if ``out`` cannot be written.
+    If several trees have an entry of the same name, the last tree's entry is packed. A time after ``newest`` (seconds
+    since 1970) becomes ``newest``, so that an archive with generated files has the same bytes whenever they were
+    generated. Raises ``HostError``, and ``OutputError`` if ``out`` cannot be written.
 
-    With ``remarks`` the trees are live: other processes write to them. Renamed files are looked up again. A file that
-    cannot be read, is truncated, or is a link out of its tree does not raise an error, but is reported in an archive
-    entry named ``remarks``.
+    With ``remarks``, the trees are live, which means that other processes write to them. Files that are renamed in the
+    meantime are looked up again. No error is raised for a file that cannot be read, is truncated, or is a link out of
+    its tree. Instead, an archive entry named ``remarks`` reports these files.
     """
     with ExitStack() as opened:
         sink = opened.enter_context(Sink(out, compressed=compressed, newest=newest))
@@ -111,7 +111,7 @@ class _Listed(msgspec.Struct, frozen=True):
 
     @property
     def directory(self) -> tuple[_Root, str]:
-        """The root and path of the directory that contains the entry. For the root itself, this is the root."""
+        """The root, and the path of the directory that contains the entry. The root's own path is ""."""
         return self.root, self.path.rpartition("/")[0]
 
     def open(self, directory: int) -> tuple[int, os.stat_result]:
@@ -202,7 +202,7 @@ class _ArchiveWriter:
             self._add_of_directory(root, here, {name: wanted[name] for name in names})
 
     def _add_of_directory(self, root: _Root, here: str, found: Mapping[str, _Listed]) -> None:
-        """Pack entries of the directory ``here``, keeping it open meanwhile."""
+        """Pack entries of the directory ``here``, which stays open until all of them are packed."""
         try:
             directory = guarded.open_beneath(root.fd, here, os.O_PATH | os.O_DIRECTORY) if here else os.dup(root.fd)
         except OSError as exc:
@@ -235,7 +235,7 @@ class _ArchiveWriter:
     def _has_second_name(self, name: str, status: os.stat_result) -> bool:
         """Return True, and add a remark, if a file in a live tree belongs to root and has a second hard link.
 
-        A job may have created the link to a file that it cannot read.
+        A job may have created the second link to get hold of a file that the job itself cannot read.
         """
         try:
             if self._is_live:
@@ -270,7 +270,7 @@ class _ArchiveWriter:
             header.type = tarfile.LNKTYPE
             header.linkname = first
         elif self._is_known(status):
-            return  # it was packed under an earlier name
+            return  # already packed under an earlier name
         if header.type == tarfile.REGTYPE:
             runs = [(0, status.st_size)]
             header.size = status.st_size
@@ -301,8 +301,8 @@ class _ArchiveWriter:
             self._remarks[name] = f"the last {grown} bytes were written during the read and are not packed"
 
     def _is_known(self, status: os.stat_result) -> bool:
-        """Return True if this file was packed before and is unchanged. The time is compared too, because the inode
-        number may have been reused.
+        """Return True if this file has already been packed and is unchanged. The modification time is part of the
+        comparison, because the inode number may have been reused.
         """
         if not self._is_live:
             return False
@@ -359,7 +359,8 @@ def _kind(entry: os.DirEntry[str]) -> int:
 
 
 def _inner_target(entry: _Listed, target: str) -> str:
-    """Return ``target`` relative to its link if, judging by the names alone, it stays below the root; otherwise "".
+    """Return ``target`` relative to its link, or "" if its path leads out of the root. Only names are compared; no link
+    is followed.
 
     An absolute target is made relative, because it would not exist where the archive is unpacked.
     """
@@ -377,7 +378,7 @@ class _Digested(msgspec.Struct):
     """The archive file, and the digests of all data written to it.
 
     The first write error is stored in ``error`` instead of being raised, and nothing is written afterwards, because
-    isal up to 1.8 waits forever for a thread that ended with an error.
+    isal 1.8 and earlier wait forever for a thread that ended with an error.
     """
 
     out: BinaryIO
@@ -397,7 +398,7 @@ class _Digested(msgspec.Struct):
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing, because the owner of the file flushes it."""
+        """Do nothing. The owner of the file flushes it."""
 
 
 class Sink:
@@ -450,7 +451,8 @@ class Sink:
     def write_file(self, fd: int, runs: Sequence[tuple[int, int]], size: int) -> tuple[int, OSError | None]:
         """Write ``size`` bytes from ``runs``, and the padding.
 
-        If the file has grown meanwhile, the surplus is left out; if it has shrunk, zeros are appended.
+        If the file has grown since it was opened, the additional bytes are left out. If it has shrunk, zeros are
+        appended.
 
         Returns the number of bytes read, and the I/O error that stopped the reading, if any.
         """
@@ -507,7 +509,7 @@ _MEANING: Final = {
 
 
 MAX_PATTERN_CHARS: Final = 5_000
-"""Maximum total length of a tree's patterns. Compiling patterns of this length takes a quarter of a second."""
+"""Maximum total length of a tree's patterns. Compiling that many takes a quarter of a second."""
 
 
 def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
@@ -524,8 +526,8 @@ def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
 
 
 def _expression(pattern: str) -> str:
-    """Translate one pattern to a regular expression: ``**`` spans directories, ``*``, ``?`` and ``[a-z]`` stay within
-    one, and ``{a,b}`` is either.
+    """Translate one pattern to a regular expression. ``**`` spans directories, ``*``, ``?`` and ``[a-z]`` match within
+    one name, and ``{a,b}`` matches either ``a`` or ``b``.
 
     A pattern without wildcards that names a directory also matches everything in the directory.
     """
@@ -559,13 +561,14 @@ def _expression(pattern: str) -> str:
 
 
 def _starred(parts: Sequence[str], star: str) -> str:
-    """Join ``parts`` with ``star``. A part between two stars is matched at its first occurrence.
+    """Join ``parts`` with ``star``. A part between two stars only matches at its first occurrence after the preceding
+    part.
 
-    If the pattern matches at all, it also matches with the first occurrence. Trying all occurrences would take
+    This suffices, because a later occurrence matches only if the first one does too. Trying all occurrences would take
     exponential time for some names, and jobs choose the names.
     """
     first, *others = parts
-    # An atomic group prevents backtracking. It cannot be used around a part that itself has alternatives, because the
-    # longer one may be needed.
+    # An atomic group prevents backtracking. It cannot be used around a part that has alternatives, because a longer
+    # alternative may be needed for the rest to match.
     middle = [f"({'?:' if '(?:' in part else '?>'}{star}?{part})" for part in others[:-1]]
     return "".join([first, *middle, *(star + part for part in others[-1:])])

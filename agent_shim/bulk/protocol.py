@@ -1,6 +1,6 @@
 """Requests to a worker and its answers. Each is a JSON document in one line.
 
-Because they contain secrets, they are never passed in arguments or the environment, or stored on a disk.
+Requests contain secrets, so they are never passed in arguments or in the environment, and never stored on a disk.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Tree(msgspec.Struct, frozen=True):
 class Pack(msgspec.Struct, frozen=True, tag=True):
     """Pack ``trees`` into the file ``path``, gzip by default.
 
-    Times after ``newest`` (seconds since 1970) become ``newest``. With ``remarks`` the trees are live, and deviations
-    from the files on disk are listed in an archive entry of this name. If ``put`` is given, the same worker then
-    uploads the file.
+    Times after ``newest`` (seconds since 1970) become ``newest``. With ``remarks``, the trees are live, and an archive
+    entry of this name lists the files that were left out or changed while they were read. If ``put`` is given, the same
+    worker then uploads the file.
     """
 
     trees: list[Tree]

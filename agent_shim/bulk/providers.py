@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from agent_shim.bulk.transfer import Transfer
 
 CREATE_ENV_CACHE: Final = "/var/vcap/micro_bosh/data/cache"
-"""Path by which create-env manifests refer to the directory that the agent itself serves under ``/blobs``
-(app/app.go).
+"""The path with which create-env manifests refer to the directory that the agent serves under ``/blobs`` (app/app.go).
 """
 
 PROGRAM_TIMEOUT_S: Final = 3600.0
@@ -45,11 +44,11 @@ class Provider(Protocol):
         """Return the content as an open file, after feeding it to ``hasher``. The caller closes it."""
 
     async def put(self, blob_id: str, path: Path) -> None:
-        """Store the content of ``path``, which no longer changes, under ``blob_id``, which is new."""
+        """Store the content of ``path`` under ``blob_id``. The ID is new, and the content does not change any more."""
 
 
 def environment(store: Blobstore) -> dict[str, str]:
-    """Return our environment with the proxies from the settings, in upper and lower case."""
+    """Return this process's environment with the proxies from the settings, in upper and lower case."""
     return {**os.environ, **store.proxies, **{name.upper(): value for name, value in store.proxies.items()}}
 
 
@@ -147,7 +146,7 @@ class External:
         self._environment = {**environment, "PATH": self._path}
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
-        # A directory, so that files which the program adds are removed with it.
+        # Use a directory, so that any files which the program adds are removed with it.
         directory = files.sibling(self._scratch)
         directory.mkdir(0o700)
         try:
@@ -186,7 +185,7 @@ class External:
 
 
 async def opened(path: Path, hasher: Hasher) -> BinaryIO:
-    """Open a blob in one of our directories and feed it to ``hasher``. Links and directories are refused."""
+    """Open a blob in one of the agent's own directories and feed it to ``hasher``. Refuses links and directories."""
     file = open_blob(path)
 
     def feed() -> None:
@@ -202,7 +201,7 @@ async def opened(path: Path, hasher: Hasher) -> BinaryIO:
 
 
 def open_blob(path: Path) -> BinaryIO:
-    """Open a blob in one of our directories or a local blobstore. Raises ``BlobError``.
+    """Open a blob in one of the agent's own directories or in a local blobstore. Raises ``BlobError``.
 
     The file may belong to a job. Therefore no link is followed, and a file on which its owner has a lease is refused
     instead of waiting for the lease.
@@ -259,8 +258,8 @@ NO_SECRET: Final = frozenset(
 
 MAX_ERROR_CHARS: Final = 1000
 MAX_OUTPUT_BYTES: Final = 1024 * 1024
-"""How much of a failed program's output is read. This is much more than is shown, so that a secret that is cut off at
-this limit is not shown.
+"""Maximum number of bytes read from a failed program's output. This is much more than an error shows, so that an error
+never contains half a secret that was cut off at this limit.
 """
 
 

@@ -26,7 +26,7 @@ class TransferTiming(msgspec.Struct, frozen=True):
 
 
 def trusting(ca: str) -> ssl.SSLContext:
-    """Return a context for TLS 1.2 or newer that trusts ``ca`` (PEM) if given, otherwise the system's authorities."""
+    """Return a context for TLS 1.2 or newer that trusts ``ca`` (PEM) if given, otherwise the system's CAs."""
     try:
         context = ssl.create_default_context(cadata=ca or None)
     except (ssl.SSLError, TypeError, ValueError) as exc:
@@ -42,8 +42,8 @@ def trusting(ca: str) -> ssl.SSLContext:
 def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str, str]) -> str | None:
     """Return the proxy for a host by the rules of Go (golang.org/x/net/http/httpproxy).
 
-    No proxy is used for this machine itself. ``no_proxy`` lists names (which include their subdomains), addresses and
-    networks, each with an optional port, or ``*``.
+    Loopback addresses are never reached through a proxy. ``no_proxy`` lists names (which include their subdomains),
+    addresses and networks, each with an optional port, or ``*``.
     """
 
     def value(name: str) -> str:

@@ -1,7 +1,7 @@
 """Transfers blobs over HTTP, with signed URLs and DAV. Only worker processes use it, because it imports aiohttp.
 
 Errors name the host and the status, but never a path, a query string, a user or a password, because signed URLs are
-secrets. The text before the host is that of the Go agent (agent/httpblobprovider/http_blob_provider.go).
+secrets. The text before the host name is the same as the Go agent's (agent/httpblobprovider/http_blob_provider.go).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from agent_shim.core.digest import Hasher
 from agent_shim.core.errors import BlobError, LastingError
 from agent_shim.host.files import CHUNK_BYTES
 
-with lean_imports.without_authorities():  # aiohttp creates TLS contexts on import, but each client here creates its own
+with lean_imports.without_authorities():  # each client creates its own TLS context
     import aiohttp
 from yarl import URL
 
 MAX_REDIRECTS: Final = 10
 RESERVE_BYTES: Final = 64 << 20
-"""Free space that downloads leave to other programs on the volume. On a small volume, less is left."""
+"""Free space that downloads leave for other programs. On a small volume, ``RESERVED_PART`` of its size is left instead.
+"""
 RESERVED_PART: Final = 0.05
 SPACE_CHECK_BYTES: Final = 4 << 20
 """The free space is checked whenever a download has received this many bytes."""
@@ -40,8 +41,7 @@ class Transfer:
     def __init__(
         self, ca: str, timing: TransferTiming, scratch: Path, environment: Mapping[str, str] = os.environ
     ) -> None:
-        """Store the options. ``ca`` is PEM, or "" for the system's authorities. Temporary files are created in
-        ``scratch``.
+        """Store the options. ``ca`` is PEM, or "" for the system's CAs. Temporary files are created in ``scratch``.
 
         ``environment`` contains the proxies as ``http_proxy`` and related variables.
         """
@@ -49,8 +49,8 @@ class Transfer:
         self._timing = timing
         self._scratch = scratch
         self._session = aiohttp.ClientSession(
-            # Do not reuse connections, because one that the server has closed meanwhile would make an upload fail,
-            # which has only one attempt.
+            # Do not reuse connections. The server may have closed one in the meantime, and an upload over it would
+            # fail, because uploads are not retried.
             connector=aiohttp.TCPConnector(ssl=trusting(ca), limit=10, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=timing.connect),
             request_class=_request_class(timing.hesitate),
@@ -97,8 +97,8 @@ class Transfer:
                     target.flush()
 
     def _check_room(self) -> None:
-        """Raise ``OSError`` if only the reserve is left. This is checked repeatedly, because the length of a download
-        is known only at its end.
+        """Raise ``OSError`` if only the reserve is left. Downloads call this repeatedly, because their length is not
+        known in advance.
         """
         usage = shutil.disk_usage(self._scratch)
         if usage.free < min(RESERVE_BYTES, usage.total * RESERVED_PART):
@@ -106,8 +106,8 @@ class Transfer:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Convert errors of the local disk to ``LastingError``, so that they are neither retried nor attributed to the
-        remote host.
+        """Convert errors of the local disk to ``LastingError``, so that the transfer is not retried and the remote host
+        is not blamed.
         """
         try:
             yield
@@ -150,7 +150,7 @@ def _merged(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
 
 def _request_class(hesitate: float) -> type[aiohttp.ClientRequest]:
     class Hesitating(aiohttp.ClientRequest):
-        """A request that sends its body after a while even without "100 Continue", as Go does."""
+        """A request that, like Go, sends its body after a while even if no "100 Continue" arrives."""
 
         def update_expect_continue(self, expect: bool = False) -> None:
             super().update_expect_continue(expect)
@@ -166,7 +166,7 @@ def _set(waiter: asyncio.Future[bool]) -> None:
 
 
 class _Guard:
-    """Aborts an attempt that stalls: its deadline is postponed whenever enough bytes were transferred."""
+    """Aborts an attempt that stalls. Whenever enough bytes have been transferred, the deadline is postponed."""
 
     def __init__(self, timer: asyncio.Timeout, timing: TransferTiming) -> None:
         self._timer = timer
@@ -198,7 +198,7 @@ _UNUSABLE: Final = (ValueError, aiohttp.NonHttpUrlClientError)
 
 @contextmanager
 def _explained(what: str, url: str) -> Iterator[None]:
-    """Convert every failure of a transfer to ``BlobError``, without secrets."""
+    """Convert every transfer error to a ``BlobError`` that contains no secrets."""
     try:
         yield
     except TimeoutError as exc:

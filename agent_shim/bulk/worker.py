@@ -1,4 +1,4 @@
-"""The worker: a separate process for heavy requests, so that their memory is returned to the system when it exits.
+"""The worker: a separate process that executes heavy requests. When it exits, the system gets all of its memory back.
 
 ``python -m agent_shim.bulk.worker PARENT`` reads requests from standard input, one line each, executes them one after
 the other, and writes the answers to standard output (``bulk.protocol``; the other end is ``bulk.workers``). Expected
@@ -109,8 +109,8 @@ async def _serve(request: Request, temps: list[Path]) -> Done:
 
 
 def _refused(request: Request, exc: OSError) -> str:
-    """Describe a failed system call with its file (or the file being written, if the error names none) and the free
-    space.
+    """Describe a failed system call, with the free space and the file that the error names, or otherwise the file being
+    written.
     """
     if exc.filename is not None or not isinstance(request, Get | Pack):
         return f"cannot use {exc.filename or 'a file'}: {exc.strerror}"
@@ -123,7 +123,8 @@ async def _get(request: Get) -> Done:
 
     async with Blobs(request.store, Paths(Path(request.base))) as blobs, blobs.fetched(request.source) as file:
         with files.replacing(Path(request.path), mode=request.mode) as out:
-            # Use lseek, because seeking the file object might only move the position within its buffer.
+            # Use lseek, because seeking in the file object may only move the position in its buffer and not that of the
+            # descriptor.
             os.lseek(file.fileno(), 0, os.SEEK_SET)
             files.copy_data(file.fileno(), out.fileno())
     return Done()
@@ -139,8 +140,8 @@ async def _put(request: Put) -> Done:
 async def _pack(request: Pack) -> Done:
     from agent_shim.bulk import packing
 
-    # A file to upload is not synced, because it is removed after the upload. If it is copied to a local blobstore, the
-    # copy is synced.
+    # A file that is only uploaded is not synced, because it is removed afterwards. If the blobstore is local, the
+    # provider syncs its own copy.
     with files.replacing(Path(request.path), mode=request.mode, is_synced=request.put is None) as out:
         newest, remarks = request.newest, request.remarks
         digest = await asyncio.to_thread(
@@ -153,7 +154,8 @@ async def _pack(request: Pack) -> Done:
 def _copy_tree(request: CopyTree) -> Done:
     from agent_shim.bulk import copytree
 
-    # Let SIGTERM end the process at once. No clean-up is needed, because the next copy begins by emptying the target.
+    # Let SIGTERM kill the process immediately. No clean-up is needed, because the next copy begins by emptying the
+    # target.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     losses = copytree.mirror(Path(request.source), Path(request.target), spared=request.spared, report=_send)
     return Done(losses=losses)
@@ -162,8 +164,8 @@ def _copy_tree(request: CopyTree) -> Done:
 def _rotate(request: Rotate) -> Done:
     from agent_shim.bulk import copytruncate
 
-    # Let SIGTERM end the process at once. A log is truncated only when its archive contains everything, so at worst an
-    # archive without its checksum remains.
+    # Let SIGTERM kill the process immediately. A log is truncated only once its archive contains everything, so the
+    # worst result is an archive without its checksum.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     outcomes = []
     with closing(os.open(request.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:

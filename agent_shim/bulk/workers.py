@@ -1,7 +1,8 @@
 """The agent's worker processes. Each executes one request at a time, and stays idle for half a minute before it exits.
 
-Bulk work takes memory and occupies the interpreter. A separate process returns the memory when it ends. An idle worker
-executes a small request faster, because starting a new one takes a tenth of a second.
+Bulk work uses memory and would block the agent's interpreter, so it is done in separate processes, whose memory is
+returned when they exit. Workers stay idle for a while, because starting a new one for a small request would take a
+tenth of a second.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import files, process
 
 GRACE_S: Final = 5.0
-"""How long a cancelled worker may take to remove its temporary files."""
+"""How long a worker may take to remove its temporary files after it has been cancelled."""
 STAY_S: Final = 30.0
 """How long an idle worker waits for another request before it ends."""
 CHUNK_BYTES: Final = 64 * 1024
@@ -123,7 +124,7 @@ class _Worker:
         raise ActionError(f"cannot finish the work: the worker {_ending(status, errors)}")
 
     def rest(self, left: Callable[[], object]) -> None:
-        """Keep the idle worker for a while. If no request follows, end it and call ``left``."""
+        """Keep the idle worker for a while. If no request follows, call ``left`` and let the worker exit."""
 
         def leave() -> None:
             left()
@@ -135,7 +136,7 @@ class _Worker:
         """Prepare the idle worker for another request. Return False if it has exited meanwhile."""
         assert self._leaving is not None
         self._leaving.cancel()
-        is_alive = self.process.is_alive  # read this once, because it may exit at any time
+        is_alive = self.process.is_alive  # read it only once, because the process may exit at any time
         if not is_alive:
             self._close()
         return is_alive
@@ -155,8 +156,8 @@ class _Worker:
 
 
 def _ending(status: int | None, errors: bytes) -> str:
-    """Describe how a worker ended. Of a traceback, only location and exception type are used, because the message may
-    contain a secret.
+    """Describe how a worker ended. From a traceback, only the location and the exception type are used, because the
+    message may contain a secret.
     """
     if status is not None and status > 128:
         return f"was killed by {signal.Signals(status - 128).name}"
