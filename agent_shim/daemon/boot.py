@@ -1,8 +1,7 @@
-"""The boot: named idempotent steps, each of which is timed and logged with its outcome or the reason why it was
-skipped.
+"""The boot: named idempotent steps. Each step is timed, and logged with its outcome or the reason why it was skipped.
 
-Order and modes follow the Go agent (agent/bootstrap.go, platform/linux_platform.go). Steps that
-configure machines (interfaces, partitions, mounts over system directories) are omitted in a container.
+The order of the steps and the file modes follow the Go agent (agent/bootstrap.go, platform/linux_platform.go). Steps
+that configure a machine (interfaces, partitions, mounts over system directories) are omitted in a container.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ Run = Callable[[], Awaitable[str | None]]
 class Step(msgspec.Struct, frozen=True):
     """One idempotent boot action. If a ``vital`` step fails, the boot fails; other failures are only logged.
 
-    A ``late`` step is required neither by the bus nor by any request, so it runs while the bus connects.
+    A ``late`` step is not required by the bus or by any request, so it runs while the bus is connecting.
     """
 
     name: str
@@ -118,9 +117,9 @@ def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
 def make_tree(paths: Paths) -> None:
     """Create the directories and the link ``sys``.
 
-    The kubelet creates an emptyDir with write permission for everybody. This permission is removed, because a job could
-    otherwise replace directories whose programs root runs. Every user gets permission to traverse volumes, because some
-    provisioners create them with mode 0750.
+    The kubelet makes every emptyDir writable for everybody. The write permission is removed, because a job could
+    otherwise replace directories that contain programs which root runs. Every user gets permission to enter volumes,
+    because some provisioners create them with mode 0750.
     """
     if os.geteuid() == 0:
         for path in filter(Path.is_dir, (paths.base, paths.data)):
@@ -131,7 +130,8 @@ def make_tree(paths: Paths) -> None:
     for path, mode, owner in directories(paths):
         if path == paths.data and path.is_dir():
             continue
-        # This directory is in sys/run, in which all users may create entries.
+        # The agent's run directory is in sys/run, where all users may create entries, so a job may have created it
+        # first.
         make = files.make_own_dir if path == paths.shim_run else files.make_dir
         make(path, mode, owner)
     if not paths.sys.is_symlink() or paths.sys.readlink() != paths.data_sys:
@@ -143,7 +143,7 @@ def make_tree(paths: Paths) -> None:
 
 
 def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> list[Step]:
-    """Return the steps that follow once the settings are known."""
+    """Return the boot steps that follow once the settings are known."""
     paths, settings = agent.paths, agent.settings.current
     bosh = settings.source.env.bosh
 
@@ -250,7 +250,7 @@ async def _write_time_servers(paths: Paths, servers: list[str]) -> str | None:
 def _kill_one_process() -> str | None:
     """Make the kernel kill only one process of this container when memory runs out, instead of the agent and all jobs.
 
-    This is possible if the container's cgroup is writable, as in privileged pods.
+    This only works if the container's cgroup is writable, as in privileged pods.
     """
     try:
         if not cgroups.end_oom_group(cgroups.find()):
@@ -267,7 +267,7 @@ def _make_temporary_files(paths: Paths) -> None:
 
 
 async def _write_monit_user(paths: Paths, password: str) -> str | None:
-    """Write monit's user and password. An existing password is kept, because jobs read it when they start."""
+    """Write monit's user and password. An existing password is kept, because running jobs read it when they started."""
     try:
         found = (await asyncio.to_thread(files.read, paths.monit_user, is_own=True)).decode()
     except (OSError, ValueError):
@@ -301,7 +301,9 @@ async def _make_job_directories(agent: Agent) -> str | None:
 
 
 def owns_system(paths: Paths) -> bool:
-    """Return True for root in a container with the real tree. Only then may users and /tmp be changed."""
+    """Return True if the agent is root in a container and its base is /var/vcap. Only then may it change users and
+    /tmp.
+    """
     return paths.is_system and os.geteuid() == 0
 
 
@@ -311,7 +313,7 @@ def tree_step(paths: Paths) -> Step:
     async def tree() -> str | None:
         try:
             await asyncio.to_thread(make_tree, paths)
-            # Do this before the first write: temporary files that exist now were left behind by a killed agent.
+            # Remove temporary files before the agent writes any. The existing ones were left behind by a killed agent.
             await asyncio.to_thread(files.sweep, [paths.bosh, paths.mirror, paths.monit, paths.instance])
         except HostError as exc:
             raise BootError(f"cannot boot: {exc}") from exc

@@ -32,7 +32,7 @@ TAKEOVER_STOP_TIMEOUT_S: Final = 10.0
 
 
 class Endings:
-    """Begins and executes the endings. ``phase`` is "" until one begins, then the agent's phase. ``leaves_bus`` is set
+    """Begins and executes the endings. ``phase`` is "" until an ending begins, then describes it. ``leaves_bus`` is set
     when the agent must disconnect from the bus.
     """
 
@@ -45,8 +45,9 @@ class Endings:
         self._ending: asyncio.Task[None] | None = None
 
     def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
-        """Begin to stop all jobs in order. If this was already begun, return the same task. From then on, requests that
-        change the instance are refused.
+        """Begin to stop all jobs in order, and return the task that does it. Repeated calls return the same task.
+
+        From then on, requests that change the instance are refused.
         """
         if self.orderly_stop is None or self._ending is None:
             self.phase = self._dispatcher.refusing = STOPPING_IN_ORDER
@@ -63,7 +64,7 @@ class Endings:
     def begin_shutdown(self) -> None:
         """Stop the jobs and leave the bus.
 
-        The caller does not wait for this, because the Director deletes the container without waiting for the reply.
+        This runs in a task of its own, because the Director deletes the container without waiting for the reply.
         """
         self.phase = SHUT_DOWN
         self._ending = asyncio.create_task(self._shut_down(), name="shutdown")
@@ -82,8 +83,8 @@ class Endings:
             self.leaves_bus.set()
 
     def begin_takeover_stop(self, why: str) -> None:
-        """Stop writing, leave the bus and stop the jobs. If this agent stayed on the bus too, the Director would get
-        two replies to each request.
+        """Stop writing, leave the bus and stop the jobs. If this agent stayed on the bus, the Director would get two
+        replies to each request, one from each agent.
         """
         if self._ending is None:
             logger.critical("%s; this agent stops its jobs and then stays idle", why)
@@ -100,7 +101,7 @@ class Endings:
 
 
 def write_termination_log(text: str, path: Path = TERMINATION_LOG) -> None:
-    """Write the outcome for Kubernetes. The file is mounted by Kubernetes and never created here."""
+    """Write the outcome for Kubernetes. Kubernetes mounts the file; if it is missing, it is not created."""
     try:
         with path.open("r+") as opened:
             opened.write(text)

@@ -1,9 +1,9 @@
-"""Prepares the state and the jobs so that the Go agent and monit can take over, while every process keeps running.
+"""Prepares the container for the Go agent and monit, while every process keeps running.
 
 The files below ``bosh`` already have the Go agent's names and formats. ``hand_back`` removes files that would become
-wrong or misleading: the markers on disks and the state backup, neither of which the Go agent updates, and the monit
-files of stopped jobs, which monit would start because its own state is older. It also lets logrotate rotate the job
-logs again.
+wrong or misleading. These are the markers on disks and the state backup, which the Go agent does not update, and the
+monit files of stopped jobs, because monit's own state is older and would make it start these jobs. Afterwards,
+logrotate rotates the job logs again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ READY: Final = "the BOSH agent and monit may be started now"
 
 
 def hand_back(paths: Paths) -> list[str]:
-    """Prepare the take-over and return a report as lines. It may be repeated safely.
+    """Prepare the container for the Go agent and monit, and return a report as lines. May be repeated safely.
 
     Raises ``AlreadyRunningError`` while an agent is running, ``NotThereError`` if the base does not exist, and
-    otherwise ``HostError``. If a file that names jobs or disks cannot be read, nothing is removed, because otherwise
-    some markers would remain without the backup.
+    otherwise ``HostError``. If the file that names the jobs or the disks cannot be read, nothing is removed. Otherwise
+    the markers on unknown disks would remain and mislead a later agent, because the Go agent does not update them.
     """
     if not paths.base.is_dir():
         raise NotThereError(f"cannot hand back: there is no directory {paths.base} (set the base with -b)")
@@ -109,8 +109,8 @@ def _disks(paths: Paths, known: Mapping[str, hints.DiskSettings]) -> Iterator[st
 
 
 def _firewall(paths: Paths) -> Iterator[str]:
-    """Remove the agent's nftables table. The Go agent has its own table, and ours might block the bus after its address
-    changes.
+    """Remove the agent's nftables table. The Go agent uses a different table, and this one would block the bus if the
+    bus address changed.
     """
     if paths.is_system and nftables.is_installed():
         try:

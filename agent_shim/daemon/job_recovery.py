@@ -1,9 +1,9 @@
-"""Starts the jobs again after a restart of the container, without a request from the Director.
+"""Starts the jobs again after the container has restarted, without a request from the Director.
 
 The jobs start once their disk is on the store. On a new root file system, their pre-start scripts run first, because
-the files that these scripts created outside ``/var/vcap`` are lost. If there is an obstacle, attempts are repeated with
-growing pauses, and the instance is reported as failing meanwhile. The Director takes precedence: a request that changes
-the jobs ends the attempt, and a ``start`` ends the pause.
+the files that these scripts created outside ``/var/vcap`` are lost. While something prevents the start, recovery
+retries with growing pauses, and the instance is reported as failing. The Director takes precedence: a request that
+changes the jobs cancels the current attempt, and after a successful ``start`` there are no more attempts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 TASK: Final = "recover the jobs"
 GO_FIRST: Final = frozenset({"apply", "drain", "migrate_disk", "run_script", "stop", "unmount_disk"})
-"""Actions of the Director that end an attempt."""
+"""Actions that take precedence. If the Director requests one of them, the current attempt ends."""
 
 
 class RecoveryPace(msgspec.Struct, frozen=True):
-    """Timing in seconds: the first and the longest pause between attempts, and how often to check for waiting requests
-    of the Director.
+    """Timing in seconds: the first and the longest pause between attempts, and how often a running attempt checks
+    whether the Director has sent a request.
     """
 
     first: float = 1.0
@@ -45,8 +45,8 @@ class RecoveryPace(msgspec.Struct, frozen=True):
 
 
 class JobRecovery:
-    """Recovers the jobs: ``begin`` is the boot step, and ``run`` the task for what takes longer. ``alert`` is called
-    with each new obstacle.
+    """Recovers the jobs. ``begin`` is the boot step; ``run`` is the task that takes over if ``begin`` cannot finish.
+    ``alert`` is called with each new obstacle.
     """
 
     def __init__(self, agent: Agent, alert: Callable[[Event], None], *, pace: RecoveryPace = RecoveryPace()) -> None:
@@ -58,7 +58,7 @@ class JobRecovery:
         self._reported = ""
 
     async def begin(self) -> str | None:
-        """Adopt running processes and start missing ones. Return the reason if this has to wait, or None."""
+        """Adopt running processes and start missing ones. Return the reason if starting has to wait, or None."""
         agent = self._agent
         obstacle = await self._find_obstacle()
         if obstacle or not agent.state_backup.is_prepared:
@@ -75,9 +75,10 @@ class JobRecovery:
     async def _take_over(self) -> None:
         """Supervise the jobs in the spec although there is no saved state, and start them unless they were stopped.
 
-        This happens when the agent takes over from monit, whose job files are in ``monit/job``, when the state file
-        cannot be read, and when the spec was restored on a new root file system. Otherwise, nothing has been deployed,
-        and nothing is done. Running processes that pidfiles name are watched instead of started again.
+        This is needed in three cases: if the agent takes over from monit, whose job files are in ``monit/job``; if the
+        state file cannot be read; and if the spec was restored on a new root file system. In all other cases, nothing
+        has been deployed, and nothing is done. A running process that is named in a pidfile is supervised and not
+        started again.
         """
         agent = self._agent
         monit, state = agent.paths.monit_job, agent.paths.supervisor_state
@@ -104,7 +105,9 @@ class JobRecovery:
         await asyncio.Event().wait()
 
     async def _attempt(self) -> None:
-        """Run an attempt as a task in the queue, so that it never runs at the same time as a task of the Director."""
+        """Run an attempt as a task in the queue, so that it never runs at the same time as one of the Director's
+        tasks.
+        """
         agent = self._agent
         try:
             if agent.supervisor.is_wanted and agent.supervisor.is_held:
@@ -136,7 +139,7 @@ class JobRecovery:
             self._alert(Event("agent", "Execution failed", "alert", f"cannot start the jobs: {obstacle}"))
 
     async def _pre_start(self) -> bool:
-        """Run pre-start scripts if they are due. Return False if a request of the Director takes precedence."""
+        """Run pre-start scripts if they are due. Return False if a request from the Director takes precedence."""
         agent = self._agent
         if agent.state_backup.is_prepared:
             return True
@@ -158,9 +161,9 @@ class JobRecovery:
 
 
 def jobs_live(paths: Paths) -> bool:
-    """Return True if a job's process is alive that an agent started or watched in this container. Blocks.
+    """Return True if a process that an agent started or watched for a job is still alive in this container. Blocks.
 
-    A new container has none.
+    In a new container, the result is always False.
     """
     saved = read_saved(paths.supervisor_state)
     if saved is not None and saved.incarnation == proc.incarnation() != "":
@@ -172,10 +175,10 @@ def jobs_live(paths: Paths) -> bool:
 
 
 def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:
-    """If another agent, such as the predecessor, uses a disk of this ``agent_id``, return a text that names the disk
-    and the agent; otherwise "".
+    """Return "", or if another agent, such as this agent's predecessor, uses a disk of this ``agent_id``, a text that
+    names the disk and the other agent.
 
-    Blocks on the disks. A disk that cannot be read counts as unused.
+    Blocks while it reads from the disks. A disk that cannot be read is treated as unused.
     """
     for cid, disk in hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints)).items():
         if disk.place is None or (marker := markers.read(disk.place)) is None or not marker.role:

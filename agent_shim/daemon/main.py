@@ -1,6 +1,6 @@
-"""The daemon process: its sockets and signals, and everything from its start until the settings name the agent.
+"""The daemon process: its sockets, its signals, and everything that happens before the settings have been read.
 
-From then on, ``runtime`` does the work, and this module passes requests of operators and monitoring systems on to it.
+From then on, ``runtime`` does the work, and this module forwards requests from operators and monitoring systems.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RunOptions(msgspec.Struct, frozen=True):
 
 
 def main(options: RunOptions) -> int:
-    """Run until told to stop, then return the exit code."""
+    """Run until a signal stops the daemon, then return the exit code."""
     unknown: list[str] = []
     config = _read_config(options.config, unknown)
     why_not = _show_as_vcap(options.paths) if config.shim.spec and not options.paths.is_system else ""
@@ -72,15 +72,15 @@ def main(options: RunOptions) -> int:
 
         tail.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
     process.take_name(NAME)
-    # Keep asyncio.run from installing its own handler. Replacing that handler later would load the module inspect (0.4
-    # MB) to describe the task.
+    # Keep asyncio.run from installing its own handler. When that handler is replaced later, asyncio would load the
+    # module inspect (0.4 MB) to describe the task.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return asyncio.run(Daemon(options, config).serve())
 
 
 def _show_as_vcap(paths: Paths) -> str:
     """Make the tree visible to jobs at ``/var/vcap``. Return the reason if that is impossible, or ""."""
-    from agent_shim.host import tree_namespace  # imported late, because only a tree elsewhere needs it
+    from agent_shim.host import tree_namespace  # imported late, because it is rarely needed
 
     try:
         files.make_dir(paths.base, 0o755)
@@ -179,7 +179,7 @@ class Daemon:
         elif live.endings.orderly_stop is not None:
             live.endings.orderly_stop.hurry.set()
         else:
-            # The container is killed at the end of the grace period, so reserve one second for the agent's own exit.
+            # The container is killed at the end of the grace period. Leave one second of it for the agent's own exit.
             stopping = live.endings.begin_orderly_stop(max(1.0, self._config.shim.grace - 1))
             stopping.add_done_callback(lambda _: self._stop.set())
 
@@ -275,8 +275,8 @@ def _was_shut_down(paths: Paths, agent_id: str) -> bool:
 
 
 def _import_https_bus() -> None:
-    """Import aiohttp. This takes 0.2 s and is called in a thread, so that the event loop can answer probes
-    meanwhile.
+    """Import aiohttp, which takes 0.2 s. Called in a thread, so that the event loop can answer probes during the
+    import.
     """
     from agent_shim.edges.bus import https  # noqa: F401
 

@@ -1,8 +1,8 @@
 """Runs only the supervisor, as a replacement for monit under another agent: ``agent-shim monit -c MONITRC``.
 
-It reads monit's control file and job files, serves monit's HTTP interface, mails events, and starts and ends as monit
-does under runit and systemd: jobs keep running, and the next daemon adopts them. Monit's own state file (state.c) is
-updated too, so that monit knows which services are monitored if it takes over again.
+It reads monit's control file and job files, serves monit's HTTP interface, mails events, and behaves like monit under
+runit and systemd: when it exits, jobs keep running, and the next daemon adopts them. Monit's own state file (state.c)
+is updated too, so that monit knows which services are monitored if it takes over again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from agent_shim.supervisor.supervisor import Event, Saved, Supervisor, Timing
 logger = logging.getLogger(__name__)
 
 NAME: Final = "monit"
-"""Name of the process, by which ``pgrep`` finds it."""
+"""Process name, which makes ``pgrep monit`` find this process."""
 THREADS: Final = 4
 ANY: Final = "0.0.0.0"  # noqa: S104 - where the control file names no address, as monit
 _COUNT: Final = struct.Struct("i")
@@ -64,7 +64,9 @@ class MonitDaemonOptions(msgspec.Struct, frozen=True):
 
 
 def main(options: MonitDaemonOptions) -> int:
-    """Run until told to stop, then return the exit code. Raises ``ConfigError`` for an invalid control file."""
+    """Run until a signal stops the daemon, then return the exit code. Raises ``ConfigError`` for an invalid control
+    file.
+    """
     control = control_file.read(options.control_file)
     log.setup(level=options.log_level, form="text", file=control.logfile)
     process.take_name(NAME)
@@ -76,7 +78,7 @@ class MonitDaemon:
 
     def __init__(self, options: MonitDaemonOptions, control: control_file.Control) -> None:
         self._options, self._paths = options, options.paths
-        # Do not store this on a disk, because the agent unmounts disks.
+        # Do not store the state on a persistent disk, because the agent of this machine unmounts disks.
         self._paths.supervisor_state = self._paths.bosh / "monit.json"
         self._control = control
         self._begun_at = time.monotonic()
@@ -110,7 +112,8 @@ class MonitDaemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             process.on_signal(number, self._stop.set)
         process.on_signal(signal.SIGHUP, self._reload.set)
-        # `monit` without an action sends SIGUSR1 to trigger a check. Ignore it, because checks are made anyway.
+        # `monit` without an action sends SIGUSR1 to trigger a check. Ignore the signal, because checks run every cycle
+        # anyway.
         process.on_signal(signal.SIGUSR1, lambda: None)
         systemd, control = sd_notify.from_environment(), self._control
         await asyncio.to_thread(files.make_own_dir, self._paths.shim_run, 0o700)
@@ -135,7 +138,9 @@ class MonitDaemon:
         return 0
 
     async def _serve_control_file(self) -> None:
-        """Serve the control file and its jobs, and read them again after each reload request."""
+        """Serve the HTTP interface of the control file and supervise its jobs. After each reload request, read the
+        files again.
+        """
         self._supervisor.hold()
         known = {} if await self._supervisor.recover() else await asyncio.to_thread(self._monitored_by_monit)
         await is_set_within(self._control.start_delay, self._stop)
@@ -149,7 +154,7 @@ class MonitDaemon:
             action, known, control = "", {}, self._control
             address = f"{control.address or ANY}:{control.port}" if control.port else "off"
             async with monit_http.listening(address, self.answer, control.credentials, lambda: self._about) as where:
-                # Try again later if the port is in use, because a killed predecessor may still occupy it for a moment.
+                # Try again later if the port is in use, because a predecessor that was just killed may still hold it.
                 pause = self._reload.wait() if where or not control.port else asyncio.sleep(RETRY_S)
                 await until_stopped(pause, self._stop)
             if self._reload.is_set():
@@ -206,7 +211,7 @@ class MonitDaemon:
 
     def _write_state_of_monit(self, saved: bytes) -> None:
         """Write monit's state file, so that monit can take over. Monit uses the file only if it starts in a later
-        second.
+        second than that of the write.
         """
         rows = [
             _STATE.pack(name.encode("utf-8", "surrogateescape")[:255], 0, 0, 0, record.state in MONITORED, 0)
@@ -221,7 +226,9 @@ class MonitDaemon:
         self._alerts.raise_alert(event.service, event.event, event.action, event.description, ())
 
     async def _retry_mails(self) -> NoReturn:
-        """Once per cycle, try to send the unsent mails. Those that cannot be sent are stored for the next daemon."""
+        """Once per cycle, try to send the unsent mails. Mails that cannot be sent are stored in a file for the next
+        daemon.
+        """
         kept: list[bytes] | None = None
         while True:
             queue, waiting = self._control.queue, list(self._alerts.waiting)[-self._control.slots :]
@@ -278,7 +285,7 @@ class MonitDaemon:
 
     def _observed(self) -> AbstractAsyncContextManager[object]:
         """Serve metrics and probes for the duration of the block."""
-        # This is imported late, because its libraries take 4 MB and a third of the start time.
+        # Imported late, because the metrics libraries take 4 MB and a third of the start time.
         from agent_shim.edges import metrics
 
         def read() -> metrics.Readings:

@@ -1,9 +1,9 @@
 """The orderly stop of all jobs when a container ends, triggered by a preStop hook, SIGTERM to PID 1, or ``drain``.
 
-All steps fit into the grace period: pre-stop and drain scripts of all jobs (every process stays up until the last drain
-has ended), stop, and post-stop. Scripts do not run if the Director's ``stop`` has already stopped the jobs. The last
-seconds are reserved for KILL. The state that the Director wants does not change: the jobs are not marked as stopped, so
-they start again with the container.
+The steps are the pre-stop and drain scripts of all jobs (every process stays up until the last drain script has ended),
+stopping the processes, and the post-stop scripts. They all have to fit into the grace period. Scripts do not run if the
+Director's ``stop`` has already stopped the jobs. The last seconds are reserved for SIGKILL. The jobs are not marked as
+stopped, because the Director still wants them to run, so they start again with the container.
 
 ``main`` handles SIGTERM and decides between this stop and an exit that leaves the jobs running.
 """
@@ -26,11 +26,13 @@ from agent_shim.services.scripts import SHUTDOWN_ARGUMENTS
 logger = logging.getLogger(__name__)
 
 KILL_RESERVE_S: Final = 3.0
-"""How many seconds before the end of the grace period scripts are terminated."""
+"""Scripts are terminated this many seconds before the grace period ends."""
 MIN_STOP_S: Final = 1.0
 """Minimum time for stopping the processes."""
 HURRIED_SCRIPT_END_S: Final = 0.2
-"""How long scripts may take to end in a hurry. A kubelet that evicts a pod kills it two seconds after the signal."""
+"""How long scripts may take to end once ``hurry`` is set. A kubelet that evicts a pod kills it two seconds after the
+signal.
+"""
 NEXT_STATES: Final = dict.fromkeys(
     ("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep"
 )
@@ -39,9 +41,8 @@ NEXT_STATES: Final = dict.fromkeys(
 class OrderlyStop(msgspec.Struct):
     """One orderly stop. ``reasons`` lists deviations from a clean stop.
 
-    ``hurry`` terminates the scripts early. It is set by a signal that ends the container while the stop is already
-    running, because a kubelet sends a signal during a preStop hook only when the grace period is over or when it evicts
-    the pod.
+    ``hurry`` terminates the scripts early. A second signal during the stop sets it, because a kubelet sends a signal
+    during a preStop hook only if the grace period is over or if it evicts the pod.
     """
 
     grace: float
@@ -60,8 +61,8 @@ class OrderlyStop(msgspec.Struct):
         ends_at = self.ends_at = time.monotonic() + self.grace
         reserve = min(KILL_RESERVE_S, self.grace / 2)
         is_stopped = await asyncio.to_thread(agent.paths.stopped_marker.exists)
-        # If the jobs are stopped, the Director has already run their scripts, and a second drain might wait for a
-        # database that is stopped.
+        # If the jobs are stopped, the Director has already run their scripts. Running drain scripts again might wait
+        # for a database that has been stopped.
         jobs = [] if is_stopped else agent.spec.current.job_names
         scripts = ends_at - reserve
         await self._script("pre-stop", agent.scripts.run_all("pre-stop", jobs, NEXT_STATES), scripts)
@@ -87,7 +88,8 @@ class OrderlyStop(msgspec.Struct):
         if not await ended_before(self.hurry, working, until - time.monotonic()):
             self.reasons.append(f"{name} scripts were cut short")
             working.cancel()
-            # Ending the scripts may take half of the remaining time. The other half is left for the processes.
+            # Terminating the scripts may take half of the remaining time. The other half is left for stopping the
+            # processes.
             half = max(0.0, self.ends_at - time.monotonic()) / 2
             await asyncio.wait({working}, timeout=min(half, HURRIED_SCRIPT_END_S) if self.hurry.is_set() else half)
         elif (error := working.exception()) is not None:

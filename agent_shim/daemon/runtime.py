@@ -1,8 +1,8 @@
 """The agent once its settings are known: the wiring of services and edges, named root tasks, and shutdown.
 
-Root tasks handle failures of their environment, so it is a bug if a root task ends. It is then restarted without
+Root tasks handle failures of their environment and never return, so if one ends, that is a bug. It is restarted without
 affecting the others. If the bus, the task lane or the heartbeat keeps failing, or the supervisor loses a service, the
-daemon exits with a traceback, and the container's init restarts the agent. Jobs keep running in each case.
+daemon exits with a traceback, and the container's init restarts the agent. Jobs keep running in all these cases.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
 BUS: Final = "AGENT_SHIM_BUS"
 """Environment variable whose value `off` keeps the agent off the bus. On a stemcell, `sv stop agent` restarts the agent
-with this value instead of stopping it, because the jobs must stay supervised, as they are by monit under the Go agent.
+with this value instead of stopping it, because the jobs must stay supervised, as monit supervises them on a stemcell
+with the Go agent.
 """
 VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
-"""Essential root tasks: the agent restarts if one of them keeps failing."""
+"""The essential root tasks. If one of them keeps failing, the agent restarts."""
 LAST_REPLIES_TIMEOUT_S: Final = 1.0
 """How long the agent may take to reply to delayed polls before it disconnects from the bus."""
 
@@ -97,7 +98,7 @@ class Runtime:
         self.vitals: dict[str, Any] = {}
         self._begun_at = time.monotonic()
         self._health: tuple[str, tuple[int, int, int] | None] = "", None
-        """State of the jobs and version of the health file at the last heartbeat."""
+        """Job state, and version of the health file, at the last heartbeat."""
         self._shim = shim
         self._leases = leases
         self._metrics = metrics
@@ -152,7 +153,7 @@ class Runtime:
             return NoBus()
         agent_id, mbus, handle = store.current.agent_id, store.current.mbus, self.dispatcher.handle
         if is_https(mbus):
-            # This is imported late, because aiohttp takes 9 MB that an agent on NATS does not need.
+            # Imported late, because an agent that uses NATS does not need the 9 MB that aiohttp takes.
             from agent_shim.edges.bus.https import HttpsBus
 
             return HttpsBus(mbus, partial(handle, limit=None), paths.blobs, on_connected=self._connected)
@@ -175,14 +176,16 @@ class Runtime:
             if not await until_stopped(boot.boot([step for step in steps if not step.late]), self._stop):
                 return
             await agent.tasks.resume(self.dispatcher.resumed())
-            gc.freeze()  # exclude the permanent objects that the boot created from later garbage collections
+            gc.freeze()  # exclude the permanent objects created by the boot from garbage collection
             self.is_booted = True
             users = monit_http.user_in(paths.monit_user)
             async with monit_http.listening(http, self.answer_monit, users), monit_http.refusing_mail(mail):
                 await self._run([step for step in steps if step.late])
 
     async def _run(self, late: list[boot.Step]) -> None:
-        """Run the root tasks until ``stop`` is set. Root tasks that use the bus end when the agent leaves the bus."""
+        """Run the root tasks until ``stop`` is set. When the agent leaves the bus, the root tasks that use it are
+        cancelled.
+        """
         agent = self.agent
         booted = asyncio.Event()
 
@@ -191,7 +194,7 @@ class Runtime:
             booted.set()
 
         async def come_back() -> None:
-            await booted.wait()  # jobs need the trusted certificates as soon as they start
+            await booted.wait()  # jobs need the trusted certificates, which a late step installs, as soon as they start
             await self.job_recovery.run()
 
         roots: dict[str, Callable[[], Awaitable[None]]] = {
@@ -247,7 +250,9 @@ class Runtime:
         self.alerts.flush()
 
     async def _measure(self) -> dict[str, Any]:
-        """Measure the vitals. Write the health file for bosh-dns again if the health or the file has changed."""
+        """Measure the vitals. If the job state or the health file has changed, write the health file for bosh-dns
+        again.
+        """
         path, job_state = self.agent.paths.health, self.agent.supervisor.job_state()
         if (version := files.version(path)) is None or (job_state, version) != self._health:
             await state.record_health(self.agent)
@@ -293,7 +298,9 @@ class Runtime:
         await self.bus.rotate(wanted)
 
     async def _settings_changed(self, found: settings.Effective) -> None:
-        """Apply new settings of the CPI. Invalid credentials do not end the current connection."""
+        """Apply new settings from the CPI. If the new bus credentials are invalid, the current connection stays
+        open.
+        """
         if found.mbus == self.bus.mbus or os.environ.get(BUS) == "off":
             return
         try:
@@ -303,7 +310,8 @@ class Runtime:
 
     def _raise_alert(self, event: Event) -> None:
         of_settings = self.agent.settings.current.source.networks.values()
-        # Use the stored networks for dynamic addresses, which apply filled in and which the settings lack.
+        # The settings lack the addresses of dynamic networks. Take these from the stored spec, where ``apply`` filled
+        # them in.
         stored = [each for each in self.agent.spec.current.networks.values() if isinstance(each, dict)]
         ips = {each.ip for each in of_settings if each.ip} | {str(each["ip"]) for each in stored if each.get("ip")}
         self.alerts.raise_alert(event.service, event.event, event.action, event.description, ips)
@@ -324,7 +332,7 @@ def assemble(
     spec = SpecStore(paths)
 
     def of_jobs() -> set[int]:
-        """The processes of all jobs and their descendants."""
+        """The pids of all job processes and of their descendants."""
         leaders = [service.pid for service in supervisor.services() if service.pid]
         return proc.descent(proc.children(proc.table()), leaders)
 
@@ -361,7 +369,7 @@ def assemble(
 
 
 def certificates(mbus: settings.Mbus) -> dict[str, str]:
-    """Return the agent's certificate and its CA as PEM texts, by the names that metrics and warnings use."""
+    """Return the agent's certificate and its CA as PEM texts, keyed by the names that metrics and warnings use."""
     if is_https(mbus):
         return {certificate_watch.HTTPS: mbus.certificate}
     return {"client": mbus.certificate, "CA": mbus.ca}

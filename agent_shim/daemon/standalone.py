@@ -1,11 +1,12 @@
 """Deploys the jobs and packages in a directory when the agent starts, without a Director.
 
 ``AgentShim.spec`` in agent.json names the directory. It contains ``jobs/NAME`` (rendered templates: ``monit``, ``bin``,
-``config`` …), ``packages/NAME`` (compiled packages) and optionally ``instance.json`` with a name. It may come from an
-image or from volumes of a pod, and may be read-only. Jobs are copied, because they get modes, owners and links to the
-packages. Packages are used in place, except that a package ``bpm`` is copied, because our ``bpm`` is installed in it.
-As with a Director, pre-start runs first, then the jobs are started, and post-start runs when all processes run. Probes,
-metrics, restarts and the orderly stop work as in every agent.
+``config`` …), ``packages/NAME`` (compiled packages) and optionally ``instance.json`` with a name. The directory may
+come from an image or from volumes of a pod, and may be read-only. Jobs are copied, because their modes and owners
+change and links to packages are added. Packages are used in place, except for a package named ``bpm``, which is copied
+because the agent's own ``bpm`` is installed in it. As with a Director, the pre-start scripts run first, then the jobs
+are started, and the post-start scripts run once all processes are running. Probes, metrics, restarts and the orderly
+stop work as in every agent.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class InstanceNames(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """The content of the directory: the spec as a Director would send it, and the paths of the jobs and packages."""
+    """The content of the directory: the spec in the form in which a Director would send it, and the paths of the jobs
+    and packages.
+    """
 
     spec: ApplySpec
     jobs: Mapping[str, Path]
@@ -176,7 +179,7 @@ class NoBus:
         raise AssertionError("read-only")
 
     async def drain(self, timeout_s: float) -> None:
-        """Return at once, because there is no connection."""
+        """Return immediately, because there is no connection."""
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Log alerts and drop heartbeats."""
@@ -238,8 +241,8 @@ class Standalone:
             raise ActionError(str(task.outcome))
 
     def _holds(self, wanted: ApplySpec) -> bool:
-        """Return True if this spec is already deployed, in which case nothing is left to do: job recovery starts the
-        jobs unless they were stopped.
+        """Return True if this spec is already deployed. Nothing is left to do then, because job recovery starts the
+        jobs, unless they were stopped.
         """
         agent = self._agent
         has_been = agent.supervisor.is_wanted or agent.paths.stopped_marker.exists()

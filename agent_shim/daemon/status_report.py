@@ -20,16 +20,16 @@ from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
 
 _WORDS: Final = re.compile(r"( Jobs: [\w, .-]+?\.) [\w.-]+: .*", re.DOTALL)
-"""Matches the last lines of failed scripts, which follow the names of their jobs. They are removed, because anybody may
-read the result of ``readiness``.
+"""Matches the last output lines of failed scripts, which an error lists after the job names. ``readiness`` removes this
+output, because anybody may read its result.
 """
 MAX_CULPRITS: Final = 3
 """Maximum number of services named by ``readiness``."""
 
 
 def readiness(live: Runtime, level: str) -> tuple[bool, str]:
-    """Return the readiness and its reason. The ``level`` ``boot`` requires a completed boot, ``agent`` in addition the
-    bus, and ``jobs`` in addition running jobs.
+    """Return whether the agent is ready, and why. The ``level`` ``boot`` requires a completed boot, ``agent`` also a
+    connection to the bus, and ``jobs`` also that all jobs are running or were stopped on purpose.
     """
     if live.phase != "running":
         return False, live.phase
@@ -50,8 +50,8 @@ def readiness(live: Runtime, level: str) -> tuple[bool, str]:
 
 
 def _culprit(service: ServiceInfo) -> str:
-    """Describe a service that is not running with the reason, but without output of the job, because anybody may read
-    this.
+    """Return the name of a service that is not running, and the reason. The job's output is left out, because anybody
+    may read the result.
     """
     state = f"{service.state} after {service.last_exit}" if service.last_exit and not service.pid else service.state
     reasons = [*([] if service.state == "running" else [state]), *service.faults]
@@ -59,7 +59,9 @@ def _culprit(service: ServiceInfo) -> str:
 
 
 def _job_state(live: Runtime) -> str:
-    """Return the state of the instance. Without a Director, it only counts as running once its jobs are deployed."""
+    """Return the state of the instance. Without a Director, the state is ``running`` only once the jobs have been
+    deployed.
+    """
     found, alone = live.agent.supervisor.job_state(), live.standalone
     if alone is None or not alone.obstacle or found == "stopped":
         return found
@@ -195,7 +197,7 @@ def _instance(spec: ApplySpec) -> dict[str, str]:
 
 @functools.cache
 def _stemcell(release: Path, version: Path) -> tuple[str, str] | None:
-    """Return the operating system and version of the stemcell from these files, or None if the image is not a
+    """Return the operating system and version of the stemcell, as read from these files, or None if the image is not a
     stemcell.
     """
     try:
