@@ -1,4 +1,4 @@
-"""Listening sockets that stay available to other callers during a flood of connections."""
+"""Listening sockets that other callers can still use while one caller floods them with connections."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 PER_TURN: Final = 8
-"""Maximum number of connections accepted in one iteration of the loop. If a server accepted a whole flood of
-connections at once, it would close the first ones to make room for the last ones before reading anything from them.
+"""Maximum number of connections accepted in one iteration of the event loop. If a server accepted a whole flood of
+connections in one iteration, it would close the first ones to make room for the last ones before reading anything from
+them.
 """
 WAITING: Final = 128
 """Maximum number of connections that wait in the kernel to be accepted."""
 
 
 async def listen(protocol: Callable[[], asyncio.BaseProtocol], host: str | None, port: int) -> asyncio.Server:
-    """Listen on ``host`` (None for all addresses) and ``port`` with a protocol. Raises ``OSError``."""
+    """Listen on ``host`` (None for all addresses) and ``port`` with the given protocol. Raises ``OSError``."""
     server = await asyncio.get_running_loop().create_server(protocol, host, port, backlog=PER_TURN)
     for listener in server.sockets:
         with socket.socket(fileno=os.dup(listener.fileno())) as same:
@@ -37,8 +38,9 @@ def address_of(caller: socket.socket | None) -> str:
 
 
 def least_deserving(callers: Iterable[tuple[T, str]]) -> T | None:
-    """Return the connection to close if there are too many: the oldest from the address with the most connections.
-    ``callers`` are in order of arrival.
+    """Return the connection to close if there are too many, or None if ``callers`` is empty.
+
+    This is the oldest connection from the address that has the most of them. ``callers`` are in order of arrival.
     """
     arrived = list(callers)
     (busiest, _), *_ = Counter(address for _, address in arrived).most_common(1) or [("", 0)]

@@ -24,8 +24,8 @@ MAX_QUEUED: Final = 1000
 """Maximum number of alerts queued for the bus."""
 
 REPEAT_INTERVAL_S: Final = 10.0
-"""Seconds during which an identical alert is raised only once. Under monit, alerts are not more frequent either,
-because its cycle takes ten seconds.
+"""Seconds during which an identical alert is raised only once. Alerts from monit are not more frequent either, because
+monit's cycle takes ten seconds.
 """
 
 MAX_SUMMARY_CHARS: Final = 4096
@@ -139,7 +139,7 @@ class Alerts:
             message = self.waiting[0]
             await self._publish(self._subject, message)
             self.sent += 1
-            if self.waiting and self.waiting[0] is message:  # it may have been dropped meanwhile
+            if self.waiting and self.waiting[0] is message:  # if not, it was dropped while it was being sent
                 self.waiting.popleft()
 
     def _is_repeated(self, kind: tuple[str, str, str]) -> bool:

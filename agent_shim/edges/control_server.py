@@ -30,7 +30,7 @@ REQUEST_TIMEOUT_S: Final = 10.0
 
 
 class Peer(NamedTuple):
-    """The process at the other end of the socket, as the kernel identified it when it connected."""
+    """The process at the other end of the socket, as the kernel recorded it when the client connected."""
 
     pid: int
     uid: int

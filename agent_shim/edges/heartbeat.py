@@ -1,7 +1,8 @@
 """Heartbeats to the Health Monitor, every 30 s and after each connection to the bus.
 
-The message is that of the Go agent (``agent/heartbeat.go``). The Health Monitor considers an agent dead after 60 s of
-silence, so a heartbeat waits only briefly for its vitals. Everything else in the message is current.
+The message is that of the Go agent (``agent/heartbeat.go``). The Health Monitor considers an agent dead after 60 s
+without a heartbeat, so a heartbeat waits only briefly for the vitals to be measured and otherwise contains the previous
+vitals. All other values are always current.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ V = TypeVar("V")
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A heartbeat. It lacks ``id`` and ``timestamp``, because the Health Monitor drops messages with repeated ids or
-    non-integer times (``events/base.rb``, ``events/heartbeat.rb``).
+    """A heartbeat. It has no ``id`` and no ``timestamp``, because the Health Monitor drops messages with repeated ids
+    or non-integer times (``events/base.rb``, ``events/heartbeat.rb``).
     """
 
     deployment: str

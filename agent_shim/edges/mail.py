@@ -62,7 +62,7 @@ async def deliver(control: Control, mail: bytes) -> None:
         try:
             send = partial(_send, control, host, port, mail)
             await blocking.call(f"mail server {host}:{port}", send, timeout=control.mail_timeout)
-        except (OSError, ValueError) as exc:  # ValueError is caused by a non-ASCII address
+        except (OSError, ValueError) as exc:  # a non-ASCII address raises ValueError
             why = f"{host}:{port}: {safetext.line(str(exc))}"
         else:
             return
@@ -74,5 +74,5 @@ def _send(control: Control, host: str, port: int, mail: bytes) -> None:
 
     sender = mail.partition(b"\r\n")[0].removeprefix(b"From: ").decode("latin-1")
     with smtplib.SMTP(host, port, socket.gethostname(), control.mail_timeout) as server:
-        server.helo()  # as monit does, because some mail servers lack ESMTP
+        server.helo()  # not EHLO, like monit, because some mail servers lack ESMTP
         server.sendmail(sender, control.recipients, mail)

@@ -1,7 +1,7 @@
 """Metrics and health checks over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``. Read-only and free of secrets.
 
-``Readings`` holds the values of a scrape, ``Metrics`` counts events and renders both, and ``Routes`` answers requests.
-Times are in seconds.
+``Readings`` holds the current values for a scrape, ``Metrics`` counts events and renders the counts and the readings,
+and ``Routes`` answers requests. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from agent_shim.services.vitals import Figures
 from agent_shim.supervisor.ownership.ending import KINDS
 from agent_shim.supervisor.process_stats import ServiceInfo
 
-# Importing these modules would take 4 MB, and only the library's own HTTP server and client need them.
+# Import ``prometheus_client`` with stand-ins for these modules, which would use 4 MB. Only the library's own HTTP
+# server and client need them.
 lean_imports.preload(
     "prometheus_client", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server"
 )
@@ -44,7 +45,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PLAIN: Final = "text/plain; version=0.0.4; charset=utf-8"
-"""Media type of the text format. The library defines a constant for it only since version 0.23."""
+"""Media type of the text format. The library has a constant for it only since version 0.23."""
 
 # --- readings ---------------------------------------------------------------------------------------------------------
 
@@ -74,14 +75,16 @@ class Readings(msgspec.Struct, frozen=True):
     stemcell: tuple[str, str] | None = None
     """Operating system and version of the stemcell."""
     instance: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Values of the labels in ``INSTANCE``. Empty before the first ``apply``."""
+    """Values of the labels in ``INSTANCE``. The mapping is empty before the first ``apply``."""
     is_ready: bool = False
     job_state: str = ""
     """One of ``JOB_STATES``, or "" before the agent knows its settings."""
     jobs_blocked: bool = False
     """True if the jobs cannot be started or deployed."""
     processes: Sequence[ServiceInfo] = ()
-    """All services. Figures are 0 while a service does not run, because series that come and go complicate queries."""
+    """All services. The figures of a service that does not run are 0 and not left out, because series that come and go
+    complicate queries.
+    """
     tasks_running: int = 0
     tasks_waiting: int = 0
     firewall_enforced: bool = False
@@ -111,8 +114,8 @@ OTHER: Final = "other"
 
 
 class Taken(Collector):
-    """The samples of one scrape. They are rendered in a thread, because this takes 60 ms for 500 processes, and any
-    host that reaches the port may send requests.
+    """The samples of one scrape. The samples are rendered in a thread, because rendering takes 60 ms for 500 processes,
+    and any host that reaches the port may send requests.
     """
 
     def __init__(self, readings: Readings) -> None:
@@ -124,7 +127,7 @@ class Taken(Collector):
 
 
 class Metrics:
-    """Counts events, reads current values, and renders both as text.
+    """Counts events, reads current values, and renders the counts and the values as text.
 
     ``read`` gathers the readings of a scrape. ``methods`` are the actions that get their own series; others are counted
     as ``OTHER``.
@@ -179,7 +182,7 @@ class Metrics:
             return pages[key]
 
     def registry(self) -> CollectorRegistry:
-        """Return a registry of all metrics, with recent readings."""
+        """Return a registry of all metrics, with readings that are at most ``PAGE_TTL_S`` old."""
         registry = CollectorRegistry()
         for each in (Taken(self.recent()), self._actions, self._durations, self._lag, self._of_process):
             registry.register(each)
@@ -267,7 +270,9 @@ STATES: Final = ("running", "starting", "failing", "unknown")
 
 
 def _of_machine(figures: Figures) -> Iterator[Metric]:
-    """Yield metrics of the container and the host. They are equal if the container has no limits."""
+    """Yield metrics of the container and the host. If the container has no limits, its figures equal those of the
+    host.
+    """
     memory, cpu = figures.memory.items(), figures.cpu.items()
     rows: Rows = [((scope,), known.used) for scope, known in memory]
     yield _gauge("memory_used_bytes", "Memory in use, without reclaimable page cache.", rows, "scope")

@@ -54,7 +54,7 @@ Raises ``OSError``.
 
 
 class About(msgspec.Struct, frozen=True):
-    """Facts about the daemon that the document contains. The defaults are those of a stemcell."""
+    """Facts about the daemon that the status document contains. The defaults are those of a stemcell."""
 
     control_file: str = "/var/vcap/bosh/etc/monitrc"
     poll: int = 10
@@ -131,7 +131,7 @@ class Api:
             return _refused(404, "There is no service by that name")
         if action not in ACTIONS:
             return _refused(400, "Invalid action")
-        if not is_known:  # `monit … all` also sends the action to the system service
+        if not is_known:  # `monit … all` also sends the action to the system service, which is not in the list
             return _table([("Name", name), ("Status", f"running - {action} pending")])
         done = await self._ask({"action": action, "names": [name]})
         if "exception" in done:
@@ -152,7 +152,7 @@ def _refused(status: int, why: str) -> HttpResponse:
 
 def _page(shown: Mapping[str, Any], name: str, pending: str) -> HttpResponse:
     """Render a service. The requested action is shown as pending even if it is already done, because scripts search for
-    that.
+    ``pending``.
     """
     service = _named(shown, name)
     if service is None:
@@ -172,7 +172,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> HttpResponse:
 
 
 class MachineFacts:
-    """Facts about the machine that do not change while the agent runs."""
+    """Facts about the machine. They do not change while the agent runs."""
 
     def __init__(self) -> None:
         about, memory = os.uname(), host_stats.memory()
@@ -292,7 +292,7 @@ def _state(status: int, hint: int, monitor: int, mode: int, pending: int) -> dic
 
 
 def _groups(services: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the groups with their members. Like monit's parser, list them in the reverse order of the files."""
+    """Return the groups with their members. As in monit, the members are in the reverse order of the files."""
     found: dict[str, list[str]] = {}
     for service in services:
         for group in service["groups"]:

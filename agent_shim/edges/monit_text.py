@@ -79,7 +79,7 @@ def status(shown: Mapping[str, Any], machine: HostFacts) -> str:
 
 
 def has_system(shown: Mapping[str, Any]) -> bool:
-    """Return True if a job has a ``check system``. monit adds a default one only if there is none."""
+    """Return True if a job has a ``check system``. Otherwise monit adds a default one."""
     return any(service["kind"] == "system" for service in shown["services"])
 
 

@@ -13,7 +13,7 @@ Handle = Callable[[bytes], Awaitable[tuple[str, bytes] | None]]
 
 
 class Bus(Protocol):
-    """Interface of both transports."""
+    """Interface that the transports for NATS and HTTPS implement."""
 
     stats: Stats
 
@@ -23,7 +23,7 @@ class Bus(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """True if, as far as is known, requests can currently arrive."""
+        """True if requests can currently arrive, as far as the agent knows."""
 
     async def run(self) -> NoReturn:
         """Serve endlessly, as a root task."""
@@ -35,6 +35,6 @@ class Bus(Protocol):
         """Publish a message to the Health Monitor. Raises ``BusError``."""
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Switch to other addresses or credentials. If no connection with them is possible, raise ``ActionError`` and
-        change nothing.
+        """Switch to other addresses or credentials. If no connection with the new values is possible, raise
+        ``ActionError`` and change nothing.
         """

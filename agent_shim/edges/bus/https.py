@@ -37,7 +37,7 @@ from agent_shim.edges import accepting
 from agent_shim.edges.bus import Handle, tls
 from agent_shim.host import files
 
-with lean_imports.without_authorities():  # aiohttp creates client contexts on import
+with lean_imports.without_authorities():  # each server creates its own TLS context
     from aiohttp import web
 
 logger = logging.getLogger(__name__)
@@ -46,17 +46,17 @@ TEXT: Final = {"Content-Type": "text/plain; charset=utf-8"}
 
 
 class CallerLimits(msgspec.Struct, frozen=True):
-    """Limits for callers. Tests shrink them."""
+    """Limits for callers. Tests set smaller ones."""
 
     request: int = 16 * 1024 * 1024
     """Maximum size of a request to ``/agent``."""
     requests: int = 64 * 1024 * 1024
-    """Maximum size of all requests in progress. Further ones get 503."""
+    """Maximum total size of all requests in progress. Further requests get 503."""
     blob: int = 16 * 1024**3
     """Maximum size of a blob."""
     connections: int = 128
     """Maximum number of connections. To make room for another one, the oldest unauthenticated connection is closed,
-    from the address that has the most of them. If all are authenticated, the new one is closed.
+    from the address that has the most of them. If all connections are authenticated, the new one is closed.
     """
     handshake: float = 10.0
     idle: float = 30.0
@@ -66,7 +66,7 @@ class CallerLimits(msgspec.Struct, frozen=True):
     retry: float = 2.0
     """Interval between attempts to bind the port."""
     goodbye: float = 1.0
-    """How long sending the last answers may take."""
+    """How long the server may take to send the last answers before it exits."""
 
 
 class _Caller(NamedTuple):
@@ -139,8 +139,8 @@ class HttpsBus:
         """Do nothing, because there is no Health Monitor on this bus (``Send`` in mbus/https_handler.go)."""
 
     async def run(self) -> NoReturn:
-        """Serve endlessly. If the port is in use, binding is retried. After a cancellation, ``goodbye`` seconds remain
-        to send the last answers.
+        """Serve endlessly. If the port is in use, keep trying to bind it. After a cancellation, ``goodbye`` seconds
+        remain to send the last answers.
         """
         try:
             while True:
@@ -161,8 +161,8 @@ class HttpsBus:
             await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Switch to another certificate or address without closing connections. If they are invalid, raise
-        ``ActionError`` and change nothing.
+        """Switch to another certificate or address without closing connections. If the certificate or address is
+        invalid, raise ``ActionError`` and change nothing.
         """
         async with self._changing:
             before, self.mbus = self.mbus, mbus
@@ -224,8 +224,7 @@ class HttpsBus:
                 loser.transport.abort()
         handler = self._web()
         greeting = asyncio.create_task(self._greet(context, caller, handler), name="TLS handshake")
-        # Close the socket here if the task is cancelled before its first step, because then its own clean-up does not
-        # run.
+        # If the task is cancelled before its first step, its own clean-up does not run, so close the socket here.
         greeting.add_done_callback(lambda ended: caller.close() if ended.cancelled() else None)
         self._callers[handler] = _Caller(greeting, accepting.address_of(caller))
         timer = asyncio.get_running_loop().call_later(self._bounds.idle, self._close_silent, handler, greeting)
@@ -248,7 +247,7 @@ class HttpsBus:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request completely. A client that does not read its answer in time loses the connection."""
+        """Answer one request completely. If the client does not read its answer in time, close the connection."""
         if timer := self._silent.pop(request.protocol, None):
             timer.cancel()
         try:
@@ -306,7 +305,7 @@ class HttpsBus:
             answering = asyncio.ensure_future(self._handle(body))
             self._answering.add(answering)
             answering.add_done_callback(self._answering.discard)
-            answer = await asyncio.shield(answering)  # the action continues after a disconnect
+            answer = await asyncio.shield(answering)  # the action continues even if the caller disconnects
             if answer is None:
                 self.stats.rejected += 1
                 return web.Response(status=500)
@@ -364,8 +363,8 @@ class HttpsBus:
                 response.content_type = "application/octet-stream"
                 response.content_length = size
                 await response.prepare(request)
-                # Count each chunk before writing it, and stop at ``size`` instead of reading to the end of the file,
-                # because a client that has received everything may disconnect before the last write returns.
+                # Count each chunk before writing it, and stop at ``size`` without reading on to the end of the file. A
+                # client that has received everything may disconnect before the last write returns.
                 while sent < size and (chunk := await asyncio.to_thread(file.read, files.CHUNK_BYTES)):
                     sent += len(chunk)
                     async with asyncio.timeout(self._bounds.stall):
@@ -395,8 +394,8 @@ class HttpsBus:
 class _Arrival(asyncio.Protocol):
     """Passes each accepted socket on before anything is read from it.
 
-    This is necessary to count connections during their handshake, which an asyncio server with TLS reports only
-    afterwards.
+    This way, connections count against the limit from the start of their TLS handshake. An asyncio server with TLS
+    would report a connection only after its handshake.
     """
 
     def __init__(self, give: Callable[[socket.socket], None]) -> None:
@@ -420,7 +419,7 @@ def _host_port(mbus: Mbus) -> tuple[str | None, int]:
         address = urlsplit(mbus.urls[0])
         return address.hostname, 443 if address.port is None else address.port
     except ValueError:
-        # The error text may contain part of the password.
+        # Leave out the cause, because the text of the error may contain part of the password.
         raise BusError("cannot listen for the bosh CLI: the bus address has no valid host or port") from None
 
 

@@ -24,7 +24,8 @@ from agent_shim.core.wire import MAX_REPLY_BYTES
 from agent_shim.edges.bus import tls
 from agent_shim.host import blocking, clock, network
 
-# Importing these modules would take 14 MB, and they are only needed for websockets, JetStream and the version.
+# Import ``nats.aio.client`` with stand-ins for the other modules, which would use 14 MB. They are needed only for
+# websockets, JetStream and looking up the version of nats-py.
 lean_imports.preload("nats.aio.client", "aiohttp", "multidict", "nats.js", "importlib.metadata")
 from nats import errors as nats_errors
 from nats.aio.client import Client
@@ -33,7 +34,7 @@ from nats.aio.subscription import Subscription
 from nats.aio.transport import Transport
 
 NEVER_S: Final = 10 * 365 * 24 * 3600
-"""An interval that effectively turns off the timers of nats-py."""
+"""A very long interval, which turns off the timers of nats-py."""
 
 MAX_SUBJECT_BYTES: Final = 1024
 """Maximum length of a subject. nats-server closes a connection that sends a line of more than 4096 characters
@@ -45,12 +46,14 @@ Beyond that, the connection is ended, because nats-py scans an unfinished line f
 which blocks the loop.
 """
 MAX_BACKLOG_BYTES: Final = 8 * 1024 * 1024
-"""Maximum number of bytes queued for a slow server. If more are queued, publishing fails, as in nats.go."""
+"""Maximum number of bytes queued for a slow server. Beyond that, publishing fails, as in nats.go."""
 LOOKUP_TIMEOUT_S: Final = 30.0
 """Timeout for looking up the server's name. The C library gives up after a similar time."""
 
 GREETING: Final = b'INFO {"tls_required":true,"max_payload":%d}\r\n' % MAX_REPLY_BYTES
-"""Given to nats-py in place of the server's greeting, which arrives before TLS and could therefore be forged."""
+"""The greeting that nats-py gets to read. The server's real greeting arrives before TLS and could therefore be
+forged.
+"""
 
 
 async def look_up(url: ParseResult | SplitResult) -> list[str]:
@@ -70,8 +73,8 @@ def host_port(url: str) -> str:
 
 
 class _Stream(asyncio.StreamReaderProtocol):
-    """Closes the connection when the server closes its half. TLS has no half-closed state, and asyncio would log a
-    warning.
+    """Closes the connection when the server closes its half. Otherwise asyncio would log a warning, because TLS has no
+    half-closed state.
     """
 
     def __init__(self) -> None:
@@ -84,9 +87,9 @@ class _Stream(asyncio.StreamReaderProtocol):
 
 
 class _Wire(Transport):
-    """The TCP and TLS transport of one connection, which replaces nats-py's own transport.
+    """The TCP and TLS transport of one connection. It replaces nats-py's own transport, which has several defects.
 
-    That transport resolves names in threads that delay the exit, trusts what it reads before TLS, waits without a
+    nats-py's transport resolves names in threads that delay the exit, trusts data received before TLS, waits without a
     deadline for a server that accepts no data, and needs 30 s to close a dead connection.
     """
 
@@ -96,11 +99,11 @@ class _Wire(Transport):
         self._pipe: asyncio.Transport | None = None
         self._is_secure = False
         self.has_greeted = False
-        """True if a server has sent anything, which shows that it is alive even if the connection fails."""
+        """True if the server has sent anything. This shows that the server is alive even if the connection fails."""
         self.peer = ""
         """Address of the server."""
         self._read_by: asyncio.Task[Any] | None = None
-        """nats-py's read task, which ends if it cannot decode what it has read."""
+        """nats-py's read task. It ends if it cannot decode what it has read."""
         self.reads = 0
         self.unread = 0
         """Bytes received since the link last got a message or an answer to a ping."""
@@ -131,7 +134,7 @@ class _Wire(Transport):
         Plaintext received before the handshake must not be read as data from the authenticated server.
         """
         assert self._pipe is not None
-        if self._pipe.is_closing():  # otherwise, asyncio would wait for an answer
+        if self._pipe.is_closing():  # asyncio would otherwise wait for an answer
             raise ConnectionResetError("the server has closed the connection")
         stream, host = _Stream(), uri if isinstance(uri, str) else uri.hostname
         loop = asyncio.get_running_loop()
@@ -182,7 +185,8 @@ class _Wire(Transport):
     def write(self, payload: bytes) -> None:
         if self._pipe is not None:
             self._pipe.write(payload)
-        # Only answers to the server's pings can exceed this limit, because ``Link.send`` refuses messages earlier.
+        # Only answers to the server's pings can exceed this limit, because ``Link.send`` refuses messages at a lower
+        # one.
         if self.backlog > MAX_BACKLOG_BYTES + 2 * MAX_REPLY_BYTES:
             self._on_end("the server does not accept data")
 
@@ -206,9 +210,7 @@ class _Wire(Transport):
         """Do nothing, because ``close`` aborts the connection."""
 
     def __bool__(self) -> bool:
-        """True even before the connection is made, because nats-py would otherwise replace the transport with its
-        own.
-        """
+        """True even before the connection is made. Otherwise, nats-py would replace this transport with its own."""
         return True
 
 
@@ -223,14 +225,14 @@ class Link:
         self._on_denied = on_denied
         self._denial: Exception | None = None
         self._answers = 0
-        """Number of answered pings."""
+        """How many pings the server has answered."""
         self._messages = 0
         self._subscription: Subscription | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.wire = _Wire(self.end)
         self._client = Client()
-        # This is the only private name of nats-py that is used, because it has no parameter for a transport.
+        # nats-py has no parameter for a transport, so this private name has to be used. It is the only one.
         self._client._transport = self.wire  # noqa: SLF001
 
     async def open(self, context: ssl.SSLContext, agent_id: str, dial_timeout_s: float) -> None:
@@ -268,8 +270,8 @@ class Link:
         return self._ended.result()
 
     def end(self, why: str) -> None:
-        """Mark the connection as ended for the reason ``why``. The first reason counts, unless the server has sent an
-        error.
+        """Mark the connection as ended for the reason ``why``. If called several times, the first reason is kept, but
+        an error from the server takes precedence.
         """
         if not self._ended.done():
             told = self._client.last_error
@@ -308,8 +310,8 @@ class Link:
         return asked.done() and self._answers > before and not self.is_over
 
     async def watch(self, interval: float, unanswered: int) -> None:
-        """Send pings in step with the agent's other timers. End the connection after several intervals without an
-        answer.
+        """Send pings endlessly, in step with the agent's other timers. End the connection after several intervals
+        without an answer.
         """
         silent = 0
         await asyncio.sleep(clock.until_beat(interval))
@@ -341,19 +343,19 @@ class Link:
         return task
 
     def _ask(self) -> asyncio.Task[None]:
-        """Send a ping after all queued data. The returned task ends with the answer."""
+        """Send a ping after all queued data. The returned task ends when the answer arrives."""
         return self.begin(self._round_trip(), "bus ping")
 
     async def _round_trip(self) -> None:
-        """Wait for an answer without a timeout, because nats-py stops reading when an answer arrives after its
-        timeout.
+        """Wait for the answer to a ping. No timeout is used, because nats-py stops reading if an answer arrives after
+        its timeout.
         """
         before = self.wire.reads
         try:
             await self._client.flush(NEVER_S)
         except nats_errors.Error as exc:
             self.end(str(exc))
-        if self.wire.reads > before:  # otherwise nats-py has stopped reading, and the call returned at once
+        if self.wire.reads > before:  # otherwise nats-py has stopped reading, and the call returned immediately
             self._answers += 1
             self.wire.unread = 0
 
@@ -363,7 +365,7 @@ class Link:
         self._on_message(message.data)
 
     async def _failed(self, exc: Exception) -> None:
-        """Handle the errors that nats-py reports. Those not listed here either end the connection anyway or are
+        """Handle the errors that nats-py reports. Errors not handled here either end the connection anyway or are
         harmless.
         """
         text = str(exc).removeprefix("nats: ")
@@ -377,7 +379,7 @@ class Link:
         self.end("nats-py has closed it")
 
     async def _forget_servers(self) -> None:
-        """Drop the servers that a cluster announces. Only addresses from the settings are used, and nats-py would
+        """Drop the servers that a cluster announces. The agent uses only addresses from the settings, but nats-py would
         collect all announced ones.
         """
         self._client.set_server_pool([self._given_url])

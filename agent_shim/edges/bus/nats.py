@@ -39,45 +39,45 @@ nats.go.
 """
 PINGS: Final = 1000
 MAX_PING_BYTES: Final = 512
-"""Maximum size of a ping. Pings are answered even if the number of requests exceeds the limit, because other requests
-may take long, and the Director considers an agent lost if it does not answer pings.
+"""Requests of up to this size may be pings. They are answered even if there are too many requests in progress, because
+those may take long, and the Director considers an agent lost if it does not answer pings.
 """
 OF_A_DIRECTOR: Final = re.compile(rb'"reply_to" ?: ?"director\.[^"]*\.[0-9a-f-]{36}"')
-"""A reply subject that is unique to one request (``nats_rpc.rb``). If the same bytes arrive again, they are a copy of
-the same request.
+"""Matches a reply subject that is unique to one request (``nats_rpc.rb``), so if the same bytes arrive again, they are
+a copy of that request.
 """
 COPY_WINDOW_S: Final = 60.0
-"""Seconds during which a copy is recognised. Copies arise during a rotation, when both connections deliver a request at
-nearly the same time.
+"""Seconds during which a copy of a request is recognised. Copies arise while credentials are rotated, because the old
+and the new connection then deliver each request at nearly the same time.
 """
 MAX_SEEN: Final = 10_000
-"""How many requests are remembered to recognise copies. A copy of an older request is treated as a new request."""
+"""Number of requests that are remembered to recognise copies. A copy of a request before that is treated as a new
+one.
+"""
 
 REREAD_AFTER_FAILURES: Final = 3
 """Number of consecutive failures before the settings are read again, because the bus may have moved."""
 
 
 class BusTiming(msgspec.Struct, frozen=True):
-    """Timeouts and intervals of the bus. Tests shrink them."""
+    """Timeouts and intervals of the bus. Tests use shorter ones."""
 
     connect: float = 10.0
     """Timeout of one attempt at one address: lookup, TCP, TLS and subscription."""
     dial: float = 4.0
-    """Timeout of the TCP connection to each address of a host name, during which the kernel sends three SYNs. If the
-    network is unavailable, a new attempt later is more useful than a longer wait.
+    """Timeout of the TCP connection to each address of a host name, during which the kernel sends three SYNs. If there
+    is no answer by then, the network is probably down, and a new attempt later is more useful than waiting longer.
     """
     ping: float = 5.0
-    """Interval between pings. After ``unanswered`` missed replies, which is after 10 to 15 s, the connection is
-    considered dead.
-    """
+    """Interval between pings. After ``unanswered`` missed replies (10 to 15 s), the connection is considered dead."""
     unanswered: int = 2
     step: float = 2.0
     longest: float = 10.0
     """The pause after the n-th consecutive failure is n steps, at most ``longest``, minus a random part.
 
-    The random part is up to four fifths of the pause while the pause grows, so that agents that lost their server at
-    the same moment do not return in waves, and later up to half of it. The pause must stay well below the 45 s that the
-    Director waits for a reply.
+    The random part keeps agents that lost their server at the same moment from returning in waves. It is up to four
+    fifths of the pause while the pause still grows, and later up to half of it. The pause must stay well below the 45 s
+    that the Director waits for a reply.
     """
     early: float = 60.0
     early_step: float = 1.0
@@ -85,13 +85,13 @@ class BusTiming(msgspec.Struct, frozen=True):
     agent yet.
     """
     reply: float = 45.0
-    """How long a reply waits for a connection. The Director gives up after the same time."""
+    """How long a reply waits for a connection. The Director gives up on the request after the same time."""
     overlap: float = 2.0
     """How long the old connection stays open in addition to the new one during a rotation."""
     refused: float = 20.0
     unreachable: float = 120.0
-    """How long new credentials are tried: ``refused`` while the server refuses them, ``unreachable`` while a server can
-    be reached only with the old ones.
+    """How long new credentials are tried: ``refused`` seconds if the server refuses them, and ``unreachable`` seconds
+    if no connection with them succeeds while the old connection still works.
     """
     goodbye: float = 1.0
     """How long sending the last replies may take."""
@@ -105,8 +105,9 @@ class BusTiming(msgspec.Struct, frozen=True):
         """Return the pause after consecutive failures. 0 failures means that a working connection broke.
 
         The pause is doubled after one ``slow`` attempt and tripled after two or more. An attempt is slow if the server
-        sent its greeting but did not complete the handshake in time. The timeout of the next attempt grows likewise.
-        Otherwise, a server to which thousands of agents return at once would only begin handshakes that time out.
+        sent its greeting but did not complete the handshake in time. The timeout of the next attempt grows by the same
+        factor. Otherwise, if thousands of agents returned to a server at the same time, every handshake would time out
+        before the server could finish it.
         """
         if failures == 0:
             return random.uniform(0, self.step)  # noqa: S311 - no secret
@@ -114,11 +115,11 @@ class BusTiming(msgspec.Struct, frozen=True):
         return random.uniform(most / 5 if most < self.longest else most / 2, most) * min(1 + slow, 3)  # noqa: S311
 
     def handshake_timeout_s(self, slow: int) -> float:
-        """Return the timeout of an attempt."""
+        """Return the timeout of an attempt after ``slow`` consecutive slow ones."""
         return self.connect * min(1 + slow, 3)
 
     def early_pause(self) -> float:
-        """Return the pause while nats-sync does not know the agent yet."""
+        """Return the pause after a refusal during the ``early`` period, when nats-sync may not know the agent yet."""
         return self.early_step * random.uniform(0.75, 1.25)  # noqa: S311
 
 
@@ -168,7 +169,7 @@ class NatsBus:
 
     @property
     def is_connected(self) -> bool:
-        """True if, as far as is known, messages can currently be published and requests can arrive."""
+        """True if messages can currently be published and requests can arrive, as far as the agent knows."""
         return self._link is not None and not self._link.is_over
 
     async def drain(self, timeout_s: float) -> None:
@@ -179,10 +180,11 @@ class NatsBus:
             await self._link.flushed(timeout_s)
 
     async def is_heard(self, timeout_s: float) -> bool:
-        """Return True if a server sends anything within ``timeout_s`` seconds, on the connection or during an attempt.
+        """Return True if a server sends anything within ``timeout_s`` seconds, on the current connection or during an
+        attempt to connect.
 
-        This does not open a connection, because ``run`` does. An attempt that is already in progress counts only if it
-        succeeds. A connection that does not answer in time is closed.
+        Only ``run`` opens connections, so this waits for one if there is none. An attempt that is already in progress
+        counts only if it succeeds. A connection that does not answer in time is closed.
         """
         begun = self.stats.attempts
         try:
@@ -208,8 +210,8 @@ class NatsBus:
         await self._changed.wait()
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Send a message immediately, or raise ``BusError``. Messages are not queued, because they would be outdated by
-        the time of the next connection.
+        """Send a message immediately, or raise ``BusError``. Messages are not queued, because they would be outdated
+        once the agent is connected again.
         """
         if self._link is None:
             raise BusError(f"cannot publish to {subject!r}: not connected to the bus")
@@ -268,26 +270,26 @@ class NatsBus:
         link = await self._connect(self.mbus)
         if self._link is None:
             self._activate(link)
-        else:  # a rotation has replaced the link meanwhile
+        else:  # a rotation has already made another link
             await self._abandon(link)
 
     async def _connect_persistently(self, mbus: Mbus) -> Link:
-        """Connect with new credentials. If the bus is unavailable, wait for it. Raises ``ActionError`` if the
-        credentials do not work.
+        """Connect with new credentials. If the bus is unreachable, keep trying. Raises ``ActionError`` if the server
+        refuses the credentials, or if they do not work although the old connection does.
         """
         began, failures = time.monotonic(), 0
         while True:
             is_refused = False
             try:
                 left = began + self._timing.unreachable - time.monotonic()
-                async with asyncio.timeout(max(left, self._timing.connect)):  # there may be many addresses
+                async with asyncio.timeout(max(left, self._timing.connect)):  # there may be many addresses to try
                     return await self._connect(mbus)
             except BusError as exc:
                 is_refused, why = isinstance(exc, CredentialsError), str(exc)
             except TimeoutError:
                 why = "cannot connect to the bus: no answer in time"
             if not is_refused and not self.is_connected:
-                began = time.monotonic()  # restart, because an unreachable bus does not mean wrong credentials
+                began = time.monotonic()  # start again, because an unreachable bus does not mean wrong credentials
             timeout_s = self._timing.refused if is_refused else self._timing.unreachable
             if time.monotonic() - began >= timeout_s:
                 raise ActionError(f"cannot use the new bus credentials: {why}")
@@ -311,8 +313,8 @@ class NatsBus:
         raise failure
 
     async def _open(self, url: str, mbus: Mbus) -> Link:
-        """Connect to an address. If several CAs have the same name, they are tried one by one, because OpenSSL tries
-        only the first.
+        """Connect to an address. If several CAs have the same name, make one attempt with each of them, because OpenSSL
+        only tries the first.
         """
         try:
             return await self._attempt(url, mbus)
@@ -342,7 +344,7 @@ class NatsBus:
                 self._greeted_at = number
                 self._changed.set()
             await self._abandon(link)
-            await asyncio.gather(opening, return_exceptions=True)  # it may have failed just before a cancellation
+            await asyncio.gather(opening, return_exceptions=True)  # it may have failed just before the cancellation
             raise
         return link
 
@@ -359,8 +361,8 @@ class NatsBus:
         self._on_connected()
 
     async def _wait_for_loss(self) -> bool:
-        """Wait for the end of the current connection. Return True if the connection lasted longer than the ping
-        interval.
+        """Wait for the end of the current connection. Return True if the connection lasted longer than a ping interval,
+        in which case the next pause is short.
         """
         link, began = self._link, time.monotonic()
         assert link is not None
@@ -372,8 +374,8 @@ class NatsBus:
         return time.monotonic() - began > self._timing.ping
 
     async def _follow(self, link: Link) -> None:
-        """Reconnect if the server's name no longer resolves to the address of this connection. This has to be checked,
-        because the server at the old address may continue to answer.
+        """Reconnect if the server's name no longer resolves to the address of this connection. A server at the old
+        address may continue to answer, so pings would not reveal this.
         """
         gone = 0
         while link is self._link:
@@ -394,7 +396,7 @@ class NatsBus:
             await old.flushed(self._timing.overlap)
             await asyncio.sleep(self._timing.overlap)
             old.end("replaced")
-            await self._abandon(old)  # close it here too, because ``run`` may be in a pause
+            await self._abandon(old)  # ``run`` would close the connection too, but it may be in a pause
 
     async def _abandon(self, link: Link) -> None:
         await link.close()
@@ -435,8 +437,8 @@ class NatsBus:
             self._answering_bytes += size
 
     def _is_copy(self, data: bytes) -> bool:
-        """Return True if the same request from a Director has already arrived. During a rotation, both connections
-        deliver each request.
+        """Return True if the same request from a Director has already arrived. While credentials are rotated, the old
+        and the new connection both deliver each request.
         """
         now, message = time.monotonic(), hash(data)
         while self._seen and (len(self._seen) >= MAX_SEEN or next(iter(self._seen.values())) < now - COPY_WINDOW_S):

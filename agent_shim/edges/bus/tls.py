@@ -1,7 +1,8 @@
 """TLS contexts for the bus, built from PEM texts in the settings without leaving a file behind.
 
-The rules are those of the Go agent (``mbus/nats_handler.go``, nats.go): TLS 1.2 or newer, always a client certificate,
-and a server verified by its chain, its subject alternative names (not its common name) and the form of its common name.
+The rules are those of the Go agent (``mbus/nats_handler.go``, nats.go): TLS 1.2 or newer, and always a client
+certificate. A server is verified by its certificate chain and its subject alternative names, and its common name must
+have the right form but need not match the host.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from agent_shim.core.settings import Mbus
 logger = logging.getLogger(__name__)
 
 SIGNATURE_FAILURE: Final = 7
-"""X509_V_ERR_CERT_SIGNATURE_FAILURE: the authority that OpenSSL chose did not sign the certificate."""
+"""X509_V_ERR_CERT_SIGNATURE_FAILURE: the certificate was not signed by the CA that OpenSSL chose."""
 MAX_NAMESAKES: Final = 8
-"""Maximum number of authorities with the same name that are tried one by one after a ``SIGNATURE_FAILURE``."""
+"""Maximum number of CAs with the same name that are tried one by one after a ``SIGNATURE_FAILURE``."""
 SERVER_NAME: Final = re.compile(r"[a-zA-Z0-9*\-]*\.nats\.bosh-internal")
 """Pattern of the common name in a server's certificate."""
 
@@ -32,7 +33,7 @@ def client_context(mbus: Mbus) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.hostname_checks_common_name = False
-    # As in Go, the CA in the settings is trusted even if another authority has signed it.
+    # As in Go, the CA in the settings is trusted even if it is an intermediate CA.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if mbus.ca:
         context.load_verify_locations(cadata="".join(authorities(mbus.ca)))
@@ -44,8 +45,8 @@ def client_context(mbus: Mbus) -> ssl.SSLContext:
 
 @functools.lru_cache(maxsize=8)
 def authorities(ca: str) -> tuple[str, ...]:
-    """Return the readable certificates in ``ca``, and log unreadable ones once. Raises ``CredentialsError`` if none is
-    readable.
+    """Return the readable certificates in ``ca``, and log unreadable ones once. Raises ``CredentialsError`` if there is
+    no readable certificate.
     """
     good, bad = x509.readable(ca)
     if not good:
@@ -58,7 +59,8 @@ def authorities(ca: str) -> tuple[str, ...]:
 def server_context(mbus: Mbus) -> ssl.SSLContext:
     """Build the server context for the bosh CLI. Raises ``CredentialsError``.
 
-    The Go agent has the same two TLS 1.2 suites (``mbus/https_dispatcher.go``). No client certificate is requested.
+    For TLS 1.2, the same two cipher suites are allowed as in the Go agent (``mbus/https_dispatcher.go``). No client
+    certificate is requested.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -78,13 +80,13 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
         raise CredentialsError("the certificate is not a PEM certificate")
     if "PRIVATE KEY-----" not in private_key:
         raise CredentialsError("the private key is not a PEM key")
-    if "ENCRYPTED" in certificate + private_key:  # decrypting may take hours, depending on the file
+    if "ENCRYPTED" in certificate + private_key:  # decrypting a maliciously made key may take hours
         raise CredentialsError("the private key is encrypted, and the settings hold no password for it")
     with open(os.memfd_create("bus"), "w") as file:
         file.write(f"{certificate}\n{private_key}\n")
         file.flush()
         try:
-            # Pass a wrong password to keep OpenSSL from prompting on the terminal.
+            # Without a password, OpenSSL would prompt for one on the terminal, so pass a wrong one.
             context.load_cert_chain(f"/proc/self/fd/{file.fileno()}", password="")
         except ssl.SSLError as exc:
             if exc.reason == "KEY_VALUES_MISMATCH":
@@ -93,13 +95,13 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
 
 
 def check_server_name(server: ssl.SSLObject) -> None:
-    """Refuse a server with a valid certificate that is not a bus certificate. Raises
+    """Refuse a server whose certificate is valid but is not a bus certificate. Raises
     ``ssl.SSLCertVerificationError``.
     """
     subject: Any = (server.getpeercert() or {}).get("subject", ())
     names = [value for part in subject for name, value in part if name == "commonName"]
     if not names or not SERVER_NAME.fullmatch(names[-1]):
-        # Pass an error number too, because otherwise the exception changes the text.
+        # Pass an error number as the first argument. Without one, the exception shows a different text.
         reason = "server Certificate CommonName does not match *.nats.bosh-internal"
         raise ssl.SSLCertVerificationError(ssl.SSL_ERROR_SSL, reason)
 
