@@ -32,7 +32,10 @@ class Key(NamedTuple):
 
 
 KEYS: Final = (
-    Key("agent.settings.tmpfs", "settings, `update_settings` and disk hints are in memory, without a copy on a disk"),
+    Key(
+        "agent.settings.tmpfs",
+        "settings, `update_settings` and disk hints are kept in memory, without a copy on a disk",
+    ),
     Key("authorized_keys", "SSH keys for the user `vcap`"),
     Key("blobstores", "only the first one is used"),
     Key("ipv6.enable", "the network belongs to the container runtime", is_done=False),
@@ -43,12 +46,15 @@ KEYS: Final = (
     Key("mbus.urls", "addresses of the bus"),
     Key("ntp", "written to `/var/vcap/bosh/etc/ntpserver`; the clock itself is the host's"),
     Key("parallel", "number of blobs downloaded at the same time, default five"),
-    Key("password", "crypt hash for `root` and `vcap`; without one neither can log in by password"),
+    Key(
+        "password",
+        "password of `root` and `vcap` as a crypt hash; if it is missing, neither user can log in with a password",
+    ),
     Key("remove_dev_tools", "files listed in `/var/vcap/bosh/etc/dev_tools_file_list` are removed"),
     Key("remove_static_libraries", "files listed in `/var/vcap/bosh/etc/static_libraries_list` are removed"),
     Key(
         "run_dir.tmpfs_size",
-        "`sys/run` is a tmpfs of this size; with `run_dir.tmpfs` of older agents, its size is `16m`",
+        "`sys/run` is a tmpfs of this size. The older key `run_dir.tmpfs` has the same effect with a size of `16m`",
     ),
     Key("swap_size", "swap belongs to the host", is_done=False),
 )
