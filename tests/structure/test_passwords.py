@@ -8,16 +8,16 @@ import pytest
 
 from tests.support.source import PACKAGE, ROOT
 
-DOORS = ("edges/bus/https.py", "edges/monit_http.py")
+MODULES = ("edges/bus/https.py", "edges/monit_http.py")
 """Modules that check the password of a caller."""
 
 
 @pytest.mark.attack("a neighbour calls the create-env endpoint without the password")
-@pytest.mark.parametrize("door", DOORS)
-def test_passwords_are_compared_only_with_compare_digest(door: str) -> None:
+@pytest.mark.parametrize("module", MODULES)
+def test_passwords_are_compared_only_with_compare_digest(module: str) -> None:
     checks = [
         node
-        for node in ast.walk(ast.parse((ROOT / PACKAGE / door).read_text()))
+        for node in ast.walk(ast.parse((ROOT / PACKAGE / module).read_text()))
         if isinstance(node, ast.FunctionDef) and node.name in ("_is_known", "_rights")
     ]
     assert len(checks) == 1

@@ -12,13 +12,13 @@ OF_A_PROCESS = re.compile(r"(^|/)proc/?$|/proc/(\d|\{|%)")
 """Matches a path of a process, such as ``/proc/1/stat`` or ``/proc/{pid}/environ``, and ``/proc`` itself."""
 
 PLACES: Mapping[str, str] = {
-    "host.proc": "it is the one",
-    "host.capabilities": "reads its own status below the root that tests give it",
-    "host.sandbox_exec": "mounts it",
-    "host.host_stats": "reads what is of the machine below the root that tests give it",
-    "host.pseudo_terminal": "opens a pseudo-terminal in the root of a process that an operator asked for",
-    "services.disks.mounting": "refuses it as the place of a disk",
-    "supervisor.bpm_runner": "names it as a place of a jail",
+    "host.proc": "reads other processes with limits",
+    "host.capabilities": "reads the status of its own process; tests replace the root directory",
+    "host.sandbox_exec": "mounts /proc",
+    "host.host_stats": "reads values of the machine, not of a process; tests replace the root directory",
+    "host.pseudo_terminal": "opens a pseudo-terminal in the root directory of a process that an operator has named",
+    "services.disks.mounting": "refuses /proc as the mount point of a disk",
+    "supervisor.bpm_runner": "mounts /proc into the sandbox of a job",
 }
 """Modules that may contain such a path, and the reason."""
 

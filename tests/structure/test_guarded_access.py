@@ -42,17 +42,17 @@ class Raw:
 
 
 # Frequent reasons for opening a path directly:
-OWN = "of root alone: below bosh, monit, instance or the state backup, where no job writes"
-BUNDLES = "installed by root below directories of root; jobs may read there"
+OWN = "only root writes there: below bosh, monit, instance or the state backup"
+BUNDLES = "installed by root below directories of root, where jobs can only read"
 KERNEL = "files of the kernel or the image"
-SCRATCH = "below data/tmp or the agent's run directory, where only root writes, under names of ours"
-NAMED = "named by whoever calls the command, or by the configuration"
-PROBE = "whether something is there; nothing of it is read or written"
+SCRATCH = "only root writes there: below data/tmp or the agent's run directory, under names that the agent chose"
+NAMED = "the path comes from the user who runs the command, or from the configuration"
+PROBE = "checks whether something exists, without reading or writing it"
 
 RAW: Mapping[str, Raw] = {
     "actions.jobs": Raw(BUNDLES, frozenset({"monit_files"})),
     "bulk.blobs": Raw(SCRATCH, frozenset({"Blobs._fetch", "Blobs.put"})),
-    "bulk.compression": Raw("a file that is open already", frozenset({"_Piped.__init__"})),
+    "bulk.compression": Raw("a file that is already open", frozenset({"_Piped.__init__"})),
     "bulk.providers": Raw(NAMED, frozenset({"Dav.put", "External.get", "Local._copy", "open_blob"})),
     "bulk.transfer": Raw(PROBE, frozenset({"Transfer._keeping"})),
     "cli.probe": Raw(OWN, frozenset({"_live"})),
@@ -60,11 +60,11 @@ RAW: Mapping[str, Raw] = {
     "supervisor.monit.control_file": Raw(OWN, frozenset({"_take"})),
     "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory"})),
     "host.keeper": Raw(
-        "sockets and specs of the agent alone; whether a program is there",
+        "sockets and spec files that only the agent uses; checks whether a program exists",
         frozenset({"_begun", "_bind", "_cannot_run", "_connect", "_names", "spec_file"}),
     ),
     "cli.bpm": Raw(
-        "methods of the log that goes through the door, and the place of our own socket",
+        "methods of a log that is opened by host.guarded, and the path of the agent's own socket",
         frozenset({"_logs", "_may_ask", "_run"}),
     ),
     "services.bundles": Raw(
@@ -87,19 +87,19 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "edges.bus.https": Raw(SCRATCH, frozenset({"_open"})),
-    "edges.bus.nats": Raw("a method of the link to the bus", frozenset({"NatsBus._attempt"})),
+    "edges.bus.nats": Raw("a method of the bus connection", frozenset({"NatsBus._attempt"})),
     "edges.bus.tls": Raw(OWN, frozenset({"load_pair"})),
     "services.trusted_cas": Raw(KERNEL, frozenset({"_holds", "_is_stale", "_write"})),
     "daemon.job_recovery": Raw(OWN, frozenset({"JobRecovery._take_over"})),
     "daemon.orderly_stop": Raw(OWN, frozenset({"OrderlyStop.run"})),
     "cli.commands": Raw(
-        "which jobs have a directory of logs, /dev/null, and files of the program",
+        "checks which jobs have a log directory; /dev/null; files of the program",
         frozenset({"_completion", "_refuse_missing", "main"}),
     ),
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
     "services.compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_quote"})),
     "services.disks.mounting": Raw(
-        "places that root mounts and links; disks.markers reads volumes through the door",
+        "mount points and links that root creates; disks.markers reads volumes through host.guarded",
         frozenset(
             {
                 "DiskMounts._disk",
@@ -119,7 +119,8 @@ RAW: Mapping[str, Raw] = {
     "services.volume_lease": Raw(OWN, frozenset({"_created"})),
     "daemon.handback": Raw(OWN, frozenset({"_disks", "_jobs", "hand_back"})),
     "bulk.archive": Raw(
-        "a new directory of ours, by descriptor, O_EXCL and O_NOFOLLOW", frozenset({"_UnpackedTree.file", "_unpack"})
+        "a new directory of the agent, by descriptor, with O_EXCL and O_NOFOLLOW",
+        frozenset({"_UnpackedTree.file", "_unpack"}),
     ),
     "host.job_cgroups": Raw(
         KERNEL,
@@ -137,14 +138,16 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "host.capabilities": Raw(KERNEL, frozenset({"privileges"})),
-    "host.trusted_path": Raw("the walk of the door: holds each step, and opens none", frozenset({"hold"})),
+    "host.trusted_path": Raw(
+        "host.guarded uses it to follow a path safely; it opens no file for reading or writing", frozenset({"hold"})
+    ),
     "host.user_namespace": Raw(KERNEL, frozenset({"is_inside", "overflow_user"})),
     "host.cgroups": Raw(KERNEL, frozenset({"_text", "end_oom_group", "find"})),
     "bulk.copytree": Raw(
-        "the top of a volume, which tar copies", frozenset({"_empty", "_is_ours", "_make_directories"})
+        "the top directory of a volume, which tar copies", frozenset({"_empty", "_is_ours", "_make_directories"})
     ),
     "host.files": Raw(
-        "writes and makes what is ours",
+        "creates, writes and removes the agent's own files",
         frozenset(
             {
                 "_empty",
@@ -167,7 +170,7 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "host.sandbox_exec": Raw(
-        "in the process that becomes the job: what it may open is opened once, and mounted by descriptor",
+        "runs in the process that becomes the job; opens each path once and mounts it by descriptor",
         frozenset(
             {
                 "reset_oom_score",
@@ -188,7 +191,7 @@ RAW: Mapping[str, Raw] = {
     "host.hostname": Raw(KERNEL, frozenset({"owner"})),
     "host.network": Raw(KERNEL, frozenset({"listeners", "is_of_machine"})),
     "bulk.packing": Raw(
-        "roots that the agent names; below them the door, and what it holds",
+        "directories that the agent names; everything below them is opened by host.guarded",
         frozenset(
             {
                 "_ArchiveWriter._add_open",
@@ -219,26 +222,26 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "host.process": Raw(
-        "the files of cgroups, whether a program that is to run is there, the process's own name: no content is read",
+        "cgroup files and the process's own name; checks whether a program exists",
         frozenset({"_cannot_run", "take_name"}),
     ),
     "host.pseudo_terminal": Raw(KERNEL, frozenset({"open_pair"})),
     "bulk.copytruncate": Raw(
-        "within a directory that the door has opened, by descriptor, O_EXCL or no link followed",
+        "in a directory that host.guarded has opened, by descriptor, without following links",
         frozenset({"_is_there"}),
     ),
     "host.privilege_probes": Raw(SCRATCH, frozenset({"change_owner", "open_for_writing", "user_namespace", "write"})),
     "host.volumes": Raw(
-        "places that root mounts and links, and what the kernel says of who uses them",
+        "mount points and links that root creates, and the kernel's list of their users",
         frozenset(
             {"_loop_devices", "flags_to_set", "holders", "is_directory", "is_there", "show", "shows", "take_away"}
         ),
     ),
     "services.logs.tail": Raw(
-        "our own standard output; a log that goes through the door", frozenset({"Follower._open", "stream"})
+        "the standard output; a method of a log that is opened by host.guarded", frozenset({"Follower._open", "stream"})
     ),
-    "services.logs.log_file": Raw("a method of the log that goes through the door", frozenset({"LogFile.chunks"})),
-    "cli.bpm_logs": Raw("a method of the log that goes through the door", frozenset({"Log.open"})),
+    "services.logs.log_file": Raw("a method of a log that is opened by host.guarded", frozenset({"LogFile.chunks"})),
+    "cli.bpm_logs": Raw("a method of a log that is opened by host.guarded", frozenset({"Log.open"})),
     "core.log": Raw(OWN, frozenset({"_File._open", "_is_svlogds"})),
     "services.logs.archives": Raw(SCRATCH, frozenset({"_tidy"})),
     "services.state_backup": Raw(
@@ -248,7 +251,7 @@ RAW: Mapping[str, Raw] = {
     ),
     "cli.monit": Raw(NAMED, frozenset({"_check", "_require_control_file", "main"})),
     "cli.release_tarball": Raw(
-        "named by the caller, and blobs, where only root writes", frozenset({"_opened", "_write_packages"})
+        "named by the caller; the blobs directory, where only root writes", frozenset({"_opened", "_write_packages"})
     ),
     "services.resolver": Raw(KERNEL, frozenset({"_belongs_to_resolved"})),
     "daemon.endings": Raw(NAMED, frozenset({"write_termination_log"})),
@@ -258,7 +261,7 @@ RAW: Mapping[str, Raw] = {
     "services.sshd": Raw(OWN, frozenset({"Sshd._have_host_key", "Sshd._log_size"})),
     "daemon.standalone": Raw(NAMED, frozenset({"Standalone._holds", "_members", "_version"})),
     "supervisor.bpm_runner": Raw(
-        "bpm.yml is in a bundle; volumes are looked for, and opened by the jail",
+        "bpm.yml is in a bundle; checks whether volumes exist, which the sandbox opens itself",
         frozenset(
             {
                 "Bpm._note",
@@ -275,7 +278,7 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "supervisor.path_checks": Raw(
-        "size, owner and age of what a link of a job names; the content goes through the door",
+        "size, owner and age of the target of a job's link; the content is read through host.guarded",
         frozenset({"PathWatch.look"}),
     ),
     "supervisor.ownership.process_finder": Raw(PROBE, frozenset({"ProcessFinder.look_at_path"})),
@@ -333,7 +336,7 @@ def violations(module: Module, raw: Mapping[str, Raw]) -> Iterator[str]:
     for function, line, name in openings(module):
         if function not in allowed:
             where = function or "the module"
-            yield f"{module.name}:{line} uses {name} in {where}: use host.guarded, or say why not in RAW"
+            yield f"{module.name}:{line} uses {name} in {where}: use host.guarded, or add a reason to RAW"
 
 
 def test_job_writable_files_are_opened_only_through_host_guarded() -> None:
