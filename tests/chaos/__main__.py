@@ -52,8 +52,8 @@ NOTHING: Final = 5
 def pytest(arguments: Sequence[str]) -> int:
     """Run the cases one after the other. Return pytest's exit code."""
     argv = [sys.executable, "-m", "pytest", "-q", "--timeout=1800", "-o", "faulthandler_timeout=0", "tests/chaos"]
-    # One of our tests may have started this module in a pytest-xdist worker. The new pytest must not take itself for
-    # one.
+    # A test in a pytest-xdist worker may have started this module. The new pytest would behave like a worker if it
+    # inherited the variables of pytest-xdist.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.run([*argv, *arguments], env=environment, check=False).returncode
 
@@ -74,7 +74,7 @@ def in_guest(arguments: Sequence[str]) -> int:
         try:
             code = guest.run(["python3", "-m", MODULE, *inner], Path(name), limit=GUEST_LIMIT_S)
         except (guest.GuestError, OSError) as exc:
-            sys.stderr.write(f"no virtual machine: {exc}\n")
+            sys.stderr.write(f"cannot run the virtual machine: {exc}\n")
             return 1
         if rows.exists():
             write(Path(arguments[place]), earlier(rows.read_text()).values())

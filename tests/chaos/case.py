@@ -15,7 +15,7 @@ Play = Callable[[Stand], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Case:
-    """A case, which is a row of the scorecard. ``scale`` describes how ordinary runs are reduced."""
+    """A case, which is a row of the scorecard. ``scale`` describes how an ordinary run is smaller than a full one."""
 
     id: str
     fault: str

@@ -26,7 +26,9 @@ REPORTS: Final = pytest.StashKey[list[pytest.TestReport]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("chaos")
     group.addoption(
-        "--agent-command", default=COMMAND, help="another agent: {config} is its agent.json, {base} its root"
+        "--agent-command",
+        default=COMMAND,
+        help="run this command as the agent; {config} and {base} stand for agent.json and the base directory",
     )
     group.addoption("--full", action="store_true", help="run only cases that are otherwise reduced, at full size")
     group.addoption("--times", type=int, default=1, help="run each case this many times")

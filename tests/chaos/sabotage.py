@@ -51,12 +51,12 @@ class Saboteur:
     after: str
     shows: str
     """Regular expression that the figures of the failed row must match, which shows that it failed for the right
-    reason.
+    reason. Each of its alternatives must match a message in ``tests.chaos.failures``.
     """
     case: str = ""
     """For an invariant, the case after which it is checked."""
     mark: str = ""
-    """Regular expression for a report of the witness that only this general saboteur causes. It identifies the saboteur
+    """Regular expression for a violated invariant that only this general saboteur causes. It identifies the saboteur
     when several are active.
     """
 
@@ -69,7 +69,9 @@ class Saboteur:
         """Return ``text`` with the change. Raises ``SabotageError`` unless ``before`` occurs exactly once."""
         count = text.count(self.before)
         if count != 1:
-            raise SabotageError(f"cannot sabotage {self.row}: its text is {count} times in {self.path}")
+            raise SabotageError(
+                f"cannot sabotage {self.row}: the text to replace occurs {count} times in {self.path}, not once"
+            )
         return text.replace(self.before, self.after.replace('".ran"', f'".{self.row}"'))
 
 
@@ -93,7 +95,7 @@ def play(playing: Sequence[Saboteur]) -> tuple[Row | None, list[Saboteur], str]:
         row = earlier(into.read_text()).get(case) if into.exists() else None
         ran = [one for one in playing if Path(f"{copy / one.path}.{one.row}").exists()]
     if row is None:
-        return None, ran, f"the case was not played: {done.stderr.strip().rpartition(chr(10))[2]}"
+        return None, ran, f"the case was not run: {done.stderr.strip().rpartition(chr(10))[2]}"
     return row, ran, f"{row.verdict}: {row.figures}"
 
 
@@ -139,7 +141,7 @@ def report(saboteur: Saboteur) -> str:
     except SabotageError as exc:
         row, figures = None, str(exc)
     is_played = row is not None and row.verdict != "not run"
-    word = CAUGHT if row is not None and is_caught(saboteur, row) else "NOT CAUGHT" if is_played else "NOT PLAYED"
+    word = CAUGHT if row is not None and is_caught(saboteur, row) else "NOT CAUGHT" if is_played else "NOT RUN"
     sys.stderr.write(f"{name} {word} {time.monotonic() - begun_at:.0f} s  {saboteur.does} -> {figures}\n")
     return f"{word} {time.strftime('%Y-%m-%d')}" if is_played else ""
 
@@ -166,7 +168,7 @@ def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None]) ->
         alone = [[one] for one in ran if one not in marked]
         return sum(tell(each, enter) for each in ([rest] if rest else []) + alone)
     if row is None or row.verdict == "not run" or (not ran and row.verdict != "held"):
-        sys.stderr.write(f"{name} NOT PLAYED {took}  {figures}\n")
+        sys.stderr.write(f"{name} NOT RUN {took}  {figures}\n")
         return len(playing)
     word = NOT_RUN if not ran else CAUGHT if is_caught(ran[0], row) else HELD
     sys.stderr.write(f"{name} {word} {took}  {'; '.join(one.does for one in playing)} -> {figures}\n")

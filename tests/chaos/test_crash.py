@@ -51,7 +51,9 @@ async def test_killed_agent_is_restarted_without_restarting_jobs(stand: Stand) -
         beats = len(stand.monitor.of("heartbeat", AGENT))
         await stand.kill_agent()
         longest = max(longest, await stand.answers(5))
-    await until(lambda: len(stand.monitor.of("heartbeat", AGENT)) > beats, 5, "heartbeat after the last kill")
+    await until(
+        lambda: len(stand.monitor.of("heartbeat", AGENT)) > beats, 5, "no heartbeat arrived after the last kill"
+    )
     stand.tell(f"the agent was back after at most {longest:.2f} s, and no job was restarted")
 
 
@@ -77,8 +79,9 @@ async def test_apply_killed_at_any_system_call_can_be_repeated(stand: Stand) -> 
         told = await killed(stand, int(version[1:]), "all", [world.base], partial(_ask, stand, "apply", spec))
         await world.run("apply", spec)
         where = f"after the kill at {told.get('call')} of {told.get('path')}"
-        expect(_installed(world, version) == clean, f"{where} something is not as after an apply without a kill")
-        expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
+        is_same = _installed(world, version) == clean
+        expect(is_same, f"{where}: the repeated apply did not produce the same files as one without a kill")
+        await _reports(stand, version, where)
         await tidied([world.base], where)
         for path in world.store.iterdir():
             path.unlink()
@@ -89,6 +92,12 @@ async def test_apply_killed_at_any_system_call_can_be_repeated(stand: Stand) -> 
         f"killed {count} times, the last time at call {last}; "
         "each repeated apply produced the same files as one without a kill"
     )
+
+
+async def _reports(stand: Stand, version: str, where: str) -> None:
+    """Check that the agent reports the spec of this version as applied."""
+    seen = (await stand.call("get_state"))["configuration_hash"]
+    expect(seen == version, f"{where}: get_state reports version {seen}, but {version} was applied")
 
 
 async def _ask(stand: Stand, method: str, *arguments: object) -> None:
@@ -103,7 +112,7 @@ def _installed(world: RunningAgent, version: str) -> dict[str, tuple[int, bytes]
             for path in (one for one in top.rglob("*") if one.is_file()):
                 content = path.read_bytes()
                 if path.name == "version":
-                    expect(content == version.encode(), f"{path} is of another version")
+                    expect(content == version.encode(), f"{path} contains {content!r} instead of version {version}")
                     content = b""
                 found[str(path.relative_to(world.base))] = path.stat().st_mode, hashlib.sha256(content).digest()
     return found
@@ -138,7 +147,7 @@ async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) 
         where = f"after the kill at {told.get('call')} of {told.get('path')}"
         expect(not wrong, f"{where}: {'; '.join(wrong)}")
         await work(version)
-        expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
+        await _reports(stand, version, where)
         await tidied(places, where)
         return told
 
@@ -152,11 +161,13 @@ async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) 
         world.command = f"sh -c {shlex.quote(STANDING)} sh {command}"
         await stand.kill_agent()
         before = world.agent
-        await until(lambda: world.agent is not before and _stands(stand.pid), 10, "the next agent")
+        await until(
+            lambda: world.agent is not before and _stands(stand.pid), 10, "the init did not start the next agent"
+        )
         world.command = command
         told = await killed(stand, int(version[1:]), "root", places, boot)
         written.add(Path(told.get("path", "")).name.lstrip(".").partition(".tmp-")[0])
-        where = f"after the kill of a boot at {told.get('call')} of {told.get('path')}"
+        where = f"after the kill during a start at {told.get('call')} of {told.get('path')}"
         expect(not wrong, f"{where}: {'; '.join(wrong)}")
         await world.until_running()
         await tidied(places, where)
@@ -168,7 +179,7 @@ async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) 
     boots, last_of_boot = await sweep(boot_point, stand.of(3, 1))
     stand.between = lambda: None
     names = {name for name in written if name.endswith(".json")}
-    expect(len(names) >= 5, f"killed in writes of {sorted(names)} alone")
+    expect(len(names) >= 5, f"expected kills during writes of at least 5 state files, but hit only {sorted(names)}")
     at_work = f"killed {count} times during requests, the last time at call {last}"
     in_boots = f"{boots} times during starts, the last time at call {last_of_boot}"
     stand.tell(
@@ -198,16 +209,19 @@ async def test_restarted_agent_restarts_only_the_job_that_died_meanwhile(stand: 
     def saved() -> str:
         return str(json.loads(state.read_bytes().splitlines()[-1])["services"][victim]["state"])
 
-    await until(lambda: saved() == "running", 10, "a saved state")
+    await until(lambda: saved() == "running", 10, "the agent did not save that the job runs")
     stand.remember()
     stand.dies(victim)
     stand.between = lambda: os.kill(pid, signal.SIGKILL)
     await stand.kill_agent()
     back = await stand.answers(5)
     stand.between = lambda: None
-    again = await until(lambda: stand.live().get(victim, pid) != pid, 10, "the job that died runs again")
+    again = await until(lambda: stand.live().get(victim, pid) != pid, 10, "the job that died was not restarted")
     told = {one["name"]: one for one in (await asked(stand, "status"))["processes"]}
-    expect(told[victim]["last_exit"] == "SIGKILL", f"another exit than its keeper saw: {told[victim]}")
+    expect(
+        told[victim]["last_exit"] == "SIGKILL",
+        f"the agent does not report the exit that the keeper observed (SIGKILL): {told[victim]}",
+    )
     stand.tell(
         f"the agent was back after {back:.2f} s and the job {again:.2f} s later; its exit was reported correctly; the "
         "other 19 kept running"
@@ -234,16 +248,16 @@ async def test_sigterm_to_process_1_ends_all_jobs_in_order(stand: Stand) -> None
     stand.expected_ends += 1
     begun_at = time.monotonic()
     os.kill(stand.pid, signal.SIGTERM)
-    await until(lambda: len(stand.ends) == 1, 29, "the end of process 1")
-    took = at_most(time.monotonic() - begun_at, 29, "seconds until the end of process 1")
+    await until(lambda: len(stand.ends) == 1, 29, "process 1 did not exit")
+    took = at_most(time.monotonic() - begun_at, 29, "process 1 took {:.2f} s to exit")
     ended = (stand.world.base / "data/ended").read_text().split()
-    expect(len(set(ended)) == 19, f"only {len(set(ended))} of 19 jobs could end by themselves")
-    expect(stand.ends == [1], f"ended with {stand.ends[0]}, though one had to be killed")
+    expect(len(set(ended)) == 19, f"only {len(set(ended))} of 19 jobs exited by themselves")
+    expect(stand.ends == [1], f"process 1 exited with {stand.ends[0]} instead of 1, although a job had to be killed")
     await stand.answers(10)
     for name in jobs:
         await reaches(stand, name, "running", 10)
     wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
-    expect(not wrong, f"not started exactly once more: {wrong}")
+    expect(not wrong, f"these jobs were not restarted exactly once: {wrong}")
     stand.tell(f"exit code 1 after {took:.1f} s: 1 job was killed, 19 exited by themselves; the next agent started all")
 
 
@@ -261,18 +275,18 @@ async def test_sigterm_ends_a_compilation_and_its_children(stand: Stand) -> None
     script = f"echo $$ > {stand.world.base}/data/compiling\ntrap '' TERM\nsleep 100006 & sleep 100007\n"
     blob = stand.world.blob("source", archive({"packaging": script}))
     await stand.call("compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
-    await until((stand.world.base / "data/compiling").exists, 5, "packaging")
+    await until((stand.world.base / "data/compiling").exists, 5, "the packaging script did not start")
     stand.expected_ends += 1
     agent = stand.world.agent
     assert agent is not None
     begun_at = time.monotonic()
     agent.send(signal.SIGTERM)
     await agent.wait()
-    took = at_most(time.monotonic() - begun_at, 5, "seconds until the agent ends")
+    took = at_most(time.monotonic() - begun_at, 5, "the agent took {:.2f} s to exit")
     await stand.answers(10)
-    expect(commands("sleep 100006") + commands("sleep 100007") == 0, "processes of the compilation are left")
+    expect(commands("sleep 100006") + commands("sleep 100007") == 0, "processes of the compilation are still running")
     left = list((stand.world.base / "data/compile").glob("*"))
-    expect(not left, f"left behind: {left}")
+    expect(not left, f"files of the compilation were left behind: {left}")
     stand.tell(f"the agent exited after {took:.2f} s, and no process or file of the compilation was left")
 
 
@@ -300,10 +314,10 @@ async def test_container_restarted_in_place_starts_its_jobs(stand: Stand) -> Non
     begun_at = time.monotonic()
     await stand.answers(10)
     await stand.world.until_running()
-    took = at_most(time.monotonic() - begun_at, 10, "seconds until the jobs run")
+    took = at_most(time.monotonic() - begun_at, 10, "the jobs ran only after {:.2f} s")
     wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
-    expect(not wrong, f"not started exactly once more: {wrong}")
-    expect(not (base / "data/sys/run/stale").exists(), "the run directory of before is still there")
+    expect(not wrong, f"these jobs were not restarted exactly once: {wrong}")
+    expect(not (base / "data/sys/run/stale").exists(), "the run directory of the previous container was not cleared")
     stand.tell(f"all jobs were running after {took:.1f} s; 5 pidfiles with pid 1 were ignored")
 
 
@@ -316,7 +330,7 @@ async def test_replacing_the_agent_keeps_jobs_running_and_reports_the_lost_erran
     stand.remember()
     stand.expected_ends += 1
     task = (await stand.call("run_errand", "job0"))["agent_task_id"]
-    await until((world.base / "data/in-errand").exists, 5, "errand")
+    await until((world.base / "data/in-errand").exists, 5, "the errand did not start")
     agent = world.agent
     assert agent is not None
     agent.send(signal.SIGTERM)
@@ -324,7 +338,7 @@ async def test_replacing_the_agent_keeps_jobs_running_and_reports_the_lost_erran
     back = await stand.answers(5)
     # As with the Go agent, a script that the old process ran is lost, and the Director gets an error that says so.
     error = await refused(stand, "get_task", task)
-    expect("could not be found" in error, error)
+    expect("could not be found" in error, f"expected an error that the task could not be found, but got: {error}")
     stand.tell(
         f"the new agent answered after {back:.2f} s; none of 50 jobs was restarted; the errand was reported as lost, "
         "as the Go agent does"
@@ -356,25 +370,29 @@ async def test_failing_part_of_the_agent_does_not_affect_the_others(stand: Stand
         before = stand.metric(label)
         part.write_text(name)
         os.kill(stand.pid, signal.SIGRTMIN)
-        await until(lambda: stand.ends or stand.metric(label) > before, 10, f"the failure of {name}")
+        await until(
+            lambda: stand.ends or stand.metric(label) > before,
+            10,
+            f"the metrics did not count a failure of the part '{name}'",
+        )
 
     for name in PARTS:
         await fail(name)
         await stand.answers(5)
-    expect(not stand.ends, f"the agent ended with {stand.ends}")
+    expect(not stand.ends, f"the agent exited with {stand.ends} although each part failed only once")
     beat = await stand.heartbeat(31)
     stand.expected_ends += 2
     for pause in (0.5, 1, 2, 4, 8):
         await fail("tasks")
         with contextlib.suppress(NotHeldError):
-            await until(lambda: stand.ends, pause, "the end")
+            await until(lambda: stand.ends, pause, "the agent did not exit")
         if stand.ends:
             break  # the agent has been replaced, and the signal would kill the new one during its boot
-    await until(lambda: stand.ends, 5, "the end of the agent whose task queue keeps failing")
+    await until(lambda: stand.ends, 5, "the agent did not exit although its task queue kept failing")
     first = await stand.answers(5)
     part.write_text("supervisor")
     os.kill(stand.pid, signal.SIGRTMIN)
-    await until(lambda: len(stand.ends) == 2, 10, "the end of the agent whose supervisor has failed")
+    await until(lambda: len(stand.ends) == 2, 10, "the agent did not exit although its supervisor failed")
     back = max(first, await stand.answers(5))
     await stand.world.until_running()
     stand.tell(
@@ -384,16 +402,19 @@ async def test_failing_part_of_the_agent_does_not_affect_the_others(stand: Stand
 
 
 @case("C-10", "a second agent is started with the same directories")
-async def test_second_agent_on_the_same_tree_is_refused(stand: Stand) -> None:
+async def test_second_agent_with_the_same_directories_is_refused(stand: Stand) -> None:
     await stand.boot()
     stand.remember()
     begun_at = time.monotonic()
     done = await asyncio.to_thread(
         subprocess.run, stand.world.argv(), capture_output=True, text=True, timeout=20, check=False
     )
-    took = at_most(time.monotonic() - begun_at, 20, "seconds until it ends")
-    expect(done.returncode == 3, f"it ended with {done.returncode}")
-    expect(str(stand.pid) in done.stderr, f"it does not name the other: {done.stderr[-200:]}")
+    took = at_most(time.monotonic() - begun_at, 20, "the second agent took {:.2f} s to exit")
+    expect(done.returncode == 3, f"the second agent exited with {done.returncode} instead of 3")
+    expect(
+        str(stand.pid) in done.stderr,
+        f"the second agent's error does not contain the pid of the first: {done.stderr[-200:]}",
+    )
     stand.tell(f"it exited with code 3 after {took:.2f} s and reported the other agent")
 
 
@@ -437,21 +458,27 @@ async def test_package_is_complete_or_absent_after_a_kill_of_agent_or_worker(sta
         version, agent = f"{victim}-{number}", stand.pid
         told = await killed(stand, number, victim, places, partial(apply, version))
         where = f"after the kill of {victim} at {told.get('call')} of {told.get('path')}"
-        expect(told != {}, f"{where}: there is no call {number} of {len(calls)}")
+        expect(told != {}, f"the apply did not reach call {number}, although an earlier apply made {len(calls)} calls")
         half = [path for path in places[0].glob("*/[!.]*") if _tree(path) != clean]
-        expect(not half, f"{where} a part of a package has the name of a whole one: {half[:1]}")
+        expect(not half, f"{where}: an incomplete package has its final name: {half[:1]}")
         if agent not in told["killed"]:
-            expect("was killed by SIGKILL" in answers.get(version, ""), f"{where} the agent says: {answers}")
+            answer = answers.get(version, "")
+            expect(
+                "was killed by SIGKILL" in answer,
+                f"{where}: the error does not say that the worker was killed: {answer}",
+            )
             kinds.add(told["call"])
         kills[victim] += 1
         await apply(version)
         expect(
             all(_tree(world.base / "packages" / name) == clean for name in packed),
-            f"{where} something is not as after an apply without a kill",
+            f"{where}: the repeated apply did not produce the same files as one without a kill",
         )
-        expect(len(list(places[0].glob("*/*"))) == len(packed), f"{where} another version is left")
-        expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
-        expect(stand.live() == jobs, f"{where} the jobs are others: {stand.live()} after {jobs}")
+        expect(
+            len(list(places[0].glob("*/*"))) == len(packed), f"{where}: a package of another version was not removed"
+        )
+        await _reports(stand, version, where)
+        expect(stand.live() == jobs, f"{where}: jobs were restarted: {jobs} became {stand.live()}")
         await tidied([world.base], where)
     _check_syncs(calls, places[0])
     await world.run("start")  # needed because an apply forgets the jobs, but leaves their processes running
@@ -499,7 +526,8 @@ def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int,
         count = min(most, len(numbers))
         for turn in range(count):
             yield numbers[turn * (len(numbers) - 1) // max(1, count - 1)], VICTIMS[turn % len(VICTIMS)]
-    expect({"rename", "syncfs", "symlinkat", "mkdirat", "openat"} <= set(kinds), f"only {sorted(kinds)}")
+    missing = {"rename", "syncfs", "symlinkat", "mkdirat", "openat"} - set(kinds)
+    expect(not missing, f"the worker made none of the expected system calls {sorted(missing)}")
 
 
 def _check_syncs(calls: Sequence[Told], packages: Path) -> None:
@@ -517,7 +545,7 @@ def _check_syncs(calls: Sequence[Told], packages: Path) -> None:
         before = [
             one["call"] for one in calls[:at] if Path(one["path"]).is_relative_to(path) or one["call"] == "syncfs"
         ]
-        expect(before[-1:] == ["syncfs"], f"{path.name} is renamed after {before[-1:]}, before it is on disk")
+        expect(before[-1:] == ["syncfs"], f"{path.name} was renamed after {before[-1:]} instead of after syncfs")
         after = [one["call"] for one in calls[at:]]
-        expect("syncfs" in after, f"the new name of {path.name} is not on disk")
-    expect(renamed == 2, f"{renamed} packages are renamed")
+        expect("syncfs" in after, f"syncfs was not called after {path.name} was renamed")
+    expect(renamed == 2, f"expected 2 renamed packages, but there were {renamed}")

@@ -70,11 +70,13 @@ async def test_apply_on_a_failing_disk_is_refused_until_the_disk_recovers(stand:
     errors.append(await refused(stand, "apply", stand.world.spec(2, 2, 1 << 20, version="ro")))
     beat = await stand.heartbeat(31)
     state = await stand.call("get_state", "full")
-    expect(state["job_state"] == "running" and stand.live() == jobs, "the jobs do not go on")
+    expect(
+        state["job_state"] == "running" and stand.live() == jobs, "the jobs did not keep running on the read-only disk"
+    )
     raised = len(stand.alerts()) - alerts
-    expect(raised <= 1, f"{raised} alerts")
+    expect(raised <= 1, f"the read-only disk caused {raised} alerts, but the limit is 1")
     await stand.stop()
-    expect(not stand.live(), "the jobs cannot be stopped")
+    expect(not stand.live(), "jobs are still running after the stop")
     told = " / ".join(error.rpartition(": ")[2] for error in errors)
     stand.tell(f"refused: {told}; a heartbeat within {beat:.0f} s; each apply succeeded when the disk worked again")
 
@@ -116,11 +118,10 @@ async def test_apply_refuses_incomplete_changed_and_missing_blobs(stand: Stand) 
         else:
             blob.write_bytes(content)
         errors.append(await refused(stand, "apply", spec))
-        expect(not (stand.world.base / "packages/package0").exists(), "a wrong package was put in place")
+        expect(not (stand.world.base / "packages/package0").exists(), "a wrong package was installed")
     blob.write_bytes(good)
     await stand.world.run("apply", spec)
     await stand.world.run("start")
-    expect(len(errors) == 4, f"{len(errors)} kinds were refused")
     stand.tell(f"{len(errors)} kinds of wrong blobs were refused, and the right one was accepted afterwards")
 
 
@@ -141,12 +142,12 @@ async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
         # Run this in a thread, because this process must keep answering the bus server's pings.
         spec = await asyncio.to_thread(stand.world.spec, 1, 8, megabytes << 20, version=f"v{megabytes}")
         error = await refused(stand, "apply", spec)
-        expect("No space left on device" in error, f"refused without its reason: {error}")
+        expect("No space left on device" in error, f"the error does not say that there is no space: {error}")
         errors.add(error.rpartition(": ")[2])
         beat = await stand.call("get_state", "full")
-        expect("vitals" in beat, "no vitals")
+        expect("vitals" in beat, "get_state returned no vitals")
         left = list(data.rglob("*.tmp-*"))
-        expect(not left, f"left behind: {left[:3]}")
+        expect(not left, f"the refused apply left temporary files behind: {left[:3]}")
     subprocess.run(["mount", "-o", "remount,size=400m,nr_inodes=100k", str(data)], check=True)
     await stand.world.run("apply", spec)
     return f"it was refused ({' / '.join(sorted(errors))}), and succeeded when there was room"
@@ -205,8 +206,11 @@ async def test_hostile_archives_are_refused(stand: Stand) -> None:
         error = await refused(stand, "apply", spec)
         told += bool(error)
         escaped = list(stand.world.scratch.rglob("*escaped*"))
-        expect(not escaped and not os.path.exists("/tmp/agent-shim-chaos-escaped"), f"{name}: something got out")
-    expect(told == len(_hostile()), f"only {told} kinds are refused")
+        expect(
+            not escaped and not os.path.exists("/tmp/agent-shim-chaos-escaped"),
+            f"the archive '{name}' wrote a file outside its directory",
+        )
+    expect(told == len(_hostile()), f"only {told} of {len(_hostile())} errors contain a reason")
     stand.tell(f"{told} kinds were refused, and nothing was written outside")
 
 
@@ -241,14 +245,14 @@ async def test_logs_that_rotate_and_vanish_can_be_fetched(stand: Stand) -> None:
     blob = stand.world.store / result["blobstore_id"]
     names, remarks = await asyncio.to_thread(_members, blob)
     size = blob.stat().st_size
-    expect(took < 300, f"it took {took:.0f} s")
-    expect(len(names) > count * 0.6, f"only {len(names)} members of logs of which most are always there")
-    expect(not {"fifo.log", "out.log"} & names, "a FIFO or a link that leads out is packed")
-    expect("vanished before it was read" in remarks, "it is not told what vanished")
-    expect("leads out of the directory" in remarks, "it is not told which link leads out")
-    expect(watched.disk <= size, f"{watched.disk >> 20} MiB more disk for {size >> 20} MiB of archive")
+    expect(took < 300, f"fetch_logs took {took:.0f} s, but the limit is 300 s")
+    expect(len(names) > count * 0.6, f"the archive contains only {len(names)} of {count} logs")
+    expect(not {"fifo.log", "out.log"} & names, "the archive contains a FIFO or a link to a file outside the directory")
+    expect("vanished before it was read" in remarks, "the archive has no note about the logs that vanished")
+    expect("leads out of the directory" in remarks, "the archive has no note about the link to a file outside")
+    expect(watched.disk <= size, f"temporary files took {watched.disk >> 20} MiB for an archive of {size >> 20} MiB")
     grown = watched.memory - before.memory
-    expect(grown < 30 << 20, f"the agent grew by {grown >> 20} MiB")
+    expect(grown < 30 << 20, f"the agent's memory grew by {grown >> 20} MiB, but the limit is 30")
     stand.tell(
         f"{len(names)} files in {took:.1f} s; {watched.disk >> 20} MiB of disk space for an archive of "
         f"{size >> 20} MiB; the agent's memory {grown / (1 << 20):+.1f} MiB, its worker's {watched.worker >> 20} MiB"
@@ -316,7 +320,7 @@ def _members(archive: Path) -> tuple[set[str], str]:
 @case("D-10", "/etc/hosts is a mount, and then a read-only mount")
 async def test_mounted_hosts_file_is_written_in_place(stand: Stand) -> None:
     if os.geteuid() != 0:
-        raise CannotInjectError("needs root for a mount")
+        raise CannotInjectError("needs root to mount a file")
     await stand.boot()
     stand.remember()
     hosts, own = stand.world.base / "etc/hosts", stand.world.scratch / "hosts"
@@ -330,13 +334,16 @@ async def test_mounted_hosts_file_is_written_in_place(stand: Stand) -> None:
             records = {"version": version, "records": [[f"10.0.0.{version}", f"neighbour{version}"]]}
             blob = stand.world.blob(f"dns{version}", json.dumps(records).encode())
             answer = await stand.call("sync_dns", blob["blobstore_id"], blob["sha1"], version)
-            expect(answer == "synced", str(answer))
+            expect(answer == "synced", f"sync_dns returned {answer!r} instead of 'synced'")
             kept = json.loads((stand.world.base / "instance/dns/records.json").read_bytes())
-            expect(kept == records, f"records of version {version} are not there")
+            expect(kept == records, f"records.json does not contain the records of version {version}")
     finally:
         subprocess.run(["umount", str(hosts)], check=True)
     text = own.read_text()
-    expect("10.0.0.1 neighbour1" in text and "neighbour2" not in text, "the mounted file is not as expected")
+    expect(
+        "10.0.0.1 neighbour1" in text and "neighbour2" not in text,
+        f"the mounted file should contain only the first neighbour, but is {text!r}",
+    )
     stand.tell("it was written in place; the read-only file did not change, but bosh-dns got the new records")
 
 
@@ -364,7 +371,7 @@ while time.time() < ends_at:
 async def test_rotation_keeps_the_lines_of_a_log_in_use(stand: Stand) -> None:
     big, total = stand.of(10**9, 50 * 10**9), stand.of(64 << 20, 1 << 30)
     if (free := shutil.disk_usage(stand.world.scratch).free) < big + 10**10:
-        raise CannotInjectError(f"needs {big // 10**9 + 10} GB of disk, {free // 10**9} are free")
+        raise CannotInjectError(f"needs {big // 10**9 + 10} GB of free disk space, but there are only {free // 10**9}")
     stand.world.write_settings()
     options = json.loads(stand.world.config.read_text())
     options["AgentShim"]["logs"] = {"size": "1M", "keep": 50, "total": str(total), "period": 2}
@@ -382,21 +389,24 @@ async def test_rotation_keeps_the_lines_of_a_log_in_use(stand: Stand) -> None:
     def large() -> list[str]:
         return [path.name for path in many.glob("*.log") if path.stat().st_size > 1 << 20]
 
-    took = await until(lambda: not large(), 30, "all that are too large are rotated")
+    took = await until(lambda: not large(), 30, "not all large logs were rotated")
     await stand.answers(1)
     await writer.wait()
     await stand.heartbeat(35)
     size = sum(path.stat().st_size for path in logs.rglob("*.gz"))
-    expect(size <= total, f"{size >> 20} MiB of archives")
+    expect(size <= total, f"the archives take {size >> 20} MiB, but the limit is {total >> 20}")
     kept = len(list(many.glob("*.log.1.gz")))
-    expect(kept == 101, f"{kept} of 101 have an archive")
+    expect(kept == 101, f"{kept} of 101 large logs have an archive")
     said = f"many/big.log was too large to keep: its first {big - total // 2} bytes are lost"
-    expect(said in (stand.world.scratch / "agent.log").read_text(), "it is not told what is gone")
+    expect(
+        said in (stand.world.scratch / "agent.log").read_text(),
+        "the agent's log does not say which part of the huge log is lost",
+    )
     lost, window = _lost(moving)
-    at_most(window, 1, "seconds whose lines are lost")
-    at_most(lost, 1000, "lines lost of a writer without a pause")
+    at_most(window, 1, "lines of {:.2f} s are lost")
+    at_most(lost, 1000, "{} lines of the log in use are lost")
     archives = len(list(logs.glob("moving.log.*.gz")))
-    expect(archives > 5, f"only {archives} archives of a log of 40 MB")
+    expect(archives > 5, f"there are only {archives} archives of the log in use, which had 40 MB")
     told = f"{archives} archives of the log in use; {lost} lines lost, in at most {window * 1000:.0f} ms"
     stand.tell(f"{took:.0f} s; {total >> 21} MiB of the huge log were kept; {told}")
 
@@ -431,7 +441,7 @@ def _lost(log: Path) -> tuple[int, float]:
 @case("D-09", "disks are busy, mounted twice, missing, or partly migrated", is_long=True)
 async def test_busy_missing_and_half_migrated_disks_lose_no_file(stand: Stand) -> None:
     if os.geteuid() != 0:
-        raise CannotInjectError("needs root for disks")
+        raise CannotInjectError("needs root to mount disks")
     scratch, base = stand.world.scratch, stand.world.base
     stand.after.callback(_unmount_below, scratch)
     places = {name: scratch / f"volume-{name}" for name in ("old", "new", "missing")}
@@ -453,11 +463,11 @@ async def test_busy_missing_and_half_migrated_disks_lose_no_file(stand: Stand) -
     await stand.deploy(3)
     stand.remember()
     missing = await refused(stand, "mount_disk", "missing")
-    expect(str(places["missing"]) in missing, f"the path is not named: {missing}")
+    expect(str(places["missing"]) in missing, f"the error does not name the missing path: {missing}")
     with holding(store, "cwd") as holder:
         busy = await refused(stand, "unmount_disk", "old")
-        expect(str(holder.pid) in busy, f"who keeps it busy is not named: {busy}")
-    expect(await listed(stand) == ["old"], "the busy disk is gone")
+        expect(str(holder.pid) in busy, f"the error does not name the process that uses the disk: {busy}")
+    expect(await listed(stand) == ["old"], "list_disk does not return only the busy disk")
     before = fingerprint(store)
 
     await stand.world.run("mount_disk", "new")
@@ -469,14 +479,20 @@ async def test_busy_missing_and_half_migrated_disks_lose_no_file(stand: Stand) -
         kills += 1
         await stand.answers(30)
         names = set(await listed(stand))
-        expect(names in ({"old", "new"}, {"new"}, {"old"}), f"listed: {names}")
-        expect(fingerprint(store) == before, f"something is lost after {pause} s")
+        expect(
+            names in ({"old", "new"}, {"new"}, {"old"}),
+            f"after a kill during the migration, list_disk returned {names}",
+        )
+        expect(
+            fingerprint(store) == before,
+            f"files changed when the agent was killed {pause} s after the start of a migration",
+        )
         await stand.world.run("mount_disk", "new")
     await stand.world.run("migrate_disk", "old", "new")
-    expect(fingerprint(store) == before, "the copy is not what was copied")
+    expect(fingerprint(store) == before, "the files on the new disk differ from those on the old one")
     for _ in range(2):
         await stand.world.run("unmount_disk", "old")
-    expect(await listed(stand) == ["new"], "the new disk is not listed alone")
+    expect(await listed(stand) == ["new"], "list_disk does not return only the new disk")
     stand.moved[str(store)] = device
     stand.tell(
         f"{kills} kills during a migration, {len(before)} files unchanged; errors name the process that uses the "
@@ -523,9 +539,9 @@ async def test_acknowledged_changes_survive_failed_state_writes(stand: Stand) ->
             except TimeoutError:
                 return {}
             await stand.kill_agent()
-            await until(lambda: len(stand.ends) == stand.expected_ends, 10, "the end of the agent")
+            await until(lambda: len(stand.ends) == stand.expected_ends, 10, "the killed agent did not exit")
             await stand.answers(60)
-        where = f"after {error} from {told['call']} of {Path(told['path']).name} on"
+        where = f"after {error} at each call from {told['call']} of {Path(told['path']).name} on"
         expect(not wrong, f"{where}: {'; '.join(wrong)}")
         await _hold(stand, answers, version, where)
         refused_methods.update(method for method, is_done in answers.items() if not is_done)
@@ -561,13 +577,14 @@ async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: 
     """Check that the next agent still has the effect of each successful action, and reports the job state correctly."""
     paths, state = Paths(stand.world.base), await stand.call("get_state")
     if answers.get("update_settings"):
-        expect(version in paths.update_settings.read_text(), f"{where} the settings are lost")
+        expect(version in paths.update_settings.read_text(), f"{where}: the settings are lost")
     if answers.get("add_persistent_disk") and "remove_persistent_disk" not in answers:
-        expect(f"disk-{version}" in paths.disk_hints.read_text(), f"{where} the hint of a disk is lost")
+        expect(f"disk-{version}" in paths.disk_hints.read_text(), f"{where}: the added disk is lost")
     if answers.get("remove_persistent_disk"):
-        expect(f"disk-{version}" not in paths.disk_hints.read_text(), f"{where} the hint of a disk is there again")
+        expect(f"disk-{version}" not in paths.disk_hints.read_text(), f"{where}: the removed disk is there again")
     if answers.get("apply"):
-        expect(state["configuration_hash"] == version, f"{where} the spec is another")
+        seen = state["configuration_hash"]
+        expect(seen == version, f"{where}: get_state reports version {seen}, but {version} was applied")
     true = {("running", 2), ("stopped", 0)}
     # If a stop or start failed, "failing" without processes is correct as well. A Go agent reports the same if its
     # marker file is missing.
@@ -579,9 +596,10 @@ async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: 
                 await asyncio.sleep(0.05)
                 state = await stand.call("get_state")
     except TimeoutError:
-        raise NotHeldError(f"{where} the jobs are {state['job_state']}, and {len(stand.live())} run") from None
+        seen = f"job_state is {state['job_state']} and {len(stand.live())} of 2 jobs run"
+        raise NotHeldError(f"{where}: {seen}") from None
     if answers.get("start"):
-        expect(state["job_state"] == "running", f"{where} the jobs do not run that were started")
+        expect(state["job_state"] == "running", f"{where}: the started jobs do not run")
     elif answers.get("stop") and "start" not in answers:
         await asyncio.sleep(1)  # long enough for the agent to start the job if it wants to
-        expect(state["job_state"] == "stopped" and not stand.live(), f"{where} jobs run that were stopped")
+        expect(state["job_state"] == "stopped" and not stand.live(), f"{where}: the stopped jobs run again")

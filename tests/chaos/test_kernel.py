@@ -88,7 +88,7 @@ def container(limit: int) -> Iterator[Path]:
     """Create a cgroup v2 with a memory limit, and mark it as delegated like systemd."""
     ours = cgroups.find().memory
     if ours is None or ours.version != 2:
-        raise CannotInjectError("needs a memory cgroup of version 2")
+        raise CannotInjectError("needs cgroup v2 with the memory controller")
     top = job_cgroups.parent_of_job_cgroups(ours)
     place = top / "container"
     (top / "cgroup.subtree_control").write_text("+memory +pids")
@@ -137,26 +137,37 @@ async def test_job_or_container_beyond_its_memory_limit_is_reported(stand: Stand
 
     (data / "limited/eat").touch()
     said = await until(
-        lambda: stand.alerts("used 64.0 MiB, its limit is 64.0 MiB: it was killed"), 120, "alert of the limit"
+        lambda: stand.alerts("used 64.0 MiB, its limit is 64.0 MiB: it was killed"),
+        120,
+        "no alert reported that the job reached its limit",
     )
     await stand.world.until_running()
     (data / "eater/eat").touch()
-    alone = await until(lambda: _named("eater", stand.alerts("out of memory")), 120, "alert that names the job")
+    alone = await until(
+        lambda: _named("eater", stand.alerts("out of memory")), 120, "no alert named the job that ran out of memory"
+    )
     await stand.world.until_running()
-    expect(len(stand.ends) == 0, "the agent died with a job")
-    expect({len(pids) for name, pids in stand.world.starts().items() if name != "eater"} == {1}, "others died")
+    expect(len(stand.ends) == 0, "the agent was killed together with a job")
+    expect(
+        {len(pids) for name, pids in stand.world.starts().items() if name != "eater"} == {1},
+        "other jobs were restarted",
+    )
 
     before = stand.live()
     (group / "memory.oom.group").write_text("1")
     stand.expected_ends, stand.involved = 1, set(stand.live())
     stand.told |= {r"^job\d .* Does not exist - restart, severity 1$": None}
     (data / "eater/eat").touch()
-    await until(lambda: len(stand.ends) == 1, 120, "the end of all")
+    await until(lambda: len(stand.ends) == 1, 120, "the agent was not killed with its container")
     begun_at = time.monotonic()
-    await until(lambda: len(stand.live()) == 5 and not set(stand.live().values()) & set(before.values()), 60, "all")
+    await until(
+        lambda: len(stand.live()) == 5 and not set(stand.live().values()) & set(before.values()),
+        60,
+        "not all jobs ran again",
+    )
     await stand.answers(10)
     await stand.world.until_running()
-    back = at_most(time.monotonic() - begun_at, 70, "seconds until everything runs")
+    back = at_most(time.monotonic() - begun_at, 70, "everything ran only after {:.2f} s")
     stand.tell(
         f"reported after {said:.1f} s (limit of the job) and {alone:.1f} s (container); "
         f"everything was running {back:.1f} s after the whole container was killed"
@@ -180,25 +191,28 @@ async def test_agent_survives_the_expiry_of_its_certificate(stand: Stand) -> Non
     with _clock(2 * HOUR):
         beat = await stand.heartbeat(35)
         await stand.answers(1)
-        expect(stand.proxy.connections == links, "the link was given up though the server had nothing against it")
+        expect(stand.proxy.connections == links, "the agent gave up a connection that the server still accepted")
         vitals = (await stand.call("get_state", "full"))["vitals"]
-        expect(int(vitals["uptime"]["secs"]) >= 0, "a negative uptime")
-        await until(lambda: "has ended" in _log(stand), 70, "the log tells of the end")
+        expect(int(vitals["uptime"]["secs"]) >= 0, "the uptime is negative")
+        await until(lambda: "has ended" in _log(stand), 70, "the log did not report the expired certificate")
 
         stand.proxy.cut()
         await asyncio.sleep(30)
         attempts = stand.proxy.connections - links
-        expect(attempts > 1, "no further attempt")
-        expect(attempts <= 30, f"{attempts} attempts in 30 s")
-        expect("bus_certificate_expiry_timestamp_seconds" in stand.scrape(), "no metric of the end")
+        expect(attempts > 1, "the agent did not try to connect again")
+        expect(attempts <= 30, f"the agent tried to connect {attempts} times in 30 s, but the limit is 30")
+        expect(
+            "bus_certificate_expiry_timestamp_seconds" in stand.scrape(),
+            "there is no metric for the expiry of the certificate",
+        )
         try:
             await stand.call("ping", timeout=1)
         except RpcTimeoutError:
             pass
         else:
-            expect(False, "the server took a certificate that has ended")
+            expect(False, "the server accepted an expired certificate")
         told = _log(stand).count("has ended")
-        expect(told == 1, f"told {told} times")
+        expect(told == 1, f"the log reports the expired certificate {told} times instead of once")
 
         settings(authority.agent(AGENT))
         back = await stand.answers(CONNECTED + 8)
@@ -235,7 +249,10 @@ async def test_hanging_disk_does_not_delay_other_requests(stand: Stand) -> None:
     await stand.world.run("mount_disk", "disk-1")
     expect(await stand.world.director.run(AGENT, "list_disk") == ["disk-1"], "the disk is not mounted")
     await stand.deploy(3)
-    expect("persistent" in (await stand.call("get_state", "full"))["vitals"]["disk"], "no vitals of the disk")
+    expect(
+        "persistent" in (await stand.call("get_state", "full"))["vitals"]["disk"],
+        "get_state returns no vitals of the persistent disk",
+    )
     stand.remember()
     store, lasting = stand.world.base / "store", stand.of(60, 600)
     longest, others, beats = 0.0, 0.0, len(stand.monitor.of("heartbeat", AGENT))
@@ -248,14 +265,14 @@ async def test_hanging_disk_does_not_delay_other_requests(stand: Stand) -> None:
                     longest = max(longest, await _seconds(stand, AGENT, *request))
                 others = max(others, await _seconds(stand, BYSTANDER, "ping"))
                 await asyncio.sleep(0.5)
-            expect(writer.returncode is None, "the disk did not hang")
+            expect(writer.returncode is None, "a write to the suspended disk did not hang")
             beats = len(stand.monitor.of("heartbeat", AGENT)) - beats
-            expect(beats >= lasting // 30, f"{beats} heartbeats in {lasting} s")
+            expect(beats >= lasting // 30, f"only {beats} heartbeats in {lasting} s")
     await asyncio.wait_for(writer.wait(), 30)
     await stand.answers(1)
     told = f"a request took at most {longest * 1000:.0f} ms, one to an echo server {others * 1000:.0f} ms"
     # Allow as much more time as another process needed, because an emulated processor may stall for a second.
-    expect(longest < 2 + others, told)
+    expect(longest < 2 + others, f"{told}, but the agent may take at most 2 s longer")
     stand.tell(f"{told}; {beats} heartbeats in {lasting} s")
 
 
@@ -313,13 +330,14 @@ async def test_requests_are_answered_over_a_lossy_connection(stand: Stand) -> No
             try:
                 await stand.call("get_state" if number % 2 else "ping", timeout=10)
             except (RpcTimeoutError, RpcRemoteError) as exc:
-                expect(False, str(exc))
+                expect(False, f"request {number} failed: {exc}")
             requests.append(time.monotonic() - asked_at)
         beat = await stand.heartbeat(36)
         took = time.monotonic() - begun_at
-        expect(len(stand.monitor.of("heartbeat", AGENT)) - beats >= int(took / 35), "heartbeats are missing")
+        beats = len(stand.monitor.of("heartbeat", AGENT)) - beats
+        expect(beats >= int(took / 35), f"only {beats} heartbeats arrived in {took:.0f} s")
     await stand.answers(10)  # removing the qdisc also drops the packets in its queue, so wait until they are sent again
-    expect(max(requests) < 5, f"a request took {max(requests):.1f} s")
+    expect(max(requests) < 5, f"a request took {max(requests):.1f} s, but the limit is 5 s")
     stand.tell(f"the slowest request took {max(requests):.1f} s; a heartbeat arrived within {beat:.0f} s")
 
 

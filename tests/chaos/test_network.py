@@ -45,7 +45,7 @@ async def test_agent_reconnects_to_a_killed_server(stand: Stand) -> None:
         await asyncio.sleep(outage)
         await stand.world.server.start()
         took.append(await stand.answers(CONNECTED))
-        await until(lambda: len(stand.monitor.of("heartbeat", AGENT)) > beats, 3, "heartbeat at once")  # noqa: B023
+        await until(lambda: len(stand.monitor.of("heartbeat", AGENT)) > beats, 3, "no heartbeat arrived")  # noqa: B023
     stand.tell(f"the agent was back {' and '.join(f'{seconds:.1f}' for seconds in took)} s after the server")
 
 
@@ -62,7 +62,7 @@ async def test_dead_bus_connection_is_detected_and_replaced(stand: Stand) -> Non
     stand.remember()
     stand.proxy.swallow()
     left = stand.proxy.left
-    dead = await until(lambda: stand.proxy.left > left, 16, "dead link noticed")
+    dead = await until(lambda: stand.proxy.left > left, 16, "the agent did not notice the dead connection")
     await asyncio.sleep(stand.of(40, 120) - dead)
     stand.proxy.flow()
     back = await stand.answers(CONNECTED)
@@ -99,7 +99,7 @@ async def test_agent_survives_repeated_disconnections(stand: Stand) -> None:
         stand.proxy.cut()
         await asyncio.sleep(3)
     made = stand.proxy.connections - links
-    expect(made <= seconds, f"{made} attempts in {seconds} s")
+    expect(made <= seconds, f"the agent tried to connect {made} times in {seconds} s, but the limit is once a second")
     stand.tell(
         f"{made} attempts to connect in {seconds} s; the agent was back after {await stand.answers(CONNECTED):.1f} s"
     )
@@ -129,7 +129,7 @@ async def test_pings_are_answered_during_heavy_work(stand: Stand) -> None:
         longest = max(longest, time.monotonic() - begun_at)
         await asyncio.sleep(0.01)
     await working
-    expect(longest < 0.25, f"a ping took {longest * 1000:.0f} ms")
+    expect(longest < 0.25, f"a ping took {longest * 1000:.0f} ms, but the limit is 250 ms")
     stand.tell(f"the longest ping took {longest * 1000:.0f} ms")
 
 
@@ -146,8 +146,10 @@ async def test_changed_bus_credentials_are_used_and_invalid_ones_refused(stand: 
         begun_at = time.monotonic()
         await stand.world.run("update_settings", {"mbus": {"urls": list(stand.world.urls), "cert": cert}})
         await stand.answers(5)
-        longest = at_most(max(longest, time.monotonic() - begun_at), 10, "seconds until the answer over the new link")
-        expect(stand.proxy.connections > links, "the link is the old one")
+        longest = at_most(
+            max(longest, time.monotonic() - begun_at), 10, "the answer over the new connection took {:.2f} s"
+        )
+        expect(stand.proxy.connections > links, "the agent still uses the old connection")
     bad = {"ca": fresh.ca, "certificate": "nonsense", "private_key": fresh.private_key}
     await refused(stand, "update_settings", {"mbus": {"urls": list(stand.world.urls), "cert": bad}})
     await stand.answers(2)
@@ -185,11 +187,11 @@ async def test_repeated_requests_have_one_effect(stand: Stand) -> None:
     for _ in range(4):
         await director.request(AGENT, "run_script", ("count", {}), request_id)
     count = stand.world.base / "data/count"
-    await until(count.exists, 5, "the script")
+    await until(count.exists, 5, "the script did not run")
     tasks = [(await stand.call("run_script", "pre-stop", {}))["agent_task_id"] for _ in range(3)]
     for task in reversed(tasks):
         await stand.world.director.value(AGENT, "get_task", task)
-    expect(count.read_text() == "once\n", f"the script ran {count.read_text().count('once')} times")
+    expect(count.read_text() == "once\n", f"the script ran {count.read_text().count('once')} times instead of once")
     stand.tell("the four copies had one effect")
 
 
@@ -209,7 +211,7 @@ async def test_invalid_reply_subjects_do_not_end_the_connection(stand: Stand) ->
         await peer.publish(f"agent.{AGENT}", json.dumps(message).encode())
     links = stand.proxy.connections
     await stand.answers(2)
-    expect(stand.proxy.connections == links, "the link was given up")
+    expect(stand.proxy.connections == links, "the agent did not keep its connection")
     stand.tell(f"{len(subjects)} kinds of subjects, the connection was kept")
 
 
@@ -261,7 +263,7 @@ class NameServer(asyncio.DatagramProtocol):
 async def names(stand: Stand) -> AsyncIterator[NameServer]:
     """Run a name server that resolves all names for the agent. Call this before ``boot``."""
     if os.geteuid() != 0:
-        raise CannotInjectError("needs root for a resolv.conf of its own")
+        raise CannotInjectError("needs root to replace /etc/resolv.conf")
     address = f"127.{os.getpid() >> 16 & 0x7F | 0x80}.{os.getpid() >> 8 & 0xFF}.{os.getpid() & 0xFF}"
     loop = asyncio.get_running_loop()
     transport, server = await loop.create_datagram_endpoint(NameServer, (address, 53))
@@ -292,15 +294,20 @@ async def test_agent_survives_faulty_name_servers(stand: Stand) -> None:
             links = stand.proxy.connections
             stand.proxy.cut()
             await asyncio.sleep(seconds)
-            expect(stand.proxy.connections == links, f"{mode}: the fault did not show")
+            expect(
+                stand.proxy.connections == links,
+                f"{mode}: the agent connected although the server's name could not be resolved",
+            )
             before = stand.live()["job0"]
             os.kill(before, signal.SIGKILL)
-            await until(lambda: stand.live().get("job0", before) != before, 3, "a restart meanwhile")  # noqa: B023
-            expect("agent_shim_bus_connected 0" in await asyncio.to_thread(stand.scrape), "the metrics say otherwise")
+            missing = f"{mode}: job0 was not restarted"
+            await until(lambda: stand.live().get("job0", before) != before, 3, missing)  # noqa: B023
+            is_reported = "agent_shim_bus_connected 0" in await asyncio.to_thread(stand.scrape)
+            expect(is_reported, f"{mode}: the metrics do not report that the agent is disconnected")
             server.mode = "answer"
             longest = max(longest, await stand.answers(CONNECTED + 5))
         server.address = "127.0.0.2"
-        moved = await until(lambda: other.connections, 70, "a link to the new address")
+        moved = await until(lambda: other.connections, 70, "the agent did not connect to the new address")
         await stand.answers(5)
         stand.tell(
             f"the agent was back within {longest:.1f} s; it used the new address after {moved:.0f} s, although the "
@@ -402,13 +409,15 @@ async def test_agent_survives_invalid_server_messages(stand: Stand) -> None:
             async with asyncio.timeout(600):
                 await done.wait()
         except TimeoutError:
-            expect(False, f"it stayed away after {fake.connections} connections, {len(todo)} kinds to go")
+            expect(
+                False, f"the agent stopped connecting after {fake.connections} connections, {len(todo)} kinds were left"
+            )
         finally:
             stand.proxy.target = real
         share = (cpu_seconds(stand.pid) - before) / (time.monotonic() - begun_at)
     stand.proxy.cut()
     back = await stand.answers(CONNECTED)
-    expect(share < 0.2, f"it took {share:.0%} of a processor")
+    expect(share < 0.2, f"the agent used {share:.0%} of a CPU, but the limit is 20%")
     stand.tell(
         f"{kinds} kinds of data, a request split at {pieces} places; the agent was back {back:.1f} s after that, and "
         f"used {share:.1%} of a CPU"
@@ -430,7 +439,8 @@ async def _in_pieces(wire: ClientConnection) -> int:
                     wire.send(b"PONG\r\n")
                 elif line.startswith("PUB "):
                     await wire.payload(int(line.split()[-1]))
-            expect(await wire.payload(int(line.split()[-1])) == b'{"value":"pong"}', "another answer than pong")
+            answer = await wire.payload(int(line.split()[-1]))
+            expect(answer == b'{"value":"pong"}', f"the answer to a ping in two pieces is {answer!r} instead of pong")
     return len(message) - 1
 
 
@@ -481,7 +491,7 @@ async def test_thousand_agents_reconnect_to_a_restarted_server(stand: Stand) -> 
         await asyncio.sleep(OUTAGE)
         await server.start()
         begun_at = time.monotonic()
-        await until(lambda: min(one.came for one in members) > begun_at, 60, "all are back")
+        await until(lambda: min(one.came for one in members) > begun_at, 60, "not all agents reconnected")
         last = max(one.came for one in members) - begun_at
         await stand.answers(5)
     finally:
@@ -490,6 +500,6 @@ async def test_thousand_agents_reconnect_to_a_restarted_server(stand: Stand) -> 
         await asyncio.gather(*tasks, return_exceptions=True)
     tries = sorted(at - lost_at for one in members for at in one.tries if at > lost_at + SETTLED)
     most = max(bisect(tries, at + 1) - bisect_left(tries, at) for at in tries if at < OUTAGE - 1)
-    expect(most <= 200, f"{most} of them tried within a second")
-    expect(last <= 30, f"the last was back after {last:.1f} s")
+    expect(most <= 200, f"{most} agents tried to connect within a second, but the limit is 200")
+    expect(last <= 30, f"the last agent reconnected after {last:.1f} s, but the limit is 30 s")
     stand.tell(f"at most {most} tried to connect within a second; all were back {last:.1f} s after the server")

@@ -33,7 +33,7 @@ async def test_agent_survives_a_lack_of_descriptors(stand: Stand) -> None:
                 await stand.world.director.run(AGENT, "fetch_logs", "job", [], timeout=5, limit=10)
             except (RpcRemoteError, RpcTimeoutError):
                 errors += 1
-        expect(errors > 0, "the fault did not show")
+        expect(errors > 0, "all requests succeeded although the agent had no descriptors left")
     finally:
         resource.prlimit(stand.pid, resource.RLIMIT_NOFILE, (soft, hard))
     back = await stand.answers(5)
@@ -64,7 +64,7 @@ async def test_agent_answers_on_busy_processors(stand: Stand) -> None:
         for one in spinners:
             one.kill()
             await one.wait()
-    expect(longest < 1, f"a ping took {longest:.2f} s")
+    expect(longest < 1, f"a ping took {longest:.2f} s, but the limit is 1 s")
     stand.tell(f"the slowest ping took {longest * 1000:.0f} ms; a heartbeat arrived within {beat:.0f} s")
 
 
@@ -77,7 +77,7 @@ def cgroup(controller: str) -> Iterator[Path]:
     try:
         place = Path(tempfile.mkdtemp(prefix="agent-shim-chaos-", dir=top))
     except OSError as exc:
-        raise CannotInjectError(f"needs a {controller} cgroup of version 1: {exc.strerror}") from exc
+        raise CannotInjectError(f"needs cgroup v1 with the {controller} controller: {exc.strerror}") from exc
     try:
         yield place
     finally:
@@ -107,12 +107,13 @@ async def test_agent_survives_a_lack_of_processes(stand: Stand) -> None:
             except RpcRemoteError:
                 errors += 1
             await stand.call("ping", timeout=1)
-        expect(errors > 0, "the fault did not show")
+        expect(errors > 0, "all requests succeeded although no process could be started")
         before = cpu_seconds(stand.pid)
         beat = await stand.heartbeat(31)
-        expect(cpu_seconds(stand.pid) - before < 3, "a busy loop")
+        used = cpu_seconds(stand.pid) - before
+        expect(used < 3, f"the agent used {used:.1f} s of CPU time until the next heartbeat, as in a busy loop")
         (group / "pids.max").write_text("max")
-        took = await until(lambda: len(stand.live()) == 3, 60, "the job that died runs again")
+        took = await until(lambda: len(stand.live()) == 3, 60, "the job that died was not restarted")
     stand.tell(
         f"{errors} of 5 requests failed; a heartbeat arrived within {beat:.0f} s; the job was running {took:.0f} s "
         "after the limit was removed"
@@ -131,7 +132,7 @@ async def test_agent_works_in_64_mib(stand: Stand) -> None:
             await stand.world.run("run_script", "nothing", {})
         most = int((group / "memory.max_usage_in_bytes").read_text())
         failed = int((group / "memory.failcnt").read_text())
-        resident = at_most(stand.size().memory, 64 << 20, "resident bytes")
+        resident = at_most(stand.size().memory, 64 << 20, "the agent has {} bytes of resident memory")
     stand.tell(
         f"the agent's resident memory was {int(resident) >> 20} MiB; with the page cache, the cgroup used "
         f"{most >> 20} MiB and reached its limit {failed} times"
@@ -148,14 +149,17 @@ async def test_agent_survives_a_lack_of_threads_ports_and_random_bytes(stand: St
             (group / "tasks").write_text(thread.name)
         (group / "pids.max").write_text((group / "pids.current").read_text())
         answers = await asyncio.gather(*(stand.call("get_state", "full", timeout=10) for _ in range(50)))
-        expect(all(one["job_state"] == "running" for one in answers), "a wrong state")
+        expect(
+            all(one["job_state"] == "running" for one in answers),
+            "a reply to get_state does not say that the jobs are running",
+        )
         beat = await stand.heartbeat(31)
         (group / "pids.max").write_text("max")
     links = stand.proxy.connections
     async with injecting(stand, "connect:error=EADDRNOTAVAIL"):
         stand.proxy.cut()
         await asyncio.sleep(8)
-        expect(stand.proxy.connections == links, "the fault did not show")
+        expect(stand.proxy.connections == links, "the agent connected although no local port was available")
     back = await stand.answers(CONNECTED)
     async with injecting(stand, "getrandom:error=EAGAIN"):
         for _ in range(5):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.case import CASES
+from tests.chaos.failures import alternatives, messages
 from tests.chaos.sabotage import CAUGHT, INVARIANTS, WITNESSED, Saboteur, is_caught, report, tell
 from tests.chaos.saboteurs import GENERAL, SABOTEURS
 from tests.chaos.scorecard import Row, enter_general, enter_saboteur
@@ -41,6 +42,20 @@ def test_change_of_each_saboteur_can_be_applied(saboteur: Saboteur) -> None:
     ast.parse(changed)
     re.compile(saboteur.shows)
     assert saboteur in GENERAL or saboteur.played in CASES
+
+
+@pytest.mark.parametrize("saboteur", [*SABOTEURS, *GENERAL], ids=lambda one: one.row)
+def test_pattern_of_each_saboteur_matches_messages_of_its_case(saboteur: Saboteur) -> None:
+    """Each alternative in the pattern matches a message with which the case can fail.
+
+    Otherwise somebody has changed the message but not the pattern, and the saboteur would no longer be caught. General
+    saboteurs run with every case.
+    """
+    cases = list(CASES) if saboteur in GENERAL else [saboteur.played]
+    possible = set[str]().union(*map(messages, cases))
+
+    patterns = [*alternatives(saboteur.shows), *([saboteur.mark] if saboteur.mark else [])]
+    assert [one for one in patterns if not any(re.search(one, message) for message in possible)] == []
 
 
 def test_case_failing_for_another_reason_does_not_count_as_catching_the_saboteur() -> None:

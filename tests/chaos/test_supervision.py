@@ -41,13 +41,13 @@ async def test_all_killed_jobs_are_restarted_and_reported(stand: Stand) -> None:
     def again() -> int:
         return sum(pid != before[name] for name, pid in stand.live().items())
 
-    first = await until(again, 1, "the first runs again")
-    await until(lambda: again() == len(before), 15, "all run again")
-    last = at_most(time.monotonic() - begun_at, 16, "seconds until all run again")
+    first = await until(again, 1, "none of the killed jobs was restarted")
+    await until(lambda: again() == len(before), 15, "not all killed jobs were restarted")
+    last = at_most(time.monotonic() - begun_at, 16, "all killed jobs were restarted only after {:.2f} s")
     await stand.world.until_running()
     wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
-    expect(not wrong, f"not started exactly once more: {wrong}")
-    await until(lambda: len(stand.alerts()) == len(before), 10, "an alert of each")
+    expect(not wrong, f"these jobs were not restarted exactly once: {wrong}")
+    await until(lambda: len(stand.alerts()) == len(before), 10, "there was not exactly one alert for each killed job")
     alerts = len(stand.alerts())
     stand.tell(f"the first job was back after {first * 1000:.0f} ms, the last after {last:.2f} s; {alerts} alerts")
 
@@ -71,10 +71,13 @@ async def test_jobs_that_exit_at_once_are_restarted_with_growing_delays(stand: S
     minutes = stand.of(1, 60)
     await asyncio.sleep(60 * minutes)
     starts = [len((stand.world.base / f"data/bad{n}.starts").read_text().split()) for n in range(10)]
-    expect(max(starts) <= 23 + 6 * (minutes - 1), f"{max(starts)} starts in {minutes} min")
-    expect(min(starts) >= 4, f"only {min(starts)} starts: given up")
+    at_most(max(starts), 23 + 6 * (minutes - 1), f"a job was started {{}} times in {minutes} min")
+    expect(min(starts) >= 4, f"a job was started only {min(starts)} times, as if the agent had given up")
     states = await process_states(stand)
-    expect(states["bad0"] == "failing" or states["bad0"] == "starting", f"it is reported as {states['bad0']}")
+    expect(
+        states["bad0"] == "failing" or states["bad0"] == "starting",
+        f"a job that exits at once is reported as {states['bad0']}",
+    )
     expect(stand.live()["good"] == good, "another job was restarted")
     stand.tell(
         f"{min(starts)} to {max(starts)} starts of each job in {minutes} min; they were reported as {states['bad0']}"
@@ -94,8 +97,9 @@ async def test_daemon_with_a_late_pidfile_is_started_once(stand: Stand) -> None:
     took = await reaches(stand, "late", "running", 10)
     await asyncio.sleep(8)
     count = commands("sleep 100002")
-    expect(count <= 1, f"{count} instances of a daemon that writes no pidfile")
-    expect(commands("sleep 100001") == 1, "not one instance of the late one")
+    expect(count <= 1, f"the daemon that writes no pidfile runs {count} times")
+    late_count = commands("sleep 100001")
+    expect(late_count == 1, f"the daemon with the late pidfile runs {late_count} times instead of once")
     stand.tell(f"the daemon with the late pidfile was running after {took:.1f} s; {count} instance of the other")
 
 
@@ -107,7 +111,7 @@ async def test_daemon_with_a_late_pidfile_is_started_once(stand: Stand) -> None:
 )
 async def test_wrong_pidfiles_are_ignored(stand: Stand) -> None:
     if namespaces.INSIDE not in os.environ:
-        raise CannotInjectError("needs a process 1 of its own, which takes root")
+        raise CannotInjectError("needs root to run with its own process 1")
     await stand.boot()
     stranger = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220 - a process unrelated to the jobs
     names = ["foreign", "one", "agent", "garbage", "empty", "sparse", "link", "fifo"]
@@ -133,7 +137,7 @@ async def test_wrong_pidfiles_are_ignored(stand: Stand) -> None:
             await reaches(stand, name, "running", 10)
         stand.remember()
         await stand.stop()
-        expect(stranger.poll() is None, "a foreign process was killed")
+        expect(stranger.poll() is None, "the foreign process was killed")
         expect(not namespaces.signals_to_init(), f"process 1 got signals {namespaces.signals_to_init()}")
     finally:
         stranger.kill()
@@ -152,7 +156,7 @@ async def test_wrong_pidfiles_are_ignored(stand: Stand) -> None:
 )
 async def test_processes_with_reused_pids_get_no_signal(stand: Stand) -> None:
     if os.geteuid() != 0:
-        raise CannotInjectError("needs root for a pid namespace")
+        raise CannotInjectError("needs root to create a pid namespace")
     await stand.boot()
     stand.remember()
     rounds = str(stand.of(300, 10_000))
@@ -164,11 +168,11 @@ async def test_processes_with_reused_pids_get_no_signal(stand: Stand) -> None:
         subprocess.run, apart, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
     )
     by_signal = {128 + number for number in (signal.SIGTERM, signal.SIGKILL)}
-    expect(done.returncode not in by_signal, "strangers were signalled: the program that makes them")
-    expect(done.returncode == 0, done.stderr[-500:])
+    expect(done.returncode not in by_signal, "the program that reuses pids got a signal")
+    expect(done.returncode == 0, f"the program that reuses pids failed: {done.stderr[-500:]}")
     told = json.loads(done.stdout)
-    expect(told["signalled"] == [], f"strangers were signalled: {told['signalled'][:3]}")
-    expect(told["taken"] > 0.8 * told["rounds"], f"only {told['taken']} numbers could be taken")
+    expect(told["signalled"] == [], f"processes with reused pids got a signal: {told['signalled'][:3]}")
+    expect(told["taken"] > 0.8 * told["rounds"], f"only {told['taken']} of {told['rounds']} pids could be reused")
     stand.tell(f"{told['taken']} pids were reused by other processes, none of which got a signal")
 
 
@@ -197,12 +201,12 @@ async def test_agent_as_process_1_reaps_orphans(stand: Stand) -> None:
         storm = await asyncio.create_subprocess_exec(*inside)
         result = await stand.world.director.run(AGENT, "run_errand", "job0", timeout=30, limit=60)
         wrong += result["exit_code"] != 7
-        expect(await storm.wait() == 0, "the storm has failed")
-        longest = max(longest, await until(lambda: not _dead_children(stand.pid), 5, "all are reaped"))
+        expect(await storm.wait() == 0, "the program that creates orphans failed")
+        longest = max(longest, await until(lambda: not _dead_children(stand.pid), 5, "not all orphans were reaped"))
     used = (cpu_seconds(stand.pid) - before) / (time.monotonic() - begun_at)
-    expect(not wrong, f"{wrong} of 10 errands were told another exit code than theirs")
-    expect(longest <= 1, f"reaped {longest:.2f} s after a burst")
-    at_most(used, 0.9, "share of a processor")
+    expect(not wrong, f"{wrong} of 10 errands were reported with a wrong exit code")
+    expect(longest <= 1, f"the orphans were reaped {longest:.2f} s after a burst, but the limit is 1 s")
+    at_most(used, 0.9, "the agent used {:.2f} of a CPU")
     stand.tell(
         f"all were reaped at most {longest:.2f} s after each burst, with {used:.0%} of a CPU; 10 of 10 exit codes "
         "were right"
@@ -228,9 +232,9 @@ while :; do sleep 0.2; done"""
     await reaches(stand, "deaf", "running", 5)
     stand.remember()
     stand.told = {"^deaf .* Execution failed - alert, severity 1$": 1}
-    took = at_most(await stand.stop(), 45, "seconds until the answer to stop")
+    took = at_most(await stand.stop(), 45, "the stop took {:.2f} s")
     left = commands("sleep 100003") + commands("sleep 100004")
-    expect(left == 0, f"{left} processes of the job are left")
+    expect(left == 0, f"{left} processes of the job are still running")
     stand.tell(f"no process was left {took:.1f} s after the stop")
 
 
@@ -252,9 +256,9 @@ async def test_faulty_stop_programs_leave_no_process(stand: Stand) -> None:
     stand.remember()
     begun_at = time.monotonic()
     await stand.stop(limit=60)
-    took = at_most(time.monotonic() - begun_at, 60, "seconds until all have ended")
+    took = at_most(time.monotonic() - begun_at, 60, "the stop took {:.2f} s")
     stand.told = {rf"^{name} .* Execution failed - alert, severity 1$": 1 for name in ("hangs", "fails", "missing")}
-    expect(not stand.live(), f"still there: {stand.live()}")
+    expect(not stand.live(), f"jobs are still running after the stop: {stand.live()}")
     stand.tell(f"no process was left {took:.1f} s after the stop")
 
 
@@ -276,9 +280,9 @@ async def test_faulty_start_programs_do_not_delay_other_jobs(stand: Stand) -> No
     stand.told = {"^hangs .* Execution failed - alert, severity 1$": None}
     await asyncio.sleep(15)
     states = await process_states(stand)
-    expect(states["hangs"] != "running", "the one that hangs is said to be running")
+    expect(states["hangs"] != "running", "the job whose start program hangs is reported as running")
     kept = max((path.stat().st_blocks * 512 for path in stand.world.base.rglob("*") if path.is_file()), default=0)
-    expect(kept <= 2 << 20, f"{kept >> 20} MiB of output are kept")
+    expect(kept <= 2 << 20, f"{kept >> 20} MiB of output were kept, but the limit is 2")
     stand.tell(f"{kept >> 10} KiB of 200 MB of output were kept; other jobs started on time")
 
 
@@ -311,18 +315,20 @@ async def test_jobs_survive_endless_output_and_a_full_disk(stand: Stand) -> None
 
     for _ in range(1000):  # this produces 200 KiB of log, but a pipe has room for only 64 KiB
         await stand.call("ping")
-    await until(lambda: left() < 1 << 20, 60, "the disk is full")
+    await until(lambda: left() < 1 << 20, 60, "the disk did not run full")
     os.kill(stand.pid, signal.SIGSTOP)
     await asyncio.sleep(5)
     os.kill(stand.pid, signal.SIGCONT)
     await stand.answers(5)
     beat = await stand.heartbeat(31)
     expect(stand.live() == before, "a job was restarted")
-    expect("disk" in stand.monitor.of("heartbeat", AGENT)[-1].body["vitals"], "no disk in the vitals")
+    expect("disk" in stand.monitor.of("heartbeat", AGENT)[-1].body["vitals"], "the heartbeat has no vitals of the disk")
     subprocess.run(["mount", "-o", "remount,size=400m", str(data)], check=True)
     os.kill(before["good"], signal.SIGKILL)
     stand.dies("good")
-    again = await until(lambda: stand.live().get("good", before["good"]) != before["good"], 40, "a restart")
+    again = await until(
+        lambda: stand.live().get("good", before["good"]) != before["good"], 40, "the killed job was not restarted"
+    )
     await stand.stop()
     stand.tell(
         f"no job was restarted; a heartbeat arrived within {beat:.0f} s; with free space, a job was back in "
@@ -354,22 +360,22 @@ async def test_concurrent_commands_never_start_a_job_twice(stand: Stand) -> None
             begun_at = time.monotonic()
             async with asyncio.timeout(30):
                 await asyncio.gather(ask(first), ask(second))
-            longest = at_most(max(longest, time.monotonic() - begun_at), 30, "seconds of a race")
+            longest = at_most(max(longest, time.monotonic() - begun_at), 30, "a race took {:.2f} s")
             races += 1
             count = commands("sleep 100011")
-            expect(count <= 1, f"{first} and {second} after {before}: {count} instances")
+            expect(count <= 1, f"{first} and {second} after {before} led to {count} processes")
             if first == second and first in OUTCOMES:
-                told = f"{OUTCOMES[first]} instances after {first} and {second} from {before}"
+                told = f"{first} and {second} after {before} did not lead to {OUTCOMES[first]} processes"
                 await until(lambda: commands("sleep 100011") == OUTCOMES[first], 10, told)  # noqa: B023
             [seen] = (await asked(stand, "services", action="show"))["services"]
             if seen["phase"] in ("running", "stopped"):
                 wanted = int(seen["phase"] == "running")  # but the start script may not have reached its exec yet
-                told = f"{wanted} instances, as it is {seen['phase']} after {first} and {second}"
-                await until(lambda: commands("sleep 100011") == wanted, 5, told)  # noqa: B023
+                other = f"{first} and {second} left the job {seen['phase']}, but it did not have {wanted} processes"
+                await until(lambda: commands("sleep 100011") == wanted, 5, other)  # noqa: B023
     await ask("stop")
-    expect(commands("sleep 100011") == 0, "it runs though it was stopped last")
+    expect(commands("sleep 100011") == 0, "the job runs although it was stopped last")
     await ask("start")
-    await until(lambda: commands("sleep 100011") == 1, 5, "it runs, as it was started last")
+    await until(lambda: commands("sleep 100011") == 1, 5, "the job did not run although it was started last")
     stand.tell(f"{races} races, each decided within {longest:.2f} s; there were never two instances")
 
 
@@ -396,11 +402,11 @@ async def test_invalid_monit_files_do_not_affect_other_jobs(stand: Stand) -> Non
     stand.failing = states.keys() - {"good"}
     stand.told = {r"^m\d+ .* Execution failed - alert, severity 1$": None}
     wrong = {name: states.get(name) for name in ("cycle-a", "lonely") if states.get(name) == "running"}
-    expect(not wrong, f"said to be running: {wrong}")
-    expect(len(stand.world.starts().get("twin", ())) <= 1, "the name that is there twice was started twice")
+    expect(not wrong, f"jobs with an invalid monit file are reported as running: {wrong}")
+    expect(len(stand.world.starts().get("twin", ())) <= 1, "the check whose name is used twice was started twice")
     told = json.dumps(await asked(stand, "services", action="show"))
     for why in ("depends on itself", "which is not defined", "is defined already"):
-        expect(why in told, f"it is not told of a job that {why}")
+        expect(why in told, f"the errors of the services do not include '{why}'")
     stand.tell(f"a job with a valid file was running after {took:.2f} s")
 
 
@@ -428,9 +434,9 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
     stand.involved = {"hungry"}
     stand.told = {r"^hungry \(127\.0\.0\.1\) - Resource limit matched - restart, severity 3$": 1}
     good = stand.live()["good"]
-    took = await until(lambda: commands("sleep 100008") == 1, 60, "the restart")
+    took = await until(lambda: commands("sleep 100008") == 1, 60, "the job was not restarted")
     await asyncio.sleep(15)
-    expect(commands("sleep 100008") == 1, "it was restarted again")
+    expect(commands("sleep 100008") == 1, "the job was restarted again")
     expect(stand.live()["good"] == good, "another job was restarted")
     count = len(stand.alerts("hungry"))
     stand.tell(f"restarted once, {took:.0f} s after it had grown; {count} alert{'' if count == 1 else 's'}")
@@ -474,7 +480,7 @@ async def test_hanging_checks_do_not_delay_restarts(stand: Stand) -> None:
         before = stand.live()["good"]
         stand.dies("good")
         os.kill(before, signal.SIGKILL)
-        took = await until(lambda: stand.live().get("good", before) != before, 2, "a job restarted meanwhile")
+        took = await until(lambda: stand.live().get("good", before) != before, 2, "the killed job was not restarted")
     finally:
         for server in servers:
             server.close()
@@ -504,13 +510,13 @@ async def test_clock_jumps_do_not_change_intervals(stand: Stand) -> None:
         gaps.append(await stand.heartbeat(31.5))
         state = await stand.call("get_state", "full")
         shown += [one["uptime"]["secs"] for one in state["processes"]]
-        expect(state["job_state"] == "running", f"the jobs are {state['job_state']}")
-        expect(min(shown) >= 0 and max(shown) < DAY, f"uptimes of {min(shown)} to {max(shown)} s")
+        expect(state["job_state"] == "running", f"job_state is {state['job_state']} instead of running")
+        expect(min(shown) >= 0 and max(shown) < DAY, f"get_state reports uptimes of {min(shown)} to {max(shown)} s")
     # Force a reconnection, which must fail because no certificate is valid yet in 1970.
     stand.proxy.cut()
     links = stand.proxy.connections
-    await until(lambda: stand.proxy.connections > links + 1, 20, "it tries again")
-    expect(not await _is_back(stand), "a certificate of the future was taken")
+    await until(lambda: stand.proxy.connections > links + 1, 20, "the agent did not try to connect again")
+    expect(not await _is_back(stand), "the agent accepted a certificate that is not yet valid")
     jump.write_text("+0\n")
     back = await stand.answers(CONNECTED)
     rest = f"in 1970 the connection failed, and the agent was back {back:.1f} s after that"

@@ -41,7 +41,7 @@ async def killed(
     if pid in told["killed"]:
         stand.expected_ends += 1
         working.cancel()
-        await until(lambda: len(stand.ends) == stand.expected_ends, 60, "the end of the agent")
+        await until(lambda: len(stand.ends) == stand.expected_ends, 60, "the killed agent did not exit")
         await stand.answers(60)
     with contextlib.suppress(asyncio.CancelledError, RpcRemoteError, RpcTimeoutError):
         await working
@@ -109,7 +109,7 @@ async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int
         else:
             beyond += 1
         number += step
-    expect(count > 1, "nothing was killed")
+    expect(count > 1, f"expected at least two kills or failed calls, but there were {count}")
     return count, last
 
 
@@ -123,7 +123,7 @@ async def tidied(places: Sequence[Path], where: str) -> None:
         return {path for place in places for glob in (".*.tmp-*", "worker-*") for path in place.rglob(glob)}
 
     first = left()
-    await until(lambda: not first & left(), 5, f"{where} {len(first)} temporary files go")
+    await until(lambda: not first & left(), 5, f"{where}: {len(first)} temporary files were not removed")
 
 
 def places_of_state(base: Path) -> list[Path]:

@@ -54,20 +54,24 @@ def expect(fact: bool, what: str) -> None:
 
 
 def at_most(figure: float, limit: float, what: str) -> float:
-    """Return ``figure``, which becomes part of the case's row. Raise ``NotHeldError`` if it exceeds ``limit``."""
-    expect(figure <= limit, f"{what}: {figure:.2f}, more than {limit:g}")
+    """Return ``figure``, which becomes part of the case's row. Raise ``NotHeldError`` if it exceeds ``limit``.
+
+    ``what`` is a format string for the figure, such as ``process 1 took {:.2f} s to exit``.
+    """
+    expect(figure <= limit, f"{what.format(figure)}, but the limit is {limit}")
     return figure
 
 
 async def until(fact: Callable[[], Any], within: float, what: str) -> float:
     """Wait until ``fact()`` is true, and return the seconds it took.
 
-    Raises ``NotHeldError`` after ``within`` seconds.
+    Raises ``NotHeldError`` after ``within`` seconds. ``what`` says what did not happen, such as ``no alert arrived``,
+    and is followed by the time limit.
     """
     begun_at = time.monotonic()
     while not fact():
         if time.monotonic() - begun_at > within:
-            raise NotHeldError(f"{what}: not within {within:g} s")
+            raise NotHeldError(f"{what} within {within:g} s")
         await asyncio.sleep(0.005)
     return time.monotonic() - begun_at
 
@@ -129,7 +133,7 @@ class Stand:
     def contain(self) -> None:
         """Run the agent as process 1 of a container with its own namespaces. Call this before ``boot``."""
         if os.geteuid() != 0:
-            raise CannotInjectError("needs root for namespaces")
+            raise CannotInjectError("needs root to create namespaces")
         self.world.is_apart = True
         self.prefix("unshare --pid --mount --fork --mount-proc --kill-child --")
 
@@ -169,7 +173,7 @@ class Stand:
         took = await self.world.run("stop", limit=limit)
         alive = {one.identity for one in proc.table().values() if one.is_alive}
         left = [line for identity, line in before.items() if identity in alive]
-        expect(not left, f"still there after a stop: {', '.join(left[:3])}")
+        expect(not left, f"{len(left)} processes are still running after a stop: {', '.join(left[:3])}")
         return took
 
     async def call(self, method: str, *arguments: Any, timeout: float = 5.0) -> Any:
@@ -186,12 +190,12 @@ class Stand:
             with contextlib.suppress(RpcTimeoutError):
                 await self.call("ping", timeout=patience)
                 return time.monotonic() - begun_at
-        raise NotHeldError(f"no pong within {within:g} s")
+        raise NotHeldError(f"the agent did not answer a ping within {within:g} s")
 
     async def heartbeat(self, within: float) -> float:
         """Wait for the next heartbeat. Return the seconds until then."""
         before = len(self.monitor.of("heartbeat", AGENT))
-        return await until(lambda: len(self.monitor.of("heartbeat", AGENT)) > before, within, "heartbeat")
+        return await until(lambda: len(self.monitor.of("heartbeat", AGENT)) > before, within, "no heartbeat arrived")
 
     async def kill_agent(self) -> None:
         """Send the agent SIGKILL. The init restarts it."""
@@ -309,7 +313,7 @@ async def refused(stand: Stand, method: str, *arguments: Any) -> str:
         await stand.world.run(method, *arguments)
     except RpcRemoteError as exc:
         return str(exc)
-    raise NotHeldError(f"{method} was not refused")
+    raise NotHeldError(f"{method} succeeded, but it should have been refused")
 
 
 @asynccontextmanager
@@ -348,7 +352,7 @@ def small(stand: Stand, options: str) -> None:
     place = stand.world.base / "data"
     place.mkdir(parents=True)
     if os.geteuid() != 0:
-        raise CannotInjectError("needs root for a small tmpfs")
+        raise CannotInjectError("needs root to mount a small tmpfs")
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], check=True)
     unmounted_after(stand, place)
 

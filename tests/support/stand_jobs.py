@@ -84,5 +84,5 @@ async def reaches(stand: Stand, name: str, state: str, within: float) -> float:
         if seen == state:
             return time.monotonic() - begun_at
         await asyncio.sleep(0.02)
-    expect(False, f"{name} is {seen} and not {state} after {within:g} s")
+    expect(False, f"{name} is {seen} after {within:g} s, but should be {state}")
     return within

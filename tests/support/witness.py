@@ -80,11 +80,11 @@ class Size:
         """Return the violations of I4: values that exceed the reference by more than is allowed."""
         found = []
         if self.descriptors > before.descriptors + 5:
-            found.append(f"I4: {self.descriptors} descriptors after {before.descriptors}")
+            found.append(f"I4: {self.descriptors} descriptors instead of {before.descriptors}")
         if self.threads > before.threads + 2:
-            found.append(f"I4: {self.threads} threads after {before.threads}")
+            found.append(f"I4: {self.threads} threads instead of {before.threads}")
         if self.memory > before.memory + MEMORY:
-            found.append(f"I4: {self.memory >> 20} MiB after {before.memory >> 20} MiB")
+            found.append(f"I4: {self.memory >> 20} MiB of memory instead of {before.memory >> 20} MiB")
         return found
 
 
@@ -157,7 +157,7 @@ class Witness:
         found += await asyncio.to_thread(self.changed, before)
         found += await self._worked()
         if len(stand.ends) != stand.expected_ends:
-            found.append(f"I1: the agent ended {len(stand.ends)} times, not {stand.expected_ends}: {stand.ends}")
+            found.append(f"I1: the agent exited {len(stand.ends)} times instead of {stand.expected_ends}: {stand.ends}")
         found = [one for one in found if one.partition(":")[0] not in stand.omitted]
         return found or [one for one in await self._beats(before) if one.partition(":")[0] not in stand.omitted]
 
@@ -175,7 +175,7 @@ class Witness:
             strange = set(seen)
             await asyncio.sleep(0.5)
         names = sorted(seen[one] for one in lasting)
-        return wrong + ([f"I15: {len(names)} processes live on: {', '.join(names[:3])}"] if names else [])
+        return wrong + ([f"I15: {len(names)} leftover processes: {', '.join(names[:3])}"] if names else [])
 
     async def _wrong_states(self) -> list[str]:
         """Compare the jobs in ``get_state`` with the requested states and the running processes (I16)."""
@@ -183,19 +183,22 @@ class Witness:
         try:
             state = await stand.call("get_state", "full")
         except RpcTimeoutError:
-            return ["I16: no state"]
+            return ["I16: get_state was not answered"]
         told = {one["name"]: one["state"] for one in state.get("processes", ())}
         lives = {name: name in roots for name in told}
         for name, said in told.items():
             if name in stand.failing:
-                found += [f"I16: {name} is said to be running"] * (said == "running" and not lives[name])
+                found += [f"I16: {name} is reported as running without a process"] * (
+                    said == "running" and not lives[name]
+                )
             elif {said == "running", lives[name]} != {stand.world.is_started}:
-                found.append(f"I16: {name} is said to be {said} and {'lives' if lives[name] else 'has no process'}")
+                seen, wanted = "with" if lives[name] else "without", "" if stand.world.is_started else "not "
+                found.append(f"I16: {name} is reported as {said} {seen} a process, but should {wanted}run")
         unsaid = sorted(roots.keys() - told)
-        found += [f"I16: {' '.join(unsaid[:3])} live and are not in the state"] * bool(unsaid)
+        found += [f"I16: running jobs are missing from the state: {' '.join(unsaid[:3])}"] * bool(unsaid)
         wanted = "running" if stand.world.is_started else "stopped"
         if told and not stand.failing and state["job_state"] != wanted:
-            found.append(f"I16: the jobs are {state['job_state']} and not {wanted}")
+            found.append(f"I16: job_state is {state['job_state']} instead of {wanted}")
         return found
 
     def _strangers(self) -> dict[Identity, str]:
@@ -260,7 +263,7 @@ class Witness:
         again = {name for name, identity in before.roots.items() if now.get(name, identity) != identity}
         again |= {name for name, pids in starts.items() if pids != before.starts.get(name, pids[:1])}
         again -= self._stand.involved
-        return [f"I2: restarted though nothing happened to them: {' '.join(sorted(again)[:5])}"] if again else []
+        return [f"I2: unaffected jobs were restarted: {' '.join(sorted(again)[:5])}"] if again else []
 
     async def _alerts(self, before: Before) -> list[str]:
         """Compare the alerts with those that the case expects (I12)."""
@@ -273,9 +276,9 @@ class Witness:
             for pattern, times in stand.told.items():
                 count = sum(re.search(pattern, text) is not None for text in texts)
                 if count < (times or 1) or (times is not None and count > times):
-                    missing.append(f"I12: {count} alerts match '{pattern}'" + (f", not {times}" if times else ""))
+                    missing.append(f"I12: {count} alerts match '{pattern}'" + (f" instead of {times}" if times else ""))
             other = [text for text in texts if not any(re.search(pattern, text) for pattern in stand.told)]
-            return missing, [f"I12: alerted of something else: {', '.join(other[:3])}"] if other else []
+            return missing, [f"I12: unexpected alerts: {', '.join(other[:3])}"] if other else []
 
         ends_at = time.monotonic() + SETTLED
         while seen()[0] and time.monotonic() < ends_at:
@@ -299,14 +302,14 @@ class Witness:
         wanted, now = self._stand.moved, self._mounts()
         points = Counter(one.partition(":")[0] for one in now.elements())
         found = [
-            f"I14: mounted {'no longer' if here is now else 'now'}: {one}"
-            for here, there in ((now, before.mounts), (before.mounts, now))
-            for one in sorted((there - here).elements())
+            f"I14: {kind} mount: {one}"
+            for kind, these in (("missing", before.mounts - now), ("unexpected", now - before.mounts))
+            for one in sorted(these.elements())
             if one.partition(":")[0] not in wanted
         ]
         for point, source in wanted.items():
             if points[point] != 1 or not any(one.startswith(f"{point}: ") and source in one for one in now):
-                found.append(f"I14: {point} is not {source} alone")
+                found.append(f"I14: {source} is not the only mount at {point}")
         return found
 
     def _deployed(self) -> dict[str, Entry]:
@@ -340,7 +343,9 @@ class Witness:
             top = stand.world.base / kind
             there = {path.name for path in top.iterdir()} - {OWN} if top.is_dir() else set()
             if there != expected.keys():
-                found.append(f"I13: {kind} are {' '.join(sorted(there)[:5])}, not {' '.join(sorted(expected)[:5])}")
+                found.append(
+                    f"I13: {kind} are {' '.join(sorted(there)[:5])} instead of {' '.join(sorted(expected)[:5])}"
+                )
             for name, files in expected.items():
                 if files is None or name not in there:
                     continue
@@ -354,10 +359,10 @@ class Witness:
                     for path in sorted(real.keys() | files.keys())
                     if real.get(path) != files.get(path) and f"{kind}/{name}/{path}" not in written
                 ]
-                found += [f"I13: {kind}/{name}/{path} is not as in its blob" for path in wrong[:1]]
+                found += [f"I13: {kind}/{name}/{path} differs from its blob" for path in wrong[:1]]
         modes = self.modes()
         wrong = [path for path, mode in before.modes.items() if modes.get(path, mode) != mode and path not in written]
-        found += [f"I13: {path} has another mode" for path in wrong[:1]]
+        found += [f"I13: the mode of {path} has changed" for path in wrong[:1]]
         if spec is before.applied and not found:
             now = self._deployed()
             # Ignore new files below ``data``, because a refused apply may have installed other versions there.
@@ -400,7 +405,7 @@ class Witness:
             async with asyncio.timeout(TASK):
                 return await (self._errand() if self._stand.world.applied else self._compiled())
         except (RpcRemoteError, RpcTimeoutError, TimeoutError, OSError) as exc:
-            return [f"I17: a task has no result: {type(exc).__name__} {exc}"]
+            return [f"I17: a task failed: {type(exc).__name__} {exc}"]
 
     async def _errand(self) -> list[str]:
         stand, found = self._stand, list[str]()
@@ -418,12 +423,12 @@ class Witness:
         finally:
             program.unlink() if former is None else program.write_bytes(former)
         if told != {"stdout": "the witness\n", "stderr": "asks\n", "exit_code": 7}:
-            found.append(f"I17: an errand that prints and ends with 7 is told as {told}")
+            found.append(f"I17: the reported result of an errand with exit code 7 is {told}")
         ends_at = time.monotonic() + SETTLED
         while (counted := stand.metric(counter) - before) != 1 and time.monotonic() < ends_at:
             await asyncio.sleep(0.2)
         if counted != 1:
-            found.append(f"I18: the metrics count {counted:g} errands, not 1")
+            found.append(f"I18: the metrics count {counted:g} errands instead of 1")
         told = await stand.world.director.run(AGENT, "fetch_logs", "job", ["witness/*.log"])
         blob = stand.world.store / told["blobstore_id"]
         content = blob.read_bytes()
@@ -431,9 +436,9 @@ class Witness:
             members = {Path(member.name).name: member for member in tar if member.isreg()}
             file = tar.extractfile(members["witness.log"]) if "witness.log" in members else None
             if file is None or file.read() != LOG:
-                found.append(f"I17: a log is not complete in its archive of {sorted(members)}")
+                found.append(f"I17: a log is missing or incomplete in the archive of {sorted(members)}")
         if hashlib.sha1(content).hexdigest() not in told["sha1"]:
-            found.append("I17: an archive of logs has another digest")
+            found.append("I17: the digest of a log archive is wrong")
         if (stand.world.base / "data/sys/log/witness/witness.log").read_bytes() != LOG:
             found.append("I13: a log file has changed")
         blob.unlink()
@@ -448,7 +453,9 @@ class Witness:
         )
         with tarfile.open(stand.world.store / told["result"]["blobstore_id"]) as tar:
             file = next((tar.extractfile(one) for one in tar if Path(one.name).name == "witness"), None)
-            return [] if file and file.read() == b"compiled\n" else ["I17: a compiled package lacks its file"]
+            return (
+                [] if file and file.read() == b"compiled\n" else ["I17: a compiled package does not contain its file"]
+            )
 
     async def _beats(self, before: Before) -> list[str]:
         """Wait for a heartbeat and compare it with the state (I11). Compare the metrics with the observations (I18)."""
@@ -470,9 +477,9 @@ class Witness:
         }
         for key, value in wanted.items():
             if beat.body[key] != value:
-                found.append(f"I11: a heartbeat says {key} {beat.body[key]!r}, not {value!r}")
+                found.append(f"I11: {key} in a heartbeat is {beat.body[key]!r} instead of {value!r}")
         missing = {"cpu", "mem", "disk", "load"} - beat.body["vitals"].keys()
-        found += [f"I11: a heartbeat has no {' '.join(sorted(missing))}"] if missing else []
+        found += [f"I11: a heartbeat has no vitals of {' '.join(sorted(missing))}"] if missing else []
         return found + await asyncio.to_thread(self._measured, before, state)
 
     def _heartbeats(self) -> list[Any]:
@@ -494,13 +501,13 @@ class Witness:
                 wanted[f'agent_shim_process_up{{process="{one["name"]}"}}'] = float(one["name"] in roots)
                 wanted[f'agent_shim_process_state{{process="{one["name"]}",state="{one["state"]}"}}'] = 1.0
         found = [
-            f"I18: {name} is {told.get(name)}, not {value:g}"
+            f"I18: {name} is {told.get(name)} instead of {value:g}"
             for name, value in wanted.items()
             if told.get(name) != value
         ]
         age = told.get("agent_shim_heartbeat_age_seconds", -1.0)
         if not 0 <= age <= time.monotonic() - beat_at + 2:
-            found.append(f"I18: the age of a heartbeat is {age:.1f} s")
+            found.append(f"I18: the reported age of the last heartbeat is {age:.1f} s")
         return found[:3] + self._counted(before)
 
     def _counted(self, before: Before) -> list[str]:
@@ -519,7 +526,7 @@ class Witness:
             if counted >= least and (may_be_lost or counted <= came()):
                 return []
             if time.monotonic() > ends_at:
-                return [f"I18: {counted:g} alerts are counted, and {least} came"]
+                return [f"I18: the metrics count {counted:g} alerts, but {least} arrived"]
             time.sleep(0.2)
 
     # --- invariants I3 to I10 -----------------------------------------------------------------------------------------
@@ -538,7 +545,7 @@ class Witness:
             except RpcTimeoutError:
                 waited = longest_waits(before, self._waits())
                 if waited < PONG / 2 or time.monotonic() > gives_up_at:
-                    return [f"I3: ping is not answered within a second, {waited:.1f} s of it without a CPU"]
+                    return [f"I3: a ping was not answered within a second (threads waited {waited:.1f} s for a CPU)"]
                 ends_at += PONG
             await asyncio.sleep(0.05)
         return []
@@ -578,7 +585,7 @@ class Witness:
         if first := self._half_made():
             await asyncio.sleep(2)
         left = first & self._half_made() if first else set()
-        return [f"I6: left behind: {' '.join(sorted(map(str, left))[:3])}"] if left else []
+        return [f"I6: unfinished files were left behind: {' '.join(sorted(map(str, left))[:3])}"] if left else []
 
     def _half_made(self) -> set[Path]:
         base, tmp = self._stand.world.base, self._stand.world.base / "data/tmp"
@@ -609,9 +616,9 @@ class Witness:
                 if path.name != PLAIN_TEXT:
                     json.loads(content)
                 elif content.split() != [content.strip()]:
-                    found.append(f"I7: {path} is no disk's cid")
+                    found.append(f"I7: {path} does not contain a single disk cid")
             except ValueError:
-                found.append(f"I7: {path} is no JSON")
+                found.append(f"I7: {path} is not valid JSON")
             except FileNotFoundError:
                 continue
         return found
@@ -625,13 +632,13 @@ class Witness:
                 return []
             await asyncio.sleep(1)
         if running is None:
-            return ["I8: the metrics do not say how many tasks run"]
-        return ["I8: a task runs with no work behind it"]
+            return ["I8: the metrics do not report how many tasks run"]
+        return ["I8: a task is still reported as running after a minute"]
 
     def _talk(self, before: Before) -> list[str]:
         grown, asked = self._log() - before.log_size, self._published() - before.asked
         if grown > LOG_GROWTH_BYTES + AUDIT_BYTES * asked:
-            return [f"I9: its log grew by {grown >> 10} KiB over {asked} requests"]
+            return [f"I9: the agent's log grew by {grown >> 10} KiB during {asked} requests"]
         return []
 
     def _secrets(self) -> list[str]:
@@ -643,7 +650,7 @@ class Witness:
         look((self._stand.world.scratch / "agent.log").read_bytes(), "the log")
         metrics = self._stand.scrape()
         if not metrics:
-            found.append("I10: the metrics are silent: what they show cannot be seen")
+            found.append("I10: the metrics cannot be fetched, so they were not searched for secrets")
         look(metrics.encode(), "the metrics")
         for pid in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]:
             for place in ("cmdline", "environ"):
@@ -658,8 +665,8 @@ class Witness:
 
     def secrets(self) -> dict[str, bytes]:
         """Return the secrets in use by name: the canary in the settings, and each of the agent's private keys."""
-        keys = {f"a private key of the bus ({number})": key for number, key in enumerate(sorted(self._keys()))}
-        return {"a note of the settings": CANARY.encode(), **keys}
+        keys = {f"a private key for the bus ({number})": key for number, key in enumerate(sorted(self._keys()))}
+        return {"a secret in the settings": CANARY.encode(), **keys}
 
     def _keys(self) -> set[bytes]:
         """Return one long line of each key, because a single line looks the same in PEM, in JSON and in a log."""

@@ -121,8 +121,13 @@ def test_failed_scorecard_row_names_only_the_broken_invariant() -> None:
     """Other figures are left out, because they could contain the text by which a saboteur is recognized."""
     case, figures, omitted = Case("C-01", "kills", "20 of 100"), ["0 jobs restarted"], {"I2": "all are killed"}
 
-    broken = row_of(case, [report("passed"), report("failed", "I16: job7 has no process")], figures, omitted)
-    assert (broken.verdict, broken.figures) == ("not held", "I16: job7 has no process")
+    broken = row_of(
+        case,
+        [report("passed"), report("failed", "I16: job7 is reported as running without a process")],
+        figures,
+        omitted,
+    )
+    assert (broken.verdict, broken.figures) == ("not held", "I16: job7 is reported as running without a process")
     missing = row_of(case, [report("skipped", "needs root")], figures, omitted)
     assert (missing.verdict, missing.figures) == ("not run", "needs root")
     held = row_of(case, [report("passed")], figures, omitted)
@@ -155,4 +160,4 @@ def test_changed_file_mode_after_an_unchanged_apply_is_detected(tmp_path: Path) 
 
     program.chmod(0o777)
 
-    assert looks.changed(before) == ["I13: jobs/web/bin/ctl has another mode"]
+    assert looks.changed(before) == ["I13: the mode of jobs/web/bin/ctl has changed"]

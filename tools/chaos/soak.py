@@ -253,12 +253,12 @@ class Soak:
             yield
             healed_at = time.monotonic()
             while self._connections() == before:
-                expect(time.monotonic() - healed_at < back, f"the agent is not connected within {back:g} s")
+                expect(time.monotonic() - healed_at < back, f"the agent did not reconnect within {back:g} s")
                 await asyncio.sleep(0.05)
             took = time.monotonic() - healed_at
             self._record.connected.append(took)
             await self._stand.answers(back - took, patience=back)  # Under this load, answers may be that late.
-            await until(lambda: len(self._record.beats) > beats, 3, "heartbeat at once")
+            await until(lambda: len(self._record.beats) > beats, 3, "no heartbeat arrived after the reconnection")
         finally:
             self._record.outages[-1] = (begun_at, time.monotonic())
 
@@ -292,13 +292,13 @@ class Soak:
     async def _one_job(self) -> None:
         name, pid = self._chance.choice(sorted(self._stand.live().items()))
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: self._stand.live().get(name, pid) != pid, 10, f"{name} again")
+        await until(lambda: self._stand.live().get(name, pid) != pid, 10, f"{name} was not restarted")
 
     async def _all_jobs(self) -> None:
         dead = set(self._stand.live().values())
         for pid in dead:
             os.kill(pid, signal.SIGKILL)
-        await until(lambda: len(set(self._stand.live().values()) - dead) == JOBS, 75, "all jobs again")
+        await until(lambda: len(set(self._stand.live().values()) - dead) == JOBS, 75, "not all jobs were restarted")
         await self._running()
 
     async def _errand(self) -> None:

@@ -1,0 +1,150 @@
+"""Finds the messages with which a case can fail, without running it.
+
+A saboteur only counts as caught if the message of the failed case matches its pattern. Running all saboteurs takes
+hours, so somebody who changes a message but forgets the pattern would not notice it for a long time. Comparing the
+patterns with the messages in the source takes seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from agent_shim.core.wire import TOO_LONG
+from tests.chaos.cases import MODULES
+from tests.support.source import ROOT
+
+HELPERS: Final = (
+    "tests/support/stand.py",
+    "tests/support/stand_jobs.py",
+    "tests/support/kills.py",
+    "tests/support/instance.py",
+    "agent_shim/demo/director.py",
+)
+"""Files with functions that cases call and that raise an error if something is not as expected."""
+WITNESS: Final = "tests/support/witness.py"
+MESSAGE: Final = {"expect": 1, "until": 2, "at_most": 2}
+"""Functions that fail with a given message, and the position of that argument."""
+NOT_FAILURES: Final = ("CannotInjectError",)
+SAMPLES: Final = (
+    "0", "1", "running", "failing", "unknown", "restart", "TimeoutError", "{'exit_code': 0}",
+    "jobs/job0/monit", "data/jobs/x", "settings.json",
+)  # fmt: skip
+"""What a variable part of a message can be. A message is rendered once for each sample, which replaces all its variable
+parts.
+"""
+ELSEWHERE: Final = (
+    "TimeoutError: ",
+    "TimeoutExpired: Command",
+    "RpcRemoteError: cannot ",
+    f"RpcRemoteError: {TOO_LONG}",
+)
+"""Beginnings of messages that come from a time limit or from an error that the agent returns, not from a case."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def messages(case: str) -> frozenset[str]:
+    """Return the messages with which a case or one of the invariants after it can fail.
+
+    The functions that the case calls are found by name, so that there may be messages of a few others as well.
+    """
+    function, known = _cases()[case]
+    found, seen, waiting = set[str](), set[Function](), [function]
+    while waiting:
+        if (each := waiting.pop()) in seen:
+            continue
+        seen.add(each)
+        found.update(_messages(each))
+        names = {one.id for one in ast.walk(each) if isinstance(one, ast.Name)}
+        names |= {one.attr for one in ast.walk(each) if isinstance(one, ast.Attribute)}
+        waiting += [one for name in names for one in known.get(name, ())]
+    return frozenset({*found, *_of_witness(), *ELSEWHERE})
+
+
+def alternatives(pattern: str) -> list[str]:
+    """Split a regular expression at each ``|`` that is not in parentheses."""
+    return re.split(r"\|(?![^(]*\))", pattern)
+
+
+@cache
+def _tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+@cache
+def _of_witness() -> frozenset[str]:
+    """Return the reports of violated invariants, such as ``I4: …``."""
+    texts = {text for node in ast.walk(_tree(WITNESS)) if _is_text(node) for text in _rendered(node, {})}
+    return frozenset(text for text in texts if re.match(r"I\d+: ", text))
+
+
+@cache
+def _cases() -> dict[str, tuple[Function, Mapping[str, list[Function]]]]:
+    """Return the function of each case, and all functions that it may call by name."""
+    found: dict[str, tuple[Function, Mapping[str, list[Function]]]] = {}
+    for module in MODULES:
+        path = str(Path(module.__file__ or "").relative_to(ROOT))
+        known = dict[str, list[Function]]()
+        for tree in map(_tree, (path, *HELPERS)):
+            for node in ast.walk(tree):
+                if isinstance(node, Function):
+                    known.setdefault(node.name, []).append(node)
+        for function in (node for node in _tree(path).body if isinstance(node, Function)):
+            for mark in function.decorator_list:
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "case":
+                    found[ast.literal_eval(mark.args[0])] = function, known
+    return found
+
+
+def _messages(function: Function) -> Iterator[str]:
+    """Yield the messages of the failures in a function, once for each sample."""
+    assigned = {
+        target.id: node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        name = node.func.id
+        if name in MESSAGE and len(node.args) > MESSAGE[name]:
+            yield from _rendered(node.args[MESSAGE[name]], assigned)
+        elif name.endswith("Error") and name not in NOT_FAILURES and node.args:
+            for text in _rendered(node.args[0], assigned):
+                yield text if name == "NotHeldError" else f"{name}: {text}"
+
+
+def _rendered(node: ast.AST, assigned: Mapping[str, ast.AST]) -> Iterator[str]:
+    parts = list(_parts(node, assigned))
+    for sample in SAMPLES:
+        yield "".join(sample if part is None else part for part in parts)
+
+
+def _parts(node: ast.AST, assigned: Mapping[str, ast.AST]) -> Iterator[str | None]:
+    """Yield the constant parts of a text, and None for each variable part."""
+    match node:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.JoinedStr(values=values):
+            for value in values:
+                yield from _parts(value, assigned)
+        case ast.FormattedValue(value=ast.Name() as value):
+            yield from _parts(value, assigned)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            yield from _parts(left, assigned)
+            yield from _parts(right, assigned)
+        case ast.Name(id=name) if name in assigned and _is_text(assigned[name]):
+            yield from _parts(assigned[name], {})
+        case _:
+            yield None
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
