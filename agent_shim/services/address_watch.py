@@ -1,8 +1,8 @@
 """Detects addresses that the Director expects but that no interface has. This happens when a recreated pod gets another
 address.
 
-It is reported in an alert, a metric and ``status``, but not in ``get_state``. There, ``networks`` stay as the last
-``apply`` stored them, because any difference would make the Director recreate the instance.
+A missing address is reported in an alert, a metric and ``status``. ``get_state`` does not mention it, but returns the
+``networks`` that the last ``apply`` stored, because any difference would make the Director recreate the instance.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ contains all of them.
 def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
     """Return the expected addresses, each with the name of its network. ``applied`` are the networks of the spec.
 
-    Floating addresses (vip) are not included, because no interface has them. A dynamic address is included once a spec
-    with it has been applied.
+    Floating addresses (vip) are not included, because no interface has them. A dynamic address is included as soon as a
+    spec that contains it has been applied.
     """
     found = {
         known.ip: f"network {name} of the settings"

@@ -1,5 +1,5 @@
-"""Handles the keys of ``env.bosh`` that concern the machine itself, and lists every key that the Go agent reads with
-its effect in a container.
+"""Handles those keys of ``env.bosh`` that concern the machine itself. Lists all keys that the Go agent reads, with the
+effect of each in a container.
 
 Names are those of ``BoshEnv`` in the Go agent (settings/settings.go). docs/configuration.md has the same table.
 """
@@ -22,8 +22,8 @@ SETTINGS_SIZE: Final = "16m"
 
 
 class Key(NamedTuple):
-    """A key, identified by its path ``name`` below ``env.bosh``. ``is_done`` is False if it is refused with
-    ``outcome``.
+    """A key, identified by its path ``name`` below ``env.bosh``. If ``is_done`` is True, ``outcome`` describes the
+    key's effect, otherwise the reason why the key is refused.
     """
 
     name: str
@@ -107,8 +107,8 @@ async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
 def _move_to_memory(paths: Paths) -> None:
     """Move the files, leaving a link at each former path.
 
-    A stopped container loses the mount, so after a restart, the directory may contain files that were written without
-    it. They are moved too.
+    A stopped container loses the tmpfs. If the agent of a restarted container writes files before they are moved here,
+    they are on the disk, so they are moved too.
     """
     tmpfs = paths.settings_tmpfs
     files.make_dir(tmpfs, 0o700)

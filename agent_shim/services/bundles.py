@@ -3,7 +3,7 @@
 A bundle is ``data/jobs/<job>/<digest>`` or ``data/packages/<package>/<digest>``. It is in use while a link in ``jobs``
 or ``packages`` points to it. Layout, modes and owners are those of the Go agent (agent/applier/bundlecollection/), so
 that either agent can take over from the other. A bundle gets its final name only once it is complete and synced to
-disk, and it is renamed before it is removed, so a directory with a bundle's name is always complete.
+disk, and before it is removed, it is renamed. A directory with a bundle's name is therefore always complete.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ class Bundles:
         self._links: dict[Kind, Path] = {"job": paths.jobs, "package": paths.packages}
 
     def path(self, bundle: Bundle) -> Path:
-        """Return the path of a bundle, installed or not. The directory is named by the sha1 of version and digest.
+        """Return the path of a bundle, whether it is installed or not. The directory's name is the sha1 of the version
+        and the digest.
 
-        For a package compiled on this instance, it is the sha1 of the version alone (models/job.go, models/package.go).
-        Raises ``ActionError`` for an invalid name or version.
+        For a package compiled on this instance, the name is the sha1 of the version alone (models/job.go,
+        models/package.go). Raises ``ActionError`` for an invalid name or version.
         """
         name = checked_name(bundle.kind, bundle.name)
         if not bundle.version:
@@ -80,8 +81,8 @@ class Bundles:
     ) -> None:
         """Fetch and unpack the bundles of ``wanted`` that are missing, ``parallel`` archives at a time.
 
-        If some fail, the others stay installed. The error is that of the first failed bundle in the order of
-        ``wanted``, with the step and the reason.
+        If some fail, the others stay installed. Raises the error of the first failed bundle in the order of ``wanted``,
+        with the step and the reason.
         """
         paths = {self.path(bundle): bundle for bundle in wanted}
         missing = await asyncio.to_thread(lambda: {path: paths[path] for path in paths if not path.is_dir()})
@@ -100,7 +101,7 @@ class Bundles:
             raise
         for (path, bundle), outcome in zip(missing.items(), done.outcomes, strict=True):
             if outcome.error:
-                with suppress(OSError):  # other versions of it exist
+                with suppress(OSError):  # fails if there are other versions of the bundle
                     await asyncio.to_thread(path.parent.rmdir)
                 raise ActionError(f"{doing.format(bundle)}: {outcome.error}")
 
@@ -119,14 +120,14 @@ class Bundles:
         return [bundle for bundle in wanted if not self.path(bundle).is_dir()]
 
     async def link(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Link these bundles, and every package into every job. Links to other jobs and packages in use stay."""
+        """Link these bundles, and every package into every job. Links to other jobs and packages remain."""
         await self._in_thread(self._link_all, jobs, packages)
 
     async def activate_packages(self, packages: Sequence[Bundle], spared: Iterable[str] = ()) -> None:
-        """Link exactly these packages, and remove all other packages and anything else in the directory that contains
-        the links.
+        """Link exactly these packages, and remove all other packages. Also remove everything else from the directory
+        that contains the links, except for the names in ``spared``.
 
-        Jobs, and the names in ``spared`` in that directory, are not changed.
+        Jobs are not changed.
         """
         await self._in_thread(self._activate, "package", packages)
         await self._in_thread(self._keep_only, "package", packages)
@@ -180,7 +181,7 @@ class Bundles:
         except OSError as exc:
             raise ActionError(f"cannot read {temp}: {exc.strerror}") from exc
         finally:
-            temp.unlink(missing_ok=True)  # even if this task is cancelled again
+            temp.unlink(missing_ok=True)  # remove the file even if this task is cancelled again
 
     async def sweep(self) -> None:
         """Remove incomplete bundles and temporary files of earlier boots."""
@@ -201,7 +202,8 @@ class Bundles:
     def _link_all(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
         self._activate("package", packages)
         self._activate("job", jobs)
-        # Link all packages of the spec into each job, as the Go agent does, and not only those that the job names.
+        # Link all of the spec's packages into each job, as the Go agent does, and not only the packages that the job
+        # lists.
         wanted, installed = {package.name: self.path(package) for package in packages}, self._paths.data_packages
         for job in jobs:
             links = self.path(job) / "packages"
@@ -236,11 +238,11 @@ class Bundles:
         try:
             path.rename(aside)
         except OSError as exc:
-            if exc.errno != errno.EXDEV:  # a directory of an image layer cannot be renamed
+            if exc.errno != errno.EXDEV:  # a directory that belongs to an image layer cannot be renamed
                 raise files.failed(f"remove {path}", exc) from exc
             aside = path
         files.remove_tree(aside)
-        with suppress(OSError):  # other versions of it exist
+        with suppress(OSError):  # fails if there are other versions of the bundle
             path.parent.rmdir()
 
     def _remove_strays(self, wanted: Collection[str]) -> None:
@@ -251,7 +253,7 @@ class Bundles:
     def _make_job_dirs(self, names: Iterable[str]) -> None:
         for path in (above / name for name in names for above in (self._paths.log, self._paths.run, self._paths.data)):
             if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
-                files.move_away(path)  # a script run by root would follow a link in sys/run
+                files.move_away(path)  # a link in sys/run would redirect scripts that run as root
             if not os.path.lexists(path):
                 files.make_dir(path, 0o770, self._paths.shared_owner)
 
@@ -268,9 +270,9 @@ BPM: Final = "bpm"
 
 
 def install_bpm_wrapper(paths: Paths) -> None:
-    """Install our ``bpm`` at the path where scripts call it, even if a release contains bpm."""
+    """Install the agent's own ``bpm`` at the path where scripts call it, even if a release contains bpm."""
     ours = str(Path(__file__).parents[2])
-    # This skips site and runpy, so it starts twice as fast as with -m.
+    # Unlike -m, this skips site and runpy, so it starts twice as fast.
     code = f"import sys; sys.path.insert(0, {ours!r}); from agent_shim.cli.bpm import main; sys.exit(main())"
     launcher = (
         "#!/bin/sh\n"

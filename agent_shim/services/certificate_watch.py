@@ -1,6 +1,6 @@
 """Warns of certificates that are about to expire, with a metric, a line in ``status`` and a warning in the log.
 
-Validity has to be compared with the wall clock, which the agent otherwise avoids, because that clock may be wrong.
+Validity has to be compared with the wall clock. The agent avoids that clock everywhere else, because it may be wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CertificateWatch:
     """Watches certificates. ``ends`` maps their names to their expiry (seconds since 1970) as of the last check."""
 
     def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 validity
-        """``certificates`` are PEM texts by name. If a text contains several certificates, the one that expires last
+        """``certificates`` returns PEM texts by name. If a text contains several certificates, the latest expiry
         counts.
         """
         self.ends: dict[str, float] = {}
@@ -63,8 +63,8 @@ class CertificateWatch:
 
 
 def _warning(name: str, validity: Validity, now: float) -> str:
-    """Return the warning for a certificate, or "". The text does not change until the certificate has expired, so that
-    it is logged only once.
+    """Return the warning for a certificate, or "". The text stays the same until the certificate has expired, so that
+    the warning is logged only once.
     """
     if validity.ends - now > min(WARNING_PERIOD_S, WARNING_SHARE * (validity.ends - validity.begins)):
         return ""

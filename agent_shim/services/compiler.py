@@ -1,9 +1,8 @@
 """Compilation of a package: unpack its source, run its packaging script, pack and upload the result.
 
 Environment, logs and error texts are those of the Go agent (agent/compiler/concrete_compiler.go, compiler_unix.go,
-agent/cmdrunner/file_logging_cmd_runner.go). There are two differences: processes and files of a compilation never
-outlive it, and compilations are reproducible (the same source results in the same bytes) if the tools that they call
-are.
+agent/cmdrunner/file_logging_cmd_runner.go). There are two differences. The processes and files of a compilation never
+outlive it. Compilations are reproducible (the same source results in the same bytes) if they use reproducible tools.
 """
 
 from __future__ import annotations
@@ -31,7 +30,9 @@ logger = logging.getLogger(__name__)
 QUOTED_BYTES: Final = 10 * 1024
 """How many bytes from the end of each output an error quotes (app/app.go)."""
 GRACE_S: Final = 1.0
-"""Time between TERM and KILL for processes of a compilation. It is short because they have nothing to save."""
+"""Time between TERM and KILL for processes of a compilation. It is short because these processes have nothing to
+save.
+"""
 LABEL: Final = "compilation"
 """Label of the keepers of packaging scripts."""
 EARLIEST_S: Final = 315_532_800
@@ -41,7 +42,7 @@ EARLIEST_S: Final = 315_532_800
 class Package(msgspec.Struct, frozen=True):
     """A package to compile. The result is uploaded to the signed URL or, without one, to the blobstore.
 
-    ``headers`` are those of the upload.
+    ``headers`` are sent with the upload.
     """
 
     name: str
@@ -55,8 +56,8 @@ class Package(msgspec.Struct, frozen=True):
 
 
 class PackagingKeepers(Protocol):
-    """The interface of ``supervisor.ownership.keepers.Keepers`` that this module needs. Packaging scripts and all
-    processes that they start run below keepers.
+    """The part of ``supervisor.ownership.keepers.Keepers`` that this module needs. Packaging scripts and all processes
+    that they start run below keepers.
     """
 
     async def run(self, label: str, program: Program, out: Path, err: Path) -> Process: ...
@@ -93,7 +94,7 @@ class Compiler:
         if await asyncio.to_thread((self._directory(package) / "packaging").exists):
             report("running the packaging script")
             await self._run(package, newest)
-        await self.clean()  # before packing, because that may need the space
+        await self.clean()  # before packing, because packing may need the space
         archive = files.sibling(self._paths.tmp / "compiled")
         try:
             headers = dict(package.headers)
@@ -110,7 +111,9 @@ class Compiler:
             await asyncio.to_thread(files.remove_tree, archive)
 
     async def clean(self) -> None:
-        """End remaining processes of compilations and remove their files, including those of an earlier agent."""
+        """End the remaining processes of compilations and remove their files. This includes compilations of an earlier
+        agent.
+        """
         if left := await self._keepers.end([LABEL], (), 0.0):
             logger.warning("processes of a compilation cannot be ended: %s", ", ".join(map(str, left)))
         with errors_as("Removing sources"):
@@ -127,8 +130,8 @@ class Compiler:
             return done.outcomes[0]
 
     async def _run(self, package: Package, newest: int) -> None:
-        """Run ``packaging``. The logs contain only its own output. When the script ends, its process group is ended
-        too.
+        """Run the script ``packaging``. The logs contain only the script's own output. When the script ends, the rest
+        of its process group is ended too.
         """
         log = self._paths.log / "compilation"
         stdout, stderr = log / "packaging.stdout.log", log / "packaging.stderr.log"
@@ -176,7 +179,7 @@ def _quote(name: str, path: Path) -> str:
     """Return the end of an output, starting at the beginning of a line if possible, with a title that says whether the
     output was truncated.
 
-    The Go agent omits the first line even if nothing was truncated.
+    The Go agent instead omits the first line even if nothing was truncated.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

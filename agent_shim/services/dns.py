@@ -1,10 +1,10 @@
 """Maintains the files with DNS names: ``/etc/hosts`` and ``/var/vcap/instance/dns/records.json``.
 
-bosh-dns reads ``records.json``, byte for byte as the Director wrote it. ``records.json`` is written first, and the
-request succeeds if that works. ``/etc/hosts`` helps programs that do not use bosh-dns. In a pod it may be read-only or
-a mount, which must not keep the records from being updated. The agent adds ``localhost`` and the host name at boot,
-with or without a Director, because some CPIs unmount the container runtime's file (warden's CPI does so after the agent
-has started), and the file underneath lacks them.
+bosh-dns reads ``records.json``, byte for byte as the Director wrote it. ``/etc/hosts`` helps programs that do not use
+bosh-dns. ``records.json`` is written first, and the request succeeds if that works. In a pod, ``/etc/hosts`` may be
+read-only or a mount, but that must not prevent the update of ``records.json``. The agent adds ``localhost`` and the
+host name at boot, with or without a Director, because some CPIs unmount the container runtime's hosts file, and the
+file underneath contains neither. The warden CPI does so after the agent has started.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLL_S: Final = 10.0
 
 
 class _Blob(msgspec.Struct, frozen=True):
-    """Parsed ``{"version": 3, "records": [["10.0.0.1", "name"], …], …}``. Only bosh-dns reads the other members."""
+    """Parsed ``{"version": 3, "records": [["10.0.0.1", "name"], …], …}``. Only bosh-dns reads the other fields."""
 
     version: int = 0
     records: msgspec.Raw = msgspec.Raw(b"[]")
@@ -49,7 +49,8 @@ class Dns:
         self._forgetting = asyncio.Lock()
 
     async def sync(self, version: int, fetch: Callable[[], Awaitable[bytes]], *, agent_id: str) -> None:
-        """Update the records to ``version`` or newer. ``fetch`` is called if needed and returns the verified blob.
+        """Update the records to ``version`` or newer. ``fetch`` returns the verified blob; it is called only if the
+        stored records are older.
 
         Raises ``ActionError`` with the texts of agent/action/sync_dns.go, and the errors of ``fetch``.
         """
@@ -65,8 +66,8 @@ class Dns:
                 await asyncio.to_thread(self._store, records, version, agent_id)
 
     async def restore(self, agent_id: str) -> bool:
-        """Write the stored records to the hosts file again, because a new container has a new hosts file. Return False
-        if there are no records.
+        """Write the stored records to the hosts file, because a new container has a new hosts file. Return False if
+        there are no records.
 
         Raises ``ActionError``.
         """
@@ -77,8 +78,8 @@ class Dns:
         return blob is not None
 
     async def forget_neighbours(self, addresses: list[str]) -> None:
-        """Delete the ARP entries of these addresses, as far as the container is allowed to. One program runs at a
-        time.
+        """Delete the ARP entries of these addresses, as far as the container is allowed to. The entries are deleted one
+        after the other.
         """
         async with self._forgetting:
             await network.forget_neighbours(addresses)
@@ -96,7 +97,7 @@ class Dns:
         return kept or None
 
     async def keep_names(self, agent_id: Callable[[], str]) -> NoReturn:
-        """Add ``localhost`` and the host name again whenever the hosts file is replaced. Never returns."""
+        """Whenever the hosts file is replaced, add ``localhost`` and the host name again. Never returns."""
         known = None
         while True:
             found = await asyncio.to_thread(_identity, self._paths.etc / "hosts")
@@ -194,7 +195,7 @@ def own_lines(names: Sequence[str]) -> str:
 def hosts_text(agent_id: str, host_name: str, kept: Sequence[str], records: Iterable[tuple[str, str]]) -> str:
     """Return a hosts file that maps the agent id to this machine (platform/linux_platform.go, SaveDNSRecords).
 
-    ``kept`` are the container runtime's lines for ``host_name``. If there are none, the host name is mapped to this
+    ``kept`` are the container runtime's lines for ``host_name``. If ``kept`` is empty, the host name is mapped to this
     machine too.
     """
     own = f"{agent_id} {LOCALHOST}"

@@ -1,14 +1,14 @@
 """Packet filter rules for the bus: only root and the agent's own user may connect to the bus addresses.
 
-This makes a stolen bus certificate useless to a job. The rules follow those of the Go agent
-(platform/firewall/nftables_firewall.go): they match by user, for each current address of the names in ``mbus.urls``
-except ``https`` URLs. They are replaced periodically, so that new addresses are covered and removed rules are restored
-within a minute. A refused connection fails at once, whereas with the Go agent it hangs.
+This makes a stolen bus certificate useless to a job. As in the Go agent (platform/firewall/nftables_firewall.go), a
+rule matches the user who sends a packet, and there is one for each current address of the hosts in ``mbus.urls``,
+except in ``https`` URLs. The rules are replaced periodically, so that within a minute, they include new addresses and
+are restored if something has removed them. A refused connection fails immediately, whereas with the Go agent it hangs.
 
-The rules must never cut off the agent itself, as they would if a proxy run by another user (the sidecar of a service
-mesh) were between it and the bus. The agent therefore tests the rules, and removes them again if the bus answers only
-without them. The test uses the existing connection and the regular connection attempts, because the server would log an
-error for a connection that is opened only for a test.
+The rules must never cut off the agent itself. They would do so if the agent reached the bus through a proxy that
+another user runs, such as the sidecar of a service mesh. The agent therefore tests the rules, and removes them again if
+the bus answers only without them. The test only watches the existing connection or the regular connection attempts,
+because the server would log an error for a connection that is opened just for the test.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LOOKUP_TIMEOUT_S: Final = 3.0
 """Timeout of a name lookup."""
 HEARD_WITH_RULES_S: Final = 3.0
 HEARD_WITHOUT_RULES_S: Final = 20.0
-"""How long to wait for a message from the server, with and without rules. Without rules, it is longer than the pause
-between two connection attempts.
+"""How long to wait for a message from the server, with and without rules. The time without rules is longer than the
+pause between two connection attempts.
 """
 
 Targets = frozenset[tuple[str, int]]
@@ -48,8 +48,8 @@ PROXIED: Final = "the bus is reached through a proxy of another user, which the 
 
 
 class Firewall:
-    """Prevents jobs from connecting to the bus. ``obstacle`` says why they can still connect to it, or is "" while the
-    rules prevent that.
+    """Prevents jobs from connecting to the bus. ``obstacle`` is "" while the rules are in place, otherwise the reason
+    why jobs can still connect.
 
     ``mbus`` returns the addresses in use. ``is_linked`` returns True while connected to one of them, and ``is_heard``
     if a server sends anything within the given number of seconds. If there is a ``refusal``, it becomes the obstacle,
@@ -69,9 +69,9 @@ class Firewall:
         self._is_heard = is_heard
         self._refusal = refusal
         self.due = asyncio.Event()
-        """Set by callers to have the rules replaced at once, because the bus may have a new address."""
+        """Callers set this event to have the rules replaced immediately, because the bus may have a new address."""
         self._proven: Targets = frozenset()
-        """Addresses that were reached with rules in place."""
+        """The addresses with which the bus has been reached while the rules were in place."""
         self._proxied: Targets = frozenset()
 
     async def watch(self) -> NoReturn:
@@ -106,7 +106,7 @@ class Firewall:
         if targets == self._proxied:
             return PROXIED
         wanted = chains(targets, {0, os.geteuid()})
-        if targets != self._proven:  # wait for a connection, which shows at once whether the rules break it
+        if targets != self._proven:  # a new connection shows immediately whether the rules break it, so wait for one
             await self._is_heard(HEARD_WITHOUT_RULES_S)
         await nftables.replace(wanted)
         if targets == self._proven and self._is_linked():
@@ -128,8 +128,8 @@ class Firewall:
 
 
 def chains(targets: Targets, users: Collection[int]) -> str:
-    """Return rules that allow only ``users`` to send to ``targets``. Packets without a user (of closed connections)
-    pass too.
+    """Return rules that allow only ``users`` to send to ``targets``. Packets without a user, which belong to closed
+    connections, may also pass.
     """
     allowed = ", ".join(map(str, sorted(users)))
     rules = "".join(
@@ -145,7 +145,7 @@ async def _addresses(urls: Collection[str]) -> Targets:
     found = set()
     for url in urls:
         parts = bus_address(url)
-        # Skip an empty host: it would mean the loopback address, and the rules would block ports of jobs there.
+        # Skip an empty host. It would mean the loopback address, so the rules would block the jobs' own ports there.
         if not parts.hostname:
             continue
         kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or NATS_PORT

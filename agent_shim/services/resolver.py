@@ -17,8 +17,8 @@ RESOLV_CONF: Final = Path("/etc/resolv.conf")
 SYSTEMD: Final = Path("/run/systemd/system")
 RESOLVED_DROP_IN: Final = Path("/etc/systemd/resolved.conf.d/10-bosh.conf")
 FIRST: Final = "# set by resolvectl"
-"""Comment at the end of the lines that our replacement of resolvectl adds at the top of resolv.conf, as bosh-dns
-requires.
+"""Comment that ends each line which the agent's replacement for resolvectl adds at the top of resolv.conf for
+bosh-dns.
 """
 
 
@@ -56,9 +56,9 @@ async def _settle_resolved(servers: Sequence[str]) -> str | None:
 def resolv_conf(before: str, servers: Sequence[str]) -> str:
     """Return a resolv.conf that uses ``servers``.
 
-    A text that already names all of them is not changed, because a job may have put its own server first. Otherwise
-    they replace the container runtime's servers. Search domains and options are kept, and so is a server that bosh-dns
-    has put first.
+    If the text ``before`` already contains all ``servers``, it is not changed, because a job may have put its own
+    server first. Otherwise ``servers`` replace the container runtime's name servers. Search domains and options are
+    kept, and so is a name server that bosh-dns has put first.
     """
     lines = before.splitlines()
     named = [words[1] for line in lines if len(words := line.split()) > 1 and words[0] == "nameserver"]

@@ -1,5 +1,5 @@
-"""Runs job scripts: lifecycle scripts in parallel, drain scripts, which print an integer, and errands, whose output is
-returned.
+"""Runs job scripts: lifecycle scripts, which run in parallel; drain scripts, which print an integer; and errands, whose
+output is returned.
 
 Arguments, environment, working directory, niceness and error texts are those of the Go agent (agent/script/,
 agent/action/run_errand.go). Output goes to files, because processes that a script leaves behind would keep a pipe open.
@@ -38,7 +38,7 @@ NICE: Final = 5
 GRACE_S: Final = 10.0
 """Time between TERM and KILL for a cancelled script."""
 MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096
-"""Maximum size, as JSON, of an errand's stdout and stderr together in its reply."""
+"""Maximum size, as JSON, of an errand's stdout and stderr together in the reply."""
 
 _MAX_LINE_BYTES: Final = 4096
 _MAX_LINE_CHARS: Final = 300
@@ -80,8 +80,8 @@ def drain_arguments(kind: str, current: ApplySpec, new: ApplySpec | None) -> lis
 
 
 def drain_environment(current: ApplySpec, new: ApplySpec | None) -> dict[str, str]:
-    """Return variables with the size in MiB of the current persistent disk and, if there is a new spec, of the new
-    one.
+    """Return environment variables with the size in MiB of the current persistent disk and, if there is a new spec, of
+    the disk in the new spec.
     """
     states = {"BOSH_JOB_STATE": current} | ({_NEXT_STATE: new} if new is not None else {})
     sizes = {name: {"persistent_disk": spec.persistent_disk} for name, spec in states.items()}
@@ -99,8 +99,8 @@ class Scripts:
         *,
         grace: float = GRACE_S,
     ) -> None:
-        """``spawn`` takes the name of the job, then the arguments of ``process.spawn``, and chooses the working
-        directory.
+        """``spawn`` starts a script. It takes the name of the job, then the arguments of ``process.spawn``, except for
+        the working directory, which it chooses itself.
         """
         self._spawn = spawn
         self._paths = paths
@@ -160,13 +160,13 @@ class Scripts:
     async def _drain_job(
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bool:
-        """Drain one job. After a negative number, wait for that many seconds and run the script again
+        """Drain one job. If the script prints a negative number, wait for that many seconds and run it again
         (agent/script/drain/concrete_script.go).
         """
         while True:
             answer = await self._ask_drain(job, arguments, environment, cancelled)
             if cancelled.is_set():
-                return True  # regardless of what the script printed
+                return True  # whatever the script has printed
             if _INTEGER.fullmatch(answer) is None:
                 logger.warning("drain of job %s failed: it printed %r, not a number of seconds", job, answer[:80])
                 return False
@@ -191,7 +191,7 @@ class Scripts:
         """Run ``bin/run`` of ``job``. Setting ``cancelled`` terminates the errand, whose exit code is then returned as
         usual.
 
-        If the output is too long for the reply, its middle is left out there, and the whole output is kept in a file
+        If the output is too long for the reply, the reply lacks its middle, and the whole output is kept in a file
         until the job's next errand.
         """
         outputs = [self._paths.tmp / f"errand-{job}.{stream}" for stream in ("stdout", "stderr")]
@@ -231,7 +231,9 @@ class Scripts:
         return log
 
     async def _end(self, script: Process, cancelled: asyncio.Event) -> int | None:
-        """Wait for the script. If ``cancelled`` is set or this task is cancelled, terminate its process group first."""
+        """Wait until the script ends. If ``cancelled`` is set or this task is cancelled, terminate the script's process
+        group.
+        """
         ended = asyncio.ensure_future(script.wait())
         try:
             return ended.result() if await ended_before(cancelled, ended) else await script.terminate(self._grace)
@@ -243,7 +245,7 @@ class Scripts:
 
 
 async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awaitable[bool]]) -> None:
-    """Run the scripts of all jobs in parallel. The error lists the jobs in the order in which they ended
+    """Run the scripts of all jobs in parallel. The error lists the jobs in the order in which their scripts ended
     (agent/script/parallel_script.go).
     """
     passed: list[str] = []
@@ -259,7 +261,7 @@ async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awa
     async with asyncio.TaskGroup() as group:
         for job in jobs:
             group.create_task(one(job))
-            await asyncio.sleep(0)  # let other work run in between, because a spawn blocks the loop
+            await asyncio.sleep(0)  # let other tasks run in between, because starting a process blocks the event loop
     if failed:
         text = f"{len(failed)} of {len(jobs)} {name} scripts failed. Failed Jobs: {', '.join(failed)}."
         raise ActionError(f"{text} Successful Jobs: {', '.join(passed)}." if passed else text)
@@ -273,7 +275,9 @@ def _size(log: Path) -> int:
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """Return the sizes of the logs in a job's directory by name. Empty if there is no directory."""
+    """Return the sizes of the logs in a job's directory by name. Returns an empty result if there is no such
+    directory.
+    """
     try:
         with guarded.held(directory) as held, closing(guarded.open_directory(held, "")) as fd:
             return {name: _size(directory / name) for name in guarded.names(fd) if name.endswith(".log")}
@@ -284,9 +288,9 @@ def _sizes(directory: Path) -> dict[str, int]:
 def _cause(log: Path, name: str, before: Mapping[str, int]) -> str:
     """Return the last line that a failed script wrote, shortened, or "" if there is none.
 
-    Commands that ``set -x`` traces on stderr do not explain a failure, so if there is nothing else, stdout and other
-    logs of the job are searched. The pre-start of bosh-dns, for example, writes the cause to a separate log. Such a log
-    precedes stdout only for a pre-start, because later, processes of the job may write to it.
+    If stderr contains only commands that ``set -x`` has traced, which do not explain a failure, stdout and the job's
+    other logs are searched. For example, the pre-start script of bosh-dns writes the cause to a separate log. Only for
+    a pre-start script are the other logs searched before stdout, because later, the job's processes may write to them.
     """
     err, out = f"{name}.stderr.log", f"{name}.stdout.log"
     lines = _lines(log / err, before.get(err, 0))
@@ -329,7 +333,8 @@ def shown(path: Path, limit: int) -> tuple[str, bool]:
             taken = _encoded(text)
             if taken <= limit or keep == 0:
                 return text, keep < size
-            # Escapes make the JSON longer than the text, so shrink it in proportion, and by at least one byte.
+            # Escapes make the JSON longer than the text. Shrink the text in proportion, but always by at least one
+            # byte.
             keep = max(0, min(keep - 1, keep * limit // taken - len(text) // 1000))
 
 

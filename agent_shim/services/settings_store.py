@@ -1,11 +1,12 @@
 """Finds the settings on disk, waits for them, reloads and caches them.
 
-The sources are the files that agent.json names, in order, and then ``settings.json``, which is the copy of the last
+The sources are the files that agent.json names, in this order, and then ``settings.json``, which is a copy of the last
 valid document. ``update_settings.json`` overlays the document of any source (settings/service.go of the Go agent). If
-no source is valid, the store waits, because CPIs write files after the container has started. Each error of a file is
-logged once.
+no source is valid, the store waits, because CPIs write files after the container has started. An error is logged only
+once.
 
-The store also keeps the bus credentials from before the last rotation, in case the current ones fail at a boot.
+The store also keeps the bus credentials from before the last rotation, in case the current ones are refused after a
+restart.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 POLL_S: Final = 0.5
 """Poll interval. A poll takes one stat call for each of the few files."""
 IDLE_POLL_FACTOR: Final = 20
-"""Factor of the poll interval once settings are loaded."""
+"""Once settings are loaded, the poll interval is longer by this factor."""
 
 
 class SettingsStore:
@@ -44,7 +45,7 @@ class SettingsStore:
         self._said = ""
         self._ignored: list[str] = []
         self._turn = asyncio.Lock()
-        """Serializes reading and writing of the files, so that ``current`` is the result of the last operation."""
+        """Serializes reads and writes of the files, so that ``current`` is always the result of the last operation."""
 
     @property
     def current(self) -> settings.Effective:
@@ -88,7 +89,9 @@ class SettingsStore:
             self._current = settings.Effective(self.current.source, update)
 
     async def keep_former(self, mbus: settings.Mbus) -> None:
-        """Store the credentials that currently work, during a rotation. The rotation continues even if this fails."""
+        """During a rotation, store the credentials that have worked so far. If storing them fails, the rotation
+        continues.
+        """
         async with self._turn:
             self._former = mbus
             try:
@@ -98,9 +101,10 @@ class SettingsStore:
                 self._say(logging.WARNING, f"cannot keep the former credentials of the bus: {exc}")
 
     def other_mbus(self, refused: settings.Mbus) -> settings.Mbus:
-        """Return the credentials to try after ``refused``, in turn the current ones, the former ones and the CPI's.
+        """Return the credentials to try after ``refused``. The order is the current ones, the former ones, the CPI's,
+        and then the current ones again.
 
-        A restart during a rotation, a CPI that recreated the container, or a restored bus can leave any of them stale.
+        A restart during a rotation, a CPI that recreated the container, or a restored bus can make any of these stale.
         """
         present, *others = self.current.known_mbus
         known = list(dict.fromkeys([present, *([self._former] if self._former else []), *others]))
@@ -130,8 +134,8 @@ class SettingsStore:
                 await changed(found)
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
-        # Do this without a thread, because it takes only about 10 µs. A thread for each poll took a quarter of the CPU
-        # time of an idle agent.
+        # Do not use a thread for this, because it takes only about 10 µs. Starting a thread for each poll took a
+        # quarter of the CPU time of an idle agent.
         return [files.version(path) for path in (*self._sources, self._paths.update_settings)]
 
     def _read_source(self) -> tuple[settings.Settings, bytes, Path]:
@@ -162,12 +166,12 @@ class SettingsStore:
         except FileNotFoundError:
             return settings.UpdateSettings()
         except (OSError, SettingsError) as exc:
-            # This is never fatal, because an incomplete file is read again when it changes.
+            # This error is never fatal. If the file is incomplete, it is read again as soon as it changes.
             self._say(logging.ERROR, f"cannot use {path}: {exc}; ignoring its latest change")
             return self._current.update if self._current else settings.UpdateSettings()
 
     async def _keep(self, raw: bytes) -> None:
-        """Cache the document for times when its source is unavailable. The settings are used even if this fails."""
+        """Cache the document in case its source is unavailable later. The settings are used even if this fails."""
         try:
             path, is_known = files.behind(self._paths.settings_cache), self._current is not None
             await asyncio.to_thread(files.write_atomic, path, raw, mode=0o600, if_changed=is_known)

@@ -35,13 +35,15 @@ class SpecStore:
         return self.current
 
     async def save(self, wanted: spec.ApplySpec) -> None:
-        """Store ``wanted`` in a private file, because signed URLs in it are secrets."""
+        """Store ``wanted`` in a private file, because it contains signed URLs, which are secrets."""
         await asyncio.to_thread(files.write_atomic, self._paths.spec, msgspec.json.encode(wanted), mode=0o600)
         self.current = wanted
 
     def write_instance_files(self) -> None:
-        """Write ``instance/{id,az,name,deployment}``: world-readable, without a newline, empty if unset
-        (agent/action/apply.go). Blocks. Files whose content has not changed are not written.
+        """Write ``id``, ``az``, ``name`` and ``deployment`` below ``instance`` (agent/action/apply.go). Blocks.
+
+        The files are world-readable, have no newline at the end, and are empty if the spec lacks the value. A file
+        whose content has not changed is not written.
         """
         files.make_dir(self._paths.instance, 0o755)
         for name in ("id", "az", "name", "deployment"):

@@ -1,8 +1,8 @@
-"""The ssh server for ``bosh ssh``, run for as long as it is needed if the container has none.
+"""The ssh server for ``bosh ssh``. If the container has none, the agent runs one for as long as it is needed.
 
 The rules are those of a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` can log in,
-but only with a key, and root cannot. The server is recognised by its command line, not its pid, so that a restarted
-agent can end its predecessor's server.
+but only with a key, and root cannot log in. The server is recognised by its command line, not its pid, so that a
+restarted agent can end its predecessor's server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import command, files, network, proc, process
 
 LISTEN_TIMEOUT_S: Final = 10.0
-"""How long a started server may take until it listens."""
+"""How long a server may take to start listening."""
 GRACE_S: Final = 2.0
 """Time between TERM and KILL, during which existing sessions continue and new ones are refused."""
 POLL_S: Final = 0.02
@@ -29,8 +29,8 @@ MAX_LOG_BYTES: Final = 10_000_000
 """Size at which the server's log is truncated."""
 
 _PRIVILEGE_SEPARATION: Final = Path("/run/sshd")
-"""The empty directory for the unprivileged half of Debian's sshd. It must be created, because a new container has an
-empty /run.
+"""The empty directory that Debian's sshd needs for its unprivileged process. The agent has to create it, because /run
+is empty in a new container.
 """
 _OURS: Final = re.compile(r"(sshd: |\S*/sshd )")
 
@@ -72,7 +72,9 @@ class Sshd:
                 return (await asyncio.to_thread(files.read, await self._have_host_key())).decode(errors="replace")
 
     async def settle(self) -> None:
-        """Start a server if one is needed and none listens. End our server if it is no longer needed."""
+        """Start a server if one is needed and none is listening. If the agent's own server is no longer needed, stop
+        it.
+        """
         if not self._paths.is_system:
             return
         async with self._turn:
@@ -85,8 +87,8 @@ class Sshd:
                     await self._start()
 
     async def _is_served(self) -> bool:
-        """Return True if a server listens. Raises ``HostError`` if the listener belongs to another user, as a job may
-        bind the port first.
+        """Return True if a server listens. Raises ``HostError`` if the listener belongs to a user other than root,
+        because a job may have bound the port first.
         """
         users = await asyncio.to_thread(network.listeners, self._port)
         if strangers := users - {0, os.geteuid()}:
@@ -123,7 +125,7 @@ class Sshd:
             raise HostError(f"it does not listen on port {self._port} after {LISTEN_TIMEOUT_S:.0f} seconds") from None
 
     async def _have_host_key(self) -> Path:
-        """Return the path of the public key, generating the pair if needed. sshd does not start without the private
+        """Return the path of the public key, generating the pair if needed. sshd would not start without the private
         key.
         """
         public = self._key.with_suffix(".pub")
@@ -148,8 +150,8 @@ class Sshd:
 
 
 async def _make_host_key(private: Path, public: Path) -> None:
-    """Derive the public key from an existing private key. Generate both if there is no private key that sshd could
-    use.
+    """Derive the public key from an existing private key. If there is no private key that sshd could use, generate
+    both.
     """
     try:
         derived = await command.run("ssh-keygen", "-y", "-P", "", "-f", str(private))

@@ -2,8 +2,8 @@
 
 A container that is restarted in place has a new root file system but the old ``data``. Without a backup
 ``/var/vcap/bosh`` would be lost, including the bus credentials. Its files are therefore copied to ``data/bosh`` before
-the Director gets the reply to an action. Two stamps, one on the root file system and one in the backup, show whether
-both belong together.
+the Director gets the reply to an action. One stamp on the root file system and another in the backup show whether the
+two belong together.
 
 | root file system | backup | action |
 |---|---|---|
@@ -14,13 +14,13 @@ both belong together.
 | of another agent | any | used image of another agent: set its files aside |
 | any | of another agent | used volume of another agent: set the backup aside |
 
-If a stamp is missing or damaged, other evidence is used. The container is the same if a process of a job is alive in
-it, or if the other stamp names its pid namespace and the root file system contains state. A backup without a usable
-stamp belongs to this agent if the container is the same, or if this agent was the last to hold the volume
-(``volume_lease``).
+If a stamp is missing or damaged, other evidence is used. The container is still the same one if a job's process is
+alive in it, or if the remaining stamp names the current pid namespace and the root file system contains state. A backup
+without a usable stamp belongs to this agent if the container is the same, or if this agent was the last one to hold the
+volume's lease (``volume_lease``).
 
-A damaged file never replaces its intact copy, but is restored from it. A missing file is restored too, unless it is one
-that agents remove.
+A damaged file never replaces its intact copy, but is restored from it. A missing file is restored too, except for files
+that agents also delete on purpose.
 
 State written by a newer version of this program is not changed. The boot fails with an error instead.
 """
@@ -47,17 +47,19 @@ from agent_shim.host import clock, files, proc
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-"""Version of the whole set of state files. It is increased when an older agent would misread a file that this agent
-writes.
+"""Version of the whole set of state files. It is increased whenever an older agent would misread a file that a new
+agent writes.
 """
 STAMP: Final = "agent_shim.json"
 SET_ASIDE: Final = "set_aside"
 POLL_S: Final = 10.0
-"""Poll interval for changes made outside actions, because a CPI may write files into a running container."""
+"""Interval of checks for changes that are not made by actions. For example, a CPI may write files into a running
+container.
+"""
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """The stamp of a root file system or of a backup. If both belong together, their stamps have the same
+    """The stamp of a root file system or of a backup. The stamps of a root file system and its backup have the same
     ``lineage``.
     """
 
@@ -68,7 +70,7 @@ class Stamp(msgspec.Struct, frozen=True):
     incarnation: str = ""
     """The container in which the stamp was last written (``host.proc``)."""
     is_prepared: bool = True
-    """On a root file system: whether the pre-start scripts of the jobs have run on it."""
+    """In the root file system's stamp, True if the pre-start scripts of the jobs have run on that file system."""
 
 
 class BackedUpFile(msgspec.Struct, frozen=True):
@@ -78,12 +80,12 @@ class BackedUpFile(msgspec.Struct, frozen=True):
     mode: int = 0o600
     owner: str | None = None
     is_removed: bool = False
-    """True if agents remove this file, so that it may be missing although nothing was lost."""
+    """True if agents also delete this file on purpose, so that a missing file does not mean that it was lost."""
     is_json: bool = True
     may_be_empty: bool = False
 
     def is_whole(self, raw: bytes) -> bool:
-        """Return False for content that no agent wrote. A crash of the machine or its disk may leave such content."""
+        """Return True if the content is intact. It may be corrupt after a crash of the machine or its disk."""
         if not self.is_json:
             return self.may_be_empty or raw.strip(b"\0 \n") != b""
         try:
@@ -97,7 +99,7 @@ NOTHING: Final = Stamp(SCHEMA, "", "")
 
 
 def backup_files(paths: Paths) -> list[BackedUpFile]:
-    """Return the files to back up. Each copy has the name of its file."""
+    """Return the files to back up. Each copy in the backup has the same name as the original."""
     return [
         *map(BackedUpFile, (paths.update_settings, paths.former_mbus, paths.spec, paths.disk_hints, paths.taken_down)),
         BackedUpFile(paths.tasks, is_removed=True),
@@ -122,19 +124,19 @@ class StateBackup:
         self._writing = asyncio.Lock()
         self._logged = ""
         self._are_stamps_due = False
-        """True if a stamp could not be written."""
+        """True if a stamp could not be written and has to be written later."""
         self.root_is_new = False
         """True if the backup was restored on a new root file system."""
         self.unwritable = ""
-        """Why the backup cannot be changed, if its file system is read-only or broken, otherwise "". The backup may
-        then be older than the last stop or start of the jobs. A full file system does not count, because the marker for
-        a stop needs no space.
+        """The error if the file system with the backup is read-only or broken, otherwise "". In the case of an error,
+        the backup may be older than the last stop or start of the jobs. A full file system is not an error, because
+        recording a stop or start needs no space.
         """
 
     # --- a new agent --------------------------------------------------------------------------------------------------
 
     def begin(self, jobs_live: Callable[[], bool] = lambda: False, former_holder: str = "") -> None:
-        """Clear the run directory if it belongs to another container. Blocks on the disk.
+        """If this is a new container, clear the run directory that its predecessor has left. Blocks on the disk.
 
         ``jobs_live`` returns True if a process of a job is alive in this container. ``former_holder`` is the agent that
         held the volume before. Raises ``BootError`` if the state was written by a newer version.
@@ -159,9 +161,9 @@ class StateBackup:
         if here.lineage and copy.lineage:
             return here.lineage == copy.lineage and now in ("", here.incarnation, copy.incarnation)
         if here.agent_id and not here.lineage:
-            return False  # restoring this root file system was interrupted
-        # The pid namespace is not enough to recognise the container: a new container may share that of its pod, but its
-        # root file system contains no state.
+            return False  # an earlier agent was killed while it restored this root file system
+        # The pid namespace alone does not identify the container, because a new container may share its pod's pid
+        # namespace. However, the root file system of a new container contains no state.
         is_root_used = here.lineage != "" or any(
             file.path.exists() for file in self._files if file.path != self._paths.update_settings
         )
@@ -171,7 +173,7 @@ class StateBackup:
         return self._paths.supervisor_state.exists() or any(self._copy_of(file).exists() for file in self._files)
 
     async def recover(self, agent_id: str) -> None:
-        """Restore this agent's backup on a new root file system, and keep it up to date from now on.
+        """Restore this agent's backup if the root file system is new, and keep the backup up to date from now on.
 
         Raises ``BootError`` on failure, because without its state, the agent would have another identity.
         """
@@ -185,7 +187,7 @@ class StateBackup:
         if self._former not in ("", agent_id):
             aside = self._paths.bosh / SET_ASIDE / _plain(self._former)
             self._move([*(file.path for file in self._files), self._paths.stamp], aside, self._former)
-            _empty(self._paths.monit_job)  # they are links to files of the previous jobs
+            _empty(self._paths.monit_job)  # the directory contains links to files of the previous agent's jobs
             here = NOTHING
         is_ours = copy is not None and copy.agent_id == agent_id
         if (copy is None or not copy.agent_id) and self._has_copies():
@@ -210,7 +212,8 @@ class StateBackup:
             if not is_same_root:
                 self.root_is_new = True
                 ours = msgspec.structs.replace(ours, is_prepared=False)
-        # From here on, the restore counts as complete. If the agent is killed earlier, the next agent repeats it.
+        # From here on, the restore counts as complete. If the agent is killed before this, the next agent restores the
+        # backup again.
         self._stamp = ours
         self._update()
 
@@ -255,7 +258,7 @@ class StateBackup:
 
     @property
     def is_prepared(self) -> bool:
-        """False until the pre-start scripts of the current jobs have run on this root file system."""
+        """True if the pre-start scripts of the current jobs have run on this root file system."""
         return self._stamp is None or self._stamp.is_prepared
 
     async def prepared(self) -> None:
@@ -271,7 +274,7 @@ class StateBackup:
         if self._stamp is None:
             return
         async with self._writing:
-            # Do this without a thread, because starting a thread would take longer than these stat calls.
+            # Do not use a thread for this, because starting a thread would take longer than these stat calls.
             is_changed = any(files.version(file.path) != self._copied.get(file.path, ()) for file in self._files)
             if is_changed or self._are_stamps_due:
                 await asyncio.to_thread(self._update)
@@ -289,12 +292,12 @@ class StateBackup:
             if (seen := files.version(file.path)) == self._copied.get(file.path, ()):
                 continue
             if seen is None and not file.is_removed:
-                self._copied[file.path] = seen  # it was never written, or it was lost and the next agent restores it
+                self._copied[file.path] = seen  # the file was never written, or the next agent will restore it
                 continue
             copy, raw = self._copy_of(file), None
             try:
                 with suppress(FileNotFoundError):
-                    if not file.path.is_symlink():  # the target of a link is in memory and must not be copied to disk
+                    if not file.path.is_symlink():  # a link leads to a tmpfs, whose content must not be copied to disk
                         raw = files.read(file.path, is_own=True)
                 if raw is None:
                     copy.unlink(missing_ok=True)
@@ -343,7 +346,9 @@ def forget(paths: Paths) -> None:
 
 
 def _read(path: Path) -> Stamp | None:
-    """Read a stamp. If it is unreadable, return ``NOTHING``, so that other evidence decides whose files they are."""
+    """Read a stamp. If it is unreadable, return ``NOTHING``, so that other evidence decides to which agent the files
+    belong.
+    """
     try:
         return wire.decode(files.read(path, is_own=True), Stamp)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Installs the trusted certificates from the Director on this machine, in addition to those of its image.
 
-Paths, command and limits are those of the Go agent (platform/cert/cert_manager.go). There are two differences: the
-command, which takes a second, runs only after a change, and the authorities are installed again if a new container
-lacks them.
+Paths, command and limits are those of the Go agent (platform/cert/cert_manager.go). There are two differences. The
+command takes a second, so it runs only after a change. If a new container lacks the certificates, they are installed
+again.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ DIRECTORY: Final = Path("/usr/local/share/ca-certificates")
 TRUSTED: Final = Path("/etc/ssl/certs/ca-certificates.crt")
 """The bundle that the command generates from all certificate directories."""
 UPDATE_TIMEOUT_S: Final = 60.0
-"""Timeout of one attempt. The command sometimes hangs, so it is tried again."""
+"""Timeout of one attempt. The command sometimes hangs, so there are several attempts."""
 GRACE_S: Final = 5.0
 TRIES: Final = 3
 
 PENDING: Final = DIRECTORY / "bosh-trusted-certs.pending"
-"""A file that exists while a change is incomplete: it is created before the first file is changed, and removed once the
-command has succeeded. The command ignores it, because it reads only ``*.crt``.
+"""This file exists while a change is incomplete. It is created before the first certificate file is changed, and
+removed once the command has succeeded. The command ignores this file, because it reads only ``*.crt``.
 """
 
 _OURS: Final = "bosh-trusted-cert-"
 
 
 class TrustedCas:
-    """Installs trusted authorities if the agent may configure this machine."""
+    """Installs trusted CAs if the agent may configure this machine."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._turn = asyncio.Lock()
 
     async def install(self, bundle: str, *, tries: int = TRIES) -> str | None:
-        """Trust exactly the authorities in ``bundle`` (concatenated PEM) in addition to those of the image.
+        """Trust exactly the CAs in ``bundle`` (concatenated PEM), in addition to those of the image.
 
-        Return the reason if this is skipped, or None. Raises ``ActionError``.
+        Return the reason if nothing is installed, or None. Raises ``ActionError``.
         """
         if not self._paths.is_system or os.geteuid() != 0:
             return "needs root and the base directory /var/vcap"
@@ -65,7 +65,7 @@ class TrustedCas:
 def split(bundle: str) -> list[str]:
     """Return the certificates in a text, without any other text between them.
 
-    Blocks that OpenSSL cannot read are left out, because they would make the bundle unreadable for clients.
+    PEM blocks that OpenSSL cannot read are left out, because clients could not read a bundle that contains them.
     """
     good, bad = x509.readable(bundle)
     for number in bad:
@@ -81,7 +81,7 @@ def _write(wanted: Mapping[str, str]) -> bool:
     if not (new or old):
         return False
     DIRECTORY.mkdir(parents=True, exist_ok=True)
-    with suppress(OSError):  # a failure is reported when the required file is written
+    with suppress(OSError):  # if this fails, writing the certificate files below reports the error
         PENDING.touch()
     for name, pem in new.items():
         files.write_atomic(DIRECTORY / name, pem.encode())
@@ -97,8 +97,9 @@ def _holds(path: Path, text: str) -> bool:
 def _is_stale(wanted: Mapping[str, str]) -> bool:
     """Return True if the last result of the command does not match ``wanted``.
 
-    This is recognised by the content of the bundle, and by the links that the command creates next to it, one for each
-    authority. Modification times cannot be used, because in images, the directories are as new as the bundle, or newer.
+    This is recognised by the content of the bundle, and by the links that the command creates next to the bundle, one
+    for each CA. Modification times cannot be used, because in an image, the certificate directories may be newer than
+    the bundle although it is up to date.
     """
     linked = {path.stem for path in TRUSTED.parent.glob(f"{_OURS}*.pem")}
     if PENDING.exists() or linked != {Path(name).stem for name in wanted}:

@@ -1,8 +1,8 @@
 """Manages users of the machine: temporary ones for ``bosh ssh``, and the keys and passwords of vcap and root.
 
 Names, groups, paths and the prefixes of errors are those of the Go agent (agent/action/ssh.go,
-platform/linux_platform.go). Files in a home directory are written as its owner, so that a link there cannot be used to
-write anywhere else. Password hashes are never passed as arguments of a program.
+platform/linux_platform.go). Files in a home directory are written with the rights of its owner, so that the owner
+cannot use a link there to write where only root may write. Password hashes are never passed as arguments of a program.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
 _USER: Final = r"[a-z][a-z0-9_]{0,31}"
 
 KEYS_TIMEOUT_S: Final = 10.0
-"""Timeout for the process that writes keys as a user, because other processes of that user may stop it."""
+"""Timeout for the process that writes keys as a user. Other processes of that user may stop the process with a
+signal.
+"""
 EXIT_TIMEOUT_S: Final = 5.0
-"""Timeout for the processes of a removed user to end after KILL."""
+"""How long the processes of a removed user may take to end after SIGKILL."""
 _POLL_S: Final = 0.05
 _KILL_ALL: Final = """
 import os, sys
@@ -45,8 +47,8 @@ try:
 except ProcessLookupError:
     pass
 """
-"""A script that kills all processes of a user with a single system call, so that none escapes by forking. Its real and
-saved uid are an unused one, so that processes of the user cannot kill it first.
+"""A script that kills all processes of a user with a single system call, so that none escapes by forking. The script's
+real and saved uid are an unused uid, so that the user's processes cannot kill the script first.
 """
 
 _REPLACE_KEYS: Final = """
@@ -87,8 +89,8 @@ class Users:
                 raise
 
     async def cleanup(self, user_regex: str) -> list[str]:
-        """Remove the users that match the expression, and their home directories. Users without our prefix are never
-        removed.
+        """Remove the users whose names match the expression, and their home directories. A user whose name lacks
+        ``bosh_`` as a prefix is never removed.
         """
         async with self._turn:
             ours = self.made() if self._paths.is_system else []
@@ -150,7 +152,7 @@ class Users:
         return any(row[0] in users and not row[1].startswith(("*", "!")) for row in rows if len(row) > 1)
 
     def made(self) -> list[str]:
-        """Return the users that the agent created: those with our prefix, or with a home in the directory for our
+        """Return the users that the agent created. They have the agent's prefix, or a home in the directory for its
         users.
         """
         homes = str(self._paths.ssh_home)
@@ -163,7 +165,7 @@ class Users:
 async def remove(user: str) -> None:
     """Remove a user with its home directory and processes.
 
-    The account is removed first, so that nobody can log in, then the processes are ended, so that they cannot change
+    The account is removed first, so that nobody can log in. Then the processes are ended, so that they cannot change
     the home directory while it is being removed.
     """
     try:
@@ -178,9 +180,9 @@ async def remove(user: str) -> None:
 
 
 async def _end_processes(account: pwd.struct_passwd) -> None:
-    """End the processes of a removed account, because its uid may be reused."""
+    """End the processes of a removed account. Another account with the same uid may be created later."""
     if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
-        return  # another account has the same uid, as an administrator may have configured
+        return  # an administrator may have given the same uid to another account
     if not proc.has_our_root(1):
         logger.warning("processes of %s may continue: the container shares the pids of the host", account.pw_name)
         return

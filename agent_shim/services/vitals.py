@@ -1,8 +1,8 @@
 """Measures the vitals of the instance, in the format of heartbeats and ``get_state`` (platform/vitals/service.go).
 
-Every figure is a string except the uptime, which is a natural number, because the bosh CLI fails on anything else. A
-figure that cannot be read is left out without affecting the others. If the container's limits are lower than the
-machine's resources, the figures for memory, swap and CPU are relative to the container's limits.
+Every figure is a string, except the uptime. The uptime is a natural number, because the bosh CLI fails on anything
+else. A figure that cannot be read is left out without affecting the others. If the container's limits are lower than
+the machine's resources, the figures for memory, swap and CPU are relative to the container's limits.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Figures(msgspec.Struct, frozen=True):
     """The vitals as numbers, in bytes and seconds.
 
     The keys are scopes (``container``, ``host``), the minutes of the load average, or disks. A disk is identified by
-    its role, a dynamic disk by its cid. Figures that cannot be read are left out. If the container has no limit, its
-    memory is that of the machine.
+    its role, a dynamic disk by its cid. Figures that cannot be read are left out. If the container has no memory limit,
+    its memory is that of the machine.
     """
 
     memory: Mapping[str, Memory] = msgspec.field(default_factory=dict)
@@ -91,7 +91,7 @@ class Vitals:
         if figures.load:
             vitals["load"] = [f"{average:.2f}" for average in figures.load.values()]
         seconds = int(self._age())
-        return vitals | {"uptime": {"secs": seconds} if seconds else {}}  # omitted when 0, as by Go
+        return vitals | {"uptime": {"secs": seconds} if seconds else {}}  # as in Go, 0 is omitted
 
     def figures(self) -> Figures:
         """Return the current figures in about 20 to 50 µs, without accessing a disk."""
@@ -122,8 +122,8 @@ class Vitals:
         return self._cpu
 
     def _age(self) -> float:
-        """Return the container's age in seconds since PID 1 started, or since the kernel booted if that process is
-        hidden.
+        """Return the container's age in seconds, which is the age of PID 1, or if PID 1 is hidden, the time since the
+        kernel booted.
         """
         now = clock.boot_time()
         try:
@@ -171,8 +171,8 @@ def memory_vitals(memory: Memory) -> dict[str, Any]:
 
 
 def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
-    """Return the usage of a disk in percent. Space reserved for root counts as free. On a file system without inodes,
-    their usage is 0 percent.
+    """Return the usage of a disk in percent. Space reserved for root counts as free. If the file system has no inodes,
+    their usage is given as 0 percent.
     """
     return {
         "percent": f"{_percent(usage.f_blocks - usage.f_bfree, usage.f_blocks):.0f}",
@@ -181,5 +181,5 @@ def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
 
 
 def _percent(part: float, whole: float) -> float:
-    """Return the percentage, which is within 0 to 100 even for inconsistent figures."""
+    """Return the percentage, limited to 0 to 100 because the two figures may be inconsistent."""
     return min(100.0, max(0.0, 100.0 * part / whole)) if whole > 0 else 0.0

@@ -1,11 +1,11 @@
-"""Leases on volumes. If two agents have the same volume, the second one waits and changes nothing.
+"""Leases on volumes. If two agents have access to the same volume, the second one waits and changes nothing.
 
-A pod may be recreated while its predecessor still shuts down, and an unreachable node may run a pod that was replaced
-long ago. An agent therefore locks the volume ``data`` and every disk that it mounts. The kernel releases the lock when
-the agent ends, but it only knows agents on the same machine, so the locked file is also a lease that is renewed every
-few seconds. Clocks are not compared: a lease expires when the observer has not seen it change for a while. On a file
-system to which only this kernel writes, the lease is not renewed, because agents on this machine look at the lock, and
-other machines would not see the renewal (decision 25).
+This can happen if a pod is recreated while its predecessor is still shutting down, or if an unreachable node still runs
+a pod that was replaced long ago. An agent therefore locks the volume ``data`` and every disk that it mounts. The kernel
+releases the lock when the agent ends, but a lock only works between agents on the same machine, so the locked file is
+also a lease that is renewed every few seconds. Clocks are not compared: a lease expires when the observer has not seen
+it change for a while. On a file system to which only this kernel writes, the lease is not renewed, because the lock
+suffices for agents on this machine, and other machines would not see the renewal (decision 25).
 
 | lock | lease | action |
 |---|---|---|
@@ -15,8 +15,8 @@ other machines would not see the renewal (decision 25).
 | free | of an agent that shares our locks and was seen alive | take it if it stays free: the agent may be restarting |
 | free | of another machine | take it if it does not change for ``patience`` |
 
-Two agents share locks if only one kernel writes to the file system, or if both have the same boot id of a kernel. The
-boot id alone is not enough, because LXD gives a container a new one at each start.
+Two agents share locks if only one kernel writes to the file system, or if both see the same boot id of their kernel.
+The boot id alone is not enough, because LXD gives a container a new one at each start.
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class LeasePace(msgspec.Struct, frozen=True):
-    """Timing of leases, in seconds: the interval between renewals, and the time without a change after which a lease
+    """Timing of leases in seconds: the interval between renewals, and how long a lease must stay unchanged before it
     expires.
     """
 
     period: float = 10.0
     patience: float = 25.0
     restart: float = 5.0
-    """Seconds for which a lock on this kernel must stay free before it is taken. A restarting agent takes its lock
-    again sooner.
+    """How long a lock on this kernel must stay free before another agent takes it. A restarting agent takes its own
+    lock again sooner than that.
     """
 
 
 class Hold(msgspec.Struct):
-    """An open lease file. Only one thread at a time uses it, because a closed descriptor may be reused for another
-    file.
+    """An open lease file. Threads take turns in using the descriptor, because after one of them has closed it, the
+    number may refer to another file.
     """
 
     descriptor: int
@@ -93,7 +93,7 @@ class Hold(msgspec.Struct):
     turn: threading.Lock = msgspec.field(default_factory=threading.Lock)
     count: int = 0
     version: tuple[int, int, int] | None = None
-    """Version of the file after our last write, if the file system is local."""
+    """Version of the file after this agent's last write, if the file system is local."""
 
 
 class VolumeLeases:
@@ -110,12 +110,12 @@ class VolumeLeases:
         self._host = socket.gethostname() if host is None else host
         self._boot = boot or ""
         if boot is None:
-            with suppress(OSError):  # /proc may hide it
+            with suppress(OSError):  # /proc may hide the boot id
                 self._boot = proc.boot_id()
         self.held: dict[Path, Hold] = {}
         """The leases that this agent holds, by directory."""
         self.former: dict[Path, str] = {}
-        """The agents (ids, or "") that held our volumes before us, by directory."""
+        """The agents (ids, or "") that held this agent's volumes before it, by directory."""
         self._seen: dict[Path, tuple[bytes, float]] = {}
         """Leases of other agents, each with the time of its last change."""
 
@@ -126,8 +126,8 @@ class VolumeLeases:
             self.renew(directory)
 
     def hold(self, directory: Path) -> str:
-        """Acquire the lease of the volume that contains our private ``directory``. Return "" on success, otherwise the
-        holder.
+        """Acquire the lease of the volume that contains the agent's private ``directory``. Return "" on success,
+        otherwise a description of the holder.
 
         Blocks on the disk. Raises ``HostError``. A full or read-only volume is used without a lease.
         """
@@ -136,7 +136,8 @@ class VolumeLeases:
         with ExitStack() as opened:
             try:
                 descriptor = _open(directory)
-                # Closing the descriptor also releases the lock, which would otherwise lock out this agent itself.
+                # If the lease cannot be acquired, close the descriptor to release the lock. Otherwise this agent would
+                # lock itself out.
                 opened.callback(os.close, descriptor)
                 is_local = mounts.is_local(directory)
                 if rival := self._rival(directory, descriptor, is_local=is_local):
@@ -170,7 +171,9 @@ class VolumeLeases:
         return "" if is_over else str(lease or "an agent that does not identify itself")
 
     def twin(self, directory: Path) -> str:
-        """Return the other agent with our id that holds a volume, or "". The volume is not held after this call."""
+        """Return the other agent that has the same agent id and holds a volume, or "". Afterwards, this agent does not
+        hold the volume.
+        """
         rival = self.hold(directory)
         if not rival:
             self.release(directory)
@@ -179,8 +182,8 @@ class VolumeLeases:
         return rival if lease is not None and lease.agent_id == self._agent_id else ""
 
     def release(self, directory: Path) -> None:
-        """Release a volume, so that another agent can use it at once. Does nothing if another agent has taken it.
-        Blocks on the disk.
+        """Release a volume, so that another agent can use it immediately. If another agent has already taken the
+        volume, its lease is not changed. Blocks on the disk.
         """
         if hold := self.held.pop(directory, None):
             with hold.turn:
@@ -197,7 +200,7 @@ class VolumeLeases:
     async def keep(self, lost: Callable[[str], None]) -> NoReturn:
         """Renew the leases forever. ``lost`` is called when another agent has taken a volume.
 
-        A volume that hangs does not delay the others.
+        A volume that hangs does not delay the renewal of other leases.
         """
         renewing: dict[Path, asyncio.Task[None]] = {}
 
@@ -208,7 +211,8 @@ class VolumeLeases:
         while True:
             await asyncio.sleep(clock.until_beat(self._pace.period))
             for directory, hold in list(self.held.items()):
-                # This stat is made without a thread, because only local files have a version, and they do not block.
+                # ``files.version`` can be called in the event loop, because ``hold.version`` is set only for local
+                # files, and a stat of those does not block.
                 if hold.version and hold.version == files.version(directory / NAME):
                     continue
                 if directory not in renewing or renewing[directory].done():
@@ -232,7 +236,7 @@ class VolumeLeases:
         return ""
 
     def _taker(self, directory: Path, hold: Hold) -> str:
-        """Return the agent that has taken our volume, or "". An unreadable lease counts as not taken."""
+        """Return the agent that has taken this agent's volume, or "". If the lease cannot be read, return "" too."""
         try:
             lease = _decoded(os.pread(hold.descriptor, _MAX_BYTES, 0))
         except OSError as exc:
@@ -241,8 +245,8 @@ class VolumeLeases:
         return str(lease) if lease is not None and lease.holder != self._holder else ""
 
     def _write(self, directory: Path, hold: Hold, *, is_over: bool = False) -> None:
-        """Write in place, because a new inode would not be locked, and in one call, so that the file contains either
-        the old or the new lease if the agent is killed.
+        """Write the lease in place, because a new file would not be locked. Use a single call, so that the file
+        contains either the old or the new lease if the agent is killed.
         """
         lease = Lease(SCHEMA, self._holder, self._agent_id, self._host, self._boot, hold.count, is_over)
         raw = msgspec.json.encode(lease)
@@ -256,7 +260,9 @@ class VolumeLeases:
 
 
 def _open(directory: Path) -> int:
-    """Open or create the file. Jobs may write to the volume, so links are not followed, and a pipe does not block."""
+    """Open or create the lease file. Jobs may write to the volume, so links are not followed, and opening a pipe does
+    not block.
+    """
     files.make_dir(directory, 0o700)
     with guarded.held(directory, directory.parent) as top:
         descriptor = guarded.open_beneath(top, NAME, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
@@ -267,8 +273,8 @@ def _open(directory: Path) -> int:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Return True if the lock was acquired, False if another process holds it, and None if the file system has no
-    locks.
+    """Return True if the lock was acquired, False if another process holds it, and None if the file system does not
+    support locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -281,7 +287,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _decoded(raw: bytes) -> Lease | None:
-    """Decode a lease. Return None if it is empty or incomplete."""
+    """Decode a lease. Return None if the content is empty or incomplete."""
     try:
         return wire.decode(raw, Lease)
     except ValueError:
@@ -292,7 +298,9 @@ def _decoded(raw: bytes) -> Lease | None:
 
 
 def _created(path: Path) -> int | None:
-    """Open the lock file. Return None on a full or read-only file system, on which an agent works without the lock."""
+    """Open the lock file. Return None if the file system is full or read-only. The agent then works without the
+    lock.
+    """
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as exc:

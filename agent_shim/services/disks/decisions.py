@@ -41,10 +41,10 @@ NOT_FOUND: Final = "Persistent disk with volume id '{}' could not be found"
 class Disk(msgspec.Struct, frozen=True):
     """A disk named by the settings or a hint.
 
-    ``volume`` is None while there is no volume at ``place``. In that case, ``missing`` says why, and ``unusable`` why
-    it is pointless to wait for one. ``is_linkable`` means that something exists at ``place``, perhaps a device, to
-    which a link of a named disk can point. ``is_empty`` means that the volume has no job data; it is None if that
-    cannot be determined. ``is_held`` means that this agent has the volume's lease.
+    ``volume`` is None while there is no volume at ``place``. In that case, ``missing`` gives the reason, and
+    ``unusable``, unless it is "", says why waiting for a volume is pointless. ``is_linkable`` means that something
+    exists at ``place``, perhaps a device, to which a named disk's link can point. ``is_empty`` means that the volume
+    has no job data; it is None if that cannot be determined. ``is_held`` means that this agent has the volume's lease.
     """
 
     cid: str
@@ -78,10 +78,10 @@ class Disk(msgspec.Struct, frozen=True):
 class MountPoint(msgspec.Struct, frozen=True):
     """The store or the migration target.
 
-    ``shown`` contains the known disks whose volume is visible here, each with whether its mount options are as wanted.
-    ``marker`` is read only if what is mounted here is not a known disk. ``is_link`` means that the path is a link to
-    something that exists. ``is_mount`` means that something is mounted here, or at the target of the link. ``source``
-    describes that mount for an error.
+    ``shown`` contains the known disks whose volume is visible here, and for each of them True if the mount options are
+    correct. ``marker`` is read only if what is mounted here is not a known disk. ``is_link`` means that the path is a
+    link to something that exists. ``is_mount`` means that something is mounted here, or at the target of the link.
+    ``source`` describes that mount for an error.
     """
 
     path: Path
@@ -96,8 +96,9 @@ class View(msgspec.Struct, frozen=True):
     """The state of all disks and mount points at one moment.
 
     ``managed`` is the disk (cid, or "") that was last mounted on the store. ``unmounted`` are disks that were unmounted
-    at the Director's request, although their volumes do not record this. ``links`` are the links to named disks by cid.
-    ``named`` are the cids of all disks that should have such links. ``binds`` means that this container may mount.
+    at the Director's request, but could not be marked as such. ``links`` are the links to named disks by cid. ``named``
+    are the cids of all disks that should have such links. ``binds`` means that this container may create bind mounts;
+    otherwise it uses links.
     """
 
     store: MountPoint
@@ -112,25 +113,26 @@ class View(msgspec.Struct, frozen=True):
 
     @property
     def on_store(self) -> str:
-        """The disk (cid, or "") that counts as mounted on the store."""
+        """The disk (cid, or "") that is considered mounted on the store."""
         return self._mounted_on(self.store)
 
     @property
     def on_target(self) -> str:
-        """The disk (cid, or "") that counts as mounted on the migration target."""
+        """The disk (cid, or "") that is considered mounted on the migration target."""
         return self._mounted_on(self.target)
 
     def _mounted_on(self, point: MountPoint) -> str:
-        """Return the disk (cid, or "") that counts as mounted at a mount point. A mount created by the platform counts
-        only while the disk's marker has a role, because ``unmount_disk`` may not be able to remove the mount.
+        """Return the disk (cid, or "") that is considered mounted at a mount point. A mount that was created with the
+        container counts only while the disk's marker has a role, because ``unmount_disk`` may not be able to remove
+        such a mount.
         """
         for cid, disk in self.disks.items():
             if cid not in point.shown or disk.is_another:
                 continue
             if disk.marker is not None:
                 return cid if disk.role else ""
-            # A disk without a marker counts as mounted by this agent if it was the last one mounted, or if its volume
-            # was bound here from elsewhere.
+            # A disk without a marker was mounted by this agent if it was the last one mounted, or if its volume was
+            # bound here from elsewhere.
             is_ours = cid == self.managed or disk.volume != point.path
             return cid if is_ours and cid not in self.unmounted else ""
         return point.marker.cid if point.marker and point.marker.role else ""  # a disk whose hint was removed
@@ -153,8 +155,8 @@ class View(msgspec.Struct, frozen=True):
 class Placement(msgspec.Struct, frozen=True):
     """The disks (cids, or "") that belong on the store and on the migration target.
 
-    ``replaced`` are disks that are still marked for the store although a finished copy of them is too. If there is a
-    ``problem``, no job may start.
+    ``replaced`` are disks that are still marked for the store, but have a finished copy that is also marked for the
+    store. If there is a ``problem``, no job may start.
     """
 
     store: str = ""
@@ -169,8 +171,8 @@ def plan_of(view: View) -> Placement:
 
 
 def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str) -> Placement:
-    """Decide by the markers, then by the disk mounted last (``managed``), then by the disk mounted now
-    (``on_store``).
+    """Decide where the disks belong: first by the markers, then by the disk mounted last (``managed``), then by the
+    disk mounted now (``on_store``).
     """
     strangers = {disk.cid for disk in disks if _is_strange(disk, instance)}
     ours = [disk for disk in disks if disk.cid not in strangers]
@@ -184,7 +186,7 @@ def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str)
     last = next((disk for disk in disks if disk.cid == managed and disk.volume), None)
     absent = next((disk for disk in disks if disk.cid == managed and disk.volume is None), None)
     store = problem = ""
-    if any(managed == copy.source for copy in copies):  # the swap was interrupted before it was recorded
+    if any(managed == copy.source for copy in copies):  # the swap was interrupted before ``managed`` was updated
         absent = None
     if absent is not None:
         problem = f"disk {managed} was mounted and is not there: no volume at {absent.place}"
@@ -214,14 +216,14 @@ def _is_strange(disk: Disk, instance: str) -> bool:
 
 
 class Take(msgspec.Struct, frozen=True):
-    """Acquire the lease of a volume before it is used. Fails while another agent holds the lease."""
+    """Acquire the lease of a volume before using the volume. Fails while another agent holds the lease."""
 
     cid: str
     volume: Path
 
 
 class Show(msgspec.Struct, frozen=True):
-    """Mount or link a volume at a mount point, with these options in addition to those of the volume's own mount."""
+    """Mount or link a volume at a mount point. ``options`` are added to those of the volume's own mount."""
 
     volume: Path
     place: Path
@@ -229,8 +231,8 @@ class Show(msgspec.Struct, frozen=True):
 
 
 class TakeAway(msgspec.Struct, frozen=True):
-    """Remove our mount or link. With ``is_optional``, it is not an error if this container is not allowed to remove the
-    mount.
+    """Remove the agent's own mount or link. With ``is_optional``, it is not an error if this container may not remove
+    the mount.
     """
 
     place: Path
@@ -248,8 +250,8 @@ class Claim(msgspec.Struct, frozen=True):
     """Record where a disk is mounted.
 
     The record goes into the disk's marker, unless ``is_marked`` says that the marker is already correct. For the disk
-    on the store, it also goes into a file on the root file system. If no usable record can be written, the next agent
-    would not mount the disk, so unmount it from ``undo`` (if set) and fail.
+    on the store, it also goes into a file on the root file system. If no usable record can be written, unmount the disk
+    from ``undo`` (if set) and fail, because the next agent would not know that it has to mount the disk.
     """
 
     volume: Path
@@ -259,10 +261,10 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Unclaim(msgspec.Struct, frozen=True):
-    """Record that a disk is unmounted: in its marker, or on the root file system if it has no marker or cannot be
-    written to.
+    """Record that a disk is unmounted.
 
-    ``is_managed`` means that the disk is recorded as the one last mounted on the store.
+    The record goes into the disk's marker. If the disk has none or cannot be written to, the record goes into a file on
+    the root file system. ``is_managed`` means that the disk is recorded as the one last mounted on the store.
     """
 
     cid: str
@@ -278,7 +280,7 @@ class Sync(msgspec.Struct, frozen=True):
 
 
 class ReleaseVolume(msgspec.Struct, frozen=True):
-    """Give up the lease of a volume, so that another agent may take it."""
+    """Release the lease of a volume, so that another agent may acquire it."""
 
     volume: Path
 
@@ -300,7 +302,7 @@ def restore(view: View) -> list[Step]:
         disk = disks[decided.store]
         if there in ("", disk.cid):
             steps += _show(disk, view.store)
-        else:  # unmount the other disk only if an interrupted swap left it there
+        else:  # another disk may only be unmounted if an interrupted swap left it there
             occupant = disks.get(there)
             if occupant is None or not (occupant.role == "target" or there in decided.replaced):
                 raise ActionError(f"disk {disk.cid} belongs on {view.store.path}, but disk {there} is there")
@@ -309,7 +311,7 @@ def restore(view: View) -> list[Step]:
             steps.append(Show(disk.there, view.store.path, disk.options))
         steps += _claim(view, disk, "store")
     there = view.on_target
-    # Keep a disk without a marker mounted, because an older agent may have mounted it.
+    # Do not unmount a disk that has no marker, because an older agent may have mounted it.
     is_unmarked = there in disks and disks[there].marker is None
     if decided.target != there and (decided.target or not is_unmarked):
         steps += [TakeAway(view.target.path)] if there else []
@@ -326,7 +328,7 @@ def mount(view: View, cid: str) -> list[Step]:
         raise ActionError(f"the volume at {disk.volume} is marked as disk {disk.marker.cid}, not {cid} {hint}")
     steps = _take(disk)
     if cid == view.on_target:
-        return steps + _claim(view, disk, "target")  # in case an earlier agent was killed before this
+        return steps + _claim(view, disk, "target")  # an earlier agent may have been killed before it made the record
     occupant = view.on_store
     if not occupant and disk.is_empty is None:
         raise ActionError(f"cannot read the volume of disk {cid} at {disk.volume}")
@@ -355,10 +357,10 @@ def present(view: View, cid: str) -> Disk:
 
 
 def _former(view: View, new: Disk) -> Disk | None:
-    """Return the disk to mount before a new, empty one: the only other disk that has files but no marker. Return None
-    if there is no such disk, or more than one.
+    """Return the disk to mount before a new, empty one, or None. It must be the only other disk that has files but no
+    marker.
 
-    This is necessary if a CPI recreates the container to attach a second disk, because then nothing records where a
+    This is necessary if a CPI recreates the container to attach a second disk, because nothing then records where a
     disk without a marker was mounted.
     """
     if new.role == "store" or not new.is_empty:
@@ -378,8 +380,8 @@ def unmount(view: View, cid: str) -> list[Step]:
     if volume is not None:
         steps.append(Sync(volume))
     if point is not None and point.path != volume:
-        # Removing the mount is optional, because it may be impossible if the container was created with it. The disk
-        # then counts as unmounted anyway.
+        # Removing the mount is optional. It may be impossible if the container was created with the mount, but the disk
+        # is considered unmounted anyway.
         steps.append(TakeAway(point.path, is_optional=True))
     if disk is not None and disk.role is not None:
         steps += _unclaim(view, disk, is_managed=view.managed == cid)
@@ -393,7 +395,7 @@ def unmount(view: View, cid: str) -> list[Step]:
 def begin_copy(view: View, old: str, new: str) -> list[Step]:
     """Prepare to copy the disk on the store to the one on the migration target.
 
-    Empty cids stand for the disks mounted there. After a finished migration there are no steps.
+    Empty cids stand for the disks mounted there. If the migration has already finished, there are no steps.
     """
     if _is_migrated(view, old, new):
         return []
@@ -430,8 +432,8 @@ def swap(view: View, old: str, new: str) -> list[Step]:
 
 
 def _pair(view: View, old: str, new: str) -> tuple[Disk, Disk]:
-    """Return the disks to copy from and to. Raises ``ActionError`` unless the requested cids are those of the mounted
-    disks.
+    """Return the source and the target of the copy. Raises ``ActionError`` unless the requested cids are those of the
+    mounted disks.
     """
     found = []
     for point, there, wanted in (view.store, view.on_store, old), (view.target, view.on_target, new):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class IscsiSettings(msgspec.Struct, frozen=True, rename="pascal"):
-    """iSCSI settings, which are kept only for compatibility of the file. This agent does not support iSCSI."""
+    """iSCSI settings. This agent does not support iSCSI, but keeps the settings so that the file stays compatible."""
 
     initiator_name: str = ""
     username: str = ""
@@ -44,7 +44,7 @@ _NAMES: Final = {
 
 
 class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
-    """One disk in the hints file. The file contains every member, as with the Go agent."""
+    """One disk in the hints file. As with the Go agent, the file contains every field, even an empty one."""
 
     cid: str = ""
     device_id: str = ""
@@ -73,10 +73,10 @@ _ISCSI_MEMBERS: Final = {name: name for name in ("initiator_name", "username", "
 
 
 def from_hint(cid: str, hint: Any, env: Env) -> DiskSettings:
-    """Parse a hint. A string is used as both path and volume id; an object is read by its members; anything else is
-    ignored.
+    """Parse a hint. A string becomes both the path and the volume id, the fields of an object are read, and anything
+    else is ignored.
 
-    Members that are not strings are converted (the Go agent crashes on them). Null counts as absent.
+    Values that are not strings are converted (the Go agent crashes on them). Null is treated as missing.
     """
     options, partitioner = env.persistent_disk_mount_options or None, env.persistent_disk_partitioner
     disk = DiskSettings(cid, file_system=env.persistent_disk_fs, mount_options=options, partitioner=partitioner)
@@ -97,7 +97,7 @@ def _texts(given: Mapping[str, Any], members: Mapping[str, str]) -> dict[str, st
 def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSettings]) -> dict[str, DiskSettings]:
     """Return all disks by cid: those of the settings, overridden by the stored hints.
 
-    Old CPIs name disks in the settings, and a stored hint without a path does not override these. An entry with an
+    Old CPIs name disks in the settings. A stored hint without a path does not override such an entry. An entry with an
     empty cid is ignored.
     """
     found = {cid: from_hint(cid, hint, env) for cid, hint in persistent.items() if cid}
@@ -108,7 +108,9 @@ def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSett
 
 
 def load(path: Path) -> dict[str, DiskSettings]:
-    """Load the stored hints. An unreadable file is renamed, because the hints arrive again with their disks."""
+    """Load the stored hints. An unreadable file is renamed and treated as missing, because the Director sends each hint
+    again with its disk.
+    """
     try:
         return wire.convert(wire.decode_json(files.read(path, is_own=True)), dict[str, DiskSettings])
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The marker of a volume, which identifies the disk, in ``.agent_shim/disk.json`` at the top of the volume.
+"""The marker of a volume: the file ``.agent_shim/disk.json`` at the top of the volume, which identifies the disk.
 
 It is written when a disk is mounted at the Director's request, and it outlives containers. From the markers,
 ``decisions`` derives where each disk belongs.
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 DIRECTORY: Final = ".agent_shim"
 NAME: Final = "disk.json"
 OURS: Final = frozenset({DIRECTORY, "lost+found"})
-"""Names at the top of a volume that do not count as job data."""
+"""Names at the top of a volume that are not job data."""
 _MAX_BYTES: Final = 65536
 
 Role = Literal["store", "target", ""]
@@ -55,7 +55,8 @@ class Marker(msgspec.Struct, frozen=True):
 def read(volume: Path) -> Marker | None:
     """Read the marker of a volume. Return None if there is no readable marker written by an agent.
 
-    The owner is checked because jobs own the top directory of many volumes, so they can replace the marker's directory.
+    The owner of the file is checked, because jobs own the top directory of many volumes and can therefore replace the
+    directory with the marker.
     """
     try:
         with guarded.held(volume / DIRECTORY, volume) as directory:
@@ -81,7 +82,7 @@ def _is_of_agents(found: os.stat_result) -> bool:
 
 
 def set_aside(volume: Path) -> None:
-    """Rename a file or directory with which a job has replaced the marker's directory. Raises ``HostError``."""
+    """Rename a file or directory that a job has put in place of the marker's directory. Raises ``HostError``."""
     with suppress(OSError):
         if _is_of_agents(guarded.status(volume / DIRECTORY, volume)):
             return
@@ -91,9 +92,9 @@ def set_aside(volume: Path) -> None:
 def write(volume: Path, marker: Marker) -> None:
     """Write the marker atomically. Raises ``HostError``.
 
-    If root writes the marker, a new volume gets mode 0755, like a new file system, regardless of the mode that its
-    provisioner set, because the jobs of all users must be able to reach their directories. Write permission for others
-    is removed from the top of every volume, because a job could otherwise replace the marker's directory.
+    If root writes the marker, a new volume gets mode 0755, like a new file system, whatever mode its provisioner has
+    set, because jobs of all users must be able to reach their directories. Write permission for others is removed from
+    the top of every volume, because a job could otherwise replace the marker's directory.
     """
     if os.geteuid() == 0:
         is_new = not os.path.lexists(volume / DIRECTORY / NAME)
@@ -104,12 +105,12 @@ def write(volume: Path, marker: Marker) -> None:
     with files.attempting(f"mark the volume {volume} as disk {marker.cid}"):
         set_aside(volume)
         files.make_dir(volume / DIRECTORY, 0o700)
-        # Write through the descriptor, because a job may replace the directory meanwhile.
+        # Write through the descriptor, because a job may replace the directory at any time.
         with guarded.held(volume / DIRECTORY, volume) as fd:
             files.write_atomic(Path(f"/proc/self/fd/{fd}", NAME), msgspec.json.encode(marker), mode=0o600)
 
 
 def remove(volume: Path) -> None:
-    """Remove the marker, for volumes on which a new marker cannot be written. Raises ``OSError``."""
+    """Remove the marker. This works even on a full volume, where no new marker can be written. Raises ``OSError``."""
     with guarded.held(volume / DIRECTORY, volume) as directory:
         os.unlink(NAME, dir_fd=directory)

@@ -1,4 +1,4 @@
-"""The blocking part of the disk service: examines the disks, and carries out the steps of a decision.
+"""The blocking part of the disk service: examines the disks, and carries out the steps that ``decisions`` returns.
 
 The agent may be killed after any step. The next agent then continues from the state on disk.
 """
@@ -48,8 +48,8 @@ class DiskMounts:
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
     ``hold``, ``release`` and ``is_held`` handle the lease of a volume, which is identified by a private directory on it
-    (``volume_lease``). ``hold`` returns the other agent that has the lease, or "". ``binds`` says whether this
-    container may mount; if it is None, this is tried once.
+    (``volume_lease``). ``hold`` returns the other agent that has the lease, or "" on success. ``binds`` is True if this
+    container may create bind mounts. If it is None, this is determined with a trial mount.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class DiskMounts:
         self._binds = binds
 
     def fulfil(self, decide: Decision, *which: str, view: View | None = None) -> View:
-        """Examine the disks unless a ``view`` is given, decide, carry out the steps, and examine the disks again if
-        there were any steps.
+        """Examine the disks unless a ``view`` is given, call ``decide``, and carry out the steps that it returns. If
+        there are any steps, examine the disks again afterwards. Return the latest view.
 
         Raises ``ActionError`` if the request is refused, and ``VolumeInUseError`` or ``OSError`` if a step fails.
         """
@@ -121,7 +121,7 @@ class DiskMounts:
     def _disk(self, cid: str, known: DiskSettings, table: Sequence[mounts.Mount], unmounted: frozenset[str]) -> Disk:
         place, store = known.place, self._paths.store
         if place is None and not store.is_symlink() and mounts.is_mount_point(store, table):
-            place = store  # the CPI names no path if the container was created with the volume there
+            place = store  # a CPI gives no path for a volume that the container was created with
         missing, is_linkable = self.absence(place, table)
         unusable = ""
         if place is not None and self._is_of_container(place):
@@ -155,8 +155,8 @@ class DiskMounts:
         """Return why there is no volume at ``place``, or "", and whether something exists there to which a link can
         point.
 
-        A directory that is not a mount point is not a volume, even if its parent is a mount: the parent may be a
-        directory of the node into which volumes are mounted while the pod runs. A file written there before the volume
+        A directory that is not a mount point is not a volume, even if its parent is a mount, because the parent may be
+        a directory on the node in which volumes are mounted while the pod runs. A file written there before the volume
         is mounted, or after it is unmounted, would stay on the node.
         """
         if place is None:
@@ -165,7 +165,7 @@ class DiskMounts:
             mode = place.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             return f"there is no {place}", False
-        except OSError as exc:  # for example, the file server is down
+        except OSError as exc:  # for example because the file server is down
             return f"cannot read {place}: {exc.strerror}", False
         if not stat.S_ISDIR(mode):
             return f"{place} is not a directory", True
@@ -175,7 +175,7 @@ class DiskMounts:
 
     def _is_of_container(self, place: Path) -> bool:
         """Return True for a directory that belongs to the container itself, even if it is a mount. Without this check,
-        it would become the store.
+        such a directory could become the store.
         """
         real = Path(os.path.realpath(place))
         if real in _SYSTEM or any(real.is_relative_to(top) for top in _KERNEL):
@@ -199,8 +199,8 @@ class DiskMounts:
         return MountPoint(path, shown, _read_marker(path, unmounted), is_link, is_mount, source)
 
     def _may_bind(self) -> bool:
-        """Return True if this container may mount. The result is cached, because this does not change while the
-        container runs.
+        """Return True if this container may create bind mounts. The result does not change while the container runs, so
+        it is cached.
         """
         if self._binds is None:
             self._binds = volumes.can_bind(self._paths.bosh)
@@ -230,7 +230,7 @@ class DiskMounts:
         places = [step.place for step in steps if isinstance(step, decisions.Show)]
         with ExitStack() as opened:
             covered: dict[Path, Path] = {}
-            for step in steps:  # keep a volume open if a later mount will hide it
+            for step in steps:  # keep a descriptor of each volume that a later mount will hide
                 if isinstance(step, decisions.Unclaim) and step.volume in places:
                     descriptor = os.open(step.volume, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                     opened.callback(os.close, descriptor)
@@ -271,8 +271,8 @@ class DiskMounts:
     def _claim(self, step: decisions.Claim) -> None:
         """Record where a disk is mounted. Raises ``HostError`` if the next agent would not mount the disk there.
 
-        For the store, one record is enough: the marker may be missing on a full or read-only disk, and the entry on the
-        root file system if that is full. For the migration target, the marker is required.
+        A disk on the store needs only one record, because the marker cannot be written to a full or read-only disk, nor
+        the other record to a full root file system. A disk on the migration target needs its marker.
         """
         marker, unmarked = step.marker, None
         if not step.is_marked:
@@ -295,8 +295,8 @@ class DiskMounts:
                 logger.warning("%s; the marker on disk %s still records where it belongs", exc, marker.cid)
 
     def _unclaim(self, step: decisions.Unclaim, covered: dict[Path, Path]) -> None:
-        """Record that a disk is unmounted. Raises ``HostError`` if the record can be written neither to the marker nor
-        to the root file system.
+        """Record that a disk is unmounted. Raises ``HostError`` if neither the disk nor the root file system can be
+        written to.
         """
         if step.is_managed:
             self._paths.managed_disk.unlink(missing_ok=True)
@@ -310,7 +310,7 @@ class DiskMounts:
         except HostError as exc:
             logger.warning("%s", exc)
             try:
-                markers.remove(volume)  # on a full disk, a file can still be removed
+                markers.remove(volume)  # removing a file works even on a full disk
             except OSError:
                 self._record_unmounted(step.cid, is_unmounted=True)
 
@@ -329,8 +329,8 @@ def _read_marker(volume: Path, unmounted: Collection[str], cid: str = "") -> Mar
 
 
 def _is_device(place: Path | None) -> bool:
-    """Return True for a block device, or for any path in /dev except below /dev/shm, even if the container lacks the
-    device. Waiting would not turn either into a volume.
+    """Return True for a block device, or for any path in /dev except below /dev/shm, even if nothing exists at that
+    path. It is useless to wait for a volume at such a path.
     """
     if place is None:
         return False
@@ -343,7 +343,9 @@ def _is_device(place: Path | None) -> bool:
 
 @contextmanager
 def _logged(only: int | None = None) -> Iterator[None]:
-    """Log a ``HostError`` raised in the block instead of raising it. With ``only``, do so only for this errno."""
+    """Log a ``HostError`` raised in the block instead of raising it. With ``only``, errors with any other errno are
+    still raised.
+    """
     try:
         yield
     except HostError as exc:

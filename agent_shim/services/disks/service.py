@@ -1,8 +1,8 @@
 """Disk requests of the Director: the asynchronous part of the disk service.
 
 For each request, the service examines the disks, a function of ``decisions`` returns the necessary steps, and
-``mounting`` carries them out. Then the disks are examined again to verify the outcome. No result is reused for another
-request. Changes are made in the task lane, one request at a time. Failures raise ``ActionError`` or ``HostError``.
+``mounting`` carries them out. Then the disks are examined again to verify the outcome. Each request examines the disks
+anew. Changes are made in the task lane, one request at a time. Failures raise ``ActionError`` or ``HostError``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Copy = Callable[[Path, Path, Report], Awaitable[list[str]]]
 
 
 async def in_worker(source: Path, target: Path, report: Report) -> list[str]:
-    """Copy in a worker process, because the copy may take hours and may have to be killed. Raises ``ActionError`` with
-    the worker's error.
+    """Copy a directory in a worker process, because copying may take hours and may have to be killed. Raises
+    ``ActionError`` with the worker's error.
     """
     return (await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)).losses
 
@@ -51,7 +51,7 @@ class DiskTimeouts(msgspec.Struct, frozen=True):
     """Timeouts in seconds."""
 
     arrival: float = 30.0
-    """How long to wait for a volume after the arrival of the request that names it."""
+    """How long to wait for the volume that a request names to appear."""
     use: float = 20.0
     """How long to wait until processes release a disk that is being unmounted."""
     grace: float = 5.0
@@ -59,7 +59,8 @@ class DiskTimeouts(msgspec.Struct, frozen=True):
     look: float = 0.2
     rival: float = 40.0
     """How long to wait for another agent's lease to expire. The agent of a deleted VM may have lost the disk without
-    releasing the lease, which expires if it is not renewed after the request begins (``volume_lease.LeasePace``).
+    releasing its lease. Such a lease expires if it is not renewed for a while after the request begins
+    (``volume_lease.LeasePace``).
     """
 
 
@@ -68,9 +69,9 @@ class Disks:
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
     ``of_jobs`` returns the pids that may be terminated to release a disk. ``hold`` receives a private directory on a
-    volume, locks the volume, and returns the other agent that has locked it, or "" on success. ``release`` unlocks it,
-    and ``is_held`` says whether this agent has locked it. If ``binds`` is None, the service finds out by trial whether
-    this container may mount.
+    volume, locks the volume, and returns the other agent that has locked the volume, or "" on success. ``release``
+    unlocks the volume, and ``is_held`` says whether this agent has locked it. If ``binds`` is None, a trial mount shows
+    whether this container may create bind mounts.
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class Disks:
         self._mounts = DiskMounts(paths, settings, instance, hold, release, is_held, binds)
         self._running = ""
         self._error = ""
-        """Why the mounts could not be restored. It is only shown to explain a missing disk."""
+        """Why the mounts could not be restored. This is shown only as the reason for a missing disk."""
         self.progress: Progress | None = None
         """Progress of a running migration."""
         self.is_mounted = False
-        """True if there was a disk on the store, known or not, when the disks were last examined."""
+        """True if a disk, known or unknown, was on the store when the disks were last examined."""
 
     # --- restarts -----------------------------------------------------------------------------------------------------
 
@@ -113,8 +114,8 @@ class Disks:
                 logger.warning("cannot link %s to disk %s: %s", wanted.name, wanted.cid, exc)
 
     async def problem(self) -> str:
-        """Return the reason why no job may start, or "": a disk that belongs on the store is missing, or a request is
-        being executed.
+        """Return the reason why no job may start, or "". The reason is a missing disk that belongs on the store, or a
+        disk request that is being executed.
         """
         if self._running:
             return f"{self._running} is in progress"
@@ -125,7 +126,7 @@ class Disks:
         return f"disk {decided.store} is not on {self._paths.store}: {self._error or 'it has not been mounted'}"
 
     async def _restored(self) -> View:
-        """Restore as many mounts as possible."""
+        """Restore as many mounts as possible, and return the resulting view."""
         try:
             view = await self._fulfil(decisions.restore)
             self._error = ""
@@ -139,8 +140,8 @@ class Disks:
         return self._seen(await asyncio.to_thread(self._mounts.look))
 
     async def _fulfil(self, decide: Decision, *cids: str, view: View | None = None) -> View:
-        """Carry out the steps that a request needs, starting from ``view`` or from a new examination. Return the
-        resulting view.
+        """Carry out the steps that a request needs, starting from ``view`` or, without one, from a new examination of
+        the disks. Return the resulting view.
         """
         return self._seen(await asyncio.to_thread(self._mounts.fulfil, decide, *cids, view=view))
 
@@ -153,7 +154,7 @@ class Disks:
     async def add(self, cid: str, hint: Any) -> None:
         """Store the CPI's hint for a disk. Raises ``ActionError`` for a disk without a cid.
 
-        The Go agent stores a hint without a cid, but here, the empty cid stands for a mount without a known disk
+        The Go agent accepts an empty cid. In this agent, the empty cid means that a mount is not a known disk
         (:class:`View`).
         """
         if not cid:
@@ -177,21 +178,21 @@ class Disks:
         known = await asyncio.to_thread(self._mounts.known)
         if cid in known:
             return known[cid]
-        if (await self._look()).point_of(cid) is not None:  # it is mounted, although its hint was removed
+        if (await self._look()).point_of(cid) is not None:  # the disk may still be mounted after its hint was removed
             return DiskSettings(cid=cid)
         raise ActionError(decisions.NOT_FOUND.format(cid))
 
     # --- list, mount, unmount -----------------------------------------------------------------------------------------
 
     async def list(self) -> list[str]:
-        """Restore missing mounts, then return the disks that are mounted or linked by name, the one on the store
+        """Restore missing mounts, then return the disks that are mounted or linked by name. The disk on the store comes
         first.
         """
         view = await (self._look() if self._running else self._restored())
         return list(dict.fromkeys(cid for cid in (view.on_store, view.on_target, *view.links) if cid))
 
     async def mount(self, cid: str) -> None:
-        """Mount a disk on the store, or on the migration target while the store has a disk. Idempotent."""
+        """Mount a disk on the store, or on the migration target if the store already has another disk. Idempotent."""
         with self._exclusively(f"mount_disk {cid}"):
             deadline = time.monotonic() + self.timeouts.arrival
             while True:
@@ -243,7 +244,7 @@ class Disks:
             self._running = ""
 
     async def _wait_until_unused(self, place: Path, volume: Path | None) -> None:
-        """Wait until no process uses a disk. Only job processes are terminated."""
+        """Wait until no process uses a disk. Job processes that use it are terminated; for others, it only waits."""
         used = [path for path in {place, volume} if path is not None]
         deadline = time.monotonic() + self.timeouts.use
         while holders := await asyncio.to_thread(volumes.holders, used):
@@ -252,8 +253,8 @@ class Disks:
             await asyncio.sleep(self.timeouts.look)
 
     async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> bool:
-        """Terminate job processes among ``holders``. Return True if any ended, so that unmounting can be tried
-        again.
+        """Terminate job processes among ``holders``. Return True if at least one has ended, because unmounting may then
+        succeed.
         """
         of_jobs = await asyncio.to_thread(self._of_jobs)
         leftovers = [holder for holder in holders if holder.pid in of_jobs]
@@ -269,8 +270,8 @@ class Disks:
     async def migrate(self, old: str = "", new: str = "") -> None:
         """Copy the disk on the store to the one on the migration target, and swap them.
 
-        Empty cids stand for the disks mounted there. An interrupted migration starts over, and a finished one is not
-        repeated.
+        Empty cids stand for the disks mounted there. An interrupted migration starts over. If the migration has already
+        finished, nothing is done.
         """
 
         def report(progress: Progress) -> None:

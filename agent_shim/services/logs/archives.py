@@ -1,9 +1,9 @@
 """Log archives: uploaded for the Director, or kept on disk for a download over ssh.
 
 Log types, names in the archive, patterns and texts are those of the Go agent
-(agent/logstarprovider/logs_tar_provider.go, agent/action/fetch_logs.go, bundle_logs.go). There are three differences:
-logs are not copied before they are packed, no link is followed, and files that change or vanish do not make the request
-fail, but are listed in the archive.
+(agent/logstarprovider/logs_tar_provider.go, agent/action/fetch_logs.go, bundle_logs.go). There are three differences.
+Logs are not copied before they are packed. No link is followed. If files change or vanish, the request does not fail,
+but the archive lists these files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agent_shim.core.settings import Blobstore
 from agent_shim.host import files
 
 REMARKS: Final = "agent_shim.remarks.txt"
-"""Entry of an archive that lists its deviations from the files on disk, if there are any."""
+"""Archive entry that lists the files which were left out or changed while they were read, if there are any."""
 MAX_AGE_S: Final = 24 * 3600.0
 """Age in seconds at which an archive on disk is removed."""
 MAX_BUNDLES: Final = 20
@@ -33,7 +33,9 @@ NICE: Final = 5
 """Niceness of packing relative to the agent, so that jobs have priority."""
 
 PACK_TIMEOUT_S: Final = 1500.0
-"""Timeout for a whole archive. The packer's own time limit is shorter, so this one applies only if a disk hangs."""
+"""Timeout for a whole archive. The packer has a shorter time limit of its own, so this timeout is reached only if a
+disk hangs.
+"""
 
 _BUNDLE: Final = r"logs-[0-9a-f]{16}\.tgz"
 
@@ -74,7 +76,7 @@ class Logs:
     async def bundle(self, kinds: str, patterns: Sequence[str], owner: str) -> tuple[Path, str]:
         """Create an archive on disk for ``owner`` (a user or ``user:group``). Return its path and its sha512 (hex).
 
-        Calls run one after another.
+        Concurrent calls are executed one after the other.
         """
         async with self._turn:
             await self.tidy()
@@ -89,8 +91,8 @@ class Logs:
             return archive, done.sha512
 
     async def remove(self, path: str) -> None:
-        """Remove an archive created by ``bundle``, or a temporary file. It is not an error if the file does not exist,
-        regardless of its path.
+        """Remove an archive created by ``bundle``, or a temporary file. If the file does not exist, this is not an
+        error, even for a path that may not be removed.
 
         If the path is a link, only the link is removed.
         """

@@ -1,6 +1,7 @@
-"""Follows a job's log file by name: reads its last lines, and those written since the last read.
+"""Follows a job's log file by name, as ``tail -F`` does: reads its last lines, then the lines written since the last
+read.
 
-Jobs may create any kind of file below ``sys/log``. Links are therefore not followed in any part of a path, and opening
+Jobs may create any kind of file below ``sys/log``. Therefore, links are not followed in any part of a path, and opening
 a pipe does not block (``host.guarded``).
 """
 
@@ -18,12 +19,11 @@ from agent_shim.host import guarded
 MAX_LINE_BYTES: Final = 16 * 1024
 """Maximum length of a line. The rest of a longer line is returned as the next one."""
 MAX_TAIL_BYTES: Final = 16 * 1024 * 1024
-"""How far back from the end of a file the last lines are searched for."""
+"""Maximum number of bytes before the end of a file that are searched for the last lines."""
 
 
 class LogFile:
-    """The log at ``path`` below the directory ``root``. It is closed until :meth:`open` succeeds, which fails while the
-    file does not exist.
+    """The log at ``path`` below the directory ``root``. It is closed until :meth:`open` succeeds.
 
     If an open file is renamed, it is read to its end before the new file with its name is opened. If it is truncated
     (copytruncate), it is read from the start again.
@@ -78,7 +78,7 @@ class LogFile:
     def _split(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         for chunk in chunks:
             *lines, self._rest = (self._rest + chunk).split(b"\n")
-            if not chunk and self._rest:  # the file has ended
+            if not chunk and self._rest:  # an empty chunk means that this file has ended
                 lines, self._rest = [self._rest], b""
             yield from lines
             while len(self._rest) > MAX_LINE_BYTES:
@@ -86,8 +86,8 @@ class LogFile:
                 self._rest = self._rest[MAX_LINE_BYTES:]
 
     def chunks(self, allowed: int | None = None) -> Iterator[bytes]:
-        """Yield the bytes written since the last read, without holes, and an empty chunk after the end of a file that
-        was renamed, removed or truncated. ``allowed`` as for :meth:`lines`.
+        """Yield the bytes written since the last read, without holes. An empty chunk marks the end of a file that was
+        renamed, removed or truncated. For ``allowed`` see :meth:`lines`.
         """
         if self.is_open:
             yield from self._written(allowed)

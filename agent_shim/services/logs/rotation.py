@@ -1,9 +1,9 @@
 """Rotation of job logs: large logs are rotated and old archives removed, so that they do not fill the disk.
 
-A stemcell uses logrotate and cron for that, with rules that the Go agent writes at each apply
-(platform/linux_platform.go): with copytruncate, they rotate ``*.log`` in three levels below ``sys/log`` if larger than
-50 MB, and keep seven archives. In this agent, a worker process does the same every minute. In addition, the total size
-of all archives is limited.
+A stemcell uses logrotate and cron for this purpose, with a rule that the Go agent writes during each apply
+(platform/linux_platform.go). The rule rotates each ``*.log`` that is larger than 50 MB, in three directory levels below
+``sys/log``, with copytruncate, and keeps seven archives of it. In this agent, a worker process does the same every
+minute. In addition, the total size of all archives is limited.
 
 If two programs copy and truncate the same file, lines are lost. The Go agent's rule is therefore disabled while this
 agent runs, and ``handback`` enables it again.
@@ -41,7 +41,9 @@ MAX_JOB_ENTRIES: Final = 20_000
 """Maximum number of directory entries read per job."""
 MAX_DUE: Final = 500
 MAX_REMOVED: Final = 500
-"""Maximum number of logs rotated and archives removed in one round. The others wait for the next round."""
+"""Maximum number of logs rotated and archives removed in one round. Whatever exceeds the limit is left for the next
+round.
+"""
 LOOK_TIMEOUT_S: Final = 10.0
 ROTATE_TIMEOUT_S: Final = 1800.0
 ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz", re.DOTALL)
@@ -59,8 +61,8 @@ def size(text: str) -> int:
 
 
 class RotationLimits(msgspec.Struct, frozen=True):
-    """Rotation limits: ``size`` in bytes above which a file is rotated, ``keep``, the number of archives per file, and
-    ``total``, the size of all archives. ``period`` is in seconds.
+    """Rotation limits. Files above ``size`` bytes are rotated, ``keep`` is the number of archives per file, and
+    ``total`` is the maximum size of all archives in bytes. ``period`` is in seconds.
     """
 
     size: int = 50 << 20
@@ -72,8 +74,8 @@ class RotationLimits(msgspec.Struct, frozen=True):
     def most(self) -> int:
         """Maximum number of bytes of one log that one rotation keeps.
 
-        With this limit, an archive fits into ``total`` together with others even if its content is incompressible and
-        the log grows by half meanwhile.
+        With this limit, a single archive cannot exceed ``total``, even if its content is incompressible and the log
+        grows by half during the rotation.
         """
         return self.total // 2
 
@@ -94,16 +96,16 @@ class Archived(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """Logs to rotate, smallest first, and archives, both by job. The number of entries is limited regardless of the
-    number of files.
+    """Logs to rotate, smallest first, and archives. Both are grouped by job. The number of entries is limited, however
+    many files there are.
     """
 
     due: dict[str, Sequence[Found]]
     archives: dict[str, Archived]
 
     def chosen(self) -> list[Found]:
-        """Return the logs of one round: the smallest of each job, then the second smallest of each, and so on, so that
-        no job waits for others.
+        """Return the logs to rotate in one round: the smallest log of each job, then the second smallest of each, and
+        so on, so that no job has to wait for other jobs.
         """
         turns = itertools.zip_longest(*self.due.values())
         found = (log for turn in turns for log in sorted(filter(None, turn), key=lambda log: log.size))
@@ -135,7 +137,7 @@ class Rotation:
         found = await self._look(limit)
         if due := found.chosen():
             logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in due))
-            most = max(self._limits.most, 2 * limit)  # a spec may set a size larger than ours
+            most = max(self._limits.most, 2 * limit)  # the deployed spec may set a larger size
             paths = [os.fsencode(log.path) for log in due]
             request = protocol.Rotate(str(self._root), paths, self._limits.keep, most)
             async with asyncio.timeout(ROTATE_TIMEOUT_S):
@@ -153,7 +155,7 @@ class Rotation:
             await blocking.call(_whose(path), partial(remove, self._root, path))
 
     async def _look(self, limit: int) -> Findings:
-        """Search the files of each job in a separate thread, so that a job whose volume hangs does not affect
+        """Search the files of each job in a thread of its own, so that a job whose volume hangs does not delay the
         others.
         """
         findings = Findings({}, {})
@@ -168,7 +170,7 @@ class Rotation:
         return findings
 
     def _size(self) -> int:
-        """Return the size limit in the deployed spec if it is valid, otherwise that in agent.json."""
+        """Return the size limit in the deployed spec if it is valid, otherwise the one in agent.json."""
         told = self._spec_size()
         try:
             return size(told) if told else self._limits.size
@@ -199,7 +201,9 @@ def put_into_force(rule: Path) -> None:
 
 
 def leave_to_logrotate(rule: Path) -> None:
-    """Call ``put_into_force``. A failure is logged, because then nothing rotates the logs. Blocks."""
+    """Enable the Go agent's rule again. A failure is logged as an error, because nothing would rotate the logs.
+    Blocks.
+    """
     try:
         put_into_force(rule)
     except HostError as exc:
@@ -207,7 +211,7 @@ def leave_to_logrotate(rule: Path) -> None:
 
 
 def _whose(path: str) -> str:
-    """Return the job's key for ``guarded``, which groups the files of each job."""
+    """Return the group for which ``guarded`` opens the file: all files of a job belong to the same group."""
     return f"sys/log/{path.partition('/')[0]}"
 
 
@@ -222,7 +226,7 @@ def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived
     archives. Blocks.
 
     Links are neither followed nor returned. Files with a second hard link are not rotated, and therefore not returned,
-    because one file could have hundreds of names. The search of one job ends at ``MAX_JOB_ENTRIES``.
+    because a job could give one file hundreds of names. The search of one job ends at ``MAX_JOB_ENTRIES``.
     """
     logs: list[Found] = []
     archives: list[Found] = []
@@ -240,10 +244,10 @@ def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived
 
 
 def surplus(found: Findings, total: int) -> list[str]:
-    """Return the archives to remove to bring the total size down to ``total`` bytes, or closer to it.
+    """Return the archives to remove, so that the total size sinks to ``total`` bytes or at least comes closer to it.
 
-    Each archive to remove is the oldest of the job whose remaining archives are the largest, so a job cannot cause the
-    removal of other jobs' archives.
+    The next archive to remove is always the oldest of the job whose remaining archives take the most space, so a job
+    with huge logs does not cause the removal of other jobs' archives.
     """
     sizes = {job: archived.size for job, archived in found.archives.items()}
     ahead = {job: deque(archived.oldest) for job, archived in found.archives.items() if archived.oldest}

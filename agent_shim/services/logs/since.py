@@ -1,7 +1,7 @@
 """Selects log lines written at or after a given time.
 
-The time is read from the line itself, in the formats of RFC 3339, Go's log package and nginx, or from a member of a
-JSON line, where it may also be in seconds since 1970. A line without a time is treated as if it had the time of the
+The time is read from the line itself, in the format of RFC 3339, Go's log package or nginx. In a JSON line, it is read
+from a field and may also be in seconds since 1970. A line without a time is treated as if it had the time of the
 preceding line. If a file has no times at all, its modification time decides. Times without a zone are UTC, as on
 stemcells.
 """
@@ -27,8 +27,8 @@ _SECONDS: Final = re.compile(rb'"(?:timestamp|@timestamp|time|ts)":\s*"?(\d{10}(
 
 
 def moment(text: str, now: float) -> float:
-    """Return the time for a duration before ``now`` (``2h30m``), a time of day (``14:00``) or a date. Raises
-    ``ValueError``.
+    """Return the time that a text describes: a duration before ``now`` (``2h30m``), a time of day (``14:00``) or a
+    date. Raises ``ValueError``.
     """
     found = _DURATION.fullmatch(text)
     if found and text:

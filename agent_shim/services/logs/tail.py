@@ -1,4 +1,4 @@
-"""Reads the log files of jobs, across rotations, as one stream of lines, each of which names its source."""
+"""Reads jobs' log files, across rotations, as one stream of lines. Each line names the file that it comes from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLL_S: Final = 0.5
 SEARCH_PERIOD_S: Final = 2.0
 """Interval between searches for new files."""
 MAX_FILES: Final = 500
-"""Maximum number of followed files. It is divided among the jobs, so that one job cannot use up the share of
+"""Maximum number of followed files. The number is divided among the jobs, so that one job cannot use up the share of
 another.
 """
 MIN_JOB_FILES: Final = 10
@@ -46,7 +46,9 @@ class LogLine(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The line with U+FFFD for each byte of invalid UTF-8; not yet safe for a terminal."""
+        """The line with U+FFFD for each byte of invalid UTF-8. It may contain escape sequences, which must not be sent
+        to a terminal.
+        """
         return self.raw.decode(errors="replace").rstrip("\r")
 
     def plain(self) -> str:
@@ -88,7 +90,7 @@ class Follower:
         self._clock = clock
         self._files: dict[str, LogFile] = {}
         self._crowded: set[str] = set()
-        """Jobs with too many files to follow all of them, for which this was already reported."""
+        """Jobs for which it was already reported that they have too many files to follow."""
         self._searched_at = float("-inf")
         self._looked_at = clock()
 
@@ -162,13 +164,14 @@ class Follower:
         try:
             yield
         except OSError as exc:
-            if exc.errno != errno.ENOENT:  # removed meanwhile
+            if exc.errno != errno.ENOENT:  # otherwise it was removed after the search
                 self._refused(guarded.shown(path), exc.strerror or str(exc))
 
 
 def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
-    """Write new lines of jobs to ``out`` from a daemon thread, because a slow reader may block it."""
-    # Do not buffer, because a blocked thread must not hold a lock that the interpreter needs at exit.
+    """Write new log lines of jobs to ``out``, in a daemon thread because a slow reader may block the write."""
+    # Do not use a buffered file. The thread would hold its lock while a write blocks, and the interpreter needs that
+    # lock at exit.
     raw = open(out.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - for as long as the process lives
 
     def run() -> None:
