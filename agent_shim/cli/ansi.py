@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Final, TextIO
 
 Paint = Callable[[str, str], str]
-"""A function that adds a colour to a text. The names of the colours are the keys of ``CODES``."""
+"""A function that adds a colour to a text. A colour is a key of ``CODES``, or "" for none."""
 
 BEGIN_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
 """Switches to the alternate screen, which preserves the scrollback, and hides the cursor."""
@@ -46,8 +46,8 @@ def screen(page: str) -> str:
 
 
 def width(text: str) -> int:
-    """Return the number of columns that a text without colours takes. A wide character takes two, a combining one
-    none.
+    """Return the number of terminal columns that a text takes. The text must not contain colour sequences. A wide
+    character takes two columns, a combining character none.
     """
     return sum(
         0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text
@@ -55,7 +55,7 @@ def width(text: str) -> int:
 
 
 def wrapped(text: str, columns: int, indent: str) -> list[str]:
-    """Return the text as indented lines, broken between words, or within a word if that is longer than a line.
+    """Break the text into indented lines, between words, or within a word that is longer than a line.
 
     Colour sequences take no columns.
     """

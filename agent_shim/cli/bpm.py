@@ -1,8 +1,8 @@
 """The command ``bpm`` for release scripts and operators: sends requests to the running agent.
 
-Verbs, flags, texts and exit codes follow bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which reads
-its command line with cobra. Drain scripts call it in loops, so for speed, each verb imports only the modules that it
-needs.
+Verbs, flags, texts and exit codes follow bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which parses
+its command line with cobra. Drain scripts call ``bpm`` in loops, so each verb imports only the modules that it needs,
+for speed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 FAILED = 1
 ANSWER_TIMEOUT_S = 3600.0
-"""Timeout for the agent's answer. It is long because a start waits for the pre-start hook, and a stop for the end of
-the process.
+"""Timeout for the agent's answer. It is long because a start waits for the pre-start hook, and a stop waits for the
+process to end.
 """
 SOCKET = "bosh/agent_shim.sock"
-"""Path of the socket below the base."""
+"""Path of the control socket below the base directory."""
 
 TRUE = ("1", "t", "T", "true", "TRUE", "True")
 FALSE = ("0", "f", "F", "false", "FALSE", "False")
@@ -37,7 +37,7 @@ NOT_RUNNING = "process is not running or could not be found"
 
 
 class BpmError(Exception):
-    """An error, whose message is printed after ``Error:``, with the exit code."""
+    """An error with an exit code. The message is printed after ``Error:``."""
 
     def __init__(self, text: str, code: int = FAILED) -> None:
         super().__init__(text)
@@ -49,8 +49,8 @@ class UsageError(BpmError):
 
 
 class Flag(NamedTuple):
-    """A flag, ``--name`` or ``-short``. ``kind`` is "" for a switch, otherwise the type of the value as shown in the
-    usage text.
+    """A flag, ``--name`` or ``-short``. ``kind`` is "" for a switch, otherwise the type of the value, which the usage
+    text shows.
     """
 
     name: str
@@ -133,7 +133,7 @@ def _main(base: str, arguments: list[str]) -> int:
 
 
 def _may_ask(base: str) -> bool:
-    """Return True for root, and for the user of an agent that runs without root."""
+    """Return True if the user is root, or the one as whom the agent runs without root."""
     try:
         return os.geteuid() == 0 or os.geteuid() == os.stat(f"{base}/{SOCKET}").st_uid  # noqa: PTH116 - slow to load
     except OSError:
@@ -144,9 +144,7 @@ def _may_ask(base: str) -> bool:
 
 
 def _read(base: str, arguments: list[str]) -> tuple[CommandLine, Verb | None]:
-    """Parse flags and words in any order. Raises ``UsageError`` with the error texts of pflag, the flag parser of
-    cobra.
-    """
+    """Parse flags and words in any order. Raises ``UsageError`` with the error texts of cobra's flag parser, pflag."""
     name = next((word for word in arguments if not word.startswith("-")), "")
     verb = VERBS.get(name)
     rest = list(arguments)
@@ -184,7 +182,7 @@ def _joined(known: Sequence[Flag], words: Sequence[str]) -> list[str]:
     """Rewrite flags in a form that argparse parses as cobra does: a value may begin with a dash, and a switch may have
     ``=true`` or ``=false``.
 
-    If a switch is repeated, its last value counts. Raises ``UsageError``.
+    If a switch is repeated, its last value is used. Raises ``UsageError``.
     """
     flags = {spelling: flag for flag in known for spelling in flag.spellings}
     joined: list[str] = []
@@ -346,7 +344,7 @@ def _shell(call: CommandLine) -> int:
 
     def argv(terminal: int | None) -> tuple[list[str], int]:
         order["terminal"] = terminal
-        descriptor = os.memfd_create("order")  # keep it in memory, because the environment may contain secrets
+        descriptor = os.memfd_create("order")  # do not write it to a disk, because the environment may contain secrets
         os.write(descriptor, json.dumps(order).encode() + b"\n")
         os.lseek(descriptor, 0, os.SEEK_SET)
         return [*reply["launcher"], str(descriptor)], descriptor
@@ -355,7 +353,7 @@ def _shell(call: CommandLine) -> int:
 
 
 def _run(call: CommandLine) -> int:
-    """Run the process, and print its logs until it ends. If this command gets a signal, it ends the process."""
+    """Run the process, and print its logs until it ends. If this command receives a signal, it ends the process."""
     import contextlib
     import signal
     import threading

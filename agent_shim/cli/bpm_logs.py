@@ -25,7 +25,7 @@ class Log(LogFile):
     def __init__(self, path: str, root: str) -> None:
         super().__init__(path, root)
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        """Buffers an incomplete character until the rest of it is written."""
+        """Decoder that keeps an incomplete character until the rest of it has been written."""
 
     def open(self, *, at_end: bool = True) -> bool:
         try:
@@ -43,7 +43,7 @@ class Log(LogFile):
 
 
 def copy(log: Log, out: BinaryIO) -> None:
-    """Write the bytes that were added since the last call to ``out``."""
+    """Write to ``out`` the bytes that were added to the log since the last call."""
     out.writelines(log.shown(chunk, out) for chunk in log.chunks())
     out.flush()
 

@@ -1,9 +1,10 @@
 """``agent-shim check``: validate the content of configuration files, on any machine.
 
 It does not check whether the users and paths in the files exist. A ``depends on`` target that no given file defines is
-only a warning, because another job may define it. Two of the mistakes reported here would not keep the daemon from
-starting: a program that is not an absolute path, for example because of the typo in ``start progam "/x"``, and an
-unknown key of agent.json, which the daemon ignores with a warning because the file may be written for a newer version.
+only a warning, because another job may define it. Two of the reported mistakes would not keep the daemon from starting.
+The first is a program that is not an absolute path, for example because of the typo in ``start progam "/x"``. The
+second is an unknown key in agent.json. The daemon ignores such a key with a warning, because the file may have been
+written for a newer version.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ def kind_of(name: str) -> str:
 
 
 def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_strict: bool = False) -> int:
-    """Check each file, as ``kind`` or as its name suggests. Return the exit code of the worst result.
+    """Check each file. Its kind is ``kind`` or, if that is None, depends on its name. Return the exit code of the worst
+    result.
 
-    With ``as_json`` print a list of ``{file, kind, is_good, mistakes, warnings}``. With ``is_strict`` statements and
-    keys without effect are mistakes. Unknown keys of agent.json always are.
+    With ``as_json`` print a list of ``{file, kind, is_good, mistakes, warnings}``. With ``is_strict``, statements and
+    keys without effect are mistakes. Unknown keys in agent.json are always mistakes.
     """
     reports = [_FileReport(path, kind or kind_of(path.name)) for path in files]
     unknown = [report.file for report in reports if not report.kind]
@@ -151,7 +153,7 @@ def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
         home = file.absolute().parent
         paths = (home / "config/bpm.yml", home / "bpm.yml", home.parent / call.job / "config/bpm.yml")
         for path in filter(Path.is_file, paths if call.job == home.name else paths[1:]):
-            with suppress(ConfigError, OSError):  # mistakes in bpm.yml are reported when that file is checked
+            with suppress(ConfigError, OSError):  # mistakes in bpm.yml are reported when bpm.yml itself is checked
                 found = config.parse(_decoded(path.read_bytes(), path), origin=str(path))
                 if found.process(call.process) is None:
                     known = ", ".join(process.name for process in found.processes) or "none"
@@ -189,7 +191,7 @@ class _FileReport:
     mistakes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     next_step: str = ""
-    """What the daemon does next after reading the file."""
+    """What the daemon will do after reading the file."""
 
     def show(self) -> None:
         for warning in self.warnings:

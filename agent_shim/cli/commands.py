@@ -33,7 +33,7 @@ REACHED: Final = {
     "stop": frozenset({"stopped"}),
     "unmonitor": frozenset({"unmonitored", "stopped"}),
 }
-"""For each action, the phases that a service may have once the action is complete."""
+"""For each action, the phases of a service that mean that the action is complete."""
 
 CHANGES: Final = {
     "start": "start services and their dependencies",
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         _complain(str(exc))
         return exc.exit_code
     except BrokenPipeError:
-        # The reader closed the pipe, as `head` does. This is not an error.
+        # The reader closed the pipe, as `head` does. That is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return code
     except OSError as exc:
@@ -84,14 +84,15 @@ def main(argv: Sequence[str]) -> int:
         is_not_there = exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
         return NotThereError.exit_code if is_not_there else NO
     except KeyboardInterrupt:
-        # Die of the signal, so that the shell also ends a loop around the command.
+        # Let the signal kill this process, so that the shell also ends a loop around the command.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
         raise
 
 
 def bosh_agent(argv: Sequence[str]) -> int:
-    """Run ``bosh-agent``: the daemon, with the flags that CPIs and unit files pass, in the syntax of Go's flag package.
+    """Run ``bosh-agent``, which is the daemon. It takes the flags that CPIs and unit files pass, in the syntax of Go's
+    flag package.
 
     ``bosh-agent compile`` compiles releases instead.
     """
@@ -196,7 +197,7 @@ EXAMPLES: Final[dict[str, str]] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors suggest the most similar known word."""
+    """An argument parser that suggests the most similar known word when a word is unknown."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and exit."""
@@ -437,7 +438,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _daemon(program: str, args: argparse.Namespace, *options: Any) -> int:
-    """Run the daemon. If it fails, print its error. Return the exit code."""
+    """Run the daemon, print its error if it fails, and return the exit code."""
     try:
         from agent_shim.daemon import main as daemon
 
@@ -474,8 +475,8 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _check_call(args: argparse.Namespace, arguments: list[Any]) -> None:
-    """Exit with a usage error unless the action takes these arguments. The check is stricter than on the bus, where
-    surplus arguments are ignored.
+    """Exit with a usage error unless the action accepts these arguments. Surplus arguments are an error here, although
+    a request on the bus may contain them.
     """
     from agent_shim.actions import dispatch
     from agent_shim.daemon import runtime  # noqa: F401 - importing registers the actions
@@ -522,7 +523,9 @@ def _change(args: argparse.Namespace) -> int:
 
 
 def _refuse_unknown(args: argparse.Namespace) -> None:
-    """Raise ``NotThereError`` for the first name without a service. The error lists the known services."""
+    """Raise ``NotThereError`` for the first of ``args.names`` that is not a service. The error lists the known
+    services.
+    """
     known = [service["name"] for service in _ask(args, {"command": "services", "action": "show"}).get("services", ())]
     for name in args.names:
         if name != "all" and name.lower() not in {each.lower() for each in known}:
@@ -554,7 +557,7 @@ def _status(args: argparse.Namespace) -> int:
         return code
     from agent_shim.cli import ansi
 
-    # On a terminal, the page is redrawn in place, while a pipe gets one page after the other.
+    # On a terminal, redraw the page in place. Into a pipe, write one page after the other.
     is_screen = ansi.is_for_people(sys.stdout) and not args.json
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:
         if is_screen:
@@ -571,7 +574,9 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _status_page(args: argparse.Namespace) -> tuple[str, int]:
-    """Return the page of all processes or of the named ones. The exit code is ``NO`` if a named one does not run."""
+    """Return the page of all processes or of the named ones. The exit code is ``NO`` if a named process does not
+    run.
+    """
     from agent_shim.cli import ansi, status_text
 
     status = _ask(args, {"command": "status"})
@@ -597,13 +602,13 @@ def _terminal_size() -> tuple[int, int]:
     columns, lines = shutil.get_terminal_size()
     try:
         "…".encode(sys.stdout.encoding)
-    except UnicodeEncodeError:  # the encoding lacks an ellipsis, so a clipped line ends with three dots
+    except UnicodeEncodeError:  # the encoding lacks an ellipsis, so a clipped line has to end with three dots
         columns -= 2
     return columns, lines
 
 
 def _last_lines(args: argparse.Namespace, job: str) -> list[str]:
-    """Return the last lines of those log files of a job that this user may read."""
+    """Return the last lines of a job's log files, except for files that this user may not read."""
     from agent_shim.services.logs import tail
 
     with contextlib.closing(tail.Follower(Paths(args.base.absolute()).log, job)) as follower:

@@ -1,9 +1,9 @@
 """``bosh-agent compile``: compile releases without a Director, in a container of their stemcell.
 
 Flags, lines on standard error, the exit code and the name of the result are those of the Go agent (main/compile.go,
-releasetarball/compile.go, stemcellmetadata/slug_linux.go). It differs in that there is a flag ``-b``, packages that
-jobs use stay installed, a running agent is not disturbed, and sources and the blobs of single packages are removed at
-the end.
+releasetarball/compile.go, stemcellmetadata/slug_linux.go). There are four differences: this command has a flag ``-b``,
+packages that jobs use stay installed, a running agent is not disturbed, and at the end, the sources and the packages'
+blobs are removed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: P
 
 @dataclass(slots=True)
 class _ReleaseCompilation:
-    """The compilation of one release. ``_sources`` and ``_results`` are the blobs in ``data/blobs``, by package."""
+    """The compilation of one release. ``_sources`` and ``_results`` are the packages' blobs in ``data/blobs``, keyed by
+    package.
+    """
 
     tarball: Path
     output: Path
@@ -155,7 +157,7 @@ class _ReleaseCompilation:
                 _log(f"Copying package {name} to {path}")
 
     async def _compile_packages(self, packages: Sequence[SourcePackage]) -> None:
-        with reaper.reaping():  # needed if this is process 1 of a container
+        with reaper.reaping():  # needed if this process is PID 1 of a container
             try:
                 for package in release_tarball.in_order(packages):
                     with errors_as(f"failed to compile package {package.name}/{package.version}", ShimError, OSError):

@@ -1,4 +1,4 @@
-"""Reads those parts of deployment manifests and releases that commands need when there is no Director.
+"""Reads the parts of deployment manifests and releases that commands without a Director need.
 
 A release is a checked-out directory, or a tarball of sources or of compiled packages. Mistakes raise ``ConfigError`` or
 ``NotThereError``, whose texts name the file and the place in it.
@@ -21,7 +21,7 @@ from agent_shim.cli import yaml_errors
 from agent_shim.core.errors import ConfigError, NotThereError
 
 BPM: Final = "bpm"
-"""Name of the bpm job. The agent itself replaces it, so its release need not be given. The job neither provides nor
+"""Name of the bpm job. The agent itself replaces bpm, so bpm-release need not be given. The job neither provides nor
 consumes links.
 """
 ERRAND: Final = "errand"
@@ -52,7 +52,7 @@ class GroupNetwork(msgspec.Struct):
 
 
 class DiskLink(msgspec.Struct):
-    """A disk of ``persistent_disks``, which is a link of type ``disk``."""
+    """A disk listed in ``persistent_disks``. Jobs consume it as a link of type ``disk``."""
 
     name: str
 
@@ -92,8 +92,8 @@ class Group(msgspec.Struct):
 
     @property
     def default_network(self) -> str:
-        """Return the network of the instance's address: the default for ``addressable``, otherwise for ``gateway``,
-        otherwise the first.
+        """Return the network from which the instance gets its address: the default network for ``addressable``,
+        otherwise the default for ``gateway``, otherwise the first network.
         """
         for purpose in ("addressable", "gateway"):
             for network in self.networks or ():
@@ -115,7 +115,7 @@ class Group(msgspec.Struct):
 
 
 class ReleaseOfManifest(msgspec.Struct):
-    """A member of ``releases``."""
+    """An entry of ``releases``."""
 
     name: str
     version: str | int | float = ""
@@ -138,8 +138,8 @@ class DeploymentManifest(msgspec.Struct):
         return found[0]
 
     def properties_of(self, group: Group, job: DeployedJob) -> dict[str, Any]:
-        """Return the properties of a job: its own if it has any, otherwise those of the manifest overridden by those of
-        its group.
+        """Return the properties of a job: the job's own properties if it has any, otherwise the manifest's properties
+        overridden by those of the instance group.
         """
         return _merged(self.properties or {}, group.properties or {}) if job.properties is None else job.properties
 
@@ -251,7 +251,9 @@ def open_release(path: Path, scratch: Path) -> ReleaseDirectory:
 
 
 def find_job(job: DeployedJob, releases: Sequence[ReleaseDirectory]) -> ReleaseJob | None:
-    """Return a job from the release that the manifest names, otherwise from the first release that has it, or None."""
+    """Return a job, or None. It is taken from the release that the manifest names for it, otherwise from the first
+    release that has such a job.
+    """
     having = [release for release in releases if (release.directory / "jobs" / job.name).is_dir()]
     if not having:
         return None
@@ -275,7 +277,7 @@ def unpack(tarball: Path, directory: Path) -> None:
 
 
 class _DatelessLoader(yaml.SafeLoader):
-    """A YAML loader that reads dates as text, because templates get the values as JSON, which has no dates."""
+    """A YAML loader that reads dates as text, because templates get their values as JSON, which has no dates."""
 
 
 _DatelessLoader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
@@ -297,7 +299,7 @@ def read_yaml(path: Path, wanted: type[T]) -> T:
 
 
 def parse_yaml(text: str, place: str, wanted: type[T]) -> T:
-    """Parse YAML text as one document of the type ``wanted``. It may be empty if all members have defaults."""
+    """Parse YAML text as one document of the type ``wanted``. The text may be empty if all fields have defaults."""
     try:
         document = yaml.load(text, Loader=_DatelessLoader)  # noqa: S506 - a SafeLoader
         return msgspec.convert({} if text.strip() == "" else document, wanted)

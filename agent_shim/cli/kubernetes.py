@@ -19,11 +19,11 @@ from agent_shim.core.errors import ConfigError
 from agent_shim.host import files
 
 ADDRESSES: Final = "{group}-{index}.{group}"
-"""The DNS names of the pods. They belong to the group's headless Service, which also publishes pods that are not ready,
-because peers wait for each other when they start.
+"""The DNS names of the pods. They belong to the group's headless Service. It also publishes pods that are not ready,
+because the pods wait for each other when they start.
 """
 GROUP_ADDRESS: Final = "{group}-ready"
-"""The Service with only those pods that are ready, just as bosh-dns returns only healthy instances."""
+"""The DNS name of the Service that publishes only ready pods, just as bosh-dns returns only healthy instances."""
 AGENT_PORT: Final = 9190
 MAX_SECRET_BYTES: Final = 1024 * 1024
 GRACE_S: Final = 50
@@ -33,7 +33,7 @@ CAPABILITIES: Final = (
 )
 DNS_LABEL: Final = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 CONTAINERIZATION: Final = ("bosh_containerization", "quarks")
-"""Properties of a job in which releases that were prepared for fissile and quarks list the job's ports."""
+"""Job properties in which releases prepared for fissile and quarks list the job's ports."""
 
 STATEFUL_SET: Final = """\
 The instances start one after the other, as a Director updates them. There is no livenessProbe or startupProbe,
@@ -53,9 +53,7 @@ class JobPort(NamedTuple):
 
 
 class ObjectInputs(NamedTuple):
-    """The input from which the objects are generated. ``releases`` are paths below the directory in which the image is
-    built.
-    """
+    """The input from which the objects are generated. ``releases`` are paths below the image's build context."""
 
     deployment: str
     group: Group
@@ -104,8 +102,8 @@ def write(parts: ObjectInputs, out: Path) -> list[str]:
 
 
 def ports(jobs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]) -> list[JobPort]:
-    """Return the ports of jobs: first those listed for fissile and quarks, then the properties called ``port`` in their
-    links.
+    """Return the ports of jobs: first the ports listed for fissile and quarks, then the properties called ``port`` in
+    the jobs' links.
 
     ``jobs`` contains for each job its properties and the properties of each link that it provides.
     """
@@ -206,7 +204,7 @@ def _stateful_set(parts: ObjectInputs) -> Document:
     group = parts.group
     changed = hashlib.sha256(parts.manifest.encode()).hexdigest()[:16]
     template = {
-        # Each pod renders the manifest when it starts, so the pods must be replaced when the manifest changes.
+        # When a pod starts, it renders the manifest, so the pods must be replaced when the manifest changes.
         "metadata": {"labels": _labels(parts), "annotations": {"agent-shim/manifest": changed}},
         "spec": _pod(parts),
     }

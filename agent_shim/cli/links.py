@@ -1,10 +1,10 @@
 """Resolves the links between the jobs of a manifest, as the Director does.
 
-The rules are those of ``bosh/director/links`` in bosh. A link that ``consumes`` in the manifest does not mention is
-provided by the only job that provides its type; with ``from``, by the only provider of that name and type. ``nil``
-blocks a link, and ``instances``, ``properties`` and ``address`` give its content. An optional link may be absent unless
-``consumes`` mentions it. More than one possible provider is a mistake. Links to other deployments cannot be resolved
-here.
+The rules are those of ``bosh/director/links`` in bosh. If the manifest's ``consumes`` does not mention a link, the only
+job that provides its type provides the link. With ``from``, it is the only provider of that name and type. The value
+``nil`` blocks a link, and ``instances``, ``properties`` and ``address`` define its content directly. An optional link
+may be absent unless ``consumes`` mentions it. It is a mistake if there is more than one possible provider. Links to
+other deployments cannot be resolved here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ DOMAIN: Final = "bosh"
 
 Address = Callable[[Group, int, str, bool], str | None]
 """A function that returns the address of an instance, or None if it is unknown. Its arguments are the group, the index,
-the network, and whether the address must be an IP.
+the network, and whether the address must be an IP address rather than a name.
 """
 
 
 class Addresses(NamedTuple):
-    """How to find the addresses of instances and of a whole group (``link.address``). ``whole`` is "" if groups have no
-    address.
+    """How to find the addresses of instances and of a whole group (``link.address``). ``whole`` returns "" if groups
+    have no address.
     """
 
     one: Address
@@ -36,7 +36,7 @@ class Addresses(NamedTuple):
 
 
 class LinkProvider(NamedTuple):
-    """A link that a job provides, or a disk, for which ``job`` is ""."""
+    """A link that a job provides, or a disk. ``job`` is "" for a disk."""
 
     group: Group
     job: str
@@ -76,7 +76,7 @@ class Resolver:
         self._raise_errors()
 
     def resolve(self, group: Group, job: DeployedJob) -> Links:
-        """Return the links of a job. Raises ``ConfigError`` with a line for each that cannot be resolved."""
+        """Return the links of a job. Raises ``ConfigError`` with a line for each link that cannot be resolved."""
         links = Links({}, {})
         given = dict(job.consumes or {})
         for wanted in self._specs[group.name, job.name].consumes or ():
@@ -109,7 +109,7 @@ class Resolver:
         return [each for each in self.providers if (each.group.name, each.job) == (group.name, job.name)]
 
     def _is_absent(self, wanted: Consumed) -> bool:
-        """Return True if an optional link has no provider, and no release is missing that could contain a provider."""
+        """Return True if an optional link has no provider, and all releases that could contain a provider are known."""
         return wanted.optional and not self._unknown and all(each.type != wanted.type for each in self.providers)
 
     def _add(self, links: Links, wanted: Consumed, source: Mapping[str, Any] | None, where: str) -> None:

@@ -10,7 +10,7 @@ import io
 import sys
 
 PLAIN = {"…": "...", "●": "*"}
-"""ASCII replacements for our own symbols."""
+"""ASCII replacements for the symbols that the agent's output contains."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,13 +39,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def replace_unencodable() -> None:
-    """Let stdout and stderr escape characters that their encoding lacks, instead of raising an error.
+    """Make stdout and stderr escape characters that their encoding lacks, instead of raising an error.
 
     The encoding is that of the locale, such as ISO-8859-1 on an old terminal.
     """
     codecs.register_error("agent_shim", _replaced)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None if the caller closed it
+        if isinstance(stream, io.TextIOWrapper):  # the stream is None if the caller closed it
             stream.reconfigure(errors="agent_shim")
 
 

@@ -44,7 +44,7 @@ CHANGES: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 
 
 class MonitError(Exception):
-    """An error, whose message is printed after the program name. The exit code is 1."""
+    """An error. Its message is printed after the program name, and the exit code is 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(safetext.lines(f"{name}: {exc}"), file=sys.stderr)
         return FAILED
     except BrokenPipeError:
-        # The reader closed the pipe, as `grep -q` does. This is not an error.
+        # The reader closed the pipe, as `grep -q` does. That is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return code
 
@@ -113,8 +113,8 @@ def _act(command: Command, action: str) -> int:
     match action:
         case "summary" | "status":
             return _show(command)
-        # A BOSH agent gets monit files only from the Director, so there is nothing to do. A daemon that replaces monit
-        # reads its files again.
+        # The Director gives monit files to the agent, so there is nothing to reload. A daemon that replaces monit reads
+        # its files again.
         case "reload":
             _need(command, "reload")
             print("Reinitializing monit daemon", file=sys.stderr)
@@ -155,8 +155,8 @@ def _daemon(command: Command) -> int:
 
 
 def _require_control_file(command: Command) -> None:
-    """Raise ``MonitError`` if ``-c`` names a missing file. The path that stemcells use is always accepted, because here
-    it means the agent.
+    """Raise ``MonitError`` if ``-c`` names a missing file. The path that stemcells use is always accepted, because it
+    stands for the running agent.
     """
     given = command.options.get("-c", "")
     if given and Path(given) != _control_file(command) and not Path(given).exists():
@@ -203,8 +203,8 @@ def _need(command: Command, action: str, names: Sequence[str] = ()) -> dict[str,
 
 
 def _validate(command: Command) -> int:
-    """Print the failing services. As in monit 5.2.5, return 0 if a service is missing, has another type or does not
-    respond, otherwise 1.
+    """Print the failing services. The exit code is that of monit 5.2.5: 0 if a service is missing, has another type or
+    does not respond, and 1 in all other cases, even if nothing fails.
     """
     wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
     for service in wrong:

@@ -1,7 +1,7 @@
 """``agent-shim probe live|ready``, implemented with minimal imports.
 
-A pod may be probed every second, and starting an interpreter is expensive, so this imports neither the daemon nor other
-commands.
+A pod may be probed every second, and starting an interpreter is expensive, so this module imports neither the daemon
+nor other commands.
 
 ``live`` checks whether the agent's process is alive, without asking the agent itself. An agent that is slow, stopped or
 starved of CPU time is still alive, and a restart of its container would end all jobs. ``ready`` does ask the agent.
@@ -14,11 +14,11 @@ import socket
 import sys
 
 SOCKET = "bosh/agent_shim.sock"
-"""The path of ``paths.Paths.control_socket`` below the base, repeated here to avoid the import. A test compares
-both.
+"""The path ``paths.Paths.control_socket``, relative to the base. It is repeated here to avoid the import, and a test
+checks that the two are equal.
 """
 LOCK = "bosh/agent_shim.lock"
-"""The path of ``paths.Paths.agent_lock`` below the base. An agent keeps this file locked for as long as it runs
+"""The path ``paths.Paths.agent_lock``, relative to the base. An agent keeps this file locked for as long as it runs
 (``volume_lease``).
 """
 ANSWER_TIMEOUT_S = 10.0
@@ -26,7 +26,7 @@ NO, NO_AGENT = 1, 69
 
 
 def read(words: list[str]) -> tuple[str, str] | None:
-    """Return the kind and base directory of a probe whose command line has the form that is usual in manifests.
+    """Return the kind and the base directory of a probe if the command line has the form that is usual in manifests.
 
     Return None for any other command line, which the full parser handles.
     """
@@ -39,8 +39,8 @@ def read(words: list[str]) -> tuple[str, str] | None:
 
 
 def main(question: tuple[str, str]) -> int:
-    """Answer ``question`` and print the reason. Return 0 for yes, 1 for no, and 69 if no agent runs or it does not
-    answer.
+    """Run the probe ``question`` (kind and base directory) and print the reason for the result. Return 0 on success, 1
+    on failure, and 69 if no agent runs or the agent does not answer.
     """
     kind, base = question
     return _live(base) if kind == "live" else _ready(base)
@@ -51,8 +51,8 @@ def _live(base: str) -> int:
     why = "no process has locked it"
     try:
         with open(path, "rb") as file:
-            # If no agent runs, this gets the lock and releases it at once. An agent that starts at that moment finds
-            # the file locked, exits and is restarted.
+            # If no agent is running, this gets the lock and releases it immediately. If an agent starts at that moment,
+            # it finds the file locked, exits and is restarted.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.stdout.write("alive\n")

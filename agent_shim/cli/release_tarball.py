@@ -1,9 +1,9 @@
 """Reads tarballs of BOSH source releases, and writes them with compiled packages.
 
 The members of release.MF, the order of packages and the layout of the result are those of the Go agent
-(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). There are three differences: entries are owned by
-root, the source release may omit ``./`` before names and the entry of the directory ``packages``, and a release that
-cannot be compiled is refused before anything is compiled. Only short-lived processes import this module.
+(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). There are three differences: root owns all entries;
+in the source release, names may lack ``./``, and the entry for the directory ``packages`` may be missing; and a release
+that cannot be compiled is refused before anything is compiled. Only short-lived processes import this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
 
 
 class _ReleasePart(msgspec.Struct, frozen=True):
-    """The members that all parts in release.MF have in common. ``sha1`` is the digest string of the part's tarball."""
+    """The fields that all parts in release.MF have in common. ``sha1`` is the digest string of the part's tarball."""
 
     name: str = ""
     version: str = ""
@@ -71,7 +71,7 @@ class License(msgspec.Struct, frozen=True):
 
 
 class ReleaseManifest(msgspec.Struct, frozen=True):
-    """release.MF. The members are in the order of the file."""
+    """release.MF. The fields are in the order in which they are written to the file."""
 
     name: str = ""
     version: str = ""
@@ -169,7 +169,8 @@ def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
 
 
 def extract_packages(tarball: Path, manifest: ReleaseManifest, directory: Path) -> Iterator[tuple[str, Path]]:
-    """Copy the tarball of each package of ``manifest`` to ``directory/NAME.tgz``. Yields its name and that path.
+    """Copy the tarball of each package of ``manifest`` to ``directory/NAME.tgz``. Yields the package's name and the
+    path of the copy.
 
     Raises ``ArchiveError`` or ``DigestError`` for a package that is not in the manifest, is missing, or has another
     digest.
@@ -227,7 +228,8 @@ def render_manifest(manifest: ReleaseManifest) -> bytes:
 
 
 def write_compiled(tarball: Path, into: Path, manifest: ReleaseManifest, packages: Mapping[str, Path]) -> None:
-    """Write the release ``tarball`` to ``into`` with ``manifest`` and the compiled ``packages``, in their order.
+    """Write the release ``tarball`` to ``into``, with ``manifest`` as release.MF and the compiled ``packages`` in the
+    given order.
 
     Entries keep their order, and compiled packages replace the sources. ``into`` is either complete or does not exist.
     """
@@ -262,7 +264,7 @@ def _write_packages(sink: packing.Sink, packages: Mapping[str, Path]) -> None:
 
 
 def _header(path: str, member: tarfile.TarInfo | None = None, *, size: int = 0) -> tarfile.TarInfo:
-    """Return an entry that is owned by root and has no time, so that equal sources give equal bytes."""
+    """Return an entry that is owned by root and has no time, so that the same sources result in the same bytes."""
     header = tarfile.TarInfo(f"./{path}")
     header.size, header.mode = size, FILE_MODE
     header.uname = header.gname = "root"

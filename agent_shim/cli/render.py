@@ -2,9 +2,9 @@
 for ``AgentShim.spec``.
 
 The manifest describes a deployment, and all its variables have values (``bosh interpolate``). Releases are directories
-with ``jobs``, or tarballs. Packages of compiled tarballs are unpacked too. Ruby evaluates the templates (``render.rb``)
-with the properties and links that a Director would give them. There is a warning for each missing package, because
-source releases do not contain compiled packages.
+with ``jobs``, or tarballs. If a tarball contains compiled packages, they are unpacked too. Ruby evaluates the templates
+(``render.rb``) with the properties and links that a Director would give them. Because source releases contain no
+compiled packages, there is a warning for each missing package.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ EXECUTABLE: Final = 0o755
 COMPILE: Final = "use a compiled release (see `bosh-agent compile`), or put the package into `packages`"
 LOOPBACK: Final = "127.0.0.1"
 INDEX: Final = "AGENT_SHIM_INDEX"
-"""Environment variable that replaces the option for the index. There is one for each option of the instance, so that
-all pods of a StatefulSet can have the same arguments.
+"""Environment variable that is used if the option for the index is not given. Each option of the instance has such a
+variable, so that all pods of a StatefulSet can have the same arguments.
 """
 ADDRESS: Final = "AGENT_SHIM_ADDRESS"
 AZ: Final = "AGENT_SHIM_AZ"
@@ -127,8 +127,8 @@ def _warn(warnings: Sequence[str]) -> None:
 
 
 def _below_here(release: Path) -> str:
-    """Return the path of a release for the Dockerfile. It must be below the current directory, because that is the
-    build context.
+    """Return the path of a release for the Dockerfile. It must be below the current directory, which is the build
+    context.
     """
     path = os.path.relpath(release)
     if path.startswith(".."):
@@ -152,7 +152,7 @@ def _wanted(group: Group, only: Sequence[str], manifest: Path) -> list[DeployedJ
 
 
 def _known(manifest: DeploymentManifest, releases: Sequence[ReleaseDirectory]) -> dict[tuple[str, str], ReleaseJob]:
-    """Return those jobs of all groups that the releases contain, since any of them may provide a link."""
+    """Return the jobs of all groups that are found in the releases, because any of them may provide a link."""
     every = ((group.name, job) for group in manifest.instance_groups for job in group.jobs)
     return {(group, job.name): found for group, job in every if (found := deployment.find_job(job, releases))}
 

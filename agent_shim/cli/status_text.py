@@ -23,7 +23,7 @@ _COLOURS: Final = {
 def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines: int = 0) -> str:
     """Format the control socket's answer to ``status`` as header lines and a table of processes, failing ones first.
 
-    The table is clipped, and other lines are wrapped, to the ``columns`` and ``lines`` of a terminal. 0 means no limit.
+    To fit a terminal of ``columns`` and ``lines``, the table is clipped and other lines are wrapped. 0 means no limit.
     """
     page: list[str] = []
     header = [*_header(status, paint), *_machine(status.get("vitals", {}), paint)]
@@ -39,8 +39,8 @@ def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines
 
 
 def details(process: dict[str, Any], paint: Paint = plain, log: Sequence[str] = ()) -> str:
-    """Format everything about one process: the agent's answer, the last events, and ``log``, the last lines of the
-    job's log files.
+    """Format everything that is known about one process: the agent's answer, the last events, and ``log``, which
+    contains the last lines of the job's log files.
     """
     state, pid = shown_state(process), process["pid"]
     since = f" since {_moment(process['started_at'])}, {duration(process['uptime_secs'])} ago" if pid else ""
@@ -174,8 +174,8 @@ def isolation(found: dict[str, Any]) -> str:
     level = {1: "separate namespaces", 2: "Landlock rules", 3: "files are not isolated"}[found["level"]]
     memory = "cgroups" if found["memory"] else "a watchdog"
     why = f" ({found['obstacle']})" if found["obstacle"] else ""
-    # Only level 1 has a mount namespace with a private /tmp. At other levels, only the directory in TMPDIR is private
-    # to the job.
+    # Only level 1 has a mount namespace with a private /tmp. At other levels, the only private directory is the one
+    # that TMPDIR names.
     temporary = "" if found["level"] == 1 else "; /tmp is shared by all jobs"
     return f"level {found['level']} for bpm.yml: {level}{why}; memory limits enforced by {memory}{temporary}"
 

@@ -1,7 +1,7 @@
 """``agent-shim try``: run the jobs of a release in a container on this machine, to try them out.
 
 The steps are those of docs/without-director.md: compile, render and run, each with its own command. Files are copied
-into containers and out of them, so the daemon of podman or docker may be on another machine.
+into containers and out of them, so the podman or docker daemon may run on another machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPILE: Final = f"""set -e
 [ -s {VERSION} ] || echo 0 >{VERSION}
 mkdir /out
 exec /var/vcap/bosh/bin/bosh-agent compile -output-directory=/out /release.tgz"""
-"""Script that compiles a release. It sets the stemcell version to 0 in an image that was built without one, because a
+"""Script that compiles a release. If the image was built without a stemcell version, the script sets it to 0, because a
 compiled release must name a version.
 """
 STORE: Final = "/var/vcap/store"
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _compiled(tool: str, image: str, release: Path, out: Path) -> Path:
-    """Compile a tarball of sources in a container of the image, and return the result."""
+    """Compile a source tarball in a container of the image, and return the path of the compiled release."""
     began = time.monotonic()
     _say("compile")
     out.mkdir()
@@ -111,7 +111,9 @@ def _compiled(tool: str, image: str, release: Path, out: Path) -> Path:
 
 
 def _manifest(release: ReleaseDirectory, version: str, only: Sequence[str] | None, path: Path) -> Path:
-    """Write a manifest of one instance with the jobs of a release, except errands, and their defaults."""
+    """Write a manifest for a single instance. It runs all jobs of a release, except for errands, with default
+    properties.
+    """
     jobs = sorted(each.name for each in (release.directory / "jobs").iterdir() if each.is_dir())
     specs = {name: deployment.read_yaml(release.directory / "jobs" / name / "job.MF", JobSpec) for name in jobs}
     errands = [

@@ -1,7 +1,8 @@
 """``agent-shim doctor``: probe what this container allows, and report the consequences and the necessary changes.
 
-Run it inside the container as the agent's user. It changes nothing, because each probe runs in a child process, and its
-effects disappear when that process ends. ``PROBES`` lists the probes, ``limits.LIMITS`` the consequences and changes.
+Run the command inside the container as the agent's user. It changes nothing, because each probe runs in a child
+process, and the effects of a probe disappear when that process ends. ``PROBES`` lists the probes, and ``limits.LIMITS``
+lists the consequences and changes.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/b
 OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(?:etc-hosts|containers/(?P<container>[^/]+))")
 """Path on a node from which a kubelet mounts the hosts file and the termination log into containers."""
 DISKS_OF_WARDEN: Final = Path("/warden-cpi-dev")
-"""The directory of the host that the warden CPI mounts into containers and below which it mounts disks. With other
-CPIs, each disk is a separate mount.
+"""A directory on the host. The warden CPI mounts it into containers and mounts disks below it. With other CPIs, each
+disk is a separate mount.
 """
 MOUNTS_OF_LXD: Final = frozenset(map(Path, ("/dev/lxd", "/dev/.lxd-mounts", "/dev/incus", "/dev/.incus-mounts")))
 """Mount points that LXD or Incus creates in each container (LXD's driver_lxc.go)."""
@@ -86,8 +87,8 @@ DAY_S: Final = 86400
 
 @dataclass(frozen=True)
 class ContainerView:
-    """What the probes examine: the file tree, the configuration, and the settings and status of a running agent, if
-    any.
+    """What the probes examine: the file tree, the configuration, and, if an agent is running, its settings and
+    status.
     """
 
     paths: Paths
@@ -116,9 +117,9 @@ class ContainerView:
 
 
 def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -> Report:
-    """Examine the container. ``config`` is agent.json, by default the one of stemcells.
+    """Examine the container. ``config`` is agent.json, by default the file on a stemcell.
 
-    Suggested changes are those for ``creator``, by default the program that created this container.
+    The suggested changes are those for ``creator``, which by default is the program that created this container.
     """
     with _scratch(paths) as scratch:
         settings = _settings(paths)
@@ -146,10 +147,10 @@ def _tier(view: ContainerView, *, mounts_work: bool) -> str:
 
 
 def runtime(settings: Effective | None, paths: Paths) -> Runtime:
-    """Return the creator of the container, which is recognised by a mount that no other creates. Without such a mount,
-    a bus in the settings implies a CPI.
+    """Return the creator of the container. A creator is recognised by a mount that only it creates. If there is no such
+    mount, bus addresses in the settings mean that a CPI created the container.
 
-    An agent with another base directory runs on a workstation.
+    An agent with a base directory other than /var/vcap runs on a workstation, which counts as a container engine.
     """
     table = mounts.mounts()
     if "KUBERNETES_SERVICE_HOST" in os.environ or any(OF_A_KUBELET.search(mount.root) for mount in table):
@@ -170,8 +171,8 @@ def container_name() -> str:
 
 
 def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
-    """Return a directory in which probes can create files. It may be outside /tmp, because that is not writable in a
-    pod with a read-only root file system and no volume there.
+    """Return a directory in which probes can create files. The directory may be outside /tmp, because a pod with a
+    read-only root file system and without a volume at /tmp cannot write there.
     """
     for parent in (None, paths.data, paths.base):
         with contextlib.suppress(OSError):
@@ -208,7 +209,7 @@ def _status(paths: Paths) -> Mapping[str, Any]:
     return found
 
 
-# --- own identity -----------------------------------------------------------------------------------------------------
+# --- user and privileges ----------------------------------------------------------------------------------------------
 
 
 def _user(view: ContainerView) -> Iterator[Finding]:
@@ -294,7 +295,8 @@ def _vcap() -> pwd.struct_passwd | None:
 def _cgroups(view: ContainerView) -> Iterator[Finding]:
     found = cgroups.find()
     hierarchy = found.memory or found.cpu
-    # A mount on /proc/meminfo means lxcfs. /proc/meminfo and /proc/stat then describe the container, not the host.
+    # A mount on /proc/meminfo means that lxcfs is used. /proc/meminfo and /proc/stat then describe the container and
+    # not the host.
     has_lxcfs = any(mount.point == Path("/proc/meminfo") for mount in mounts.mounts())
     if hierarchy is None:
         yield view.judged("cgroups", "not visible", "no cgroups, lxcfs" if has_lxcfs else "no cgroups")
@@ -341,7 +343,7 @@ def _directories(view: ContainerView) -> Iterator[Finding]:
 
 
 def _volume(view: ContainerView, path: Path, needs: str) -> Finding:
-    """Judge a directory that should be a volume. ``needs`` names its content."""
+    """Judge a directory that should be a volume. ``needs`` says what is stored there."""
     mount, found, limit = mounts.mount_of(path, mounts.mounts()), "", ""
     is_missing, is_data = mount is None or mount.point == Path("/"), path == view.paths.data
     if error := error_of(privilege_probes.write, path):
@@ -370,9 +372,7 @@ def _space(view: ContainerView) -> Iterator[Finding]:
 
 
 def _free(view: ContainerView, path: Path) -> Finding:
-    """Judge the free bytes and inodes of a file system. A total of 0 inodes means that the file system does not limit
-    them.
-    """
+    """Judge the free bytes and inodes of a file system. A total of 0 inodes means that the file system has no limit."""
     status = os.statvfs(path)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     found = f"{path}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -511,7 +511,7 @@ def _applied(paths: Paths) -> Mapping[str, Any]:
 
 
 def _bus(view: ContainerView) -> Iterator[Finding]:
-    """Judge the bus, for which one responding address is enough, and the firewall rules that block jobs from it."""
+    """Judge the bus, which needs only one responding address, and the firewall rules that block jobs from it."""
     errors = {
         f"{address.hostname}:{address.port or NATS_PORT}": _bus_error(view, address) for address in _bus_addresses(view)
     }
@@ -531,8 +531,8 @@ def _bus_addresses(view: ContainerView) -> list[SplitResult]:
 
 
 def _bus_error(view: ContainerView, address: SplitResult) -> str:
-    """Return why the bus cannot be reached, or "": the running agent's connection error or, without an agent, the error
-    of a test handshake.
+    """Return why the bus cannot be reached, or "". The reason is the running agent's connection error or, without a
+    running agent, the error of a test handshake.
 
     The handshake is completed, because otherwise the server would log an error.
     """
@@ -559,7 +559,7 @@ def _read_line(one: socket.socket) -> None:
 
 
 def _firewall_obstacle(view: ContainerView) -> str:
-    """Return why the firewall rules do not, or would not, keep jobs from the bus, or ""."""
+    """Return "" if firewall rules keep jobs from the bus, or would do so while an agent runs, otherwise the reason."""
     if held := view.status.get("firewall"):
         return str(held["why"])
     if not view.is_root:
@@ -589,4 +589,4 @@ PROBES: Final[Mapping[str, Callable[[ContainerView], Iterator[Finding]]]] = {
     "addresses": _addresses,
     "bus": _bus,
 }
-"""The probes, in the order of the report. Each yields its findings."""
+"""The probes, in the order of the report. Each probe yields its findings."""

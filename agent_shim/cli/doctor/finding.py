@@ -20,9 +20,8 @@ WIDTH: Final = 120
 SHOWN: Final = {GOOD: "ok", LIMITED: "limited", WRONG: "WRONG"}
 
 Runtime = Literal["pod", "cpi", "warden", "lxd", "engine"]
-"""The creator of the container, which determines where a change is made: in a pod's manifest, in ``cloud_properties``
-of a CPI outside of Kubernetes, on Garden's host, in LXD's configuration, or in options of ``docker run`` and ``podman
-run``.
+"""The creator of the container. It determines where a change is made: in a pod's manifest, in a CPI's
+``cloud_properties``, on Garden's host, in LXD's configuration, or in the options of ``docker run`` or ``podman run``.
 """
 
 CLOUD_PROPERTIES: Final = "cloud_properties of the VM"
@@ -31,8 +30,8 @@ ON_HOST: Final = "the host of Garden: the warden CPI has no cloud property but p
 
 
 class Consequence(NamedTuple):
-    """The consequence of a limit, and the change for each creator. "" means the same change as for a pod, except for
-    LXD, where it means the same change as for a CPI.
+    """The consequence of a limit, and the change for each creator. If ``cpi`` or ``engine`` is "", the change is the
+    same as for a pod. If ``lxd`` is "", it is the same as for a CPI.
 
     ``patch`` is the change as a part of a pod's ``spec``, in which ``container`` stands for the agent's container.
     Texts in it may contain placeholders such as ``{name}``.
@@ -63,8 +62,8 @@ def filled(patch: Any, words: Mapping[str, str]) -> Any:
 
 
 class Finding(NamedTuple):
-    """One result: ``found`` is the observation, ``follows`` its consequence, and ``change`` what to change and
-    where.
+    """One result: ``found`` is what was observed, ``follows`` is the consequence, and ``change`` says what to change
+    and where.
     """
 
     topic: str
@@ -73,7 +72,7 @@ class Finding(NamedTuple):
     follows: str = ""
     change: str = ""
     patch: Mapping[str, Any] = NO_PATCH
-    """The change as a part of a pod's manifest, if the manifest alone determines the feature."""
+    """The change as a part of a pod's manifest, if the change needs nothing else."""
 
 
 class Report(NamedTuple):

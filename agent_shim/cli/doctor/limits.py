@@ -1,9 +1,9 @@
 """Limits of containers: the consequence of each, and the change that removes it.
 
 A change has up to four forms: for a pod, for a CPI outside of Kubernetes, for docker and podman, and for the LXD CPI.
-The second names ``cloud_properties`` of the Docker CPI (keys of Docker's HostConfig). Texts may contain placeholders
-such as ``{name}``. If a change can be made in a pod's manifest alone and gives the pod no more power than the agent
-needs, it is available as a patch too.
+The form for a CPI names the Docker CPI's ``cloud_properties`` (keys of Docker's HostConfig). Texts may contain
+placeholders such as ``{name}``. If a change to the pod's manifest is sufficient and gives the pod no more power than
+the agent needs, the change is also available as a patch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NEEDED: Final = {
     "SETGID": "jobs cannot run as vcap",
     "KILL": "processes of vcap cannot be stopped",
 }
-"""Capabilities that root needs to run jobs as another user, with the consequence of lacking each."""
+"""Capabilities that root needs to run jobs as another user, and the consequence if one is missing."""
 USEFUL: Final = {
     "NET_BIND_SERVICE": "jobs (and sshd) cannot listen on ports below 1024",
     "SYS_CHROOT": "sshd cannot confine itself: bosh ssh does not work",
@@ -39,8 +39,8 @@ STRONG: Final = {
     "NET_RAW": "jobs cannot ping",
     "IPC_LOCK": "jobs cannot keep secrets out of swap (vault, credhub)",
 }
-"""Capabilities that containers created by CPIs usually have, but pods rarely do, with the consequence of lacking
-each.
+"""Capabilities that containers created by CPIs usually have but pods rarely have, and the consequence if one is
+missing.
 """
 KERNEL_FEATURES: Final = {
     "pidfd": "exits of adopted processes are detected by polling, up to a second late",
@@ -51,8 +51,8 @@ KERNEL_FEATURES: Final = {
 _PRIVILEGED_BY_CPI: Final = (
     "an engine that runs as root on the CPI's host and grants all capabilities (the CPI requests all)"
 )
-"""The change for capabilities that only the engine can withhold. ``cloud_properties`` have no effect, because the
-Docker and warden CPIs always create privileged containers.
+"""The suggested change if a CPI's container lacks capabilities. The Docker and warden CPIs always create privileged
+containers, so only the engine can withhold capabilities, and ``cloud_properties`` have no effect.
 """
 
 _TABLE: Final = """
@@ -236,7 +236,7 @@ bus not reached = wrong: the Director cannot reach this instance
 
 
 def capabilities(*names: str, follows: str, more: str = "", verdict: str = LIMITED) -> Consequence:
-    """Return the limit that applies to a container without these capabilities."""
+    """Return the consequence for a container that lacks these capabilities."""
     options = " ".join(f"--cap-add={name}" for name in names)
     pod = f"securityContext.capabilities.add: [{', '.join(names)}]{more}"
     lxd = f'{CLOUD_PROPERTIES}: config: {{security.privileged: "true"}}, and no lxc.cap.drop in raw.lxc{more}'
@@ -248,8 +248,8 @@ def capabilities(*names: str, follows: str, more: str = "", verdict: str = LIMIT
 
 
 def _volume(kind: Mapping[str, str], path: str = "{path}", name: str = "{name}") -> Mapping[str, Any]:
-    """Return the patch that mounts an emptyDir. Its name has a prefix, so that it differs from the pod's own
-    volumes.
+    """Return the patch that mounts an emptyDir. The volume's name has a prefix, so that it differs from the names of
+    the pod's own volumes.
     """
     mount = {"mountPath": path, "name": f"agent-shim-{name}"}
     return {"container": {"volumeMounts": [mount]}, "volumes": [{"name": mount["name"], "emptyDir": kind}]}
@@ -262,7 +262,7 @@ PATCHES: Final[Mapping[str, Mapping[str, Any]]] = {
     "directory not writable": {"container": {"securityContext": {"readOnlyRootFilesystem": False}}},
     "little shared memory": _volume({"medium": "Memory", "sizeLimit": "256Mi"}, SHARED_MEMORY, "shm"),
 }
-"""The patches for those rows of the table that have one."""
+"""The patches for those rows of the table that have a patch."""
 
 
 def _rows(table: str) -> Iterator[tuple[str, Consequence]]:

@@ -17,7 +17,7 @@ from agent_shim.cli.doctor.finding import Report
 from agent_shim.core import safetext
 
 PLACEHOLDER: Final = "CONTAINER"
-"""Stands for an unknown container name. It is not a valid name, so kubectl refuses the patch instead of adding a
+"""Stands for an unknown container name. Because it is not a valid name, kubectl refuses the patch instead of adding a
 container.
 """
 Target = Literal["template", "pod"]
@@ -28,8 +28,8 @@ _WIDTH: Final = 100
 def patch(report: Report, container: str, held: Collection[str], target: Target) -> str:
     """Return the patch as YAML with comments, or ``{}`` if there is no change.
 
-    ``held`` are the capabilities that the container has. A patch replaces both lists of capabilities (``add`` and
-    ``drop``), so it must contain them completely.
+    ``held`` are the capabilities that the container has. They are needed because a patch replaces both lists of
+    capabilities (``add`` and ``drop``) and must therefore contain the complete lists.
     """
     spec: Mapping[str, Any] = {}
     for finding in report.findings:
@@ -60,7 +60,7 @@ def _comments(report: Report, target: Target, *, is_empty: bool) -> Iterator[str
 
 
 def _merged(one: Any, other: Any) -> Any:
-    """Merge two changes, member by member in mappings and element by element in lists."""
+    """Merge two changes. Mappings are merged key by key, and lists are concatenated without duplicates."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return {name: _merged(one.get(name), other.get(name)) for name in {**one, **other}}
     if isinstance(one, list) and isinstance(other, list):
