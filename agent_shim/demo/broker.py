@@ -37,8 +37,8 @@ def nats_server() -> str:
 class NatsServer:
     """A nats-server on a free loopback port with its files in ``where``. It is an async context manager.
 
-    The port stays the same across restarts. The server drops a silent client after the same time as a Director's server
-    does.
+    The port stays the same across restarts. The server drops a silent client after the same time as the nats-server on
+    a Director does.
     """
 
     def __init__(self, where: Path, authority: Authority | None = None) -> None:
@@ -67,8 +67,8 @@ class NatsServer:
         return Mbus((self.url,), self.authority.ca, pair.certificate, pair.private_key)
 
     async def add_agent(self, agent_id: str, *, bootstrap: bool = True, permanent: bool = True) -> None:
-        """Admit an agent with its bootstrap certificate, its permanent certificate, or both. A running server applies
-        the change at once.
+        """Admit an agent with its bootstrap certificate, its permanent certificate, or both. If the server is running,
+        the change takes effect immediately.
         """
         self._agents[agent_id] = bootstrap, permanent
         await self.reload()

@@ -25,7 +25,7 @@ from agent_shim.edges.bus import tls
 PROTOCOL: Final = 3
 
 RETRIES: Final[Mapping[str, int]] = {"get_task": 4, "get_state": 2, "upload_blob": 3}
-"""How often a request is repeated if there is no reply, by method. Requests with other methods are not repeated."""
+"""Number of retries if there is no reply, by method. Requests with other methods are not retried."""
 
 STOP_LIMIT_S: Final = 300.0
 """How long the Director polls the task of a ``stop``."""
@@ -59,7 +59,7 @@ class BusClient:
         self._hello = "\r\n".join([*lines, "PING", ""]).encode()
         self._on_message = on_message
         self.writer: asyncio.StreamWriter | None = None
-        """The current connection, or None before the first one."""
+        """The current connection, or None before the first connection."""
         self._joined = asyncio.Event()
         self.published = 0
         """Number of messages sent."""
@@ -161,11 +161,11 @@ class Director:
     async def call(
         self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, retries: int | None = None
     ) -> dict[str, Any]:
-        """Send a request and return its one reply, whether a value or an exception.
+        """Send a request and return the reply, which contains a value or an exception.
 
         Raises ``RpcTimeoutError`` after ``timeout`` seconds.
 
-        ``retries`` is how often the request is repeated. None means as often as the Director repeats this method.
+        ``retries`` is the number of retries. None means as many as the Director makes for this method.
         """
         times = RETRIES.get(method, 0) if retries is None else retries
         for _ in range(1 + times):
@@ -226,8 +226,8 @@ class Director:
         reply = self._waiting.pop(subject.rpartition(".")[2], None)
         with contextlib.suppress(ValueError):
             document = json.loads(data)
-            # Drop a reply that is not an object. As in the real Director, it uses up the request, which therefore times
-            # out.
+            # Drop a reply that is not an object. As in the real Director, even such a reply ends the wait for a proper
+            # one, so the request times out.
             if reply is not None and not reply.done() and isinstance(document, dict) and document:
                 reply.set_result(document)
 
@@ -251,7 +251,7 @@ def _running(answer: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A message that an agent sent unsolicited.
+    """A message that an agent sent without being asked.
 
     ``kind`` is heartbeat, alert or shutdown, and ``at`` is monotonic time.
     """
@@ -263,7 +263,7 @@ class Notice:
 
 
 class HealthMonitor:
-    """A Health Monitor, which collects notices from agents in order of arrival."""
+    """A Health Monitor that collects notices from agents, in order of arrival."""
 
     def __init__(self) -> None:
         self.notices: list[Notice] = []

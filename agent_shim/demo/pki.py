@@ -1,7 +1,7 @@
 """Bus certificates like those of BOSH, both valid and invalid, for the demo, the tests and the benchmarks.
 
-Subjects follow the Director (``nats_client_cert_generator.rb``) and the bosh-deployment manifest. By default keys use
-elliptic curves, because generating one takes only a millisecond. The Director's keys are RSA with 3072 bits.
+Subjects follow the Director (``nats_client_cert_generator.rb``) and the bosh-deployment manifest. By default, the keys
+are elliptic-curve keys, which take only a millisecond to generate. A real Director generates RSA keys with 3072 bits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Pair:
 def agent_name(agent_id: str, *, bootstrap: bool = False) -> str:
     """Return the common name of an agent's certificate.
 
-    The name is the only difference between the short-lived first certificate and later ones.
+    Only the name distinguishes the short-lived bootstrap certificate from later certificates.
     """
     return f"{agent_id}.bootstrap.agent.bosh-internal" if bootstrap else f"{agent_id}.agent.bosh-internal"
 
@@ -81,14 +81,14 @@ class Authority:
         hosts: Sequence[str] = ("127.0.0.1", "localhost", SERVER),
         valid: tuple[float, float] = GOOD,
     ) -> Pair:
-        """Issue a server certificate for ``hosts`` (names and addresses). Clients verify only these, not the common
+        """Issue a server certificate for ``hosts`` (names and addresses). Clients check only ``hosts``, not the common
         name.
         """
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
         return self._pair(common_name, valid, [usage, x509.SubjectAlternativeName([_host(host) for host in hosts])])
 
     def client(self, common_name: str, *, valid: tuple[float, float] = GOOD) -> Pair:
-        """Issue a client certificate in the way the Director does for every VM."""
+        """Issue a client certificate as the Director does for every VM."""
         return self._pair(common_name, valid, [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])])
 
     def agent(self, agent_id: str, *, bootstrap: bool = False, valid: tuple[float, float] = GOOD) -> Pair:
@@ -123,8 +123,8 @@ def _key(bits: int) -> Any:
 def _name(common_name: str) -> x509.Name:
     parts = {NameOID.COUNTRY_NAME: "USA", NameOID.ORGANIZATION_NAME: "Cloud Foundry", NameOID.COMMON_NAME: common_name}
     with warnings.catch_warnings():
-        # Ignore warnings: X.509 limits a country to 2 letters and a common name to 64, but BOSH's country has 3, and
-        # the common name in a bootstrap certificate has 66.
+        # Ignore warnings about names that are too long. X.509 limits a country to 2 letters and a common name to 64,
+        # but in BOSH's certificates, the country has 3 and a bootstrap certificate's common name has 66.
         warnings.simplefilter("ignore")
         return x509.Name([x509.NameAttribute(oid, text, _validate=False) for oid, text in parts.items()])
 

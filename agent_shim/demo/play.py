@@ -1,9 +1,9 @@
 """The demonstration: a Director deploys a small release to a new agent over a real bus with mutual TLS.
 
-It needs neither root nor any network except the loopback. All files are in a scratch directory, which is removed at the
-end. Every step is checked and printed with its duration, and the exit code is 0 only if all checks passed. A failure
-names its step and keeps the directory. When the demonstration ends, even by Ctrl-C, every process that it started is
-ended.
+It needs neither root nor any network interface except loopback. All files are in a scratch directory, which is removed
+at the end. Every step is checked and printed with its duration, and the exit code is 0 only if all checks passed. If a
+check fails, the error names its step, and the directory is kept. Even after Ctrl-C, the demonstration ends every
+process that it has started.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class DemoError(ShimError):
 
 
 def main(*, keep: bool = False) -> int:
-    """Run the demonstration once. Return 0, or raise the check that failed.
+    """Run the demonstration once. Return 0, or raise the error of the check that failed.
 
-    With ``keep`` it stops after the deployment, which then remains until Ctrl-C.
+    With ``keep``, only the deployment is run, and the deployed jobs keep running until Ctrl-C.
     """
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-demo-"))
     try:
         asyncio.run(_play(scratch, keep=keep))
     except Exception:
-        raise  # keep the directory, because it contains the log
+        raise  # keep the scratch directory, because it contains the log
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -102,7 +102,7 @@ async def _play(scratch: Path, *, keep: bool) -> None:
 
 
 def _ended_by(number: signal.Signals, end: Callable[[], object]) -> None:
-    if number == signal.SIGHUP:  # the terminal is gone
+    if number == signal.SIGHUP:  # the terminal has been closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     end()
 
@@ -111,7 +111,7 @@ def _print(text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, flush=True)
     except OSError as exc:
-        if exc.errno != errno.EIO:  # otherwise the terminal is gone, and the signal for that will arrive soon
+        if exc.errno != errno.EIO:  # EIO means that the terminal was closed, so a signal follows
             raise
 
 
@@ -185,7 +185,9 @@ class Story:
         self.say("all processes have ended, and the directory is removed")
 
     def _lay_commands(self) -> None:
-        """Create the programs ``agent-shim`` and ``monit`` in the scratch directory, as an image has them."""
+        """Create the programs ``agent-shim`` and ``monit`` in the scratch directory. In an image, they are
+        installed.
+        """
         for name in ("agent-shim", "monit"):
             code = f"import sys; sys.argv[0] = {name!r}; from agent_shim.cli.main import main; sys.exit(main())"
             path = self.scratch / name
@@ -317,7 +319,7 @@ class Story:
         pidfile = self.base / "sys/run/web/web.pid"
         before = pidfile.read_text()
         with self.step("web killed with SIGKILL, until it answers again") as details:
-            os.kill(int(before), signal.SIGKILL)  # sent by the demonstration, not by the agent
+            os.kill(int(before), signal.SIGKILL)  # the demonstration sends this signal, not the agent
             while pidfile.read_text().strip() in ("", before.strip()):
                 await asyncio.sleep(0.001)
             details.append((await self._until_answered(self.release.url)).strip())
@@ -384,7 +386,7 @@ class Story:
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Fail the demonstration, with the reason ``otherwise``, unless ``holds`` is true."""
+    """Raise ``DemoError`` with the reason ``otherwise`` unless ``holds`` is true."""
     if not holds:
         raise DemoError(f"cannot continue: {otherwise}")
 

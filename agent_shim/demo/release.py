@@ -165,7 +165,7 @@ class DemoRelease:
         return found
 
     def spec(self, agent_id: str, networks: dict[str, Any]) -> dict[str, Any]:
-        """Return the full spec except for the rendered templates, whose blob changes with each upload."""
+        """Return the full spec, but without the rendered templates, because their blob id changes with each upload."""
         jobs = [{"name": name, "version": "1"} for name in ("store", "web", "flaky", "smoke")]
         return {
             "deployment": "demo",
