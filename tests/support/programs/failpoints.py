@@ -1,6 +1,7 @@
 """failpoints.py FILE ARGUMENT...: an agent in which any asyncio task can be made to fail.
 
-On SIGRTMIN the task named in FILE fails: its current wait raises an error that no code expects.
+On SIGRTMIN the task named in FILE fails: its current wait raises an error that no code expects. If FILE is empty, the
+agent writes the names of all tasks that it restarts after a failure to FILE, one per line.
 """
 
 from __future__ import annotations
@@ -12,8 +13,26 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent_shim.cli import main as cli
+from agent_shim.core.keep_running import run_forever
 from agent_shim.daemon import main
 from agent_shim.daemon.main import Daemon
+
+
+def restarted() -> list[str]:
+    """Return the names of the tasks that the agent restarts after a failure."""
+    return sorted(task.get_name() for task in asyncio.all_tasks() if is_restarted(task.get_coro()))
+
+
+def is_restarted(coroutine: Any) -> bool:
+    return getattr(coroutine, "__name__", "") == run_forever.__name__
+
+
+def obey() -> None:
+    """Do what ``FILE`` asks for."""
+    if name := FILE.read_text():
+        fail(name)
+    else:
+        FILE.write_text("".join(f"{name}\n" for name in restarted()))
 
 
 def fail(name: str) -> None:
@@ -31,7 +50,7 @@ class Failing(Daemon):
     """The daemon, with a handler for the signal that makes one of its tasks fail."""
 
     async def serve(self) -> int:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGRTMIN, lambda: fail(FILE.read_text()))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGRTMIN, obey)
         return await super().serve()
 
 
