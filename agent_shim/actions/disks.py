@@ -43,7 +43,7 @@ async def migrate_disk(agent: Agent, old: Any = "", new: Any = "") -> dict[str, 
     """Copy the disk mounted on the store to the one mounted on the migration target, and swap them. The CLI passes no
     cids.
 
-    The Go agent takes no arguments here, so an argument that is not a cid counts as absent.
+    The Go agent takes no arguments here, so an argument that is not a cid is ignored.
     """
     with errors_as("Migrating persistent disk", ShimError, OSError):
         await agent.disks.migrate(*(cid if isinstance(cid, str) else "" for cid in (old, new)))

@@ -1,4 +1,4 @@
-"""Creates log archives for operators, which are uploaded for the Director or stored locally for the CLI."""
+"""Creates log archives for operators. They are uploaded for the Director, or stored locally for the CLI."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ async def fetch_logs(agent: Agent, log_types: str, filters: list[str]) -> dict[s
 
 @action("fetch_logs_with_signed_url", Mode.TASK)
 async def fetch_logs_with_signed_url(agent: Agent, request: SignedLogs) -> dict[str, str]:
-    """Upload a log archive to a signed URL. Only the Director knows the blob id
-    (agent/action/fetch_logs_with_signed_url.go).
+    """Upload a log archive to a signed URL (agent/action/fetch_logs_with_signed_url.go). The reply has no blob id,
+    because only the Director knows it.
     """
     store, url, headers = agent.settings.current.blobstore, request.signed_url, request.blobstore_headers
     done = await agent.logs.send(

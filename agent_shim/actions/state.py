@@ -29,7 +29,7 @@ async def info(agent: Agent) -> dict[str, int]:  # noqa: ARG001
 
 @action("get_task", Mode.NOW)
 async def get_task(agent: Agent, task_id: str) -> Any:
-    """Return the result of a task, or its state while it runs. The call may be repeated (agent/action/get_task.go)."""
+    """Return the result of a task, or its state while it runs. May be called repeatedly (agent/action/get_task.go)."""
     task = await agent.tasks.poll(task_id)
     if task.state == "running":
         return {"agent_task_id": task.id, "state": "running"}

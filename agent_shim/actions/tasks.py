@@ -1,4 +1,4 @@
-"""Tasks, which are long actions with an id: the queue that runs them sequentially, and their outcomes.
+"""Tasks are long actions with an id. They wait in a queue, run one at a time, and leave an outcome.
 
 Ids, states and texts are those of the Go agent (agent/task, agent/action/get_task.go, cancel_task.go). There are four
 differences: the queue never blocks the bus; the number, size and age of stored results are limited; the reply to

@@ -38,7 +38,7 @@ DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
 
 
 class Provider(Protocol):
-    """A store of blobs. Both methods raise ``BlobError`` or ``OSError`` and may be retried."""
+    """A blobstore. Both methods raise ``BlobError`` or ``OSError`` and may be retried."""
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
         """Return the content as an open file, after feeding it to ``hasher``. The caller closes it."""

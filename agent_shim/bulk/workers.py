@@ -133,7 +133,7 @@ class _Worker:
         self._leaving = asyncio.get_running_loop().call_later(STAY_S, leave)
 
     def wake(self) -> bool:
-        """Prepare the idle worker for another request. Return False if it has exited meanwhile."""
+        """Prepare the idle worker for another request. Return False if it has exited in the meantime."""
         assert self._leaving is not None
         self._leaving.cancel()
         is_alive = self.process.is_alive  # read it only once, because the process may exit at any time

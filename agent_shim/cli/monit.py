@@ -39,7 +39,7 @@ usage: monit [-g GROUP] [-b DIR] ACTION
   -b DIR                                      root directory instead of /var/vcap"""
 
 FATAL: Final = frozenset({"Does not exist", "Invalid type", "Data access error", "ICMP failed"})
-"""Faults that ``validate`` counts as errors."""
+"""Faults for which ``validate`` returns 0, as monit 5.2.5 does."""
 CHANGES: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 
 

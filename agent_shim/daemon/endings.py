@@ -4,7 +4,7 @@
 |---|---|---|
 | orderly stop | the container ends | the agent answers the Director until the end |
 | shutdown | the Director deletes the instance | left once the jobs are stopped. A restarted agent stays idle |
-| takeover stop | another agent has taken a volume | left at once |
+| takeover stop | another agent has taken a volume | left immediately |
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _blocked(live: Runtime) -> str:
 
 async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any]:
     """Return the answer to ``agent-shim status``. Before the settings are known (``live`` is None), ``firewall`` and
-    ``bpm`` are missing, and all other members that depend on the settings have empty values.
+    ``bpm`` are missing, and all other fields that depend on the settings have empty values.
     """
     found: dict[str, Any] = {
         "version": __version__,

@@ -72,7 +72,7 @@ def user_in(path: Path) -> Users:
 
 
 class Api:
-    """Answers the requests of ``users``."""
+    """Answers status and action requests from ``users``."""
 
     def __init__(self, ask: Ask, users: Users, about: Callable[[], About] = About) -> None:
         self._ask = ask
@@ -229,7 +229,7 @@ def document(shown: Mapping[str, Any], here: MachineFacts, *, version: int, daem
 
 
 def _service(service: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members of a service in monit's order. Figures are included only where monit includes them."""
+    """Return the XML fields of a service in monit's order. Figures are included only where monit includes them."""
     phase, status = service["phase"], _bits(service)
     hint = sum(HINTS.get(fault, 0) for fault in service["faults"]) if phase == "running" else 0
     monitor = MONITOR["starting"] if service["state"] == "starting" else MONITOR.get(phase, 1)

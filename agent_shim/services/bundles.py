@@ -184,7 +184,7 @@ class Bundles:
             temp.unlink(missing_ok=True)  # remove the file even if this task is cancelled again
 
     async def sweep(self) -> None:
-        """Remove incomplete bundles and temporary files of earlier boots."""
+        """Remove incomplete bundles and temporary files that earlier agents left behind."""
         await self._in_thread(self._sweep)
 
     # --- disk access in a thread --------------------------------------------------------------------------------------

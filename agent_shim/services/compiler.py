@@ -34,7 +34,7 @@ GRACE_S: Final = 1.0
 save.
 """
 LABEL: Final = "compilation"
-"""Label of the keepers of packaging scripts."""
+"""Label of the keepers that run packaging scripts."""
 EARLIEST_S: Final = 315_532_800
 """1 January 1980, the earliest time that some archive formats (zip, wheels) can represent."""
 

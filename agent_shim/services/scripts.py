@@ -317,7 +317,7 @@ def _lines(log: Path, begin: int) -> list[str]:
 
 
 def _shown_together(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:
-    """Return both outputs, shortened to the limit of a reply, and the files of those outputs that were shortened."""
+    """Return stdout and stderr, shortened to the limit of a reply, and the files of which something was left out."""
     errors = shown(stderr, MAX_OUTPUT_BYTES // 2)
     output = shown(stdout, MAX_OUTPUT_BYTES - _encoded(errors[0]))
     return output[0], errors[0], [path for path, (_, is_cut) in ((stdout, output), (stderr, errors)) if is_cut]

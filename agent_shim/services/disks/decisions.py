@@ -6,7 +6,7 @@ killed between any two steps, the next :func:`restore` can continue from the sta
 
 :func:`plan` decides where each disk belongs, using its marker. If the markers leave a choice, it takes the disk that
 was mounted last (according to managed_disk_settings.json) or the one that is mounted now. No data is lost, because if
-two disks claim the store and cannot be told apart, neither is mounted and the reason is reported.
+two disks are marked for the store and nothing distinguishes them, neither is mounted and the reason is reported.
 
 | volume | decision |
 |---|---|
