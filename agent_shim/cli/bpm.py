@@ -133,7 +133,7 @@ def _main(base: str, arguments: list[str]) -> int:
 
 
 def _may_ask(base: str) -> bool:
-    """Return True if the user is root, or the one as whom the agent runs without root."""
+    """Return True for root, and for the agent's own user if the agent runs without root."""
     try:
         return os.geteuid() == 0 or os.geteuid() == os.stat(f"{base}/{SOCKET}").st_uid  # noqa: PTH116 - slow to load
     except OSError:

@@ -33,7 +33,7 @@ REACHED: Final = {
     "stop": frozenset({"stopped"}),
     "unmonitor": frozenset({"unmonitored", "stopped"}),
 }
-"""For each action, the phases of a service that mean that the action is complete."""
+"""For each action on a service, the phases in which the service must be for the action to be complete."""
 
 CHANGES: Final = {
     "start": "start services and their dependencies",

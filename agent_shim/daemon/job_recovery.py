@@ -175,8 +175,8 @@ def jobs_live(paths: Paths) -> bool:
 
 
 def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:
-    """Return "", or if another agent, such as this agent's predecessor, uses a disk of this ``agent_id``, a text that
-    names the disk and the other agent.
+    """If another agent, such as this agent's predecessor, uses a disk of this ``agent_id``, return a text that names
+    the disk and the other agent. Otherwise return "".
 
     Blocks while it reads from the disks. A disk that cannot be read is treated as unused.
     """

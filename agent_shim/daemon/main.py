@@ -42,7 +42,7 @@ NAME: Final = "bosh-agentmonit"
 bosh-agent` find it.
 """
 RIVAL_POLL_S: Final = 1.0
-"""Interval in seconds between checks whether another agent still uses the same volumes."""
+"""Seconds between checks of whether another agent still uses the same volumes."""
 
 
 class RunOptions(msgspec.Struct, frozen=True):

@@ -210,8 +210,8 @@ class MonitDaemon:
         return {}
 
     def _write_state_of_monit(self, saved: bytes) -> None:
-        """Write monit's state file, so that monit can take over. Monit uses the file only if it starts in a later
-        second than that of the write.
+        """Write monit's state file, so that monit can take over. Monit ignores a state file that was written in
+        the same second in which monit starts.
         """
         rows = [
             _STATE.pack(name.encode("utf-8", "surrogateescape")[:255], 0, 0, 0, record.state in MONITORED, 0)

@@ -44,7 +44,7 @@ FIRST_PAUSE_S: Final = 1.0
 MAX_PAUSE_S: Final = 30.0
 """Maximum seconds between attempts."""
 POLL_S: Final = 0.2
-"""Interval of checks whether all jobs run, in seconds."""
+"""Seconds between checks of whether all jobs are running."""
 
 
 class InstanceNames(msgspec.Struct, frozen=True):

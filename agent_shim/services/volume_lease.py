@@ -11,8 +11,8 @@ suffices for agents on this machine, and other machines would not see the renewa
 |---|---|---|
 | held | any | wait |
 | free | none, or released | take it |
-| free | of an agent that shares locks with this one, seen for the first time | take it: that agent has ended |
-| free | of an agent that shares locks with this one and was seen alive | take it if it stays free: the agent may be restarting |
+| free | of an agent that shares locks with this one, seen for the first time | take it, because that agent has ended |
+| free | of an agent that shares locks with this one and was seen alive | take it if it stays free (a restart) |
 | free | of another machine | take it if it does not change for ``patience`` |
 
 Two agents share locks if only one kernel writes to the file system, or if both see the same boot id of their kernel.
