@@ -509,7 +509,7 @@ _MEANING: Final = {
 
 
 MAX_PATTERN_CHARS: Final = 5_000
-"""Maximum total length of a tree's patterns. Compiling that many takes a quarter of a second."""
+"""Maximum total length of a tree's patterns. Compiling patterns of that length takes 0.25 s."""
 
 
 def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
@@ -564,8 +564,8 @@ def _starred(parts: Sequence[str], star: str) -> str:
     """Join ``parts`` with ``star``. A part between two stars only matches at its first occurrence after the preceding
     part.
 
-    This suffices, because a later occurrence matches only if the first one does too. Trying all occurrences would take
-    exponential time for some names, and jobs choose the names.
+    This suffices, because if a later occurrence leads to a match, the first one does too. Trying all occurrences would
+    take exponential time for some names, and jobs choose the names.
     """
     first, *others = parts
     # An atomic group prevents backtracking. It cannot be used around a part that has alternatives, because a longer
