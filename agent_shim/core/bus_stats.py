@@ -6,7 +6,7 @@ import msgspec
 
 
 class Stats(msgspec.Struct):
-    """Counters of a bus since its creation."""
+    """Message-bus counters, counted since the bus object was created."""
 
     attempts: int = 0
     """Number of connection attempts, including successful ones."""
@@ -25,9 +25,11 @@ class Stats(msgspec.Struct):
     unanswered: int = 0
     """Number of replies that could not be sent."""
     denied: int = 0
-    """Number of messages that the server refused for lack of permission, and of callers that the agent refused."""
+    """Number of messages that the server refused for lack of permission, plus the number of callers that the agent
+    refused.
+    """
     last_error: str = ""
-    """Why the bus is not connected, or the last problem of the connection, or "" if there was none."""
+    """Why the bus is disconnected, or the most recent connection problem, or "" if there has been none."""
 
     @property
     def reconnects(self) -> int:

@@ -1,4 +1,4 @@
-"""Finds mistakes in a configuration file: all members of a wrong type, and unknown keys, for each of which the most
+"""Finds mistakes in a configuration file: members with the wrong type, and unknown keys. For an unknown key, the most
 similar known key is suggested. Pure.
 """
 
@@ -13,10 +13,10 @@ import msgspec
 
 
 def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
-    """Yield a text, with the JSON path, for each member of ``value`` that does not fit ``wanted``.
+    """Yield an error text with the JSON path for each member of ``value`` that does not fit the type ``wanted``.
 
-    ``value`` uses the member names of ``wanted``. If a type has a description, the text contains the description
-    instead of the type's name.
+    The members of ``value`` must already be named as in ``wanted``. If a member's type has a description, the text
+    contains the description instead of the type's name.
     """
     origin = typing.get_origin(wanted)
     is_union = origin in (types.UnionType, typing.Union)
@@ -42,7 +42,9 @@ def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 
 
 def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
-    """Yield a text for each key of ``value`` that ``wanted`` lacks, with the most similar known key below ``path``."""
+    """Yield an error text for each key of ``value`` that the type ``wanted`` does not have, with the most similar known
+    key at this level or below.
+    """
     known = {field.encode_name.lower(): field for field in msgspec.structs.fields(wanted)}
     for name, member in value.items() if isinstance(value, dict) else ():
         inner = known.get(name.lower())
@@ -55,7 +57,7 @@ def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``: did you mean WORD?`` with the most similar known word, or "" if no known word is similar.
 
-    A known word that contains dots is the path of an inner key and is shown as JSON.
+    A known word with dots is the path of a nested key. It is shown as nested JSON objects.
     """
     import difflib  # imported late, because only an unknown word needs it
 
@@ -70,8 +72,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def all_keys(wanted: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of all keys, including those of inner objects. Thus ``http`` at the top level leads to the
-    suggestion ``monit.http``.
+    """Yield the dotted paths of all keys, including nested ones. So for a misplaced ``http`` at the top level,
+    ``monit.http`` can be suggested.
     """
     for field in msgspec.structs.fields(wanted):
         yield f"{path}{field.encode_name}"

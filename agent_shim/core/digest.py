@@ -1,7 +1,7 @@
 """Digest strings, which contain one or more digests of a blob. Only the strongest is checked. Pure.
 
-Grammar, choice and error texts are those of bosh-utils (crypto/multiple_digest.go, crypto/digest.go). The digests are
-separated by ``;``, and each is ``algorithm:hex``, or only hex digits for sha1.
+The grammar, the order of strength and the error texts are those of bosh-utils (crypto/multiple_digest.go,
+crypto/digest.go). The digests are separated by ``;``, and each is ``algorithm:hex``, or only hex digits for sha1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORD: Final = re.compile(r"[a-zA-Z\d]+")
 
 
 class Hasher(Protocol):
-    """A hash of ``hashlib``, which releases the interpreter lock while it processes large data."""
+    """A hash object from ``hashlib``. It releases the GIL while it hashes large data."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +50,7 @@ class MultipleDigest(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> MultipleDigest:
-        """Parse a digest string. Raises ``DigestError`` with the text of the Go agent."""
+        """Parse a digest string. Raises ``DigestError`` with the same text as the Go agent."""
         digests = []
         for piece in filter(None, text.split(";")):
             before, colon, after = piece.partition(":")
@@ -72,7 +72,7 @@ class MultipleDigest(msgspec.Struct, frozen=True):
         return ";".join(map(str, self.digests))
 
     def hasher(self) -> Hasher:
-        """Return a hash of the strongest digest's algorithm, to feed before :meth:`check`."""
+        """Return a new hash object for the strongest digest. Feed it the data, then pass it to :meth:`check`."""
         given = [digest.algorithm for digest in self.digests]
         for name in KNOWN:
             if name in given:
@@ -80,8 +80,8 @@ class MultipleDigest(msgspec.Struct, frozen=True):
         raise DigestError(f"Computing digest from stream: Unable to create digest of unknown algorithm '{given[0]}'")
 
     def check(self, hasher: Hasher) -> None:
-        """Compare the digest of ``hasher`` with the expected one for the same algorithm. Raises ``DigestError`` if they
-        differ, even in case.
+        """Compare the result of ``hasher`` with the expected digest for the same algorithm. Raises ``DigestError`` if
+        they differ. The comparison is case-sensitive.
         """
         actual = Digest(hasher.name, hasher.hexdigest())
         if actual not in self.digests:
@@ -89,7 +89,7 @@ class MultipleDigest(msgspec.Struct, frozen=True):
             raise DigestError(f"Expected stream to have digest '{expected}' but was '{actual}'")
 
     def verify(self, data: bytes) -> None:
-        """Raise ``DigestError`` unless ``data`` has the strongest of these digests."""
+        """Raise ``DigestError`` if ``data`` does not match the strongest of these digests."""
         hasher = self.hasher()
         hasher.update(data)
         self.check(hasher)

@@ -1,7 +1,7 @@
-"""Exceptions, with one class for each kind of error that some code catches.
+"""Exception classes, one for each kind of error that is caught somewhere.
 
-Texts read ``cannot X: why`` and name the object and the place. Texts of the Go agent that a Director compares are
-reproduced exactly.
+Messages read ``cannot X: why`` and name the object and the place. Where the Director compares a message, it is the same
+as the Go agent's.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from contextlib import contextmanager
 
 
 class ShimError(Exception):
-    """Any deliberate error. A command that ends with it exits with ``exit_code``."""
+    """Base class of the errors that agent_shim itself raises. A command that fails with one of them exits with
+    ``exit_code``.
+    """
 
     exit_code = 70
 
 
 class ConfigError(ShimError):
-    """An input file is invalid: agent.json, settings, monit file, bpm.yml."""
+    """An input file is invalid, for example agent.json, the settings, a monit file or bpm.yml."""
 
     exit_code = 78
 
@@ -87,7 +89,7 @@ class BlobError(ActionError):
 
 
 class LastingError(BlobError):
-    """A retry would fail too, because the disk of this machine is full or the URL is invalid."""
+    """A blob error that a retry cannot fix, because this machine's disk is full or the URL is invalid."""
 
 
 class HostError(OSError):

@@ -1,4 +1,4 @@
-"""Functions that wait for an event in addition to other work, or for a limited time."""
+"""Functions that wait for an ``asyncio.Event`` while other work runs, or for a limited time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 async def ended_before(event: asyncio.Event, work: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
-    """Wait for ``work``. Return False if the event is set or the timeout expires first. In either case ``work``
-    continues.
+    """Wait until ``work`` has finished, the event is set, or the timeout expires. Return True if ``work`` has finished.
+    Otherwise, ``work`` keeps running.
     """
     waiting = asyncio.ensure_future(event.wait())
     try:
@@ -20,7 +20,9 @@ async def ended_before(event: asyncio.Event, work: asyncio.Future[Any], timeout_
 
 
 async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
-    """Wait until ``work`` has finished or ``stop`` is set. Return False if ``stop`` was set first."""
+    """Wait until ``work`` has finished or ``stop`` is set. Return True if ``work`` has finished; otherwise cancel it
+    and return False.
+    """
     working = asyncio.ensure_future(work)
     try:
         if is_done := await ended_before(stop, working):

@@ -1,4 +1,6 @@
-"""Restarts endless tasks that crash, with logging, counting and back-off. Other tasks are not affected."""
+"""Restarts endless tasks that crash. Crashes are logged and counted, and the pause before a restart grows. Other tasks
+are not affected.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,21 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 60.0
-"""Maximum pause before a restart, in seconds. Each pause is twice as long as the previous one. A task that ran for this
-long starts again with the shortest pause.
+"""Maximum pause before a restart, in seconds. Each pause is twice as long as the previous one. After a task has run for
+longer than this, its next pause is the shortest again.
 """
 FAILURE_PERIOD_S: Final = 60.0
 MAX_FAILURES: Final = 5
-"""A vital task that fails more often than this within ``FAILURE_PERIOD_S`` raises its error."""
+"""Number of failures of a vital task within ``FAILURE_PERIOD_S`` above which it is no longer restarted."""
 
 failures: Final[Counter[str]] = Counter()
-"""Failures by task since the process started."""
+"""Number of failures by task name, since the process started."""
 
 
 async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vital: bool = False) -> NoReturn:
     """Restart ``run`` whenever it ends, which it never should.
 
-    If it ``is_vital`` and fails too often, raise its error.
+    If the task ``is_vital`` and fails too often, raise ``RuntimeError`` with the last failure as its cause.
     """
     pause = FIRST_PAUSE_S
     recent: deque[float] = deque(maxlen=MAX_FAILURES + 1)
@@ -55,6 +57,8 @@ async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vit
 
 
 def is_asked_to_end() -> bool:
-    """Return True if a caught cancellation was requested for the current task, rather than caused within it."""
+    """Return True if somebody has cancelled the current task. Otherwise, a caught ``CancelledError`` comes from
+    something that the task awaited.
+    """
     current = asyncio.current_task()
     return current is not None and current.cancelling() > 0

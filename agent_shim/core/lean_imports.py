@@ -27,8 +27,8 @@ class _StandIn(ModuleType):
 def preload(module: str, *unused: str) -> None:
     """Import ``module`` without loading the ``unused`` modules that it imports.
 
-    If the import fails because it needs more than names from those modules, ``module`` is not loaded, and the caller's
-    import statement then loads it with all dependencies.
+    If the import fails because it really uses those modules, ``module`` is left unloaded, and the caller's own import
+    statement then loads it with all dependencies.
     """
     stand_ins = {name: _StandIn(name) for name in unused if name not in sys.modules}
     before = set(sys.modules)
@@ -51,8 +51,8 @@ def preload(module: str, *unused: str) -> None:
 
 @contextmanager
 def without_authorities() -> Iterator[None]:
-    """Create TLS contexts without CAs during an import, because reading the system's CAs takes 30 to 70 ms and 0.8
-    MB.
+    """Keep a library that is imported in this block from loading the system's CAs into a TLS context, which takes 30 to
+    70 ms and 0.8 MB.
     """
     import ssl  # imported late, because a command without TLS does not need it
 

@@ -33,7 +33,7 @@ LARGEST: Final = 10_000_000
 MAX_WAITING_BYTES: Final = 2 * 1024 * 1024
 """Maximum total size of the lines that are buffered until stderr accepts them."""
 FLUSH_TIMEOUT_S: Final = 1.0
-"""Timeout for writing the waiting lines at exit."""
+"""How long to wait at exit until stderr accepts the buffered lines."""
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 
@@ -67,9 +67,8 @@ def _members(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _trace(error: BaseException | None) -> str:
-    """Describe an error and its causes by location.
-
-    Only our own errors are logged with their text, because any other text may contain a secret.
+    """Return the stack frames of an error and its causes. Only our own errors are logged with their messages, because
+    any other message may contain a secret.
     """
     parts: list[str] = []
     known: set[int] = set()
@@ -118,10 +117,10 @@ class JsonLines(logging.Formatter):
 
 
 class _File(logging.handlers.RotatingFileHandler):
-    """A log file, which is never opened through a link. A large file is rotated: it is renamed and replaces the
-    previous old file.
+    """A log file that is never opened through a symlink. A file larger than ``LARGEST`` is rotated: it is renamed and
+    replaces the previously rotated file.
 
-    Failed writes (full disk, missing directory) are ignored, because the line goes to standard error too.
+    Failed writes (full disk, missing directory) are ignored, because every line is also written to standard error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,7 +132,8 @@ class _File(logging.handlers.RotatingFileHandler):
 
 
 class _Stderr(logging.Handler):
-    """Standard error, whose reader may be slow. Lines that cannot be written at once are written later by a thread.
+    """A handler for standard error, whose reader may be slow. Lines that cannot be written immediately are written
+    later by a thread.
 
     The descriptor may be shared with other processes, so it must stay in blocking mode, and data is written only when
     the kernel reports space for ``PIPE_BUF`` bytes. Lines beyond ``MAX_WAITING_BYTES`` are dropped and counted.
@@ -166,7 +166,7 @@ class _Stderr(logging.Handler):
         return bool(select.select((), (self._fd,), (), timeout_s)[1])
 
     def _write(self, timeout_s: float) -> None:
-        """Write as many waiting lines as the reader accepts within the time."""
+        """Write buffered lines until none are left or the reader has accepted nothing for ``timeout_s`` seconds."""
         while self._waiting and self._has_room(timeout_s):
             end = self._waiting.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
             try:
@@ -175,7 +175,7 @@ class _Stderr(logging.Handler):
                 self._waiting.clear()
 
     def _write_later(self) -> None:
-        """Write whenever the pipe has space, until no lines are left."""
+        """Write whenever stderr accepts data, until no lines are left."""
         while self._has_thread:
             self._has_room(None)
             self.acquire()
@@ -187,7 +187,7 @@ class _Stderr(logging.Handler):
             logger.warning("%d lines were dropped: the reader of stderr is too slow", dropped)
 
     def close(self) -> None:
-        """Wait briefly for the remaining lines to be read."""
+        """Write the remaining lines, waiting up to ``FLUSH_TIMEOUT_S`` for the reader."""
         self.acquire()
         self._write(FLUSH_TIMEOUT_S)
         self.release()
@@ -209,8 +209,10 @@ def turn(steps: int) -> None:
     root.setLevel(name)
 
 
-def _is_svlogds(directory: Path) -> bool:
-    """Return True if stderr is a pipe and a running svlogd holds the lock of the directory."""
+def _is_written_by_svlogd(directory: Path) -> bool:
+    """Return True if a running svlogd writes our stderr to this directory: stderr is a pipe, and the directory's lock
+    is held.
+    """
     try:
         if not stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode):
             return False
@@ -227,12 +229,12 @@ def _is_svlogds(directory: Path) -> bool:
 
 
 def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> None:
-    """Send all logging to stderr and, if given, to ``file``. ``form`` is json, text or "" (``is_json``).
+    """Send all logging to stderr and, if given, to ``file``. ``form`` is json, text or "" (see ``is_json``).
 
     ``file`` is not used if a svlogd already writes our stderr to its directory, as on a stemcell with runit.
     """
     handlers: list[logging.Handler] = [_Stderr()]
-    if file is not None and not _is_svlogds(file.parent):
+    if file is not None and not _is_written_by_svlogd(file.parent):
         handlers.append(_File(file))
     for handler in handlers:
         handler.setFormatter(JsonLines() if is_json(form) else TextLines())

@@ -1,4 +1,4 @@
-"""Reads the operating system from ``/etc/os-release`` and returns it in the form used for stemcells. Pure."""
+"""Derives the stemcell's name for the operating system from the text of ``/etc/os-release``. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 
 def operating_system(text: str) -> str:
-    """Return a name such as ``ubuntu-noble`` from the content of os-release. Raises ``ValueError``.
+    """Return a name such as ``ubuntu-noble`` for the text of an os-release file. Raises ``ValueError`` if ``ID`` or
+    ``VERSION_CODENAME`` is missing.
 
     The stemcell file ``operating_system`` cannot be used for this. It contains ``ubuntu`` even on Debian, because it is
     passed to the Go agent as option ``-P``, and that agent does not support Debian.
@@ -20,7 +21,7 @@ def operating_system(text: str) -> str:
 
 
 def _assigned(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each line, whose values are quoted as for a shell."""
+    """Yield the name and value of each line. The values are quoted as in a shell; the quotes are removed."""
     for line in text.splitlines():
         name, equals, value = line.strip().partition("=")
         if equals and not name.startswith("#"):

@@ -1,9 +1,8 @@
-"""The file tree of an agent as one value.
+"""The paths of all files that an agent uses, below one base directory.
 
 ``Paths()`` is the tree of a BOSH machine. ``Paths(DIR)`` is the same tree below ``DIR``, which replaces ``/var/vcap``.
-Files in ``/etc`` correspond to files in ``DIR/etc``, so that nothing outside ``DIR`` is written, and no file of the
-real ``/var/vcap`` is read. Names and locations are those of the Go agent
-(settings/directories/directories_provider.go).
+Files in ``/etc`` correspond to files in ``DIR/etc``. So nothing outside ``DIR`` is written, and nothing in the real
+``/var/vcap`` is read. Names and locations are those of the Go agent (settings/directories/directories_provider.go).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ class Paths:
         """True for the real tree. Only then may the agent change files outside ``base`` (``/etc``)."""
         self.etc = Path("/etc") if self.is_system else base / "etc"
         self.logrotate_rule = self.etc / "logrotate.d" / "vcap"
-        """The rule by which cron's logrotate rotates job logs under the Go agent."""
+        """The logrotate configuration with which cron rotates job logs under the Go agent."""
         self.system_log = Path("/var/log") if self.is_system else base / "var/log"
         """The directory that ``bosh logs --system`` packs."""
         self.shared_owner = "root:vcap" if self.is_system else None
-        """Owner of directories that jobs may read: ``root:vcap``, or None below another base, where owners are not
-        changed.
+        """Owner of directories that jobs may read: ``root:vcap`` on the real tree. Below another base, it is None, and
+        owners are not changed.
         """
 
         # --- bosh: the agent's own state ------------------------------------------------------------------------------
@@ -52,21 +51,23 @@ class Paths:
         self.with_credentials = (self.settings_cache, self.update_settings, self.former_mbus, self.disk_hints)
         """Files that are links to files in ``settings_tmpfs`` if it is in use."""
         self.stamp = self.bosh / "agent_shim.json"
-        """The ids of the instance that owns this root file system, and of the state backup that belongs to it."""
+        """File that says which instance owns this root file system, and which state backup belongs to it."""
         self.agent_lock = self.bosh / "agent_shim.lock"
         self.control_socket = self.bosh / "agent_shim.sock"
         """The control socket. It is not below ``data``, because a listening socket would keep that file system
         mounted.
         """
         self.keepers = self.bosh / "keepers"
-        """Directory of the keepers' sockets, which only the agent's user may enter. It is not below ``data`` for the
-        same reason as the control socket.
+        """Directory of the keepers' sockets, which only the agent's user may enter. Like the control socket, it is not
+        below ``data``.
         """
         self.shut_down = self.bosh / "shut_down"
         """File that contains the agent's id if the Director has shut it down."""
         self.managed_disk = self.bosh / "managed_disk_settings.json"
         self.taken_down = self.bosh / "taken_down_disks.json"
-        """List of the unmounted disks that have no marker, or whose marker could not be changed."""
+        """List of unmounted disks whose marker does not exist or could not be updated, so that only this file shows
+        that they are unmounted.
+        """
 
         # --- data: the ephemeral disk ---------------------------------------------------------------------------------
         self.data = base / "data"

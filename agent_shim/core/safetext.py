@@ -1,9 +1,9 @@
 """Escapes untrusted text for a terminal, a log line, JSON or a metric label.
 
-Jobs control log lines, the last output of processes, file and process names, and titles. In these, an escape sequence
-could control the reader's terminal, a line break could forge a line, a bidirectional override could disguise text, and
-a lone surrogate (a byte of invalid UTF-8) could not be encoded. Each such character is replaced by an escape sequence
-with its code point.
+Jobs choose the text of log lines, program output, file names and process names. In such text, an escape sequence could
+control the reader's terminal, a line break could forge a line, a bidirectional override could disguise text, and a lone
+surrogate (a byte of invalid UTF-8) could not be encoded. Each such character is replaced by an escape sequence with its
+code point.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def line(text: str) -> str:
 
 
 def lines(text: str) -> str:
-    """Escape a text of several lines. Line breaks and tabs are preserved."""
+    """Return a text of several lines with unsafe characters escaped. Line breaks and tabs are preserved."""
     return text if text.isprintable() else _escaped(text, "\n\t")
 
 
@@ -28,7 +28,9 @@ def _escaped(text: str, kept: str) -> str:
 
 
 def number(character: str) -> str:
-    """Return the escape sequence of a character in JSON, so that a JSON document stays valid."""
+    """Return a character as a JSON escape sequence. This form is used for all texts, because it keeps a JSON document
+    valid.
+    """
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{int.from_bytes(units[at : at + 2]):04x}" for at in range(0, len(units), 2))
 

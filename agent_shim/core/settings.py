@@ -1,4 +1,4 @@
-"""Types, precedence and errors of agent.json and of the settings that a CPI writes. Pure.
+"""Types for agent.json and for the settings that a CPI writes, the precedence of settings, and error texts. Pure.
 
 Field names and precedence follow the Go agent (app/config.go, settings/settings.go, settings/update_settings.go).
 Unused keys are ignored. Null means absent.
@@ -27,9 +27,9 @@ CPI_SETTINGS: Final = (
     Path("/var/vcap/bosh/instance_settings.json"),
     Path("/var/vcap/bosh/settings-source-file/config.json"),
 )
-"""Settings files of container CPIs. Every CPI except that for Kubernetes writes the first."""
+"""Settings files that container CPIs write. All of these CPIs except the Kubernetes CPI write the first file."""
 MAX_MISTAKES: Final = 20
-"""Maximum number of mistakes that an error lists for one document."""
+"""Maximum number of mistakes that one error lists."""
 _PORT: Final = "(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 LISTENER: Final = rf"\A(?:off|(?P<host>.+):(?P<port>{_PORT}))\Z"
 Listener = Annotated[str, msgspec.Meta(pattern=LISTENER, description="ADDR:PORT or off")]
@@ -71,9 +71,10 @@ class BpmOptions(msgspec.Struct, frozen=True):
 
 
 class MonitOptions(msgspec.Struct, frozen=True):
-    """Ports of monit's API and of the Go agent's mail server for monit. A value is ``ADDR:PORT`` or ``off``.
+    """Addresses of monit's API and of the mail server to which the Go agent lets monit send alerts. A value is
+    ``ADDR:PORT`` or ``off``.
 
-    Empty means monit's port on the real tree, and off below another base directory.
+    "" means the usual port on the real tree, and ``off`` below another base directory.
     """
 
     http: OptionalListener = ""
@@ -127,8 +128,8 @@ class AgentConfig(msgspec.Struct, frozen=True):
         ``paths``.
 
         Files named in agent.json are used alone, unless a container CPI writes one of them. In that case the files of
-        all container CPIs follow, because an official stemcell names only the first. They are also used if no file is
-        named, because a volume may hide agent.json.
+        all container CPIs follow, because an official stemcell names only the first. The files of all container CPIs
+        are also used if no file is named, because a volume may hide agent.json.
         """
         sources = self.infrastructure.settings.sources
         named = [Path(each.settings_path) for each in sources if each.type == "File" and each.settings_path]
@@ -142,10 +143,10 @@ _OF_THE_GO_AGENT: Final = frozenset({"platform", "infrastructure"})
 
 
 def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -> AgentConfig:
-    """Read agent.json. ``origin`` names it in errors, which list all mistakes.
+    """Parse the content of agent.json. Errors call the file ``origin`` and list all mistakes.
 
-    A line for each unknown key of the file and of ``AgentShim`` is appended to ``unknown``. Other parts belong to the
-    Go agent.
+    For each unknown key, at the top level or in ``AgentShim``, a line is appended to ``unknown``. The Go agent's own
+    parts are not checked.
     """
     try:
         document = wire.decode_json(raw)
@@ -180,7 +181,7 @@ class Blobstore(msgspec.Struct, frozen=True):
     provider: str = "dummy"
     options: dict[str, Any] = {}
     proxies: Internal[dict[str, str]] = {}
-    """``http_proxy`` and related variables for connections to the blobstore. They come from another part of the
+    """``http_proxy`` and related variables for connections to the blobstore. They are set in another part of the
     settings (``Env``).
     """
 
@@ -237,7 +238,7 @@ class BoshEnv(msgspec.Struct, frozen=True):
 
 
 class Env(msgspec.Struct, frozen=True):
-    """``env``. The three proxies have the meaning of the environment variables with these names, and override them."""
+    """``env``. The three proxy members mean the same as the environment variables of these names and override them."""
 
     bosh: BoshEnv = BoshEnv()
     http_proxy: Lenient[str] = ""
@@ -307,8 +308,8 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     trusted_certs: str = ""
 
     def merged(self, news: UpdateSettings) -> UpdateSettings:
-        """Return the result of another update. Trusted certificates and disk associations are always replaced, the bus
-        and blobstores only if the update has them.
+        """Return these settings after the next update, ``news``. Trusted certificates and disk associations are always
+        replaced. The bus and the blobstores are replaced only if the update contains them.
         """
         return UpdateSettings(
             blobstores=self.blobstores if news.blobstores is None else news.blobstores,
@@ -321,8 +322,8 @@ class UpdateSettings(msgspec.Struct, frozen=True):
 def parse(raw: bytes, *, origin: str, ignored: list[str] | None = None) -> Settings:
     """Read and check a settings document.
 
-    ``origin`` names it in errors, which include the JSON path. For each member of a wrong type that the Go agent does
-    not read, a line is appended to ``ignored``.
+    Errors call the document ``origin`` and include the JSON path. For each member of a wrong type that the Go agent
+    does not read, a line is appended to ``ignored``.
     """
     settings = _decoded(raw, Settings, origin, ignored)
     if not settings.agent_id:
@@ -368,7 +369,9 @@ def _converted(document: Any, wanted: type[T], ignored: list[str] | None = None)
 
 
 def require_bus(found: Effective, origin: str) -> None:
-    """Raise ``SettingsError`` if ``found`` has no bus, or one whose addresses in ``origin`` cannot be used."""
+    """Raise ``SettingsError`` if ``found`` has no bus address, or if an address in the settings file ``origin`` is
+    invalid.
+    """
     urls = found.mbus.urls
     if not urls:
         raise SettingsError(f"cannot use the settings in {origin}: neither $.env.bosh.mbus.urls nor $.mbus is set")
@@ -415,16 +418,17 @@ class Effective(msgspec.Struct, frozen=True):
         """Addresses and credentials of the bus, chosen by precedence.
 
         URLs come from ``update_settings``, otherwise from ``env.bosh.mbus.urls``, otherwise from ``mbus``. Credentials
-        come from ``update_settings`` if they have a CA, unless the certificate in ``env.bosh.mbus`` begins later,
-        because then the document was changed (for example as a rotated Secret) after the Director's update.
+        come from ``update_settings`` if they have a CA, unless the certificate in ``env.bosh.mbus`` is valid from a
+        later time. In that case, the settings document was changed after the Director's update, for example by rotating
+        a Secret.
         """
         theirs, env = self.update.mbus.cert, self.source.env.bosh.mbus.cert
         return self._mbus(theirs if theirs.ca and not _begins(env) > _begins(theirs) else env)
 
     @property
     def asked_mbus(self) -> Mbus:
-        """The bus of the last ``update_settings``, even if its certificate begins earlier than that in
-        ``env.bosh.mbus``.
+        """The bus of the last ``update_settings``, even if ``mbus`` prefers the certificate in ``env.bosh.mbus``
+        because it is newer.
         """
         return self._mbus(self.update.mbus.cert) if self.update.mbus.cert.ca else self.mbus
 
@@ -440,7 +444,7 @@ class Effective(msgspec.Struct, frozen=True):
 
     @property
     def blobstore(self) -> Blobstore:
-        """The blobstore: the first of a list, as in the Go agent."""
+        """The blobstore to use. As in the Go agent, it is the first in the list."""
         env = self.source.env
         stores = self.update.blobstores or env.bosh.blobstores or [self.source.blobstore]
         named = {"http_proxy": env.http_proxy, "https_proxy": env.https_proxy, "no_proxy": env.no_proxy}
@@ -463,14 +467,14 @@ class Effective(msgspec.Struct, frozen=True):
 
 
 NATS_PORT: Final = 4222
-"""Port of a NATS server if its address does not have one."""
+"""Port of a NATS server whose address contains no port."""
 
 
 def bus_address(url: str) -> SplitResult:
     """Split an address of the bus. For an invalid address the parts are empty and the port is None.
 
-    If the password contains a character that ends it early, the rest would be parsed as host and port, so such an
-    address is invalid.
+    An address is also invalid if its password contains a character such as ``/``, because the password would end there,
+    and its rest would be parsed as host and port.
     """
     with suppress(ValueError):
         parts = urlsplit(url)

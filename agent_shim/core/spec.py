@@ -45,7 +45,8 @@ class AppliedPackage(msgspec.Struct, frozen=True):
 class Archive(msgspec.Struct, frozen=True):
     """The tarball with the rendered templates of all jobs.
 
-    The digest may be empty only if the id is, and is then null (applyspec/rendered_templates_archive_spec.go).
+    The digest may be empty only if the blob id is empty too. An empty digest is stored as null
+    (applyspec/rendered_templates_archive_spec.go).
     """
 
     sha1: str | None = None
@@ -70,7 +71,7 @@ class Properties(msgspec.Struct, frozen=True):
 
 
 class ApplySpec(msgspec.Struct, frozen=True):
-    """The stored form. Its members come first, in this order, in the value of ``get_state``."""
+    """The stored form of an apply spec. The reply to ``get_state`` begins with these members, in this order."""
 
     properties: Properties = Properties()
     job: InstanceGroup = InstanceGroup()
@@ -108,12 +109,12 @@ def parse(value: Any) -> ApplySpec:
 
 
 def decode(raw: bytes) -> ApplySpec:
-    """Read the stored spec of ``spec.json``."""
+    """Parse the content of ``spec.json``, the stored apply spec."""
     with errors_as("cannot read the apply spec", ValueError):
         document = wire.decode_json(raw)
     packages = document.get("packages") if isinstance(document, dict) else None
     for package in packages.values() if isinstance(packages, dict) else ():
-        # A package without a digest is stored with an empty one, which ``parse`` would reject.
+        # For a package without a digest, the stored digest is empty, which ``parse`` would reject.
         if isinstance(package, dict) and not package.get("sha1"):
             package.pop("sha1", None)
     return parse(document)

@@ -22,12 +22,12 @@ from agent_shim.core.errors import DigestError
 T = TypeVar("T")
 
 Lenient = Annotated[T, msgspec.Meta(extra={"lenient": True})]
-"""A member that the Go agent does not know and therefore ignores. So a value of a wrong type must not be an error."""
+"""A member that the Go agent does not know and therefore ignores, so a value of the wrong type must not be an error."""
 Internal = Annotated[T, msgspec.Meta(extra={"internal": True})]
 """A member that is ignored in documents, because only the agent sets it."""
 DigestText = Annotated[str, msgspec.Meta(extra={"digest": True})]
-"""A digest string. A text without a valid digest is treated as a value of a wrong type. As in the Go agent, null means
-the digest ``null``.
+"""A digest string. An invalid digest is treated as a value of the wrong type. As in the Go agent, a JSON null is read
+as the digest string ``null``.
 """
 INT64: Final = msgspec.Meta(ge=-(2**63), le=2**63 - 1)
 UINT64: Final = msgspec.Meta(ge=0, extra={"most": 2**64 - 1})
@@ -51,7 +51,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RequestError(ValueError):
-    """The bytes are not a request. They are dropped over NATS, and answered with status 500 over HTTPS."""
+    """The received bytes are not a valid request. Over NATS they are dropped, and over HTTPS they are answered with
+    status 500.
+    """
 
 
 def decode_request(data: bytes) -> Request:
@@ -66,10 +68,12 @@ def decode_request(data: bytes) -> Request:
 # --- JSON as Go reads it ----------------------------------------------------------------------------------------------
 
 MAX_DEPTH: Final = 400
-"""Maximum nesting of a document. A Director's have at most 100 levels (``max_nesting`` of Ruby's JSON)."""
+"""Maximum nesting depth of a document. A Director sends documents of at most 100 levels (``max_nesting`` of Ruby's
+JSON).
+"""
 _BEFORE_VALUES: Final = b"[{,"
-"""Characters that precede a value. Counting them gives an upper bound for the number of values (plus one), even though
-those within strings are counted too.
+"""Characters that precede a value. Their number plus one is an upper bound for the number of values; occurrences in
+strings only increase it.
 """
 
 _ESCAPE: Final = r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|(?s:.))"
@@ -85,7 +89,9 @@ _MAX_INTEGER_DIGITS: Final = 100
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Decode a document of one type. Raises ``msgspec.DecodeError``, even if it is nested too deeply or not UTF-8."""
+    """Decode a document of one type. Raises ``msgspec.DecodeError``, also for a document that is nested too deeply or
+    not UTF-8.
+    """
     try:
         return msgspec.json.decode(data, type=kind)
     except (RecursionError, ValueError) as exc:
@@ -113,7 +119,7 @@ def decode_json(data: bytes) -> Any:
 
 
 VALUE_BYTES: Final = 100
-"""Approximate memory of a small decoded value. An empty list takes 64 bytes, and an object member 200."""
+"""Approximate memory that a small decoded value takes. An empty list takes 64 bytes, and an object member 200 bytes."""
 
 
 def weight(data: bytes) -> int:
@@ -175,10 +181,10 @@ def _exception(message: str) -> bytes:
 
 
 def convert(value: Any, wanted: type[T] | Any, ignored: list[str] | None = None) -> T:
-    """Convert a JSON value as leniently as Go does: null counts as absent, names are not case-sensitive, and unknown
-    ones are ignored.
+    """Convert a JSON value as leniently as Go does: null counts as absent, member names are not case-sensitive, and
+    unknown members are ignored.
 
-    A line for each ``Lenient`` member of a wrong type is appended to ``ignored``. Raises ``msgspec.ValidationError``
+    For each ``Lenient`` member of the wrong type, a line is appended to ``ignored``. Raises ``msgspec.ValidationError``
     with the JSON path.
     """
     converted: T = msgspec.convert(normalized(value, wanted, [] if ignored is None else ignored), wanted)
@@ -186,8 +192,8 @@ def convert(value: Any, wanted: type[T] | Any, ignored: list[str] | None = None)
 
 
 def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
-    """Return ``value`` with the names and zero values of ``wanted`` and without unknown members, as described for
-    ``convert``.
+    """Prepare ``value`` for conversion to ``wanted``: spell member names as in ``wanted``, replace null by zero values,
+    and drop unknown members (see ``convert``).
     """
     if "digest" in _extra(wanted):
         # Go's ``MultipleDigest.UnmarshalJSON`` parses the JSON text of any value, without the quotes.
@@ -222,8 +228,8 @@ def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
 
 
 def _members(value: dict[str, Any], wanted: type[msgspec.Struct], ignored: list[str]) -> dict[str, Any]:
-    """Return the members of ``value`` under their names in ``wanted``. If a name occurs in two spellings, the last one
-    counts.
+    """Return the members of ``value`` under their names in ``wanted``. If a name occurs in two spellings, the last
+    occurrence counts.
     """
     fields = _fields(wanted)
     members = {}

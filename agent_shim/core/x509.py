@@ -1,7 +1,7 @@
 """Finds certificates in a PEM text, and the start and end of their validity. Parses only as much DER (X.690, RFC 5280)
-as that needs.
+as is needed for this.
 
-Nothing is verified here.
+Certificates are not verified here.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def _validity(certificate: bytes) -> Validity:
 
 
 def _inside(data: bytes, at: int, wanted: int | None = None) -> tuple[bytes, int]:
-    """Return the content of the element at ``at``, which must have tag ``wanted``, and the offset of the next one."""
+    """Return the content of the DER element at offset ``at``, and the offset of the next element. Raises ``ValueError``
+    if the element's tag is not ``wanted``.
+    """
     tag, size, at = data[at], data[at + 1], at + 2
     if wanted is not None and tag != wanted:
         raise ValueError("the certificate has an unexpected structure")
@@ -109,4 +111,4 @@ def _seconds(tag: int, stamp: bytes) -> int:
         raise ValueError("the certificate has no validity")
     if tag == _UTC_TIME:
         text = ("19" if text[:2] >= "50" else "20") + text
-    return int(datetime.fromisoformat(f"{text[:8]}T{text[8:]}").timestamp())  # strptime takes 0.3 MB
+    return int(datetime.fromisoformat(f"{text[:8]}T{text[8:]}").timestamp())  # importing strptime takes 0.3 MB

@@ -242,7 +242,7 @@ RAW: Mapping[str, Raw] = {
     ),
     "services.logs.log_file": Raw("a method of a log that is opened by host.guarded", frozenset({"LogFile.chunks"})),
     "cli.bpm_logs": Raw("a method of a log that is opened by host.guarded", frozenset({"Log.open"})),
-    "core.log": Raw(OWN, frozenset({"_File._open", "_is_svlogds"})),
+    "core.log": Raw(OWN, frozenset({"_File._open", "_is_written_by_svlogd"})),
     "services.logs.archives": Raw(SCRATCH, frozenset({"_tidy"})),
     "services.state_backup": Raw(
         OWN,
