@@ -2,8 +2,8 @@
 
 There are two ways. ``asyncio.to_thread`` runs work that always ends soon, such as reading the agent's own files; the
 threads of its pool are few, and the process waits for them when it exits. :func:`call` runs work that may hang, because
-it depends on a file server, a name server or a file of a job. It has a deadline, and its thread is a daemon thread,
-which does not delay the exit.
+it depends on a file server, a name server or a job's files. It has a deadline, and its thread is a daemon thread, which
+does not delay the exit.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ MAX_THREADS: Final = 32
 _POLL_S: Final = 0.01
 
 _busy: Final[set[str]] = set()
-"""Owners whose last call has not ended. Other threads change it, so it is guarded by ``_lock``."""
+"""Owners that have a call in progress. The threads of the calls change this set, so ``_lock`` protects it."""
 _lock: Final = threading.Lock()
 
 
 async def call(owner: str, work: Callable[[], T], *, timeout: float = TIMEOUT_S, is_urgent: bool = False) -> T:
     """Run ``work`` in a daemon thread, and return or raise its outcome within ``timeout`` seconds.
 
-    ``owner`` names what may hang: a disk, a host, the files of a job. Calls of one owner run one after another, so that
-    an owner that hangs occupies only one thread. Calls that are not urgent wait while ``MAX_THREADS`` owners hang.
+    ``owner`` names the resource that may hang, for example a disk, a host or a job's files. Calls with the same owner
+    run one after another, so a resource that hangs occupies only one thread. Calls that are not urgent also wait while
+    ``MAX_THREADS`` other calls are in progress.
 
-    Raises ``TimeoutError`` if that takes longer. ``work`` may then still be running or may not have started. Raises
-    ``OSError`` (EAGAIN) if the system allows no further thread.
+    Raises ``TimeoutError`` if there is no result in time. ``work`` may then still be running, or may not have started.
+    Raises ``OSError`` (EAGAIN) if the system allows no further thread.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()

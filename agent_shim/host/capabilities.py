@@ -1,5 +1,5 @@
-"""Reads the privileges of this process, as reported by the kernel. The effects of seccomp and AppArmor can only be
-found by trial.
+"""Reads the privileges of this process, as reported by the kernel. This does not show the effects of seccomp and
+AppArmor, which can only be found by trial (``privilege_probes``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 PROC: Final = Path("/proc")
 
-# Names from include/uapi/linux/capability.h. The position in the list is the number of the bit.
+# Names from include/uapi/linux/capability.h. A name's position in the list is its bit number.
 _IN_ORDER: Final = (
     "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
     "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN "
@@ -35,14 +35,14 @@ def privileges(proc: Path = PROC) -> Privileges:
 
 
 def parse_status(text: str) -> Privileges:
-    """Parse ``/proc/PID/status``. Fields that an old kernel lacks are empty or off."""
+    """Parse ``/proc/PID/status``. A field that an old kernel does not report is empty or False."""
     fields = {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
     has_filter = fields.get("Seccomp", "0") != "0"
     return Privileges(names(fields.get("CapEff", "0")), fields.get("NoNewPrivs") == "1", has_filter)
 
 
 def names(mask: str) -> frozenset[str]:
-    """Return the capabilities of a hexadecimal mask. Raises ``ValueError`` for any other text."""
+    """Return the names of the capabilities in a hexadecimal mask. Raises ``ValueError`` for any other text."""
     bits = int(mask, 16)
     held = [bit for bit in range(bits.bit_length()) if bits & (1 << bit)]
     return frozenset(NAMES[bit] if bit < len(NAMES) else str(bit) for bit in held)

@@ -1,8 +1,8 @@
 """Reads the limits and usage of the container from cgroup v1, v2 or both. Units are bytes and seconds.
 
-There is no direct way to find the container's cgroup: the agent may be in a leaf below it, and with the host's cgroup
-namespace, the hierarchy continues above it. The level with the tightest limit is therefore treated as the container.
-Without any limit, the jobs can use the whole machine.
+There is no direct way to find the container's cgroup. The agent may be in a leaf below it, and in the host's cgroup
+namespace, the hierarchy continues above it. The level with the tightest limit is therefore taken for the container's
+cgroup. Without any limit, the jobs can use the whole machine.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ _INACTIVE: Final = {1: "total_inactive_file", 2: "inactive_file"}
 
 
 class Hierarchy(msgspec.Struct, frozen=True):
-    """One controller: its cgroup version and the directories from our own cgroup up to the top of the mount."""
+    """The hierarchy of one controller: its cgroup version, and the directories from our own cgroup up to the top of the
+    mount.
+    """
 
     version: int
     levels: tuple[Path, ...]
 
 
 class Cgroup(msgspec.Struct, frozen=True):
-    """The cgroups of this process by controller; None if a controller is hidden. Version 1 accounts CPU time in
-    ``cpuacct``.
+    """The cgroups of this process by controller, with None for a hidden controller. Only in version 1, CPU time is
+    accounted by a separate controller, ``cpuacct``.
     """
 
     memory: Hierarchy | None = None
@@ -49,7 +51,9 @@ def find(proc: Path = host_stats.PROC) -> Cgroup:
 
 
 def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
-    """Join ``/proc/self/cgroup`` (``4:memory:/a`` in version 1, ``0::/a`` in version 2) with the mounts."""
+    """Find the directories of our cgroups from the text of ``/proc/self/cgroup`` (``4:memory:/a`` in version 1,
+    ``0::/a`` in version 2) and the mount table.
+    """
     paths, visible = processes.parse_groups(text), _visible(table)
 
     def hierarchy(controller: str) -> Hierarchy | None:
@@ -62,7 +66,7 @@ def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
 
 
 def _visible(table: Sequence[Mount]) -> list[Mount]:
-    """Return the mounts that are not covered by a later mount on the same mount point.
+    """Return the mounts that are not hidden by a later mount on the same mount point.
 
     This is necessary because Podman's systemd mode mounts the container's cgroup on the same mount point as the host's
     whole hierarchy.
@@ -74,15 +78,15 @@ def _visible(table: Sequence[Mount]) -> list[Mount]:
 def contains_this_process(hierarchy: Hierarchy) -> bool:
     """Return True if the kernel lists this process in the directory that we take for our own cgroup.
 
-    This is checked because a path that is relative to another root, for example the host's, may name an existing
-    directory of other processes.
+    This check is necessary because the path in ``/proc/self/cgroup`` may be relative to another root, for example the
+    host's. It could then name an existing cgroup with other processes.
     """
     return str(os.getpid()) in _text(hierarchy.levels[0] / "cgroup.procs").split()
 
 
 def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | None:
-    """Find the directories of a path. If the path is outside the mounted part (Docker with version 1), use the mount
-    itself.
+    """Return the directories from the cgroup ``path`` up to the top of its mount. If ``path`` is outside the mounted
+    part (Docker with version 1), return only the mount point.
     """
     if not ours or not path:
         return None
@@ -95,8 +99,8 @@ def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | No
 
 
 def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
-    """Return the memory and swap of the container, or None if no limit is lower than the machine's memory, so that the
-    figures of the machine apply.
+    """Return the memory and swap of the container, or None if no limit is lower than the machine's memory. In that
+    case, the machine's figures apply.
 
     Page cache that was not used recently counts as free, because the kernel reclaims it before it kills a process.
     """
@@ -114,14 +118,16 @@ def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
 
 
 def memory_total(cgroup: Cgroup, host: int) -> int:
-    """Return the bytes the container may use: its tightest limit, or the ``host``'s memory if none is lower."""
+    """Return how many bytes the container may use: its tightest limit or, if no limit is lower, ``host``, the machine's
+    memory.
+    """
     level = _tightest(cgroup.memory, host)
     limit = memory_limit(cgroup.memory.version, level) if cgroup.memory and level else None
     return host if limit is None else limit
 
 
 def memory_limit(version: int, level: Path) -> int | None:
-    """Return the limit in bytes, or None if there is none (for which version 1 reports a number near 2**63)."""
+    """Return the limit in bytes. If there is none, return None in version 2, and a number near 2**63 in version 1."""
     return _number(level / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
 
 
@@ -164,12 +170,13 @@ def oom_kills_of(version: int, level: Path) -> int | None:
 
 
 def oom_group(cgroup: Cgroup) -> Path | None:
-    """Return the file that makes the OOM killer end all processes of this container at once, or None if it kills only
-    one.
+    """Return the path of ``memory.oom.group`` if it makes the OOM killer kill all processes of this container together,
+    or None if only one process is killed.
 
-    A kubelet sets it on every container in version 2, unless its ``singleProcessOOMKill`` is true. Only the top of the
-    mount is examined. It is the container's cgroup, or the root of a machine, which has no such file. Below it, the
-    file is set by the choice of an operator (``OOMPolicy=kill`` of a systemd unit).
+    In version 2, a kubelet sets this file to 1 for every container, unless its ``singleProcessOOMKill`` is true. Only
+    the top of the mount is examined: the container's cgroup or, outside a container, the root cgroup, which has no such
+    file. Further down, the file is not touched, because an operator has set it on purpose (``OOMPolicy=kill`` in a
+    systemd unit).
     """
     if cgroup.memory is None or cgroup.memory.version != 2:
         return None
@@ -178,7 +185,7 @@ def oom_group(cgroup: Cgroup) -> Path | None:
 
 
 def end_oom_group(cgroup: Cgroup) -> bool:
-    """Make the OOM killer end only one process of this container at a time. Return False if it already does so. Raises
+    """Let the OOM killer kill only one process of this container at a time. Return True if this was a change. Raises
     ``OSError``.
     """
     path = oom_group(cgroup)
@@ -193,8 +200,8 @@ def memory_peak(version: int, level: Path) -> int | None:
 
 
 def _tightest(hierarchy: Hierarchy | None, most: int) -> Path | None:
-    """Return the level with the smallest memory limit below ``most``. If several levels have that limit, return the
-    nearest.
+    """Return the level with the smallest memory limit below ``most``. If several levels have that limit, return the one
+    nearest to our own cgroup.
     """
     if hierarchy is None:
         return None
@@ -204,10 +211,10 @@ def _tightest(hierarchy: Hierarchy | None, most: int) -> Path | None:
 
 
 def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
-    """Return the CPU seconds used, with the seconds that the quota allows within ``age`` as ``total``. Return None if
-    there is no quota.
+    """Return the CPU seconds used. ``total`` is the CPU time that the quota allows within ``age`` seconds, and ``wait``
+    is 0, because cgroups do not report the time spent waiting for disks.
 
-    Cgroups do not report the time spent waiting for disks.
+    Return None if there is no quota below the number of CPUs.
     """
     quota, index = min(_quotas(cgroup), default=(math.inf, 0))
     if quota >= (os.cpu_count() or 1) or (used := _cpu_used(cgroup, index)) is None:
@@ -216,8 +223,8 @@ def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
 
 
 def cpu_used(cgroup: Cgroup) -> tuple[float, float] | None:
-    """Return the container's CPU seconds in user and system mode: those of the level with the tightest quota, or of our
-    own level if there is no quota.
+    """Return the container's CPU seconds in user and system mode. They are read at the level with the tightest quota
+    or, without a quota, at our own level.
     """
     return _cpu_used(cgroup, min(_quotas(cgroup), default=(0.0, 0))[1])
 
@@ -244,8 +251,8 @@ def cpu_quota(version: int, level: Path) -> float | None:
 
 
 def _cpu_used(cgroup: Cgroup, index: int) -> tuple[float, float] | None:
-    """Return the user and system CPU seconds of a level. In version 1, they come from a separate hierarchy, at the same
-    depth.
+    """Return the user and system CPU seconds of a level. In version 1, they come from the ``cpuacct`` hierarchy, at the
+    same depth.
     """
     if cgroup.cpu is None:
         return None

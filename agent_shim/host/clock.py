@@ -1,7 +1,7 @@
 """Clocks. Seconds are floats. Ticks, the unit of ``/proc/PID/stat``, are counted from the kernel's boot.
 
 ``CLOCK_BOOTTIME`` and the start times in ``/proc`` have the same origin, even in a time namespace. ``/proc/uptime`` is
-not used, because lxcfs replaces it by a file with another origin, so ages computed with it would be negative.
+not used, because lxcfs replaces it with a file that has another origin, so ages computed from it would be negative.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 """Ticks per second."""
 BEGUN_AT: Final = time.monotonic()
-"""The time from which beats are counted. It differs between the agents on a node, so that they do not all wake at the
-same time.
+"""Reference time for periodic work (``until_beat``). It differs between the agents on a node, so that they do not all
+wake at the same time.
 """
 
 

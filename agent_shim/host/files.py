@@ -1,4 +1,4 @@
-"""Atomic files, and directories with defined modes.
+"""Writes files atomically, and creates directories with a given mode and owner.
 
 All functions block on the disk. The event loop calls them through ``asyncio.to_thread``. Failures are
 :class:`HostError` with ``errno`` and a text that names the path. Owners are given as ``user:group``. They are ignored
@@ -59,8 +59,8 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
     with closing(fd):
         if not stat.S_ISREG((found := os.fstat(fd)).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        # Read in portions of the file's size, because a buffer as large as the limit would be mapped each time. For
-        # kernel files, which report the size 0, use ``CHUNK_BYTES``.
+        # Read in chunks as large as the file, because a buffer as large as ``limit`` would have to be mapped for each
+        # read. Kernel files report the size 0, so use ``CHUNK_BYTES`` for them.
         content, size = b"", max(found.st_size, CHUNK_BYTES)
         while max(found.st_size, len(content)) <= limit and (chunk := os.read(fd, size)):
             content += chunk
@@ -92,7 +92,7 @@ def failed(what: str, exc: OSError) -> HostError:
 
 @contextmanager
 def attempting(what: str) -> Iterator[None]:
-    """Convert an ``OSError`` raised in the block as :func:`failed` does."""
+    """Convert an ``OSError`` raised in the block to a ``HostError`` "cannot WHAT: why"."""
     try:
         yield
     except OSError as exc:
@@ -139,8 +139,8 @@ def _settle(fd: int, mode: int, owner: str | None) -> None:
         try:
             os.fchmod(fd, mode)
         except PermissionError as exc:
-            # This is a directory of a volume. Files created by us have their mode from the start, so no secret is
-            # exposed.
+            # This can only be a directory on a volume. Files that we create have the right mode from the start, so no
+            # secret is exposed.
             logger.warning("cannot change the mode %o of a file of another user: %s", found, exc.strerror)
 
 
@@ -167,7 +167,8 @@ def is_leftover(name: str) -> bool:
 
 
 def sweep(places: Iterable[Path]) -> None:
-    """Remove files named by :func:`sibling` in these directories. No other process may be writing there.
+    """Remove the temporary files (:func:`sibling`) that interrupted writes have left in these directories. No other
+    process may be writing there.
 
     Errors are ignored, because a disk that has become read-only must not keep an agent from starting.
     """
@@ -182,7 +183,7 @@ def sweep(places: Iterable[Path]) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove files that :func:`sibling` named after ``path`` and that are no longer in use."""
+    """Remove the temporary files that interrupted writes of ``path`` have left. No process may be writing ``path``."""
     with suppress(FileNotFoundError):
         for found in path.parent.iterdir():
             if is_leftover(found.name) and found.name.startswith(f".{path.name}.tmp-"):
@@ -190,7 +191,9 @@ def remove_leftovers(path: Path) -> None:
 
 
 def keep_unreadable(path: Path) -> None:
-    """Rename a document that cannot be read, so that operators can examine it. Does nothing if that is impossible."""
+    """Rename a document that cannot be read, so that operators can examine it. If it cannot be renamed, this is only
+    logged.
+    """
     aside = path.with_name(f"{path.name}.unreadable")
     try:
         path.replace(aside)
@@ -204,8 +207,8 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_syn
     """Yield a new file that replaces ``path`` when the block succeeds and is removed when it fails.
 
     The file is synced before the rename, so that a crash leaves either the old file or the new one. Without
-    ``is_synced``, a crash of the machine may leave it empty, which is acceptable for files that are written again. A
-    link at ``path`` is replaced.
+    ``is_synced``, a crash of the machine may leave an empty file, which is acceptable if the file is rewritten anyway.
+    A link at ``path`` is replaced.
     """
     temp = sibling(path)
     fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -265,9 +268,9 @@ def write_atomic(
 
 
 def version(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes with every change of a file, or None if there is no file.
+    """Return a value that changes whenever the file changes, or None if there is no file.
 
-    It uses the inode's change time, because copying may preserve the modification time.
+    The value contains the inode's change time rather than the modification time, which copying may preserve.
     """
     try:
         status = path.stat()
@@ -278,7 +281,7 @@ def version(path: Path) -> tuple[int, int, int] | None:
 
 def _write_in_place(path: Path, data: bytes) -> None:
     # Truncate only after writing, so that a concurrent reader never sees an empty file. It may see the new content
-    # followed by a rest of the old one.
+    # followed by the end of the old content.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as file:
         file.write(data)
         file.truncate()
@@ -306,10 +309,10 @@ def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
 
 
 def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
-    """Like :func:`make_dir`, for parent directories in which all users may create entries. An existing entry of another
-    user is moved away.
+    """Like :func:`make_dir`, but for a directory whose parent is writable for all users.
 
-    It is not reused, because a directory created by a job could contain malicious files.
+    If another user has created something at ``path``, it is renamed. It is not reused, because a directory created by a
+    job could contain malicious files.
     """
     for _ in range(_ATTEMPTS):
         move_away(path)
@@ -318,7 +321,7 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
                 if os.fstat(fd).st_uid in trusted_path.trusted_users():
                     _settle(fd, mode, owner)
                     return
-        except NotADirectoryError:  # someone created a file there meanwhile
+        except NotADirectoryError:  # someone has created a file there in the meantime
             continue
         except OSError as exc:
             raise failed(f"make the directory {path}", exc) from exc
@@ -357,7 +360,7 @@ def swap_link(target: Path, link: Path) -> None:
     """Point ``link`` to ``target`` atomically. A real directory at ``link`` is removed first, in which case this is not
     atomic.
     """
-    with suppress(OSError):  # there is nothing, or not a link
+    with suppress(OSError):  # ``link`` does not exist or is not a link
         if os.readlink(link) == str(target):  # noqa: PTH115 - once for each package in each job
             return
     temp = sibling(link)

@@ -6,12 +6,12 @@ a sparse file of terabytes, a file that grows while it is read. Therefore,
 
 * links below a directory given as ``root`` are never followed; elsewhere only links that root made, in directories
   where only root can make them;
-* only regular files are opened, after their type was checked: a pipe does not block, and a device is not touched.
-  ``O_NONBLOCK`` refuses a file under a lease of its owner, for which the kernel would wait.
+* only regular files are opened, after their type was checked: a pipe does not block, and a device is not touched. With
+  ``O_NONBLOCK``, opening a file on which its owner holds a lease fails, whereas otherwise the kernel would wait.
 * every read, listing and walk has a limit in bytes, entries or seconds.
 
-Everything blocks on the disk, and perhaps forever on a file server that hangs. On the event loop, use these functions
-through :func:`agent_shim.host.blocking.call`. All failures raise ``OSError``.
+All functions block on disk access, perhaps forever if a file server hangs. On the event loop, call them through
+:func:`agent_shim.host.blocking.call`. All failures raise ``OSError``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Skipped: TypeAlias = Callable[[str, OSError | None], None]
 MAX_ENTRIES: Final = 10_000
 """Maximum number of entries read from one directory."""
 MAX_SEGMENTS: Final = 10_000
-"""Maximum number of data segments between the holes of a file."""
+"""Maximum number of data segments that are read from a sparse file."""
 CHUNK_BYTES: Final = 64 * 1024
 BLOCK_BYTES: Final = 512
 """Unit of ``st_blocks``."""
@@ -48,8 +48,8 @@ BLOCK_BYTES: Final = 512
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
     """Open ``path`` below the directory with descriptor ``directory``, without following links or going up.
 
-    The path is opened one directory at a time, so that nobody can redirect it by renaming a directory meanwhile. Raises
-    ``HostError``.
+    The path is opened one directory at a time, so that it cannot be redirected by renaming a directory in the meantime.
+    Raises ``HostError``.
     """
     here = directory
     try:
@@ -65,7 +65,7 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
             if stat.S_ISLNK(os.fstat(here).st_mode):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         found = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
-        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(found).st_mode):  # the caller wants the link itself
+        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(found).st_mode):  # open has returned the link itself
             os.close(found)
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         return found
@@ -114,7 +114,7 @@ def _below(path: StrPath, root: StrPath) -> str:
 
 
 def open_file(path: StrPath, root: StrPath | None = None) -> int:
-    """Open a regular file for reading. ``root`` as for :func:`held`.
+    """Open a regular file for reading. ``root`` has the same meaning as for :func:`held`.
 
     Below ``root``, a file owned by root is refused if it has a second hard link, because jobs can create hard links to
     any file unless the kernel protects against that.
@@ -126,7 +126,9 @@ def open_file(path: StrPath, root: StrPath | None = None) -> int:
 
 
 def refuse_second_name(found: os.stat_result) -> None:
-    """Raise ``OSError`` for a file owned by root that has more than one hard link. Other files may have many."""
+    """Raise ``OSError`` for a file owned by root that has more than one hard link. Files of other users may have
+    several.
+    """
     if found.st_nlink > 1 and found.st_uid == 0 and stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is a file of root with a second hard link")
 
@@ -164,7 +166,7 @@ def reopen(descriptor: int, flags: int, found: os.stat_result | None = None) -> 
 
 
 def status(path: StrPath, root: StrPath | None = None) -> os.stat_result:
-    """Return the ``fstat`` result of a path. ``root`` as for :func:`held`."""
+    """Return the ``fstat`` result for a path. ``root`` has the same meaning as for :func:`held`."""
     with held(path, root) as found:
         return os.fstat(found)
 
@@ -225,8 +227,8 @@ def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int
     root's files that a job has moved here.
     """
     with _named(path), held(path.parent) as directory:
-        # Retry if the file is removed between the two steps, which a rotation does once. The number of attempts is
-        # limited, because an attacker could do it forever.
+        # Retry if the file is removed between these two steps, as a log rotation may do. The number of attempts is
+        # limited, because an attacker could remove the file each time.
         for _ in range(3):
             with suppress(FileExistsError):
                 return create(path.name, directory, mode, owner)
@@ -247,7 +249,8 @@ def create(name: str, directory: int, mode: int, owner: tuple[int, int] = (-1, -
     descriptor = os.open(name, flags, mode & 0o700, dir_fd=directory)
     try:
         uid, gid = owner
-        # Without an ``owner``, a failure is ignored, because a volume may map all owners to one user.
+        # If no ``owner`` is given, a failure to set the group is ignored, because a volume may map all owners to one
+        # user.
         with suppress(PermissionError) if gid == -1 else nullcontext():
             os.fchown(descriptor, uid, os.getegid() if gid == -1 else gid)
         with suppress(OSError):  # there is no ACL, or the file system does not support them
@@ -298,10 +301,10 @@ def walk(
 ) -> Iterator[Entry]:
     """Yield regular files below the directory with descriptor ``top``, breadth first, without following links.
 
-    ``below`` is the start relative to ``top``. ``depth`` is the number of directory levels; 1 means only the start
-    itself. ``limit`` is the maximum number of entries that are read. ``skipped`` is called with the path of each
-    directory that cannot be read and the reason, and with None as the reason for the directory in which the limit was
-    reached.
+    The walk starts at ``below``, a path relative to ``top``. ``depth`` is the number of directory levels; 1 means only
+    the start itself. ``limit`` is the maximum number of entries that are read. ``skipped`` is called with the path of
+    each directory that cannot be read and the reason, and with None as the reason for the directory in which the limit
+    was reached.
     """
     waiting = deque([(below, depth)])
     while waiting:
@@ -318,7 +321,7 @@ def walk(
                     return
                 limit -= 1
                 path = f"{here}/{name}" if here else name
-                with suppress(OSError):  # removed meanwhile
+                with suppress(OSError):  # the entry was removed in the meantime
                     found = os.stat(name, dir_fd=directory, follow_symlinks=False)
                     if stat.S_ISREG(found.st_mode):
                         yield Entry(path, found)
@@ -327,7 +330,7 @@ def walk(
 
 
 def open_directory(top: int, below: str) -> int:
-    """Open a directory for listing. With ``below`` "", this is ``top`` itself, which may be an ``O_PATH``
+    """Open the directory ``below`` for listing or, if that is "", ``top`` itself. ``top`` may be an ``O_PATH``
     descriptor.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

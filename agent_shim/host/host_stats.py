@@ -1,7 +1,7 @@
 """Processor times, memory, swap and load of the whole machine. Units are bytes and seconds.
 
-Processor times and memory are read with psutil. Figures that no kernel would report raise ``ValueError``. No value is
-negative.
+Processor times and memory are read with psutil. Raises ``ValueError`` for figures that no kernel reports, such as
+negative ones.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def cpu_times(proc: Path = PROC) -> CpuTimes:
-    """Return the times of all processors together since boot. The kernel's user and nice times already include guest
-    time.
+    """Return the times of all processors together since boot. Guest time is not added, because the kernel's user and
+    nice times already include it.
     """
     try:
         times = _psutil(proc).cpu_times()
@@ -65,7 +65,9 @@ def memory(proc: Path = PROC) -> Memory:
 
 
 def memory_total() -> int:
-    """Return the total memory, without psutil, whose import would delay the supervisor's first answer."""
+    """Return the total memory in bytes. psutil is not used here, because its import would delay the supervisor's first
+    answer.
+    """
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -1,11 +1,11 @@
-"""Cgroups that limit the processes of a job, and count those that the kernel kills.
+"""Cgroups that limit the memory and the number of a job's processes, and count OOM kills.
 
-They are created below our own cgroup or next to it. This module creates the directories, and ``host.sandbox_exec``
-joins them before its exec.
+They are created below our own cgroup or next to it. This module creates the directories. A process joins its cgroups in
+``host.sandbox_exec``, before it executes the job's program.
 
 Both cgroup versions are supported, but a controller is used only if creating a directory is enough. In version 2, our
-cgroup can delegate a controller only while it contains no process, and moving all processes of a container
-out of it would break ``docker exec``. If our parent put us into a subgroup of a delegated cgroup (systemd with
+cgroup can delegate a controller only while it contains no process, and moving all processes of a container out of it
+would break ``docker exec``. If our parent put us into a subgroup of a delegated cgroup (systemd with
 ``DelegateSubgroup=``), the job cgroups are created next to the subgroup.
 """
 
@@ -21,7 +21,7 @@ from typing import Final
 from agent_shim.host import cgroups, proc
 
 MAX_DEPTH: Final = 16
-"""How many levels of cgroups that a job creates below its own are examined."""
+"""How many levels of nested cgroups are examined. A job may create cgroups below its own."""
 _DIRECTORY: Final = "agent_shim"
 _NO_LIMIT: Final = 1 << 62
 """Limits of this many bytes or more mean that there is no limit, which version 1 reports as a very large number."""
@@ -35,12 +35,12 @@ _LIMITS: Final = {
 
 
 _DELEGATED: Final = ("user.delegate", "trusted.delegate")
-"""Attributes by which systemd marks a delegated cgroup (its CGROUP_DELEGATION)."""
+"""Extended attributes with which systemd marks a delegated cgroup (see systemd's CGROUP_DELEGATION)."""
 
 
 def offered() -> frozenset[str]:
-    """Return the controllers (``memory``, ``pids``) for which a limited cgroup can be created, which is found out by
-    trial.
+    """Find out by trial for which controllers (``memory``, ``pids``) a cgroup with a limit can be created. Return their
+    names.
     """
     found = set()
     for controller, hierarchy in hierarchies():
@@ -59,9 +59,11 @@ def offered() -> frozenset[str]:
 
 
 def members_of(name: str) -> list[tuple[int, int]]:
-    """Return the living processes in job cgroups with this name and below them, as pid and start time. Blocks.
+    """Return the living processes in job cgroups with this name and in cgroups nested in them, as pid and start time.
+    Blocks.
 
-    This finds the processes of agents without keepers (0.2.0), which put each program into such a cgroup.
+    This finds the processes that were started by an agent without keepers (0.2.0), which put each program into such a
+    cgroup.
     """
     below = f"/{_DIRECTORY}/{_escaped(name)}/"
     return [
@@ -159,7 +161,9 @@ def _below(directory: Path) -> list[Path]:
 
 @functools.cache
 def hierarchies() -> tuple[tuple[str, cgroups.Hierarchy], ...]:
-    """Return our hierarchies, cached: the agent's cgroup does not change while it runs."""
+    """Return the controllers ``memory`` and ``pids``, as far as they are available, each with our hierarchy. The result
+    is cached, because the agent's cgroup does not change while it runs.
+    """
     ours = cgroups.find()
     found = (("memory", ours.memory), ("pids", ours.pids))
     return tuple((name, each) for name, each in found if each is not None and cgroups.contains_this_process(each))
@@ -169,9 +173,9 @@ def _hand_down(directory: Path, controller: str) -> None:
     """Enable a controller for the cgroups below a directory (version 2). Raises ``OSError``, also if the directory's
     cgroup contains processes.
 
-    In that case the kernel would only refuse ``memory``. With ``pids``, the cgroup would become "domain threaded", and
-    no process could enter the cgroups below it (Documentation/admin-guide/cgroup-v2.rst, "Threads"). The root cgroup is
-    an exception.
+    In that case, the kernel itself would refuse ``memory`` but not ``pids``. With ``pids``, the cgroup would become
+    "domain threaded", and no process could enter the cgroups below it (Documentation/admin-guide/cgroup-v2.rst,
+    "Threads"). Only the root cgroup may contain processes.
     """
     if (kind := _type(directory)) is not None:
         if kind != "domain":
@@ -192,15 +196,17 @@ def _type(directory: Path) -> str | None:
 
 
 def _forbid_swap(directory: Path, version: int, limit: int) -> None:
-    """Forbid swap for a cgroup with a memory limit. Kernels that do not account swap lack the file."""
+    """Forbid swap for a cgroup with a memory limit. Errors are ignored, because the file is missing if the kernel does
+    not account swap.
+    """
     name, value = ("memory.swap.max", 0) if version == 2 else ("memory.memsw.limit_in_bytes", limit)
     with contextlib.suppress(OSError):
         (directory / name).write_text(str(value))
 
 
 def _kill_as_group(directory: Path) -> None:
-    """Let the OOM killer end all processes of a cgroup, because a job that has lost only a helper process is worse than
-    one that is restarted. Kernels before 4.19 lack the file.
+    """Let the OOM killer kill all processes of a cgroup together, because a job that is restarted is better than one
+    that has lost a helper process. Errors are ignored, because kernels before 4.19 lack the file.
     """
     with contextlib.suppress(OSError):
         (directory / "memory.oom.group").write_text("1")

@@ -18,7 +18,7 @@
  *     release               exit once no descendants are left
  *
  * The answer is "ok", or "error" with a reason, followed by the state; see send_state. The agent also gets the state when
- * it connects and whenever the state changes. It skips words that it does not know.
+ * it connects and whenever the state changes. The agent skips words that it does not know.
  *
  * The command line contains neither the program nor its service, because job scripts search for both with pgrep. The keeper
  * allocates no memory, so it keeps working when no memory is left.
@@ -74,7 +74,7 @@ static void report(int to, const char *step, int error, int is_fatal)
         _exit(127);
 }
 
-/* Follow one instruction of the spec. */
+/* Follow one instruction of the spec. Return a negative number and set errno if it fails. */
 static int follow(const char *key, const char *value)
 {
     static gid_t groups[65536]; /* NGROUPS_MAX. Pages that are not touched take no memory. */
@@ -96,7 +96,7 @@ static int follow(const char *key, const char *value)
         return umask(number), 0;
     if (!strcmp(key, "group") && group_count < sizeof groups / sizeof *groups)
         return groups[group_count++] = number, 0;
-    if (!strcmp(key, "groups")) /* Those of the preceding instructions, or none. */
+    if (!strcmp(key, "groups")) /* The groups of the preceding "group" instructions, or none. */
         return setgroups(group_count, groups);
     if (!strcmp(key, "gid"))
         return setresgid(number, number, number);
@@ -145,7 +145,7 @@ static void run_program(int spec, int to)
     report(to, "exec", errno, 1);
 }
 
-/* Fork the program in a new session, with signal dispositions as after a login. */
+/* Fork a child that runs the program in a new session, with no signal blocked or ignored. */
 static void start(int spec)
 {
     int ends[2];
@@ -258,8 +258,9 @@ static void hang_up(void)
     agent = -1;
 }
 
-/* Send the state. If the agent does not read, an answer disconnects it, while a changed state is sent later, once it reads
- * again. Other errors are ignored, because an agent that has disconnected may have sent requests that are still to be read. */
+/* Send the state. If the agent's receive buffer is full, disconnect from the agent if this is an answer. A mere change is
+ * sent later, once the agent reads again. Other errors are ignored, because an agent that has disconnected may have sent
+ * requests that are still to be read. */
 static void send_state(const char *kind, int is_answer)
 {
     char text[2048];
@@ -359,9 +360,9 @@ int main(int argc, char **argv)
             accept_agent();
         if (ready[2].revents)
             read_report();
-        /* While killing, do not reap dead children as long as any child is alive. They count against process limits, so even
-         * the fastest fork bomb runs out of pids. If it has only few processes, it is killed soon anyway, because there are
-         * few to search. */
+        /* While killing, do not reap dead children as long as any child is alive. Dead children count against process
+         * limits, so even the fastest fork bomb runs out of pids. A fork bomb with only few processes is killed soon
+         * anyway, because each round of kills is then short. */
         if (is_killing)
             kill_children();
         if ((!living || held > MAX_HELD) && reap())

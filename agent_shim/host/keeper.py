@@ -53,16 +53,15 @@ RECONNECT_PAUSE_S: Final = 1.0
 _PACKET_BYTES: Final = 4096
 _MAX_NAME_BYTES: Final = 220
 _NAME: Final = re.compile(r"[^@]+@((?P<ticks>[0-9a-f]+)-)?[0-9a-f]{8}")
-"""Name of a socket: the quoted label, and a time in ticks since boot at which the keeper had not started yet.
-
-Earlier versions left out the time.
+"""Matches the name of a keeper's socket: the quoted label, ``@``, the time just before the keeper's start in ticks
+since boot, and a random number. In names from earlier versions, the time is missing.
 """
 _NOT_EXECUTABLE: Final = 8
 """``MFD_NOEXEC_SEAL`` of ``linux/memfd.h`` (since Linux 6.3). The sysctl ``vm.memfd_noexec`` may require it."""
 
 
 class User(msgspec.Struct, frozen=True):
-    """A user and groups to switch to. None means that of the agent."""
+    """The user and groups of a program. None means that the program keeps those of the agent."""
 
     uid: int | None = None
     gid: int | None = None
@@ -134,8 +133,8 @@ def user(name: str | None, group: str | None) -> User:
     """Look up the user and group of a program, given as names or numbers. If the agent is not root, the program keeps
     the agent's user.
 
-    As in monit (spawn.c), switching to a user does not set its primary and supplementary groups. Without ``group``, the
-    program keeps the agent's group. Raises ``HostError`` "there is no user X".
+    As in monit (spawn.c), the primary group and the supplementary groups of the user are not used. Without ``group``,
+    the program keeps the agent's group. Raises ``HostError`` "there is no user X".
     """
     if (name is None and group is None) or os.geteuid() != 0:
         return User()
@@ -160,11 +159,13 @@ class Keeper:
         self.name: Final = name
         """Name of the keeper's socket."""
         self.label: Final = label_of(name)
-        """What the program belongs to: a service, or the scripts of a job. A very long label is shortened."""
+        """Label of the owner of the program, for example a service or the scripts of a job. A very long label is
+        shortened.
+        """
         self.state = KeeperState(0, 0)
         """The latest report of the keeper."""
         self.since = clock.boot_ticks()
-        """Tick at or before which the keeper started."""
+        """Start tick of the keeper or, while that is unknown, a later tick."""
         self.parent = 0
         """Pid of the keeper's parent, which would inherit the keeper's processes, or 0 if unknown."""
         self.is_lost = False
@@ -236,7 +237,9 @@ class Keeper:
         return found
 
     async def program_process(self) -> Process:
-        """Return the program. If it has already ended, its start time is unknown, so that of the keeper is used."""
+        """Return the program's process. If it has already ended, its start time is unknown, so the keeper's start time
+        is used instead.
+        """
         running = None if self.program_exit else process.adopt(self.state.program, None, self)
         if running is not None and proc.nearest(running.identity, (self.pid,)) == self.pid:
             return running
@@ -263,8 +266,8 @@ class Keeper:
         return self.program_exit
 
     async def is_childless_within(self, seconds: float) -> bool:
-        """Wait until all descendants have ended. Return False if that takes longer. Raises ``HostError`` once the
-        keeper is lost.
+        """Wait up to ``seconds`` for the end of all descendants. Return True if all have ended. Raises ``HostError``
+        once the keeper is lost.
         """
         # Do not use asyncio.timeout. Before Python 3.11.3 it never expires in a task that is being cancelled, as
         # callers may be.
@@ -284,7 +287,7 @@ class Keeper:
     # --- actions ------------------------------------------------------------------------------------------------------
 
     async def watch(self, identity: tuple[int, int]) -> Exit | None:
-        """Let the keeper record how this process ends. If it has already ended, return how."""
+        """Ask the keeper to record how this process ends. Return its exit if it has already ended, otherwise None."""
         answer = self._watch(identity)
         if answer is not None:
             await self._answer(answer)
@@ -318,7 +321,7 @@ class Keeper:
         return await asyncio.to_thread(send)  # use a thread of the pool, because jobs may have used up all threads
 
     async def kill(self) -> None:
-        """Let the keeper kill its descendants until none is left. Does not wait for the result; see
+        """Tell the keeper to kill all its descendants. This does not wait until they have ended; see
         ``is_childless_within``.
         """
         try:
@@ -349,8 +352,8 @@ class Keeper:
             self.release()
 
     def release(self) -> None:
-        """Let the keeper exit as soon as all its descendants have ended, and disconnect. Call this when the result has
-        been read.
+        """Let the keeper exit as soon as all its descendants have ended, and disconnect. Afterwards, the exits that it
+        recorded are lost.
         """
         self.is_released = True
         with contextlib.suppress(OSError):
@@ -434,8 +437,8 @@ class Keeper:
             self._wake()
 
     def _reconnect(self) -> bool:
-        """Connect again after another client has connected to the keeper, which serves only the latest client. Return
-        False if the keeper has ended.
+        """Reconnect, because another client may have connected to the keeper, which serves only the latest client.
+        Return False if the keeper has ended or disconnects repeatedly.
         """
         now = self._loop.time()
         if self.state.is_childless or now - self._reconnected_at < RECONNECT_PAUSE_S:
@@ -528,10 +531,9 @@ async def start(
 
 
 async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
-    """Connect to all keepers of an earlier agent. A keeper that does not answer gets the pid 0.
+    """Connect to the keepers of an earlier agent and return them. A keeper that does not answer has the pid 0.
 
-    Also return the names of keepers that cannot be reached or have ended without being released, each with its start
-    tick.
+    Also return the start ticks, by socket name, of keepers that cannot be reached or have ended without being released.
     """
     found = []
     ended: dict[str, int] = {}
@@ -579,7 +581,7 @@ def _begun(path: Path) -> int:
 def living(directory: Path) -> list[KeeperState]:
     """Return the states of the keepers that still have descendants. Blocks for at most a second per keeper.
 
-    A keeper serves only the latest client, so an agent that is connected to a keeper loses its connection.
+    This disconnects any agent from its keepers, because a keeper serves only the latest client.
     """
     found = []
     for name in _names(directory):
@@ -635,7 +637,7 @@ def label_of(name: str) -> str:
 
 
 def prefix(label: str) -> str:
-    """Return the beginning of the socket names of a label, up to and including the ``@``. It is unique to the label."""
+    """Return the part before the ``@`` in the socket names of a label. It is unique to the label."""
     quoted = urllib.parse.quote(os.fsencode(label), safe="")
     if len(quoted) <= _MAX_NAME_BYTES:
         return quoted
@@ -673,7 +675,7 @@ def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socke
 
 
 def _names(directory: Path) -> list[str]:
-    """Return the names in the directory that have the form of ``_bind``."""
+    """Return the names of all keeper sockets in the directory."""
     try:
         return sorted(path.name for path in directory.iterdir() if _NAME.fullmatch(path.name))
     except FileNotFoundError:
@@ -733,7 +735,7 @@ def spec_file(instructions: Iterator[str]) -> int:
     content = b"".join(each + b"\0" for each in strings)
     try:
         spec = os.memfd_create("spec", os.MFD_CLOEXEC | _NOT_EXECUTABLE)
-    except OSError:  # the kernel is too old for this
+    except OSError:  # the kernel is too old for the flag
         spec = os.memfd_create("spec", os.MFD_CLOEXEC)
     with open(spec, "wb", closefd=False) as file:
         file.write(content)

@@ -95,8 +95,8 @@ def mounts() -> list[Mount]:
 def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
     """Return the mount that contains ``path``, after resolving links.
 
-    This descends as the kernel does, from a mount to its first child on the path. Neither the order of the table nor
-    the depth of mount points would be enough, because a later mount higher up hides those below it.
+    The search descends as the kernel does, from a mount to its first child on the path. It is not enough to choose the
+    last or the deepest mount point in the table, because a later mount on a parent directory hides the mounts below it.
     """
     real = path.resolve()
     ancestors = {real, *real.parents}
@@ -147,12 +147,12 @@ def move(source: Path, target: Path) -> None:
 
 
 def set_flags(target: Path, flags: int) -> None:
-    """Replace the flags of the mount itself at ``target``."""
+    """Replace the flags of the mount at ``target``. The flags of its file system are not changed."""
     _mount(Path("none"), target, MS_BIND | MS_REMOUNT | flags, f"change the mount options of {target}")
 
 
 def unmount(target: Path, *, lazy: bool = False) -> None:
-    """Unmount the newest mount at ``target``. ``lazy`` detaches it at once and unmounts it when it is no longer in
+    """Unmount the newest mount at ``target``. ``lazy`` detaches it immediately and unmounts it when it is no longer in
     use.
     """
     if _libc().umount2(os.fsencode(target), MNT_DETACH if lazy else 0) != 0:
@@ -172,7 +172,7 @@ def mount_tmpfs(target: Path, options: str = "mode=755") -> None:
 def leave_mount_namespace(flags: int = 0) -> None:
     """Enter a new mount namespace. Later changes are visible only to this process and its children.
 
-    ``flags`` select further namespaces to leave.
+    ``flags`` are the flags of further namespaces to create (``CLONE_NEW…``).
     """
     if _libc().unshare(CLONE_NEWNS | flags) != 0:
         raise _refused("leave the mount namespace")
@@ -180,7 +180,9 @@ def leave_mount_namespace(flags: int = 0) -> None:
 
 
 def try_bind(scratch: Path) -> None:
-    """Bind mount a new directory below ``scratch`` on itself and unmount it. The error says why this is forbidden."""
+    """Check whether bind mounts are allowed, by binding a new directory below ``scratch`` to itself. Raises
+    ``HostError`` with the reason if they are not.
+    """
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="bind-", dir=scratch) as name:

@@ -29,7 +29,7 @@ _LOOPBACK: Final = frozenset({f"{socket.htonl(0x7F000001):08X}", f"{'0' * 24}{so
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Members of a dynamic network, in the form that the Director expects."""
+    """The address of a dynamic network, with the members that the Director expects."""
 
     ip: str
     netmask: str
@@ -37,7 +37,9 @@ class Address(msgspec.Struct, frozen=True):
 
 
 def default_address(*, ipv6: bool = False) -> Address | None:
-    """Return the address of the default route, or None without one (platform/net/default_network_resolver.go)."""
+    """Return the address of the interface with the default route, or None if there is no such route
+    (platform/net/default_network_resolver.go).
+    """
     return _default_ipv6() if ipv6 else _default_ipv4()
 
 
@@ -114,7 +116,7 @@ def parse_listeners(lines: Iterable[str]) -> dict[int, set[int]]:
 
 
 def family_of(text: str) -> socket.AddressFamily | None:
-    """Return the family of an address without a scope, None for other text."""
+    """Return the family of an IP address without a scope, or None for any other text."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with suppress(OSError, ValueError):  # ValueError: the text contains a NUL
             socket.inet_pton(family, text)
@@ -150,15 +152,16 @@ def has_address(text: str) -> bool:
 
 
 def is_of_machine() -> bool:
-    """Return True in a container that uses the machine's network. It is recognised by seeing the machine's devices but
-    not its processes.
+    """Return True in a container that uses the machine's network. Such a container has a pid namespace of its own, but
+    sees the machine's network devices.
     """
     is_contained = Path("/proc/self/ns/pid").stat().st_ino != FIRST_PID_NAMESPACE
     return is_contained and any(Path("/sys/class/net", name, "device").exists() for _, name in socket.if_nameindex())
 
 
 async def forget_neighbours(addresses: list[str]) -> None:
-    """Run ``ip neigh flush`` for each address. Without the privilege or the program, this has no effect.
+    """Remove addresses from the neighbour table with ``ip neigh flush``. If the program or the privilege is missing,
+    this has no effect.
 
     Only one process is started, with the timeout ``NEIGHBOUR_TIMEOUT_S``, because a request may contain tens of
     thousands of addresses.

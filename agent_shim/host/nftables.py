@@ -25,7 +25,7 @@ def is_installed() -> bool:
 
 
 async def replace(chains: str) -> None:
-    """Replace the table with one that has these chains. If this fails, raises ``HostError`` and keeps the old table."""
+    """Replace the table with one that has these chains. If this fails, keep the old table and raise ``HostError``."""
     await _run(f"{_AWAY}table {TABLE} {{\n{chains}}}\n")
 
 

@@ -1,7 +1,8 @@
 """Finds out the privileges of a container by trial. Each attempt is made in a child process that exits afterwards and
 leaves nothing behind.
 
-Neither uid nor capabilities show the effect of seccomp, AppArmor, a user namespace or a runtime like gVisor.
+Trials are necessary, because neither the uid nor the capabilities show the effect of seccomp, AppArmor, a user
+namespace or a runtime like gVisor.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def tmpfs(scratch: Path) -> None:
 
 
 def user_namespace(scratch: Path) -> None:
-    """Become root of a user namespace and bind mount there, as rootless runtimes do."""
+    """Become root in a new user namespace, and create a bind mount there, as rootless runtimes do."""
     user, group = os.geteuid(), os.getegid()
     _checked(_libc().unshare(CLONE_NEWUSER | mounts.CLONE_NEWNS))
     Path("/proc/self/setgroups").write_text("deny")

@@ -46,7 +46,7 @@ MAX_THREADS: Final = 16
 READ_TIMEOUT_S: Final = 2.0
 """How long one process may block a reader."""
 MAX_HUNG_READS: Final = 4
-"""Maximum number of reads that may hang at the same time. If there are more, no process is read in this way."""
+"""Maximum number of reads that may hang at the same time. While that many hang, ``of_each`` reads no other process."""
 
 
 class Stat(msgspec.Struct, frozen=True, gc=False):
@@ -72,7 +72,8 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
     def is_alive(self) -> bool:
         """False for a zombie, which only waits to be reaped.
 
-        A process whose first thread has ended is shown as a zombie while its other threads run.
+        The kernel also shows a process as a zombie if its first thread has ended and others still run. Such a process
+        is alive.
         """
         return self.state not in "ZXx" or self.threads > 1
 
@@ -106,7 +107,7 @@ def parse(line: bytes) -> Stat:
 
 
 def stat(pid: int) -> Stat | None:
-    """Read the process with this pid, which may be a zombie. Return None if there is none."""
+    """Read the stat line of a process, which may be a zombie. Return None if there is no such process."""
     line = _read(pid, "stat")
     if not line:
         return None
@@ -124,7 +125,7 @@ def is_there(identity: tuple[int, int]) -> bool:
 
 
 def table() -> dict[int, Stat]:
-    """Read all processes of this pid namespace by pid, zombies included, in one pass."""
+    """Read the stat lines of all processes in this pid namespace, including zombies, and return them by pid."""
     return _stats(map(int, _numbers("/proc")))
 
 
@@ -139,7 +140,7 @@ def _stats(pids: Iterable[int]) -> dict[int, Stat]:
 
 
 def _numbers(directory: str, limit: int | None = None) -> list[str]:
-    """Return the first entries whose name is a number. Raises ``OSError``."""
+    """Return the names of the directory's entries that are numbers, at most ``limit`` of them. Raises ``OSError``."""
 
     def listed() -> list[str]:
         with os.scandir(directory) as entries:
@@ -176,8 +177,8 @@ def descent(below: Mapping[int, list[int]], roots: Iterable[int]) -> set[int]:
 def below(root: int) -> dict[int, Stat]:
     """Read all descendants of a process by pid, zombies included, without looking at other processes. Blocks.
 
-    Processes may fork meanwhile, so there may be more descendants than returned. Below a child subreaper, none can
-    escape, so the next call finds them.
+    Processes may fork during the search, so some descendants may be missing from the result. If ``root`` is a child
+    subreaper, they cannot escape from it, and the next call finds them.
     """
     if not _has_children_files():
         processes = table()
@@ -208,7 +209,8 @@ def nearest(identity: tuple[int, int], roots: Collection[int]) -> int | None:
             return None
         above, again = stat(here.parent), stat(here.pid)
         if again is None or again.identity != here.identity:
-            # This ancestor exited meanwhile, so its children have another parent. Start again from the given process.
+            # This ancestor has exited in the meantime, so its children have another parent. Start again from the given
+            # process.
             return nearest(identity, roots) if here.identity != identity else None
         if above is None and again.parent == here.parent:
             return None  # the kernel hides the parent from this user
@@ -245,7 +247,7 @@ def command_lines(pids: Collection[int]) -> dict[int, str]:
 
 
 def open_files(pid: int) -> int:
-    """Return the number of open files, or 0 if it may not be read."""
+    """Return the number of open files of a process, or 0 if this process is not allowed to read it."""
     path = _shown(pid) / "fd"
     try:
         # Since Linux 6.2, the size of the directory is the number of open files.
@@ -270,11 +272,12 @@ class Use(NamedTuple):
 
 
 def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Collection[int]) -> dict[int, list[Use]]:
-    """Find some files that processes have open, run or map, if ``is_wanted`` accepts the path and it is on ``devices``.
+    """Find out which of the wanted files each process has open, executes or maps, at most ``MAX_USES`` files per
+    process. A file is wanted if ``is_wanted`` accepts its path and its device is one of ``devices``.
 
-    Maps are read only for processes in our mount namespace, because their device numbers may differ from those of
-    ``stat``, so that only the paths can be compared. Processes with the fewest descriptors come first (since Linux
-    6.2), because the number of descriptors examined is limited. Blocks.
+    For mapped files, only the paths are compared, because the device numbers in ``maps`` may differ from those of
+    ``stat``. Therefore, ``maps`` is read only for processes in our mount namespace. Processes with the fewest
+    descriptors come first (since Linux 6.2), because the number of descriptors examined is limited. Blocks.
     """
     left = MAX_LINKS
 
@@ -336,7 +339,7 @@ def executable(pid: int) -> str:
 
 
 def user(pid: int) -> int | None:
-    """Return the real uid of a process, or None if there is none."""
+    """Return the real uid of a process, or None if there is no such process."""
     return _number_of(pid, b"Uid")
 
 
@@ -351,8 +354,8 @@ def has_our_root(pid: int) -> bool:
 
 
 def groups(pid: int) -> dict[str, str]:
-    """Return the cgroup paths of a process by controller, as ``/proc/PID/cgroup`` shows them to us. The key "" is
-    version 2.
+    """Return the cgroup paths of a process by controller, as ``/proc/PID/cgroup`` shows them to us. The key of version
+    2 is "".
     """
     return parse_groups(_read(pid, "cgroup", MAX_KERNEL_BYTES).decode(errors="surrogateescape"))
 
@@ -443,8 +446,8 @@ def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
 
 
 def _without_descriptors(work: Callable[[], T]) -> T:
-    """Do work that opens one file although no descriptor is free, by closing a spare descriptor for that time. Raises
-    the ``OSError`` of ``work``.
+    """Do ``work``, which opens one file, although no descriptor is free. A spare descriptor is closed during the work.
+    Raises the ``OSError`` of ``work``.
 
     Without this, every running process would seem to have ended when no descriptor is free.
     """
@@ -484,7 +487,7 @@ _spare: int | None = os.eventfd(0, os.EFD_CLOEXEC)
 """A spare descriptor, which is closed to make room for a file if no other descriptor is free."""
 _spare_lock = threading.Lock()
 _blocked: dict[int, threading.Thread] = {}  # noqa: TID251 - see ``of_each``
-"""The threads that are blocked by a process that they read, by the pid of the process."""
+"""Threads that hang because the process that they read blocks them, by the pid of that process."""
 
 
 def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:

@@ -34,8 +34,8 @@ from agent_shim.host.descriptors import closing
 logger = logging.getLogger(__name__)
 
 SETPRIV: Final = "/usr/bin/setpriv"
-"""Program of util-linux that changes users. It is called by its full path, because the caller chooses the PATH of a
-program.
+"""The util-linux program that runs another program as a different user. Its full path is given, because each program
+has its own PATH.
 """
 POLL_S: Final = 0.02
 """Poll interval for changes that no descriptor reports: the end of a whole process group, or of a process without a
@@ -169,8 +169,8 @@ class Process:
         """Send SIGTERM to the group, then SIGKILL after ``grace`` seconds or on cancellation. Return the status of the
         process once the group is gone.
 
-        If our child exits and leaves processes in its group, these are killed at once. Below a keeper, they get the
-        whole grace period.
+        If the process is our child, the rest of its group is killed as soon as it exits. If it is below a keeper, the
+        rest of its group gets the whole grace period.
         """
         self.is_ending = True
         await self._signal_group(signal.SIGTERM)
@@ -211,8 +211,8 @@ class Process:
             send(member.identity, sig)
 
     async def _left_of_group(self) -> list[proc.Stat]:
-        """Return the living members of the process group below the keeper. The search is complete, because no process
-        can escape from the keeper.
+        """Return the living members of the process group if it is below a keeper, otherwise an empty list. None is
+        missing, because no process can escape from the keeper.
         """
         if self._parent is None or not self._leads:
             return []
@@ -283,8 +283,8 @@ def spawn(
 ) -> Process:
     """Run a program without a shell, in a new session.
 
-    In the agent's session, it could join another program's process group, which gets signals as a whole, and it could
-    use the agent's terminal.
+    In the agent's session, it could use the agent's terminal, and it could join the process group of another program
+    and so receive that group's signals.
 
     A stream of None means ``/dev/null``, and a path is opened for appending. ``executable`` is the file to execute if
     it is not ``argv[0]``. ``inherited`` lists additional descriptors, which keep their numbers. Raises ``HostError``
@@ -468,9 +468,10 @@ def send(identity: tuple[int, int], sig: int) -> bool:
 
 
 async def send_all(processes: Collection[tuple[int, int]], sig: int, timeout: float) -> Collection[tuple[int, int]]:
-    """Send a signal to each process like ``send``, and wait until all have exited. Return those that have not.
+    """Send a signal to each process, and wait up to ``timeout`` seconds until all have exited. Return the processes
+    that have not.
 
-    This runs in a thread, because a job may have thousands of processes.
+    Signals are sent in a thread, because a job may have thousands of processes.
     """
 
     def living() -> set[tuple[int, int]]:

@@ -2,9 +2,9 @@
 
 A job's program with access to an operator's terminal could push input into it (TIOCSTI), which the operator's shell
 would run as root, and could change its settings permanently. The program therefore never gets a descriptor of that
-terminal: each standard stream that is a terminal is replaced by the pseudo-terminal, and the others are inherited.
-Keys, window size and hang-up are passed on to the program, its output is passed back, and the caller's terminal is
-restored at the end. All functions block, so only commands may call them.
+terminal: each standard stream that is a terminal is replaced by the pseudo-terminal, and the other streams are
+inherited. Keys, window size and hang-up are passed on to the program, its output is passed back, and the caller's
+terminal is restored at the end. All functions block, so only commands may call them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK_BYTES: Final = 64 * 1024
 POLL_MS: Final = 200
 """Interval of checks whether the program has ended. They are needed because its children may keep the terminal open."""
 HANG_UP_TIMEOUT_S: Final = 5.0
-"""Time between the hang-up and KILL."""
+"""How long the program may run after a hang-up before it gets SIGKILL."""
 _HANDLED: Final = frozenset({signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 
 # include/uapi/asm-generic/ioctls.h
@@ -105,7 +105,7 @@ class _Child:
         return self._status is not None
 
     def wait(self) -> int:
-        """Return the exit code, 128+N after signal N."""
+        """Wait for the end of the child. Return its exit code, or 128+N if signal N killed it."""
         if self._status is None:
             self._status = os.waitpid(self._pid, 0)[1]
         return _code(self._status)
@@ -119,7 +119,9 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def in_terminal(argv: list[str]) -> int:
-    """Run a program that alone receives interrupts. Return its exit code, 128+N after signal N. Raises ``OSError``."""
+    """Run a program in the caller's terminal. Ctrl-C interrupts only the program, not this process. Return its exit
+    code, or 128+N if signal N killed it. Raises ``OSError``.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
     return _code(os.waitpid(child, 0)[1])
@@ -146,8 +148,8 @@ def _code(status: int) -> int:
 
 
 def _relay(master: int, running: _Child, *, keys: bool, out: int) -> None:
-    """Copy until the program has ended or the operator's terminal is gone. After a hang-up signal, continue for a few
-    seconds.
+    """Copy keys and output until the program has ended or the operator's terminal is gone. After a hang-up, stop after
+    ``HANG_UP_TIMEOUT_S``.
 
     While the program does not read its input, no more keys are read, but its output is still copied.
     """
@@ -205,10 +207,8 @@ def _raw(terminal: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(terminal: int, master: int, running: _Child) -> Iterator[None]:
-    """Forward changes of the window size. A signal that would end this process hangs up the program instead, and the
-    block is left normally.
-
-    The signals are unblocked only within the block.
+    """Within the block, forward changes of the window size, and hang up the program if a signal would otherwise end
+    this process. The signals are unblocked only within the block, which is left normally.
     """
 
     def resize(*_: object) -> None:

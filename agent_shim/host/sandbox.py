@@ -91,9 +91,11 @@ Start: TypeAlias = Callable[[Sequence[str], int], Awaitable[process.Process]]
 
 @contextlib.asynccontextmanager
 async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[process.Process]:
-    """Yield the process that executes the program when the block ends. If the block fails, it exits instead.
+    """Yield a process that executes the program at the end of the block. If the block fails, the process exits without
+    executing it.
 
-    With new namespaces, this is the first process in them. Its pid is the one in our namespace. Raises ``HostError``.
+    If the spec requests new namespaces, it is the first process in them. ``Process.pid`` is always the pid in our
+    namespace. Raises ``HostError``.
     """
     with files.attempting(f"run {spec['argv'][0]}"):
         ours, theirs = socket.socketpair()

@@ -318,8 +318,8 @@ def _set_capabilities(wanted: Sequence[int]) -> None:
 
 
 def _unshare(spec: ExecSpec) -> int:
-    """Clone a sibling process into new namespaces, with a root that consists of the mounts. Returns like fork: 0 in the
-    child.
+    """Clone a sibling process into new namespaces. Its root file system contains only the bind mounts. Like fork, this
+    returns 0 in the new process and its pid in this one.
     """
     binds = spec["binds"] or []
     with _step("share a volume"):
@@ -340,8 +340,8 @@ def _unshare(spec: ExecSpec) -> int:
 def make_shared(path: str) -> None:
     """Make a mount point shared, so that mounts below it propagate to every namespace that contains it.
 
-    ``path`` is opened once, and the mount is created on the open directory, even if the path refers to another one
-    later.
+    ``path`` is opened only once. The mount is created on the open directory, so it does not matter if ``path`` is
+    replaced later.
     """
     held = trusted_path.hold(path)
     try:
@@ -373,7 +373,9 @@ def _unescaped(field: bytes) -> str:
 
 
 def _is_our_link(path: str) -> bool:
-    """Return True for a link that root owns. A job could redirect its own link at any moment."""
+    """Return True for a link that belongs to our user (root). Other links are not used, because a job could redirect
+    its own links at any moment.
+    """
     try:
         found = os.lstat(path)
     except OSError:  # the path need not exist outside the new root
@@ -494,8 +496,8 @@ def _make_point(path: str, *, is_directory: bool) -> None:
 
 
 def _enter(spec: ExecSpec, pid: int) -> int:
-    """Run the program in the namespaces of ``pid``, and forward signals to it. Return its exit code in the form of a
-    shell.
+    """Run the program in the namespaces of ``pid``, and forward signals to it. Like a shell, return its exit code, or
+    128+N if signal N killed it.
     """
     flags = functools.reduce(int.__or__, (_NAMESPACES[name] for name in spec["namespaces"]))
     with _step("enter its namespaces"):
@@ -516,7 +518,8 @@ def _enter(spec: ExecSpec, pid: int) -> int:
 
 
 def _run_below_init(spec: ExecSpec) -> None:
-    """Run the program below an init, as release scripts expect. Returns in the process that will execute it.
+    """Prepare to run the program below an init, as release scripts expect. This returns in the process that then has to
+    execute the program.
 
     If none of ``inits`` can be executed, this process becomes the init: it forwards signals to the program alone, reaps
     orphans, and exits with the program's status. In a pid namespace its exit kills all other processes.
@@ -526,7 +529,7 @@ def _run_below_init(spec: ExecSpec) -> None:
     if not os.access(program, os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), program)
     if os.getpid() != 1:
-        _prctl(_CHILD_SUBREAPER, 1)  # inherited across exec but not by fork
+        _prctl(_CHILD_SUBREAPER, 1)  # kept across exec, but not inherited by a fork
     for init in spec["inits"]:
         if os.access(init, os.X_OK):
             spec["argv"] = [init, "--", *spec["argv"]]

@@ -17,7 +17,7 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 BEATS: Final = 3
-"""Number of beats to send within systemd's watchdog timeout."""
+"""Number of keep-alive messages to send within systemd's watchdog timeout."""
 
 
 class Notifier(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class Notifier(msgspec.Struct, frozen=True):
 
 
 def from_environment(environ: MutableMapping[str, str] = os.environ) -> Notifier:
-    """Read and remove systemd's variables for this process."""
+    """Create a notifier from the variables that systemd has set for this process, and remove them from ``environ``."""
     address = environ.pop("NOTIFY_SOCKET", "")
     period, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
     is_ours = period.isdigit() and pid in ("", str(os.getpid()))

@@ -35,8 +35,10 @@ def show_as_vcap(tree: Path) -> None:
 
 
 def _make_place(place: Path, tree: Path) -> None:
-    """Create the directory ``place`` in this namespace only: mount over its parent a directory with ``place`` and all
-    other entries of the parent.
+    """Create the directory ``place`` in this namespace only.
+
+    For this, a tmpfs is mounted over the parent of ``place``. It contains ``place`` and all other entries of the
+    parent, which are bind mounts.
     """
     parent, copy = place.parent, tree / ".parent"
     copy.mkdir(exist_ok=True)

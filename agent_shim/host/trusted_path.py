@@ -1,4 +1,4 @@
-"""Opens paths on which a job may create links. Only links that root created are followed.
+"""Opens paths in which a job may have created links. Only links that root created are followed.
 
 ``host.sandbox_exec`` imports this in a process that becomes a job, so it uses only the standard library.
 """
@@ -67,8 +67,9 @@ def hold(path: str | os.PathLike[str], *, make: int | None = None) -> int:
 def start(path: str | os.PathLike[str]) -> tuple[str, deque[str]]:
     """Return the directory from which ``path`` is resolved, and the remaining components of the path.
 
-    A path may start with ``/proc/self/fd/N``, which stands for the directory of descriptor N. The target that this link
-    shows is not used, because the path may meanwhile name another directory, such as one mounted over it.
+    A path may start with ``/proc/self/fd/N``, which stands for the directory of descriptor N. The path that reading
+    this link returns is not used, because another directory may now be at that path, for example one that was mounted
+    over it.
     """
     text = os.fspath(path)
     top = "/" if text.startswith("/") else "."

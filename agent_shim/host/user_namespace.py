@@ -8,7 +8,9 @@ _WHOLE_RANGE = ["0", "0", "4294967295"]
 
 
 def is_inside(uid_map: str = "/proc/self/uid_map") -> bool:
-    """Return True unless every uid is mapped to itself, or the kernel has no user namespaces."""
+    """Return True in a user namespace, which means that not every uid is mapped to itself. Return False if the kernel
+    has no user namespaces.
+    """
     try:
         with open(uid_map) as found:
             return found.read().split() != _WHOLE_RANGE

@@ -41,12 +41,12 @@ def is_directory(path: Path) -> bool:
     """Return True for a reachable directory. An unreachable directory, for example on a dead NFS server, is treated as
     missing.
     """
-    return os.path.isdir(path)  # noqa: PTH112 - that of Path raises for it
+    return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises an error for it
 
 
 def is_there(path: Path) -> bool:
     """Return True if ``path`` exists and is reachable. Symlinks are followed."""
-    return os.path.exists(path)  # noqa: PTH110 - that of Path raises for what is unreachable
+    return os.path.exists(path)  # noqa: PTH110 - Path.exists raises an error for an unreachable path
 
 
 def shows(place: Path, volume: Path) -> bool:
@@ -77,7 +77,9 @@ def can_bind(scratch: Path) -> bool:
 
 
 def show(volume: Path, place: Path, *, bind: bool) -> None:
-    """Make ``place`` show ``volume``: with a bind mount, or with a link that replaces an empty directory."""
+    """Make ``volume`` visible at ``place`` with a bind mount or with a link. A link replaces an empty directory at
+    ``place``.
+    """
     if shows(place, volume):
         return
     if bind:
@@ -154,7 +156,9 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 def holders(places: Sequence[Path]) -> list[Holder]:
-    """Find all processes but this one that use a file, run, or have a mount at or below ``places``."""
+    """Find everything that keeps the volumes at ``places`` in use: mounts below them, loop devices, and all processes
+    except this one that use files in them.
+    """
     found = [
         Holder(0, 0, f"{mount.kind} is mounted on {mount.point}")
         for mount in mounts.mounts()

@@ -34,7 +34,9 @@ _reading: Final[list[str]] = []
 
 @contextlib.contextmanager
 def reading(service: str, what: str) -> Iterator[None]:
-    """Record that the event loop reads a file of a service in the block, so that the watchdog can report it."""
+    """Record what the block reads. If the block keeps the event loop from running, the watchdog reports which file of
+    which service was being read.
+    """
     _reading.append(f" by reading {what} of {service}")
     try:
         yield
@@ -69,8 +71,8 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
                 logger.critical(text, "".join(_reading), END_AFTER_S, extra={"members": {"stack": stack}})
                 faulthandler.cancel_dump_traceback_later()
             elif missed_s >= END_AFTER_S:
-                # Dump in this thread, which holds the GIL meanwhile. faulthandler's timer dumps without it and may
-                # crash if a frame changes.
+                # Dump the stacks in this thread, because it holds the GIL. faulthandler's timer thread does not, so it
+                # may crash if a frame changes during the dump.
                 faulthandler.dump_traceback()
                 os._exit(1)
             elif not missed_s and before >= REPORT_AFTER_S:
