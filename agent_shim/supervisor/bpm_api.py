@@ -1,4 +1,6 @@
-"""Serves the ``bpm`` command in the running agent. Error texts are those of bpm (``src/bpm/commands``)."""
+"""Answers the requests of the ``bpm`` command in the running agent. Error texts are those of bpm
+(``src/bpm/commands``).
+"""
 
 from __future__ import annotations
 

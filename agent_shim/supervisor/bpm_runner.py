@@ -8,7 +8,8 @@ Directories, log files, environment, pidfile and stop sequence match bpm. Isolat
 
 At all levels, processes have no capabilities beyond those in bpm.yml, cannot gain privileges, and have resource limits.
 
-A process is identified by job and name, whether it was started by a monit file or by a script that calls ``bpm start``.
+A process is identified by its job and name. It does not matter whether a monit file or a script started it with ``bpm
+start``.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class BpmProcess:
         self.errand: process.Process | None = None
         """The process that ``run`` waits for."""
         self.oom_kills = 0
-        """Number of kills in the cgroup that were already reported."""
+        """Number of OOM kills in the cgroup that were already reported."""
         self.is_victim = False
         """True if the process was killed for its memory use, and its exit has not been attributed to that yet."""
         self.limit = 0, -1
@@ -108,8 +109,8 @@ class Bpm:
     """Starts, finds and stops bpm.yml processes, with one operation at a time for each process.
 
     The processes run as ``user`` if the agent is root. If ``user`` is None (when the base directory is not /var/vcap),
-    they run as the agent's user. If bpm.yml requests something that this container does not support, that is a warning,
-    or an error if ``is_strict`` is set.
+    they run as the agent's user. If bpm.yml requests something that this container does not support, a warning is
+    logged or, if ``is_strict`` is set, the process is not started.
     """
 
     def __init__(self, paths: Paths, programs: Programs, *, user: str | None = None, is_strict: bool = False) -> None:
@@ -123,7 +124,7 @@ class Bpm:
         self._trying = asyncio.Lock()
         self._counting = threading.Lock()
         self._hogs: list[MemoryKill] = []
-        """Kills that were found at an exit or when a cgroup was removed, and that were not reported yet."""
+        """OOM kills that were found at an exit or when a cgroup was removed, and that were not reported yet."""
         self._unknown_keys: dict[Path, list[str]] = {}
         """The unknown keys that were already logged, by file."""
 
@@ -160,8 +161,8 @@ class Bpm:
             bpm.check_volume(volume.path, job=job, root=PurePosixPath(self._paths.base))
 
     def find(self, job: str, name: str) -> Identity | None:
-        """Find the living process, whether this agent or an earlier one started it. Blocks, perhaps on a file of the
-        process.
+        """Find the living process, even if an earlier agent started it. Blocks, perhaps on a file that the process
+        controls.
         """
         entry = self._entry(job, name)
         pidfile = process_record.read_own(entry.pidfile)
@@ -237,7 +238,7 @@ class Bpm:
 
     async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
         """Run the process as an errand, without a pidfile, and return its exit code. If it is already running, return 0
-        at once.
+        immediately.
         """
         async with self._only(call, "run"):
             if await asyncio.to_thread(self.find, call.job, call.process):
@@ -328,10 +329,10 @@ class Bpm:
         return running
 
     async def _run_hook(self, entry: BpmProcess, wanted: bpm.ProcessConfig) -> None:
-        """Run the pre_start hook as root, without isolation, in the working directory of bpm. Raises ``HostError`` if
-        it fails.
+        """Run the pre_start hook as root and without isolation. Raises ``HostError`` if it fails.
 
-        The real bpm inherits its working directory from the start program that calls it.
+        Its working directory is that of start programs, because the real bpm inherits its working directory from the
+        start program that calls it.
         """
         env, directory = self._env(entry.job, wanted), str(self._programs.directory())
         program = keeper.Program([wanted.pre_start], env, cwd=directory)
@@ -380,8 +381,8 @@ class Bpm:
         )
 
     async def shell_order(self, job: str, wanted: bpm.ProcessConfig) -> sandbox_exec.ExecSpec:
-        """Build the exec spec of a shell in the namespaces of the running process. Raises ``HostError`` if it does not
-        run.
+        """Build the exec spec of a shell in the namespaces of a running process. Raises ``HostError`` if the process is
+        not running.
         """
         isolation = await self.isolation()
         found = await asyncio.to_thread(self.find, job, wanted.name)
@@ -403,8 +404,8 @@ class Bpm:
         }
 
     def _binds(self, job: str, wanted: bpm.ProcessConfig, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
-        """Return the accessible paths. The first entry for a path counts, so a volume cannot give access to a path that
-        bpm restricts.
+        """Return a bind mount for each accessible path. If a path occurs several times, the first entry counts, so a
+        volume cannot extend the access to a path that bpm restricts.
         """
         from agent_shim.host import sandbox
 
@@ -431,7 +432,7 @@ class Bpm:
         found += [bind(each, write=True) for each in writable]
         given = [*writable, *(str(each) for each in (paths.packages, paths.data_packages, paths.jobs / job))]
         unrestricted = _matching(wanted.unsafe.unrestricted_volumes)
-        # Leave out such a volume if bpm already provides its path or a directory above it.
+        # Leave out an unrestricted volume if bpm already provides its path or a directory above it.
         free = [each for each in unrestricted if not any(f"{each.path}/".startswith(f"{path}/") for path in given)]
         for volume in (*wanted.additional_volumes, *free):
             found.append(bind(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
@@ -441,7 +442,9 @@ class Bpm:
         return list({each["path"]: each for each in reversed(found)}.values())
 
     def _packages_elsewhere(self) -> list[str]:
-        """Return the targets of links to packages, because a deployment without a Director uses packages in place."""
+        """Return the directories of packages that are not below our package directories. A deployment without a
+        Director only creates links to its packages.
+        """
         ends = {os.path.realpath(each) for each in self._paths.packages.glob("*")}
         own = [os.path.realpath(each) for each in (self._paths.packages, self._paths.data_packages)]
         return sorted(end for end in ends if not any(f"{end}/".startswith(f"{each}/") for each in own))
@@ -524,8 +527,8 @@ class Bpm:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     async def used(self) -> None:
-        """Wait until this agent or an earlier one has started a bpm.yml process. From then on, the run directory
-        belongs to root.
+        """Wait until this agent or an earlier one has started a bpm.yml process. A start by an earlier agent is
+        recognised by the run directory, which then belongs to root.
         """
         with contextlib.suppress(OSError):
             if guarded.status(self._paths.sys / "run/bpm").st_uid in trusted_path.trusted_users():
@@ -572,7 +575,9 @@ class Bpm:
         return hogs
 
     def was_killed_for_memory(self, call: BpmCall) -> bool:
-        """Return True if a kill for memory explains the last exit. Each kill is returned only once."""
+        """Return True if the last exit was caused by a kill because of the memory limit. Each kill accounts for only
+        one exit.
+        """
         entry = self._entry(call.job, call.process)
         if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
@@ -593,8 +598,8 @@ class Bpm:
 
 
 async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
-    """Send bpm's sequence of signals, which the init passes only to the process itself. Return True if it had to be
-    killed.
+    """Stop a process with bpm's sequence of signals, which its init forwards only to the program itself. Return True if
+    the process had to be killed.
     """
     steps = (first, SIGNAL_TIMEOUT_S), (signal.SIGQUIT, QUIT_TIMEOUT_S), (signal.SIGKILL, process.KILL_TIMEOUT_S)
     try:
@@ -611,7 +616,7 @@ async def _end(running: process.Process, first: signal.Signals, by: float) -> bo
 
 
 def _most(which: int, wanted: int, held: Container[str]) -> int:
-    """Return a limit, reduced to the maximum that is available."""
+    """Return ``wanted`` or, if a process with the capabilities ``held`` cannot set that limit, the hard limit."""
     hard = resource.getrlimit(which)[1]
     return wanted if "SYS_RESOURCE" in held or hard == resource.RLIM_INFINITY else min(wanted, hard)
 

@@ -36,7 +36,7 @@ MAX_OUTPUT_BYTES: Final = 256 * 1024
 MAX_LAST_BYTES: Final = 400
 """Maximum length of the last output line in the report of a failure."""
 MAX_TAIL_BYTES: Final = 4096
-"""How much of the end of the output is searched for that line."""
+"""How many bytes at the end of the output are searched for the last line."""
 _TRACE: Final = re.compile(r"\++ ")
 """Prefix of commands traced by ``set -x``."""
 _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error setting limit).*")
@@ -73,7 +73,7 @@ class Programs:
         """Run a program for the service ``name``, whose process is ``pid``, in response to ``event``. Raises
         ``HostError``.
 
-        ``label`` says what its processes belong to, by default to the service. A program run by a rule
+        ``label`` is the label of the program's keeper, by default the name of the service. A program run by a rule
         (``keepers.rule_label``) does not belong to the service and survives its stop, because the program itself may
         request the stop.
         """
@@ -99,8 +99,8 @@ class Programs:
                 raise HostError(f"cannot run {program.argv[0]}: {exc}") from None
             started = keeper.Program(program.argv, env, cwd=str(self.directory()), user=user)
             with contextlib.ExitStack() as opened:
-                # Use another file for the output of other programs, because it must not be shown as output of the
-                # process.
+                # Programs other than the start program write to a separate file, because their output must not be shown
+                # as output of the process.
                 output = self._open(name if event == "Started" else f"{name}~", opened)
                 return await self.keepers.run(label or name, started, output, output)
 
@@ -125,8 +125,8 @@ class Programs:
         survivors.
 
         This is necessary because a failed pre-start may leave a process that occupies a port needed by the next
-        attempt. ``spared`` are the processes of services that keep running. If a job's scripts have started one of
-        them, the processes of these scripts are left alone.
+        attempt. ``spared`` are the processes of services that keep running. If one of them was started by a script of a
+        job, all processes of that job's scripts are left alone.
         """
         in_use = set(map(self.keepers.owner, spared))
         labels = [label for label in self.keepers.of_scripts() if label not in in_use]
@@ -181,7 +181,8 @@ class Programs:
 
 
 async def last_line(whose: str, path: Path, root: Path) -> str:
-    """Return the last line of a file below ``root`` that is not empty or a trace, or "" if the file cannot be read.
+    """Return the last line of a file below ``root``, or "" if the file cannot be read. Empty lines and, if possible,
+    traces of ``set -x`` are skipped.
 
     ``whose`` is the label of the service that may write to the file.
     """
@@ -199,7 +200,7 @@ def _cut(path: Path, size: int) -> None:
     with path.open("r+b", buffering=0) as stream:
         stream.seek(max(0, size - MAX_OUTPUT_BYTES // 2))
         end = stream.read(MAX_OUTPUT_BYTES // 2)
-        # Writers append, so output that is written meanwhile ends up after the kept part or is lost.
+        # Writers append, so output that is written at the same time ends up after the kept part or is lost.
         stream.truncate(0)
         stream.seek(0)
         stream.write(end)
@@ -216,7 +217,7 @@ async def _lines(whose: str, path: Path, root: Path) -> list[str]:
 
 
 class TokenBucket:
-    """A rate limit shared by all services: ``burst`` tokens are available at once, then ``rate`` per second."""
+    """A rate limit shared by all services: at first ``burst`` tokens are available, then ``rate`` tokens per second."""
 
     def __init__(self, burst: float, rate: float) -> None:
         self._burst, self._rate = burst, rate

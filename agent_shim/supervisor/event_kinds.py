@@ -50,7 +50,7 @@ reported.
 """
 
 HINTS: Final = {kind.changed: kind.bit for kind in ORDER if kind.changed}
-"""Bits of those faults that are changes, which monit also sets in ``status_hint``."""
+"""Bits of the faults that report a change. monit sets these bits also in ``status_hint``."""
 BITS: Final = {kind.failed: kind.bit for kind in ORDER} | HINTS
 
 

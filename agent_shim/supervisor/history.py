@@ -23,7 +23,9 @@ class Happening(msgspec.Struct):
 
 
 class History:
-    """Events by service name. An event that repeats the last one only increases the count of the last one."""
+    """Events by service name. An event with the same text as the service's last event only increases the count of that
+    event.
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, deque[Happening]] = {}

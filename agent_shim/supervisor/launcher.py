@@ -23,10 +23,13 @@ class Launcher(Protocol):
     """Starts and stops the process of one service."""
 
     writes_pidfile: bool
-    """True if the agent itself writes the pidfile, which therefore never names another process while this one runs."""
+    """True if the agent itself writes the pidfile. The pidfile then cannot name another process while the service's
+    process runs.
+    """
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:
-        """Start the process. Return it, or the start program. ``pid`` is the previous process, or 0.
+        """Start the process. Return the process itself or, if only a start program is known, that program. ``pid`` is
+        the pid of the previous process, or 0.
 
         Raises ``HostError`` or ``ConfigError``, or ``LateError`` if the process may still appear.
         """
@@ -51,7 +54,7 @@ class CtlLauncher:
         self._programs = programs
         self._timing = timing
         self._stopper: Process | None = None
-        """The last stop program. It may outlive the stop if the monit file becomes invalid meanwhile."""
+        """The last stop program. It may outlive the stop if the monit file becomes invalid during the stop."""
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:
         assert spec.start is not None
@@ -112,8 +115,8 @@ class BpmLauncher:
         return self._start is not None and not self._start.done()
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:  # noqa: ARG002
-        """Start the process. If a start is still in progress, because a slow ``pre_start`` hook continues after the
-        timeout, wait for that.
+        """Start the process. If the previous start is still in progress, because a slow ``pre_start`` hook has exceeded
+        the timeout, wait for that start instead.
         """
         assert spec.start is not None
         assert spec.start_call is not None

@@ -201,7 +201,9 @@ def wire_text(text: str) -> bytes:
 
 
 class PageReader:
-    """Receives the parser's events for an HTTP response. The page is kept only if it is ``wanted``."""
+    """Receives the parser's events for an HTTP response. The whole page is needed only if ``wanted`` has a pattern or a
+    checksum for it.
+    """
 
     def __init__(self, wanted: Protocol) -> None:
         self.status = 0
@@ -279,7 +281,7 @@ async def _http(line: _Conversation, connection: Connection) -> None:
         search = partial(posix_regex.compiled(protocol.content).search, bytes(response.page), limit=MAX_CONTENT_BYTES)
         if await blocking.call(f"page of {where(connection)}", search) == protocol.is_negated:
             raise _WrongError(f"answers {shown} {'with' if protocol.is_negated else 'without'} {protocol.content!r}")
-    # Like monit, read as many bytes as the headers state.
+    # Like monit, compare the checksum only if the headers state the length of the page.
     if response.digest and response.has_length and response.digest.hexdigest() != protocol.checksum:
         raise _WrongError(f"answers {shown} with another checksum")
 

@@ -77,7 +77,7 @@ class PathWatch:
         except FileNotFoundError:
             return []
         except OSError as exc:
-            if exc.errno == errno.ELOOP:  # through a link of a job, the content is not read
+            if exc.errno == errno.ELOOP:  # do not read the content of a file behind a link of a job
                 found = list(self._findings(partial(_refuse, exc), self._path.stat(), troubles))
             else:
                 troubles.append(exc.strerror or str(exc))

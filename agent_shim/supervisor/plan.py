@@ -36,7 +36,7 @@ class RestartLimit(msgspec.Struct, frozen=True):
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """One supervised service. If it has an ``error``, it is invalid, and only its names can be used.
+    """One supervised service. If it has an ``error``, it is invalid, and only ``name`` and ``job`` can be used.
 
     ``kind`` is the type word of the check. A process is identified by ``pidfile`` or by ``pattern``, a regular
     expression for its command line. ``path`` is the subject of a check of a file, directory, fifo or filesystem, and
@@ -60,9 +60,9 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     mode: values.Mode = "active"
     absence: values.Action = values.Action("restart")
     absence_cycles: int = 1
-    """For how many monit cycles the process or path must be absent before the reaction ``absence``."""
+    """For how many monit cycles the process or path must be absent before the action ``absence`` is carried out."""
     change: values.Action = values.ALERT
-    """The reaction to a change of the pid."""
+    """The action that is carried out when the pid has changed."""
     limits: tuple[RestartLimit, ...] = ()
     rules: tuple[values.Rule, ...] = ()
     """All other rules, which are evaluated every ``every`` cycles. Those that monit itself adds for checks of paths
@@ -80,8 +80,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Labels of the keepers of the service's processes: the name of the service, and that of the bpm process that
-        its start or stop program names.
+        """Labels of the keepers of the service's processes: the service's name and, if its pidfile is one of bpm's, the
+        label of the bpm process.
         """
         parts = (self.pidfile or "").split("/")
         if parts[-4:-2] == ["run", "bpm"]:
@@ -168,7 +168,7 @@ def _problems(parsed: Sequence[tuple[str, values.MonitFile]], errors: Mapping[st
     return {
         jobs[problem.origin]: f"cannot use {problem.origin}: line {problem.line}: {problem.text}"
         for problem in parser.problems(good)
-        # Ignore missing services if there are invalid files, because they may be defined there.
+        # Ignore missing services if there are invalid files, because these files may define them.
         if not (problem.kind == "missing" and errors)
     }
 

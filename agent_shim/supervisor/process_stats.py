@@ -41,8 +41,8 @@ MEMORY_TTL_S: Final = 10.0
 class ProcessInfo(msgspec.Struct, frozen=True):
     """A process as reported by ``get_state`` (jobsupervisor/job_supervisor_interface.go).
 
-    ``mem_*`` is the resident memory of the process tree, and ``cpu_total`` its percentage of all processors since the
-    last query.
+    ``mem_*`` is the resident memory of the process tree, and ``cpu_total`` its CPU time since the last query, as a
+    percentage of all processors.
     """
 
     name: str
@@ -128,8 +128,8 @@ _NO_LOOK: Final = _Look({}, {})
 
 
 class _ProcessReader:
-    """All processes of the machine. If there are few, they are read directly, otherwise in a thread, within
-    ``PASS_SHARE``.
+    """Reads all processes of the machine. Few processes are read on the event loop, and many in a thread that takes at
+    most ``PASS_SHARE`` of a processor.
 
     Between passes, the last result is combined with the current main processes of services, so that no caller has to
     wait. The figures of descendants are then older.
@@ -152,7 +152,7 @@ class _ProcessReader:
 
     def _read_apart(self) -> None:
         try:
-            # ``now`` does not wait for this thread, so it is not a call with a result.
+            # ``now`` does not wait for the result of this thread, so ``blocking.call`` would not fit.
             name = "many processes"
             self._reader = threading.Thread(target=self._read, args=[proc.table], name=name, daemon=True)  # noqa: TID251
             self._reader.start()
@@ -179,8 +179,8 @@ class ProcessStats:
         self._processes = _ProcessReader()
 
     def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
-        """Describe services. Figures are 0 if monit shows none, which is while a service is unmonitored or has no
-        process.
+        """Describe services. As in monit, a service that is unmonitored or has no process has no figures. They are
+        given as 0.
         """
         services = list(services)
         processes, children = self._processes.now([each.process.pid for each in services if each.process is not None])
@@ -267,7 +267,8 @@ def _responses(service: Service) -> Iterator[ResponseInfo]:
 def _percent(ticks: int, seconds: float) -> float:
     """Return CPU time as a percentage of all processors.
 
-    The result is never negative, although CPU time is no longer counted once a descendant has exited.
+    The result is never negative, even if ``ticks`` is: the CPU time of a descendant is no longer counted once it has
+    exited.
     """
     share = 100 * ticks / clock.TICKS / max(seconds, MIN_SAMPLE_S) / PROCESSORS
     return min(100.0, max(0.0, share))

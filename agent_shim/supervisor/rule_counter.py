@@ -48,7 +48,7 @@ class RuleCounter:
         """One bit per check. The lowest bit is the latest check."""
 
     def add(self, *, fails: bool) -> RuleTransition:
-        """Record one check."""
+        """Record the result of one check and return its consequence."""
         self._failures = (self._failures << 1 | fails) & HISTORY_MASK
         self._looks += 1
         rate, recovery = self._rule.rate, self._rule.recovery_rate
@@ -76,7 +76,7 @@ class Cycles:
         self._number = 0
 
     def is_due(self, now: float) -> bool:
-        """Return True once in every ``every`` cycles."""
+        """Return True if a check is due now, which happens once in every ``every`` cycles."""
         late = now - self._next_at
         if late < 0:
             return False
@@ -97,8 +97,8 @@ def percent(part: float, whole: float) -> float:
 
 
 def judge(rules: Iterable[Rule], figures: Mapping[str, float]) -> Iterator[tuple[int, CheckResult]]:
-    """Compare the figures with the limits of the rules. Yield rule numbers and findings. There is no finding if the
-    figure is missing.
+    """Compare the figures with the limits of the rules. Yield rule numbers and findings. Rules for a figure that is
+    missing are skipped.
     """
     for number, rule in enumerate(rules):
         if not isinstance(test := rule.test, Limit):

@@ -1,9 +1,9 @@
 """Evaluates the rules of services every ten seconds: checks, counts and acts.
 
-As in monit, the cycles of a process are counted from its start, and other checks begin at once. A new process is
-``running`` once its ports answer. During the first cycle, they are tested in each part of the cycle. Services due at
-about the same time share one pass over ``/proc``. Each slow test (a connection, a path) runs in a separate task, but
-only once at a time, so a test that hangs does not delay others. ``rule_counter`` counts failures.
+As in monit, the cycles of a process are counted from its start, and the cycles of other checks begin immediately. A new
+process is ``running`` once its ports answer. During its first cycle, the ports are therefore tested in each part of the
+cycle. Services due at about the same time share one pass over ``/proc``. Each slow test (a connection, a path) runs in
+a separate task, but only once at a time, so a test that hangs does not delay others. ``rule_counter`` counts failures.
 docs/monit-deviations.md lists differences from monit.
 """
 
@@ -64,7 +64,9 @@ class _ServiceChecks:
     """The state of a service's tests, for one process and one set of rules."""
 
     def __init__(self, service: Service, period: float) -> None:
-        """Begin the cycles. Those of a process begin one period after its start, because monit sleeps after a start."""
+        """Begin to count cycles. For a process, the first cycle begins one period after its start, because monit sleeps
+        after a start.
+        """
         self.spec: ProcessSpec = service.spec
         self.identity = _identity(service)
         first_at = service.up_at + period if self.spec.is_process else time.monotonic()
@@ -79,11 +81,11 @@ class _ServiceChecks:
         self._machine: host_stats.CpuTimes | None = None
 
     def is_of(self, service: Service) -> bool:
-        """Return True while the process and the rules are still the same. Otherwise, a new watch is created."""
+        """Return True if the service still has the same process and rules. If not, this object must be replaced."""
         return self.spec is service.spec and self.identity == _identity(service)
 
     async def process(self, table: _CycleProcesses, memory_total: int) -> list[Numbered]:
-        """Judge the figures of the process and its tree. Return nothing if it has just exited."""
+        """Judge the figures of the process and its tree. Return an empty list if the process has just exited."""
         pid, start = self.identity
         root = table.processes.get(pid)
         if root is None or root.start_ticks != start:

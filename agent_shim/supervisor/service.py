@@ -2,7 +2,7 @@
 
 ``Service.on`` receives every event and changes the state according to the table in ``state``. ``Service.run`` is a
 single coroutine that does the work of each state in turn. An event that the work does not expect ends the work early.
-Cancellation never kills: if a service is cancelled, its process keeps running.
+If a service is cancelled, its process keeps running.
 
 Durations are in seconds, and ``*_at`` is monotonic time.
 """
@@ -88,9 +88,11 @@ class ServiceRecord(msgspec.Struct):
     oom_kills: int = 0
     """Number of unexpected exits caused by an OOM kill."""
     was_taken_along: bool = False
-    """True if the service was stopped together with a prerequisite. Then it is started together with it, too."""
+    """True if the service was stopped together with a prerequisite. It is then also started together with the
+    prerequisite.
+    """
     is_start_due: bool = False
-    """Saved by version 0.2.0 during a stop that precedes a start."""
+    """Set by version 0.2.0 if the stop in progress is to be followed by a start."""
 
 
 class StopRequest(NamedTuple):
@@ -189,8 +191,8 @@ class Service:
         self._awaits_successor = False
         """True if the process has ended, but the start program is still running and may start another process."""
         self._is_leading = False
-        """True if dependants are to be restarted in case the next start finds no process."""
-        self._is_failure_told = False
+        """True if the dependants must be restarted when the next start finds that the service is not running."""
+        self._is_failure_reported = False
         """True if the failed start has been reported to operators. Like monit, the agent does not report it again until
         a success, a stop or the end of monitoring.
         """
@@ -277,7 +279,7 @@ class Service:
     def start(self, *, is_leading: bool = False) -> None:
         """Start the service. If a stop is in progress, start it afterwards.
 
-        With ``is_leading``, its dependants are restarted with it if it does not run, as in monit.
+        With ``is_leading``, the dependants are restarted too if the service is not running, as in monit.
         """
         self._is_leading = is_leading
         self.record.was_taken_along = False
@@ -319,7 +321,7 @@ class Service:
         if move is None:
             return
         self.record.state = move.to
-        self._is_failure_told &= move.to in (State.STARTING, State.RESTARTING, State.DOWN)
+        self._is_failure_reported &= move.to in (State.STARTING, State.RESTARTING, State.DOWN)
         self._take_effect(move.effect)
         if move.to is not before:
             is_failure = trigger in (Trigger.DIED, Trigger.FAILED, Trigger.STUCK)
@@ -394,7 +396,7 @@ class Service:
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     def resume(self, record: ServiceRecord, *, same_world: bool) -> None:
-        """Resume from the record of an earlier agent, or of this one before an apply.
+        """Resume from a record, which comes from an earlier agent or from this agent before an apply.
 
         ``same_world`` means that recorded pids are still valid, because there was no reboot and the container is the
         same.
@@ -456,9 +458,9 @@ class Service:
             else:  # like monit, do not wait for a path to appear
                 self.record.reason = await self._with_last_words(f"{self.spec.absence_words}: {why}")
                 alert = "Does not exist", self.spec.absence.kind, self.spec.absence_words
-            if not self._is_failure_told:
+            if not self._is_failure_reported:
                 self.notify(*alert)
-                self._is_failure_told = True
+                self._is_failure_reported = True
             self.on(Trigger.FAILED)
         else:
             self.on(Trigger.APPEARED)
@@ -505,8 +507,8 @@ class Service:
         if finder.program is None or not finder.program.is_alive:
             if not spec.is_process:
                 await finder.look_at_path(spec)
-            # For a check that has no process, monit runs the start program even if the path exists, and in a restart
-            # the stop program before.
+            # For a check that has no process, monit runs the start program even if the path exists. In a restart, monit
+            # runs the stop program before.
             if (spec.is_process or spec.start is None) and await finder.look(spec, record.processes):
                 return
             if spec.start is None:
@@ -562,8 +564,8 @@ class Service:
             await self._report_change()
 
     async def _follows(self) -> bool:
-        """Watch the process that the pidfile names in place of the previous one. Return False if the pidfile does not
-        name a process of the service.
+        """Watch the process that the pidfile names now instead of the previous process. Return True if it belongs to
+        the service.
         """
         self._is_following = True
         try:
@@ -577,8 +579,8 @@ class Service:
         await self.react(self.spec.change, "PID changed", said)
 
     async def _has_successor(self, how: Ending) -> bool:
-        """Return True if the pidfile names another process that replaces the one that ended, waiting for it if
-        necessary. monit would look only in its next cycle.
+        """Wait for a process that replaces the one that has ended, and return True if there is one. monit would look
+        for it only in its next cycle.
 
         Some start programs write their own pid and then become a daemon (``echo $$``, ``exec nginx``). They exit with 0
         before the daemon has written its pid, so the daemon gets until the end of the first cycle to write it. Other
@@ -606,7 +608,7 @@ class Service:
         return True
 
     async def _lost(self, how: Ending) -> None:
-        """Record an unexpected exit, and restart the process at once unless a delay is due."""
+        """Record an unexpected exit, and restart the process immediately unless there has to be a delay."""
         record = self.record
         is_exit = not isinstance(how, NoPid)
         reason = await self._with_last_words(f"the process exited unexpectedly: {how}") if is_exit else str(how)
@@ -643,7 +645,7 @@ class Service:
     # --- restart ------------------------------------------------------------------------------------------------------
 
     async def _wait(self) -> None:
-        """Restart after a growing delay, or adopt a process that appears meanwhile.
+        """Restart after a growing delay, or adopt a process that appears in the meantime.
 
         If the start program has exceeded its timeout and is still running, the delay begins when it exits, because a
         second start program at the same time could start the job twice.
@@ -672,7 +674,9 @@ class Service:
                 return
 
     def _delay(self) -> float:
-        """Return the seconds before the next restart: 0 after the first exit in a row, then twice as long each time."""
+        """Return the delay before the next restart in seconds. It is 0 after the first failure in a row, and then
+        doubles with each failure, up to a limit.
+        """
         least = max(self._least_delay, (self.spec.absence_cycles - 1) * self._timing.cycle)
         if self.record.failures <= 1:
             return least
@@ -682,11 +686,11 @@ class Service:
         return max(least, min(backoff, limit))
 
     async def react(self, reaction: Action, event: str, description: str) -> None:
-        """Carry out the action of a rule after an event. If the action ends the work that called this, the call does
-        not return.
+        """Carry out the action of a rule after an event. If the action ends the work that called this method, the
+        method does not return.
 
         In passive mode, only ``exec`` and ``unmonitor`` take effect. As in monit, a process is restarted only if it has
-        both programs, while other checks are restarted with those programs that they have.
+        both a start and a stop program, while for other checks, one of these programs is enough.
         """
         spec, run = self.spec, self._shared.programs.run
         try:
@@ -728,7 +732,7 @@ class Service:
         if await self._finder.look(self.spec, processes) or self._has_lived:
             if self._finder.is_renamed(self.spec) and not self._starter.writes_pidfile:
                 await self._finder.follow(self.spec, processes)
-            # Find these before the stop program ends their ancestor.
+            # Find these processes now, because the stop program may end their ancestor.
             others = await self._keepers.trees(self.spec.labels, self._others())
             await self._run_stop()
         if self.spec.start is not None:
@@ -793,8 +797,8 @@ class Service:
         return f"{why} ({words})" if words else why
 
     def notify(self, event: str, action: str, description: str) -> None:
-        """Report an event to operators. The action is reported as ``alert`` if the service is passive, because then an
-        event does not start, stop or restart it.
+        """Report an event to operators. If the service is passive, a start, stop or restart is reported as the action
+        ``alert``, because it does not take place.
         """
         if self.spec.mode == "passive" and action in ("start", "stop", "restart"):
             action = "alert"

@@ -120,7 +120,7 @@ _WANTED: Final = {
     Trigger.FILE_BROKE: _BREAK,
     Trigger.REBOOTED: Move(State.STARTING),
 }
-"""Transitions that all states have in which the service is supposed to run."""
+"""Transitions that are common to all states in which the service should run."""
 _LEFT_ALONE: Final = {
     Trigger.START_ASKED: _START,
     Trigger.STOP_ASKED: _STOP,

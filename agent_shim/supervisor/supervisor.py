@@ -63,7 +63,7 @@ TRIM_PERIOD_S: Final = 10.0
 MEMORY_PERIOD_S: Final = 1.0
 """Interval between checks of processes that have a memory limit in bpm.yml."""
 MEMORY_SHARE: Final = 0.02
-"""Maximum share of a processor that these checks may use."""
+"""Maximum share of a processor that the checks of memory limits may use."""
 
 
 class Saved(msgspec.Struct):
@@ -140,8 +140,8 @@ class Supervisor:
         self._is_dirty = False
         self._is_closed = asyncio.Event()
         self._marker_keeps_jobs_stopped = True
-        """True if the next agent, when it reads the last saved state together with the marker "stopped", would not
-        start any job of the Director.
+        """True if the last saved state and the marker "stopped" together are enough to keep the next agent from
+        starting a job of the Director.
         """
         self._unsaved = ""
         """Why the last write of the state failed, or "" if it succeeded."""
@@ -182,7 +182,7 @@ class Supervisor:
                 task.cancel()
 
     async def _trim_output(self) -> None:
-        """Periodically limit the size of output files, and count the kernel's OOM kills."""
+        """Truncate large output files, and count the kernel's OOM kills."""
         with contextlib.suppress(OSError):
             await self._programs.trim()
         self._kills.count()
@@ -223,7 +223,7 @@ class Supervisor:
                     Event(names[0] if names else kill.process, "Resource limit matched", "restart", text)
                 )
             took = time.monotonic() - begun_at
-            # Limit the CPU time for this, because a job can have thousands of processes at all times.
+            # Limit the CPU time that the checks take, because a job may permanently have thousands of processes.
             await asyncio.sleep(max(clock.until_beat(MEMORY_PERIOD_S), took / MEMORY_SHARE))
 
     async def close(self) -> None:
@@ -248,8 +248,8 @@ class Supervisor:
         Return False if there is no valid saved state. ``root_is_new`` means that the container is new, even if it
         shares the pid namespace of its predecessor.
 
-        For all jobs of the Director, the marker "stopped" takes precedence. If it exists although the saved state says
-        that they should run, the state is older than the stop, which could not save a new state.
+        For all jobs of the Director, the marker "stopped" takes precedence. If the marker exists although the saved
+        state says that the jobs should run, the state is older than the last stop, which could not be saved.
         """
         saved = await asyncio.to_thread(read_saved, self._paths.supervisor_state)
         if saved is None:
@@ -381,8 +381,8 @@ class Supervisor:
         was_wanted, self._is_wanted = self._is_wanted, True
         self._starting = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         try:
-            # Save first: if this agent exits in between, the next one must know every started process. Until the marker
-            # is removed, it remains valid.
+            # Save first, because if this agent exits in between, the next agent must know every started process. The
+            # marker remains valid until it is removed.
             if is_asked:
                 await self._require_saved()
             else:
@@ -441,7 +441,7 @@ class Supervisor:
     async def _record_stop(self) -> HostError | None:
         """Save a stop and write the marker. Return the error if the next agent would start a job again."""
         is_saved = await self._save()
-        if self._is_sealed or self._is_wanted:  # the jobs may have been started meanwhile
+        if self._is_sealed or self._is_wanted:  # the jobs may have been started in the meantime
             return None
         try:
             await asyncio.to_thread(files.write_atomic, self._paths.stopped_marker, b"")
@@ -473,8 +473,8 @@ class Supervisor:
     # --- requests to one service --------------------------------------------------------------------------------------
 
     async def start_one(self, name: str) -> None:
-        """Start a service after its prerequisites, and with it the dependants that are running or were stopped with
-        it.
+        """Start a service after its prerequisites. If it was not running, its running dependants are restarted.
+        Dependants that were stopped together with it are started again.
         """
         service = self._named(name)
         for each in _closure([service], lambda it: it.prerequisites):
@@ -495,8 +495,8 @@ class Supervisor:
         self._named(name).bounce()
 
     async def monitor_one(self, name: str) -> None:
-        """Monitor a service and its prerequisites. If any of them does not run, it is started and its dependants are
-        restarted.
+        """Monitor a service and its prerequisites. Each of these services that is not running is started, and its
+        dependants are restarted.
         """
         for each in _closure([self._named(name)], lambda it: it.prerequisites):
             each.start(is_leading=True)
@@ -649,7 +649,7 @@ def read_saved(path: Path) -> Saved | None:
 
 
 async def _stopped(services: Sequence[Service], timeout: float) -> None:
-    """Wait until no service is stopping. Raises ``ActionError`` for those that did not stop."""
+    """Wait until no service is stopping. Raises ``ActionError`` with the names of the services that did not stop."""
     try:
         async with asyncio.timeout(timeout):
             for service in services:

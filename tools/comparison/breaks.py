@@ -144,8 +144,8 @@ BREAKS: Final[dict[str, Break]] = {
     ),
     "a slow start program is not reported": Break(
         "supervisor/service.py",
-        "self.notify(*alert)\n                self._is_failure_told",
-        "self._is_failure_told",
+        "self.notify(*alert)\n                self._is_failure_reported",
+        "self._is_failure_reported",
         "^slow start: alert web - Execution failed",
         ("update", "slow start"),
     ),

@@ -26,15 +26,15 @@ ROOT: Final = PurePosixPath("/var/vcap")
 MAX_BYTES: Final = 256 * 1024
 """Maximum size of a bpm.yml."""
 MAX_MISTAKES: Final = 20
-"""Maximum number of mistakes that an error lists for one file."""
+"""Maximum number of mistakes that one error lists."""
 
 
 class Volume(msgspec.Struct, frozen=True):
     """An extra directory or file visible to the process.
 
-    A missing volume is created as a directory owned by vcap. There are two exceptions: an unrestricted volume is left
-    out, and without a ``mount_only`` volume, the process does not start. With ``shared``, mounts below the volume
-    propagate in both directions.
+    A missing volume is created as a directory owned by vcap. There are two exceptions: a missing unrestricted volume is
+    left out, and if a ``mount_only`` volume is missing, the process is not started. With ``shared``, mounts below the
+    volume propagate in both directions.
     """
 
     path: str
@@ -70,7 +70,7 @@ class ProcessConfig(msgspec.Struct, frozen=True):
 
     ``pre_start`` runs before the process, as root and outside the sandbox; "" means none. ``capabilities`` have no
     ``CAP_`` prefix. ``ephemeral_disk`` and ``persistent_disk`` grant access to ``data/JOB`` and ``store/JOB``.
-    ``shutdown_signal`` is the first signal of a stop.
+    ``shutdown_signal`` is the first signal that a stop sends.
     """
 
     name: str
@@ -229,7 +229,7 @@ _MAX_SHOWN_CHARS: Final = 40
 
 _TAG: Final = "tag:yaml.org,2002:"
 _NO_NAMES: Final = (f"{_TAG}merge", f"{_TAG}null")
-"""YAML tags of keys that cannot be names."""
+"""YAML tags of the keys ``<<`` and null, which are not the names of entries."""
 
 _FLAGS: Final[Mapping[str, bool]] = {
     **dict.fromkeys(("true", "True", "TRUE", "y", "Y", "yes", "Yes", "YES", "on", "On", "ON"), True),
@@ -260,7 +260,7 @@ class _Notes:
             raise ConfigError(f"cannot read {self._origin}: {found}")
 
     def unknown_keys(self) -> Iterator[str]:
-        """Yield a text for each unknown key, with the most similar known key."""
+        """Yield an error text for each unknown key, in which the most similar known key is suggested."""
         for each in self.maps:
             for key in each.entries.keys() - each.known:
                 position = f"line {_line_of(each.entries[key])}: unknown key {each.at(key)}"
@@ -306,7 +306,7 @@ class _Map:
         return {name: found.text(name) for name in found.entries}
 
     def map(self, key: str) -> _Map:
-        """Return the mapping at ``key``, an empty one if absent."""
+        """Return the mapping at ``key``, or an empty mapping if the key is absent."""
         node = self.entries[key] if self.has(key) else _NOTHING
         return _Map(self.notes, self.at(key), node)
 

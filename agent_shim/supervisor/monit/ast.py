@@ -33,7 +33,9 @@ class MonitProgram(msgspec.Struct, frozen=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """The action of a rule. Only ``exec`` has a ``program``. ``ignore``, which a file cannot contain, has no effect."""
+    """The action of a rule. Only ``exec`` has a ``program``. No control file can contain ``ignore``, which does
+    nothing.
+    """
 
     kind: ActionKind
     program: MonitProgram | None = None
@@ -44,7 +46,7 @@ IGNORE: Final = Action("ignore")
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """``count`` of the last ``cycles`` checks, at most 64."""
+    """A rule acts if ``count`` of the last ``cycles`` checks had the same result. ``cycles`` is at most 64."""
 
     count: int = 1
     cycles: int = 1
@@ -73,9 +75,10 @@ class Restarts(msgspec.Struct, frozen=True):
 class Limit(msgspec.Struct, frozen=True):
     """Comparison with a limit in percent, bytes or a plain number.
 
-    Metrics: of a process ``cpu totalcpu memory totalmemory children``, of the system ``memory swap cpu user cpu system
-    cpu wait``, of both ``loadavg1 loadavg5 loadavg15``; of a file system ``space inode``; of a file ``size``, and of a
-    path ``timestamp``, its age in seconds.
+    The metrics of a process are ``cpu``, ``totalcpu``, ``memory``, ``totalmemory`` and ``children``, and those of the
+    system are ``memory``, ``swap``, ``cpu user``, ``cpu system`` and ``cpu wait``. Both also have ``loadavg1``,
+    ``loadavg5`` and ``loadavg15``. A file system has ``space`` and ``inode``, a file has ``size``, and a path has
+    ``timestamp``, which is its age in seconds.
     """
 
     metric: str
@@ -92,8 +95,8 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 class Unlike(msgspec.Struct, frozen=True):
-    """A value differs from the expected one, which is octal digits, an owner, or a checksum. The checksum "" stands for
-    the checksum at the first check.
+    """A value differs from the expected value, which is a mode in octal digits, an owner, or a checksum. If the
+    expected checksum is "", it is the checksum at the first check.
     """
 
     what: Literal["checksum", "gid", "permission", "uid"]
@@ -109,11 +112,15 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class WrongType(msgspec.Struct, frozen=True):
-    """The path is not of the checked type (file, directory or fifo). A file cannot contain this test; monit adds it."""
+    """The path is not of the checked type (file, directory or fifo). No control file can contain this test, but monit
+    adds it to every such check.
+    """
 
 
 class Unreadable(msgspec.Struct, frozen=True):
-    """The path exists but cannot be examined. A file cannot contain this test; monit adds it."""
+    """The path exists but cannot be examined. No control file can contain this test, but monit adds it to every check
+    of a path.
+    """
 
 
 class Echo(msgspec.Struct, frozen=True):
@@ -236,7 +243,7 @@ class JobFile(msgspec.Struct, frozen=True):
 
 
 class MonitFile(_Placed, frozen=True):
-    """A parsed control file. ``ignored`` lists the statements outside checks first."""
+    """A parsed control file. In ``ignored``, the statements outside of checks come first."""
 
     services: tuple[Check, ...] = ()
     ignored: tuple[Ignored, ...] = ()

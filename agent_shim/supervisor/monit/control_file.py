@@ -65,12 +65,12 @@ class Control(msgspec.Struct):
     queue: Path | None = None
     """Directory for mails that could not be sent yet."""
     slots: int = 0
-    """Maximum number of such mails. 0, monit's default, means no limit."""
+    """Maximum number of mails in ``queue``. 0, monit's default, means no limit."""
     job_files: list[JobFile] = msgspec.field(default_factory=list)
 
     def credentials(self) -> Mapping[bytes, bool] | None:
         """Return a map from ``user:password`` to whether the user may change services, or None if no password is
-        needed. Reads the files. Raises ``OSError``.
+        needed. Reads the password files. Raises ``OSError``.
         """
         if self.allows_neighbours and not self.users and not self.user_files:
             return None

@@ -1,8 +1,8 @@
 """Parser of the monit 5.2.5 control language. Pure.
 
-It was tested against that version and refuses the same texts. There are two exceptions: tests on which the agent does
-not act, and facts that depend on the machine, such as name resolution and the existence of users, groups and files.
-``problems`` finds conflicts between the files of several jobs.
+It was tested against that version and refuses the same texts, with two exceptions. Tests on which the agent does not
+act are not checked, and neither is anything that depends on the machine, such as name resolution and the existence of
+users, groups and files. ``problems`` finds conflicts between the files of several jobs.
 """
 
 from __future__ import annotations
@@ -313,8 +313,8 @@ def problems(files: Iterable[MonitFile]) -> list[Problem]:
 
 
 def _circles(depends: Mapping[str, list[str]]) -> Iterator[list[str]]:
-    """Yield circular dependencies, each as a list of names that begins with the first in the order of the files. No
-    name is in two of them.
+    """Yield each circular dependency as a list of names, which begins with the service that is defined first. No name
+    is yielded twice.
     """
     left = dict(depends)
     while True:

@@ -7,7 +7,7 @@ from typing import Final
 from agent_shim.supervisor.monit.lexer import KEYWORDS, Token, lex
 
 MAX_DIGITS: Final = 36
-"""Maximum number of digits of an integer. monit uses 32-bit integers, so it is enough that sizes in bytes are exact."""
+"""Maximum number of digits of an integer. This is far more than monit's 32-bit integers can have."""
 
 MAX_REAL: Final = 1e18
 """Maximum value of a number with a decimal point."""
@@ -115,7 +115,9 @@ class Reader:
         return self.text.count("\n", 0, token.start) + 1
 
     def written(self, first: int) -> str:
-        """Return the source text of the tokens from number ``first`` up to here, separated by single blanks."""
+        """Return the source text of the tokens from number ``first`` to the last one that was consumed, separated by
+        single blanks.
+        """
         found = ""
         for token in self.tokens[first : self.at]:
             # The subject of a mail extends to the end of its line.

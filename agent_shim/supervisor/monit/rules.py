@@ -92,7 +92,9 @@ def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | 
 
 
 def read_ignore(reader: Reader) -> values.Match | None:
-    """Parse ``ignore [not] match PATTERN``. Return None for the path of a file with patterns, which has no effect."""
+    """Parse ``ignore [not] match PATTERN``. Return None if the statement names a file with patterns instead, because
+    such statements have no effect.
+    """
     reader.skip()
     is_negated = reader.take("not") is not None
     reader.need("'match' or 'not match' after 'ignore'", "match")
@@ -105,7 +107,7 @@ def read_ignore(reader: Reader) -> values.Match | None:
 def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
     wanted = _wanted(reader, kind)
     test = _read_test(reader, wanted)
-    # Several resource tests may follow each other, of which monit keeps the last.
+    # monit accepts several resource tests in a row, and uses only the last of them.
     while wanted in RESOURCES and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
         test = _read_test(reader, reader.kind)
     return test
@@ -218,8 +220,8 @@ def _checksum(reader: Reader, word: str) -> values.Unlike:
 
 
 def _digest(reader: Reader, algorithm: values.Algorithm | None = None) -> tuple[str, values.Algorithm]:
-    """Parse a checksum. If ``algorithm`` is given, it must be one of that. Characters other than hexadecimal digits are
-    ignored.
+    """Parse a checksum. If ``algorithm`` is given, the checksum must have the length of that algorithm. Characters
+    other than hexadecimal digits are ignored.
     """
     token = reader.next
     digits = "".join(re.findall("[0-9a-f]", reader.string("a checksum").lower()))
@@ -363,7 +365,9 @@ def _http(reader: Reader) -> values.Protocol:
 
 
 class Reading(NamedTuple):
-    """A function that reads a test and is called with the last word read, and the check types that have this test."""
+    """A function that reads a test, and the check types that have this test. The function is called with the last word
+    read.
+    """
 
     read: Callable[[Reader, str], values.Test | None]
     kinds: frozenset[str]

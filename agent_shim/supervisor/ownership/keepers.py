@@ -109,7 +109,7 @@ class Keepers:
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     async def find(self) -> None:
-        """Connect to the keepers of an earlier agent. Keepers that do not answer were killed meanwhile."""
+        """Connect to the keepers of an earlier agent. Keepers that cannot be reached are treated as killed."""
         found, ended = await keeper.find(self._directory)
         self._lost = {name: _Lost(since, 0) for name, since in ended.items()}
         self._kept = (*self._kept, *found)
@@ -125,8 +125,8 @@ class Keepers:
                 (self._directory / name).unlink()
 
     def settle(self) -> None:
-        """Release those keepers of an earlier agent that have no descendants. Call this when all results have been
-        read.
+        """Follow the keepers of an earlier agent, and release those that have no descendants. Call this after reading
+        all exits that they recorded.
         """
         for each in self._kept:
             if each.on_change is None:
@@ -153,7 +153,7 @@ class Keepers:
             program = msgspec.structs.replace(program, stdout=streams[0], stderr=streams[1])
             made: list[Keeper] = []
 
-            def keep(each: Keeper) -> None:  # called before the program runs, because it may write a pidfile at once
+            def keep(each: Keeper) -> None:  # called before the program runs, which may immediately write a pidfile
                 made.append(each)
                 self._kept = (*self._kept, each)
 
@@ -205,11 +205,11 @@ class Keepers:
             return
         logger.error("the keeper %d of %s was killed", each.pid, each.label)
         self._lost[each.name] = _Lost(each.since, each.parent, each.pid)
-        task = asyncio.create_task(self._tell(each.label), name=f"keeper of {each.label} was killed")
+        task = asyncio.create_task(self._report_loss(each.label), name=f"keeper of {each.label} was killed")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell(self, label: str) -> None:
+    async def _report_loss(self, label: str) -> None:
         orphans = await self.orphans([label])
         if self.on_loss is not None:
             self.on_loss(label, orphans)
@@ -264,8 +264,8 @@ class Keepers:
         process started.
         """
         keepers = {each.identity for each in lost}
-        # Read these pids before the list of processes, because our processes may exit meanwhile. The agent itself is
-        # included, because it may be a child of PID 1.
+        # Read the pids of our own processes before the process table, because such a process may exit in between. The
+        # agent itself is included, because it may be a child of PID 1.
         ours = {os.getpid()} | self.pids | process.spawned()
         return left(
             each.identity

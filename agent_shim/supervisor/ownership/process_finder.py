@@ -49,8 +49,9 @@ class Timing(msgspec.Struct, frozen=True):
     grace: float = 5.0
     """Time between TERM and KILL for processes left by a stop program."""
     linger: float = 2.0
-    """How long the start program may take to exit once the process is up, and how long to wait for a process that
-    replaces one that is doubted or has become a daemon.
+    """How long the start program may take to exit once the process is up. This is also how long after the start
+    program's exit the process may appear, and how long after its own start a process that became a daemon may be
+    replaced.
     """
     look: float = 1.0
     """Poll interval for changes that no descriptor reports: the appearance of a late process or a path."""
@@ -91,8 +92,8 @@ class ProcessFinder:
         return self.process.pid if self.process is not None else 0
 
     async def look(self, spec: ProcessSpec, record: ProcessRecord) -> bool:
-        """Return True if the process or path exists. If no process is watched yet, adopt a process started by another
-        agent, named by a late pidfile, or replacing the previous one.
+        """Return True if the process or path exists. If no process is watched yet, adopt one if there is one: a process
+        that another agent has started, that a late pidfile names, or that replaces the previous process.
 
         Living and exited processes are recorded, and the handle of an exited process is released.
         """
@@ -126,7 +127,9 @@ class ProcessFinder:
         return self._refused is not None and proc.is_there(self._refused[1])
 
     def is_renamed(self, spec: ProcessSpec) -> bool:
-        """Return True if the pidfile names a living process other than the watched one, which has not been refused."""
+        """Return True if the pidfile names a living process that is neither the watched process nor one that was
+        refused.
+        """
         if spec.pidfile is None or self.process is None or not self.process.is_alive:
             return False
         with watchdog.reading(spec.name, "its pidfile"):
@@ -157,7 +160,7 @@ class ProcessFinder:
 
     def _adopt(self, record: ProcessRecord, pidfile: Pidfile | None, one: proc.Stat, relation: Tie) -> bool:
         """Watch and record a process. Return False if it has just exited."""
-        if not self._take_up(one.identity):
+        if not self._watch(one.identity):
             return False
         record.known, record.named_by, record.is_only_named = one.identity, pidfile, relation is Tie.NAMED
         if relation is Tie.SHARED:
@@ -169,7 +172,7 @@ class ProcessFinder:
         self.refused = f"the pidfile names process {one.pid} ({proc.name(one.pid)}): {why}"
         self._refused = pidfile, one.identity
 
-    def _take_up(self, identity: Identity) -> bool:
+    def _watch(self, identity: Identity) -> bool:
         own = self.program
         found = own if own and own.identity == identity else self._keepers.adopt(identity)
         if found is None:
@@ -253,7 +256,7 @@ class ProcessFinder:
             record.was_in_cgroup = False
         if record.program is not None and record.program != record.known:
             self.program = self._keepers.adopt(record.program)
-        if record.known is None or self._take_up(record.known):
+        if record.known is None or self._watch(record.known):
             return
         if seen := self._keepers.ending_of(record.known):  # the process may have exited while no agent was running
             self.process = process.ended(record.known, seen.status)
@@ -287,7 +290,7 @@ class ProcessFinder:
         if pidfile is None or found is None or not found.is_alive or (found.pid != 1 and found.pid == os.getpid()):
             return None
         if spec.start is None:
-            return found, Tie.NAMED  # monit's pidfile is trusted
+            return found, Tie.NAMED  # like monit, trust the pidfile of a process that it does not start
         relation, why = await asyncio.to_thread(tie, self._keepers, found, spec, record, pidfile)
         if relation is Tie.NONE:
             self._refuse(pidfile, found, why)

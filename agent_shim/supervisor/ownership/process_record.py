@@ -1,5 +1,5 @@
 """Pidfiles, and the persistent record of a service's processes. Processes are identified by pid and start time, because
-pids are reused, in a container very soon.
+pids are reused, which happens very soon in a container.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def read_own(path: Path) -> Pidfile | None:
 
 
 _SAVED_NAMES: Final = {"is_only_named": "is_guest", "was_in_cgroup": "is_caged", "others": "kin", "named_by": "heeded"}
-"""Names of these fields in the state file. They are those that earlier agents used."""
+"""Names of these fields in the state file. The fields were renamed in the code, but the state file keeps the names from
+earlier versions.
+"""
 
 
 class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):

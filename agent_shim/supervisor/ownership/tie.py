@@ -19,11 +19,13 @@ from agent_shim.supervisor.plan import ProcessSpec
 PROGRAMS: Final = ("packages/", "jobs/", "data/packages/", "data/jobs/")
 """Directories below the base that contain the programs of jobs. Only root can write to them."""
 TOLERANCE_S: Final = 0.1
-"""Tolerance when a file's modification time, which is from the wall clock, is compared with the start of a process."""
+"""Tolerance for comparing the modification time of a file with the start of a process, because they come from different
+clocks.
+"""
 
 
 class Tie(enum.Enum):
-    """The relation of a process to a service that refers to it."""
+    """The relation of a process to a service whose pidfile or pattern refers to the process."""
 
     OWNED = "owned"
     """The process is below a keeper of the service, or was taken over from an agent without keepers."""
