@@ -1,4 +1,4 @@
-"""Fixtures of the contract tests."""
+"""Fixtures for the contract tests."""
 
 from __future__ import annotations
 

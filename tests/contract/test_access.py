@@ -1,4 +1,6 @@
-"""Replies of the ssh actions (fact A3 on the protocol page), as far as they can be tested without root."""
+"""Replies to ssh requests (fact A3 on the protocol page) that can be tested without root, and trusted certificates in
+``update_settings`` (A7).
+"""
 
 from __future__ import annotations
 

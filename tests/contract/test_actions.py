@@ -1,4 +1,4 @@
-"""Replies and effects of the actions that a deploy uses. A1 to A28 are facts on the protocol page."""
+"""What the actions of a deploy reply and change. A1 to A26 in test names refer to facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def mode_of(path: Path) -> int:
 
 
 async def deployed(world: LocalAgent, *names: str, **files: dict[str, str]) -> dict[str, Any]:
-    """Apply sleeping jobs with these names, and further jobs given by their ``files``. Return the spec."""
+    """Apply a spec with a sleeping job for each of ``names`` and ``files``, and return the spec.
+
+    ``files`` adds files to a job or replaces some of its files.
+    """
     wanted = jobs.spec(
         store_of(world),
         {name: jobs.sleeper(world.paths, name) | files.get(name, {}) for name in dict.fromkeys((*names, *files))},
@@ -60,13 +63,13 @@ async def test_a2_info_returns_the_api_version(world: LocalAgent) -> None:
     assert await world.call("info") == {"value": {"api_version": 1}}
 
 
-async def test_a7_update_settings_without_bus_or_blobstores_changes_no_connection(world: LocalAgent) -> None:
+async def test_a7_update_settings_without_bus_or_blobstores_does_not_reconnect(world: LocalAgent) -> None:
     assert await world.value("update_settings", {"trusted_certs": "", "disk_associations": []}) == "ok"
     assert world.asked == []
     assert json.loads(world.paths.update_settings.read_bytes())["mbus"]["urls"] == []
 
 
-async def test_a7_new_bus_credentials_are_stored_and_used_once(world: LocalAgent) -> None:
+async def test_a7_new_bus_credentials_are_stored_and_cause_one_reconnect(world: LocalAgent) -> None:
     news = {"mbus": {"cert": {"ca": "ca", "certificate": "cert", "private_key": "key"}}}
 
     assert await world.value("update_settings", news) == "ok"
@@ -93,7 +96,7 @@ async def test_a8_shutdown_is_answered_with_an_empty_string(world: LocalAgent) -
     assert world.asked == ["shut_down"]
 
 
-async def test_a9_prepare_installs_without_enabling_and_may_be_repeated(world: LocalAgent) -> None:
+async def test_a9_prepare_installs_without_enabling_and_is_idempotent(world: LocalAgent) -> None:
     wanted = jobs.spec(store_of(world), {"web": jobs.sleeper(world.paths, "web")}, {"tool": {"bin/tool": "x"}})
 
     assert await world.value("prepare", wanted) == "prepared"
@@ -238,8 +241,8 @@ async def test_a11_start_writes_monit_files_in_reverse_and_removes_the_marker(wo
     assert json.loads(world.paths.health.read_bytes())["state"] in ("starting", "running", "failing")
 
 
-async def test_a11_start_is_saved_in_the_backup_at_once(world: LocalAgent) -> None:
-    """The backup no longer contains the stopped marker when ``start`` has been answered.
+async def test_a11_start_updates_the_backup_before_its_reply(world: LocalAgent) -> None:
+    """The stopped marker has been removed from the backup by the time ``start`` is answered.
 
     Otherwise, if the container ended right afterwards, the agent in the next container would not start the jobs.
     """
@@ -255,7 +258,7 @@ async def test_a11_start_is_saved_in_the_backup_at_once(world: LocalAgent) -> No
     assert spec.read_bytes() == world.paths.spec.read_bytes()
 
 
-async def test_a10_apply_is_saved_before_its_answer(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a10_apply_is_saved_before_its_reply(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor's state is saved before ``apply`` is answered. In a new container, an agent without saved state
     would start the jobs even though they had never been started.
     """
@@ -282,8 +285,8 @@ async def test_a10_apply_forgets_processes_of_the_previous_spec(world: LocalAgen
 async def test_a11_too_large_or_too_many_monit_files_fail_only_their_job(
     world: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parsing one megabyte used to block the event loop for 17 s. Now larger files are rejected, and the others are
-    parsed in a thread.
+    """A job fails if one of its monit files is too large or if it has too many of them. All other files are parsed in a
+    thread, because parsing a megabyte in the event loop used to block it for 17 s.
     """
     threads = set()
 
@@ -311,7 +314,9 @@ async def test_a11_too_large_or_too_many_monit_files_fail_only_their_job(
 
 
 async def test_a12_stop_ends_all_processes_and_writes_marker_and_health_state(world: LocalAgent) -> None:
-    """Without the health state "stopped", bosh-dns would resolve names to the instance until the next heartbeat."""
+    """The health state "stopped" is written before the reply, because bosh-dns would otherwise resolve names to the
+    instance until the next heartbeat.
+    """
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -327,9 +332,9 @@ async def test_a12_stop_ends_all_processes_and_writes_marker_and_health_state(wo
     assert [process["state"] for process in state["processes"]] == ["unknown"]
 
 
-async def test_a12_stop_returns_at_once_before_protocol_3(world: LocalAgent) -> None:
+async def test_a12_stop_with_an_older_protocol_returns_immediately(world: LocalAgent) -> None:
     """Callers with an older protocol, such as the bosh CLI in create-env, get the reply before the jobs have stopped.
-    With protocol 3 the reply is sent when all jobs have stopped.
+    With protocol 3, the reply is sent once all jobs have stopped.
     """
     gate = world.paths.base / "gate"
     slow = jobs.sleeper(world.paths, "web")
@@ -356,7 +361,7 @@ async def test_a12_stop_without_jobs_succeeds(world: LocalAgent) -> None:
     assert await world.value("stop", protocol=0) == "stopped"
 
 
-async def test_a13_drain_handles_each_type(world: LocalAgent) -> None:
+async def test_a13_drain_type_shutdown_or_update_is_accepted_and_status_is_rejected(world: LocalAgent) -> None:
     assert await world.value("drain", "shutdown") == 0
     assert world.asked == ["announce_shutdown"]
     assert await world.value("drain", "shutdown", {}) == 0
@@ -425,7 +430,7 @@ async def test_a14_scripts_get_their_environment_and_append_to_the_job_logs(worl
     assert not (world.paths.log / "worker/pre-start.stdout.log").exists()
 
 
-async def test_a14_scripts_inherit_no_variable_of_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a14_scripts_inherit_no_variables_from_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     monkeypatch.setenv("AGENT_SHIM_GRACE", "7")
     monkeypatch.setenv("INHERITED", "yes")
@@ -472,7 +477,7 @@ async def test_a15_errand_without_jobs_is_an_error(world: LocalAgent) -> None:
     assert (await world.error("run_errand", "")).endswith(" result: Could not find errand ")
 
 
-async def test_a15_errand_of_a_spec_without_a_template_name_is_an_error(world: LocalAgent) -> None:
+async def test_a15_errand_is_an_error_if_the_spec_has_no_template_name(world: LocalAgent) -> None:
     """The bosh CLI sends such a spec in create-env."""
     await world.value("apply", {"job": {"templates": [{"name": "web", "version": "1"}]}})
 
@@ -558,7 +563,7 @@ async def test_a25_many_arp_entries_are_deleted_by_one_process(
 
 
 async def test_a25_flood_of_arp_requests_runs_one_program_at_a_time(world: LocalAgent) -> None:
-    """Concurrent requests used to run their programs at the same time, which took four file descriptors each."""
+    """Each program uses four file descriptors, and concurrent requests used to run their programs all at once."""
 
     def opened() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
@@ -572,8 +577,10 @@ async def test_a25_flood_of_arp_requests_runs_one_program_at_a_time(world: Local
     assert peak - before < 20
 
 
-def _records(world: LocalAgent, version: int, *, told: int | None = None) -> list[Any]:
-    content = json.dumps({"version": version if told is None else told, "records": [["10.0.0.9", "a.b.bosh"]]}).encode()
+def _records(world: LocalAgent, version: int, *, actual: int | None = None) -> list[Any]:
+    content = json.dumps(
+        {"version": version if actual is None else actual, "records": [["10.0.0.9", "a.b.bosh"]]}
+    ).encode()
     named = jobs.blob(store_of(world), content)
     return [named["blobstore_id"], f"sha256:{hashlib.sha256(content).hexdigest()}", version]
 
@@ -584,7 +591,7 @@ async def test_a26_sync_dns_stores_only_newer_valid_records(world: LocalAgent) -
     assert mode_of(world.paths.dns_records) == 0o640
 
     assert await world.call("sync_dns", "no such blob", "sha256:00", 2) == {"value": "synced"}
-    assert "version" in await world.error("sync_dns", *_records(world, 3, told=4))
+    assert "version" in await world.error("sync_dns", *_records(world, 3, actual=4))
     assert json.loads(world.paths.dns_records.read_bytes())["version"] == 2
 
     blob_id, _, version = _records(world, 5)

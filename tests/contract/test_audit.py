@@ -46,7 +46,9 @@ def without_seconds(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name != "seconds"}
 
 
-async def test_audit_logs_a_request_that_is_answered_at_once(world: LocalAgent, lines: list[dict[str, Any]]) -> None:
+async def test_audit_logs_a_request_that_is_answered_immediately(
+    world: LocalAgent, lines: list[dict[str, Any]]
+) -> None:
     await world.call("ping")
 
     assert [without_seconds(line) for line in lines] == [

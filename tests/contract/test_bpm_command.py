@@ -55,7 +55,7 @@ def deploy(base: Path, script: str, more: str = "") -> None:
 
 
 async def bpm(found: LocalAgent, line: str, **env: str) -> tuple[int, str, str]:
-    """Run a ``bpm`` command line. Return its exit code, stdout and stderr."""
+    """Run a ``bpm`` command line, and return its exit code, stdout and stderr."""
     running = _spawn(found, line, env=env)
     status = await running.wait()
     assert status is not None
@@ -126,7 +126,7 @@ async def test_bpm_command_prints_its_version(tmp_path: Path, line: str) -> None
     ],
 )
 async def test_bpm_command_errors_go_to_stderr_with_exit_code_1(tmp_path: Path, line: str, error: str) -> None:
-    """In contrast to invalid arguments, these errors are printed without the usage text."""
+    """Unlike argument errors, these errors are printed without the usage text."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         status, out, err = await bpm(found, line.format(base=found.paths.base))
@@ -191,8 +191,10 @@ async def test_bpm_command_parses_flags_like_bpm(tmp_path: Path, spelling: str) 
         assert (await bpm(found, f"pid {spelling}"))[0] == 0
 
 
-async def test_bpm_command_without_an_agent_is_refused(tmp_path: Path) -> None:
-    """Users other than root get the error that bpm requires root, even if no agent runs, as with the original bpm."""
+async def test_bpm_command_without_an_agent_fails(tmp_path: Path) -> None:
+    """For root, the error says that the agent cannot be reached. Other users get the original bpm's error that bpm
+    requires root, whether or not an agent runs.
+    """
     async with machine(tmp_path) as found:
         pass
     status, _, err = await bpm(found, "start web")
@@ -300,7 +302,7 @@ async def test_bpm_command_trace_covers_the_process_and_its_descendants(tmp_path
         assert await bpm(found, "trace web", PATH="/nowhere") == (1, "", missing)
 
 
-async def test_bpm_command_run_ends_its_process_on_a_signal(tmp_path: Path) -> None:
+async def test_bpm_command_run_kills_its_process_when_signalled(tmp_path: Path) -> None:
     """A cancelled errand that uses ``bpm run`` must not leave a process behind."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "echo up; exec sleep 600")
@@ -322,5 +324,5 @@ def test_documented_table_of_bpm_keys_matches_the_code() -> None:
     assert bpm_keys.table() in (root / "docs/bpm.md").read_text()
 
 
-def test_bpm_command_uses_the_socket_of_the_agent() -> None:
+def test_bpm_command_uses_the_control_socket_of_the_agent() -> None:
     assert Paths().base / bpm_cli.SOCKET == Paths().control_socket

@@ -41,7 +41,7 @@ async def task_of(asked: Awaitable[dict[str, Any]]) -> str:
     return task_id
 
 
-async def test_a15_cancelled_errand_ends_with_all_its_processes(world: LocalAgent, started: Path) -> None:
+async def test_a15_cancelling_an_errand_ends_all_its_processes(world: LocalAgent, started: Path) -> None:
     await deployed(world, run=FAMILY.format(started=started))
     task_id = await task_of(world.call("run_errand"))
     child = await until(lambda: number_in(started))
@@ -50,7 +50,7 @@ async def test_a15_cancelled_errand_ends_with_all_its_processes(world: LocalAgen
     assert not is_alive(child)
 
 
-async def test_a13_cancelled_drain_ends_with_all_its_processes(world: LocalAgent, started: Path) -> None:
+async def test_a13_cancelling_a_drain_ends_all_its_processes(world: LocalAgent, started: Path) -> None:
     await deployed(world, drain=FAMILY.format(started=started))
     task_id = await task_of(world.call("drain", "shutdown"))
     child = await until(lambda: number_in(started))
@@ -61,7 +61,10 @@ async def test_a13_cancelled_drain_ends_with_all_its_processes(world: LocalAgent
 
 @pytest.mark.parametrize("seconds", ["600", "-600", "-999999999999999999"])
 async def test_a13_cancelled_drain_stops_waiting(world: LocalAgent, started: Path, seconds: str) -> None:
-    """A drain script prints how long the agent must wait for it. With a negative number it is then called again."""
+    """Cancelling ends the wait for the number of seconds that the drain script has printed.
+
+    After a negative number, the agent would call the script again at the end of the wait.
+    """
     await deployed(world, drain=f"#!/bin/sh\necho $$ >{started}; echo {seconds}\n")
     task_id = await task_of(world.call("drain", "shutdown"))
     script = await until(lambda: number_in(started))
@@ -70,8 +73,8 @@ async def test_a13_cancelled_drain_stops_waiting(world: LocalAgent, started: Pat
     assert await cancelled(world, task_id) == 0
 
 
-async def test_e10_cancelled_queued_errand_never_begins(world: LocalAgent, started: Path) -> None:
-    """The tasks before and after it in the queue are still executed."""
+async def test_e10_errand_that_is_cancelled_in_the_queue_never_runs(world: LocalAgent, started: Path) -> None:
+    """The tasks before and after the cancelled one in the queue are still executed."""
     begun, gate = started.with_name("begun"), started.with_name("gate")
     pre_start = f"#!/bin/sh\necho $$ >{started}; until [ -e {gate} ]; do sleep 0.02; done\n"
     await deployed(world, run=f"#!/bin/sh\necho $$ >>{begun}\n", pre_start=pre_start)

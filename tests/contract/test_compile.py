@@ -1,4 +1,4 @@
-"""Tests what compile requests return and change. A16 and A17 in test names number facts in docs/protocol.md."""
+"""Tests what compile requests return and change. A16 and A17 in test names refer to facts in docs/protocol.md."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def printed(world: LocalAgent, stream: str = "stdout") -> str:
     return (world.paths.log / f"compilation/packaging.{stream}.log").read_text()
 
 
-def left(world: LocalAgent) -> list[Path]:
+def leftovers(world: LocalAgent) -> list[Path]:
     """Return everything that compilations have left behind, except their logs and the parent directories of package
     versions.
     """
@@ -103,7 +103,7 @@ async def test_a16_packaging_script_gets_its_documented_environment(world: Local
     """The script gets the same variables as from the Go agent, a temporary directory, and the agent's programs first in
     PATH.
 
-    It runs in the directory of the package's source.
+    It runs in the package's source directory.
     """
     await compiled(world, 'echo "$0|$PWD|$PATH|$TMPDIR|$(umask)"; env | grep ^BOSH_ | sort; ls; cat', "hello")
 
@@ -137,10 +137,10 @@ async def test_a16_compile_links_only_the_package_and_its_dependencies(world: Lo
     )
 
     assert printed(world) == "golang-1.20-linux\nhello\nlibhello\nright\nlibhello 1\n"
-    assert left(world) == []
+    assert leftovers(world) == []
 
 
-async def test_a16_compilation_logs_are_those_of_the_last_compilation(world: LocalAgent) -> None:
+async def test_a16_compilation_logs_contain_only_the_last_compilation(world: LocalAgent) -> None:
     log = world.paths.log / "compilation"
     log.mkdir()
     (log / "old").touch()
@@ -183,7 +183,7 @@ async def test_a16_source_in_another_compression_gives_a_gzipped_package(world: 
     assert members(await compiled_from(world, blob["blobstore_id"], blob["sha1"])) == {".": None, "./file": b"x"}
 
 
-async def test_a17_compile_downloads_and_uploads_by_signed_urls_with_headers(
+async def test_a17_compile_uses_signed_urls_and_headers_to_download_and_upload(
     world: LocalAgent, server: BlobServer
 ) -> None:
     """The result is uploaded to the signed URL, so the reply contains only digests and no blob id."""
@@ -220,7 +220,7 @@ async def test_a17_compile_downloads_and_uploads_by_signed_urls_with_headers(
         "/result?sig=2": {"x-ms-blob-type"},
     }
     assert members(result)["./bin"] is None
-    assert left(world) == []
+    assert leftovers(world) == []
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ async def failed(world: LocalAgent, *arguments: Any) -> str:
 
 
 async def test_a16_failed_packaging_script_is_reported_with_its_output(world: LocalAgent) -> None:
-    """Afterwards, neither files that the script has installed nor its dependencies remain."""
+    """Afterwards, neither the files that the script has installed nor its dependencies are left on disk."""
     packaging = INSTALL + "set +x; echo out; echo err >&2; exit 7"
     tool = dependency(world, "tool")
     text = await failed(world, *source(world, packaging), "p", "1", {"tool": tool})
@@ -244,7 +244,7 @@ async def test_a16_failed_packaging_script_is_reported_with_its_output(world: Lo
         "Running packaging script: Running packaging script: Command exited with 7; Stdout: out\n, "
         f"Stderr: + mkdir -p {world.paths.packages}/p/bin\n+ set +x\nerr\n"
     )
-    assert left(world) == []
+    assert leftovers(world) == []
 
 
 async def test_a16_long_packaging_output_is_truncated_at_a_line_start(world: LocalAgent) -> None:
@@ -279,15 +279,15 @@ async def test_a16_other_compilation_failures_are_reported(
 
     expected = f"Compiling package p: {text}" if text else "Compiling package ../p: cannot use '../p' as the name"
     assert f"result: {expected}" in error
-    assert left(world) == []
+    assert leftovers(world) == []
 
 
-async def test_a16_compile_names_an_unavailable_dependency(world: LocalAgent) -> None:
+async def test_a16_compile_error_names_an_unavailable_dependency(world: LocalAgent) -> None:
     deps = {"good": dependency(world, "good"), "bad": {**dependency(world, "bad"), "blobstore_id": "gone"}}
     text = await failed(world, *source(world, ""), "p", "1", deps)
 
     assert text.startswith("Installing dependent package: 'bad': Fetching package blob: ")
-    assert left(world) == []
+    assert leftovers(world) == []
 
 
 async def test_a16_compile_reports_a_result_that_cannot_be_stored(world: LocalAgent) -> None:
@@ -296,7 +296,7 @@ async def test_a16_compile_reports_a_result_that_cannot_be_stored(world: LocalAg
     text = await failed(world, *source(world, packaging), "p", "1", {})
 
     assert text.startswith("Uploading compiled package: ")
-    assert left(world) == []
+    assert leftovers(world) == []
 
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
@@ -360,8 +360,10 @@ async def test_compilation_refuses_to_replace_a_package_that_jobs_use(world: Loc
     assert (world.paths.packages / "tool/bin/tool").is_file()
 
 
-async def test_compilation_works_after_the_apply_of_a_compilation_vm(world: LocalAgent) -> None:
-    """The spec of a compilation VM has no configuration hash. The first spec of create-env has a hash but no jobs."""
+async def test_compilation_works_after_applying_a_spec_without_jobs(world: LocalAgent) -> None:
+    """A compilation VM gets a spec without a configuration hash. With create-env, the first spec has a hash but no
+    jobs.
+    """
     await world.value(
         "apply", {"deployment": "d", "job": {"name": "compilation-1"}, "index": 0, "id": "i", "packages": {}}
     )
@@ -424,13 +426,13 @@ async def test_cancelled_compilation_leaves_no_process_and_no_file(world: LocalA
 
         assert text.endswith(f"Task {task_id} result: Compiling package p: cancelled")
         assert not is_alive(child)
-        assert left(world) == []
+        assert leftovers(world) == []
     finally:
         end_kept(world.paths)
 
 
 async def test_processes_left_by_a_packaging_script_are_killed_when_it_exits(world: LocalAgent) -> None:
-    """A process that survived could write into the directory while it is being packed."""
+    """A process that survived could write into the package directory while it is being packed."""
     started = world.paths.base / "started"
     await compiled(world, f"sleep 600 & setsid sleep 600 & echo $! >{started}; sleep 600 & echo $! >>{started}")
 
@@ -441,7 +443,7 @@ async def test_processes_left_by_a_packaging_script_are_killed_when_it_exits(wor
 # --- reproducible results ---------------------------------------------------------------------------------------------
 
 
-async def test_compiled_files_older_than_the_source_keep_their_time(world: LocalAgent) -> None:
+async def test_compiled_files_older_than_the_source_keep_their_modification_time(world: LocalAgent) -> None:
     """Files with an older modification time than the source keep it. All others get the time of the source, so that
     compiling again gives the same archive.
     """

@@ -15,7 +15,7 @@ ACCEPTED = [entry for entry in ENTRIES if entry.is_accepted]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_check_of_corpus_monit_files_gives_the_verdict_of_monit(
+def test_check_of_corpus_monit_files_agrees_with_monit(
     entry: corpus.CorpusEntry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``agent-shim check`` accepts files that monit loads, and rejects others with the location of the error."""

@@ -1,4 +1,4 @@
-"""Digest formats (facts D1 to D7 on the protocol page), tested with ``upload_blob``, which only checks a digest."""
+"""Digest formats (facts D1 to D7 on the protocol page), tested with ``upload_blob``, which needs no blobstore."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_apply_rejects_a_package_without_a_digest(world: LocalAgent) -> No
     assert error.endswith("Persisting apply spec: package nginx: no digests have been provided")
 
 
-async def test_templates_without_id_and_digest_are_reported_as_by_the_go_agent(world: LocalAgent) -> None:
+async def test_templates_without_id_and_digest_are_reported_like_the_go_agent_does(world: LocalAgent) -> None:
     assert await world.value("apply", {"rendered_templates_archive": {"sha1": "", "blobstore_id": ""}}) == "applied"
 
     stored = (await world.value("get_state"))["rendered_templates_archive"]

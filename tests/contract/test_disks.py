@@ -1,7 +1,7 @@
 """Replies of the disk actions to the Director and the CLI (facts A19 to A24), with directories as volumes.
 
-Disks are made visible with symlinks here, so that no test mounts anything on the machine. ``tests/root`` tests real
-file systems.
+The volumes are symlinked to their places instead of mounted, so that no test changes the machine's mounts.
+``tests/root`` tests real file systems.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def mounted(world: LocalAgent, cid: str) -> Path:
     return Path(hint["path"])
 
 
-async def test_a19_list_disk_lists_a_mounted_disk_at_once_or_as_a_task(world: LocalAgent) -> None:
+async def test_a19_list_disk_replies_immediately_or_as_a_task_depending_on_the_protocol(world: LocalAgent) -> None:
     await mounted(world, "disk-a")
 
     assert await world.call("list_disk", protocol=2) == {"value": ["disk-a"]}
@@ -109,16 +109,16 @@ NOT_FOUND = "Persistent disk with volume id 'x' could not be found"
         ),
     ],
 )
-async def test_disk_errors_have_the_text_of_the_go_agent(
-    world: LocalAgent, method: str, arguments: list[Any], text: str
-) -> None:
+async def test_disk_errors_match_the_go_agent(world: LocalAgent, method: str, arguments: list[Any], text: str) -> None:
     world.agent.disks.timeouts = HASTY
 
     assert text in await world.error(method, *arguments)
 
 
 async def test_disk_requests_reread_the_settings(world: LocalAgent) -> None:
-    """A CPI that attaches disks to a running VM writes the settings just before the Director sends the request."""
+    """The settings that were read at boot may be outdated, because a CPI that attaches disks to a running VM writes the
+    settings just before the Director sends the request.
+    """
     base = world.paths.base.parent
     write_settings(base, disks={"persistent": {"disk-a": volume(world, "disk-a")["path"]}})
 
@@ -134,7 +134,7 @@ async def test_disk_requests_reread_the_settings(world: LocalAgent) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hint", "told"),
+    ("hint", "expected"),
     [
         ("/dev/sdz", {"Path": "/dev/sdz", "VolumeID": "/dev/sdz"}),
         ({"path": "/a", "volume_id": "v", "lun": "1"}, {"Path": "/a", "VolumeID": "v", "Lun": "1"}),
@@ -146,11 +146,11 @@ async def test_disk_requests_reread_the_settings(world: LocalAgent) -> None:
         ),
     ],
 )
-async def test_a23_disk_hint_of_any_form_is_stored(world: LocalAgent, hint: Any, told: dict[str, Any]) -> None:
+async def test_a23_disk_hint_of_any_form_is_stored(world: LocalAgent, hint: Any, expected: dict[str, Any]) -> None:
     assert await world.value("add_persistent_disk", "disk-a", hint) == {}
 
     stored = json.loads(world.paths.disk_hints.read_bytes())["disk-a"]
-    assert {name: stored[name] for name in ("ID", *told)} == {"ID": "disk-a", **told}
+    assert {name: stored[name] for name in ("ID", *expected)} == {"ID": "disk-a", **expected}
     assert world.paths.disk_hints.stat().st_mode & 0o077 == 0
 
 
@@ -162,7 +162,7 @@ async def test_a23_removing_a_missing_disk_hint_succeeds(world: LocalAgent) -> N
     assert "disk-a" not in json.loads(world.paths.disk_hints.read_bytes())
 
 
-async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world: LocalAgent) -> None:
+async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_immediately(world: LocalAgent) -> None:
     hint = volume(world, "disk-d")
     link = world.paths.dynamic_disks / "disk-d"
 
@@ -176,10 +176,10 @@ async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world: 
 
 
 @pytest.mark.parametrize("hint", ["disk-d", "dev/vdb", {"path": "volume"}])
-async def test_a24_dynamic_disk_without_an_absolute_path_is_rejected_at_once(world: LocalAgent, hint: Any) -> None:
-    """Waiting would be pointless, because the agent only waits for absolute paths, which may still appear.
+async def test_a24_dynamic_disk_without_an_absolute_path_is_rejected_immediately(world: LocalAgent, hint: Any) -> None:
+    """The agent waits only for absolute paths, because only those can still appear.
 
-    The Go agent would link to any string, even if it is not a path.
+    The Go agent links to any string, even to one that is not a path.
     """
     error = await world.error("add_dynamic_disk", "disk-d", hint)
 
@@ -191,12 +191,12 @@ async def test_a24_dynamic_disk_without_an_absolute_path_is_rejected_at_once(wor
 @pytest.mark.parametrize("cid", ["", None])
 @pytest.mark.parametrize("method", ["mount_disk", "unmount_disk"])
 async def test_a21_disk_request_without_a_cid_changes_no_disk(world: LocalAgent, method: str, cid: str | None) -> None:
-    stranger = Path(volume(world, "of-the-operator")["path"])
+    unmanaged = Path(volume(world, "of-the-operator")["path"])
     world.paths.store.rmdir() if world.paths.store.is_dir() else None
-    world.paths.store.symlink_to(stranger)
+    world.paths.store.symlink_to(unmanaged)
 
     assert (await world.error(method, cid)).endswith(": Persistent disk with volume id '' could not be found")
-    assert world.paths.store.resolve() == stranger
+    assert world.paths.store.resolve() == unmanaged
 
 
 @pytest.mark.attack("a request names no disk")
@@ -213,7 +213,7 @@ async def test_a23_disk_without_a_cid_is_never_stored(world: LocalAgent, cid: st
 
 
 @pytest.mark.parametrize("hint", ["/dev/sdz", {"path": "/dev/disk/by-id/none"}])
-async def test_a20_mount_of_a_block_device_is_rejected_at_once_with_advice(world: LocalAgent, hint: Any) -> None:
+async def test_a20_mount_of_a_block_device_is_rejected_immediately_with_advice(world: LocalAgent, hint: Any) -> None:
     """The agent does not wait for the device, because a container needs a directory that the CPI has mounted."""
     world.agent.disks.timeouts = DiskTimeouts(arrival=3600)
     await world.value("add_persistent_disk", "disk-a", hint)

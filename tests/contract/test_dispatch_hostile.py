@@ -150,10 +150,10 @@ WORKING: Final = {"apply", "prepare", "compile_package", "compile_package_with_s
     "sync_dns_with_signed_url",
 }
 UNTRIED: Final = {"add_dynamic_disk": [1]}
-"""Positions of arguments that are not tried, because the action waits for the path in them to appear."""
+"""Positions of arguments that are not tried, because the action would wait for the given path to appear."""
 
 
-def test_hostile_arguments_cover_each_action(world: LocalAgent) -> None:
+def test_hostile_arguments_are_defined_for_each_action(world: LocalAgent) -> None:
     assert arguments(world).keys() == ACTIONS.keys()
 
 
@@ -186,7 +186,9 @@ async def test_hostile_arguments_cause_an_error_and_no_change(world: LocalAgent,
 
 
 async def test_requests_queued_behind_an_errand_use_bounded_memory(world: LocalAgent) -> None:
-    """180 KB of empty lists take up three megabytes once they are decoded, and the queue used to be unbounded."""
+    """The queue limits the memory of its requests, because 180 KB of empty lists use three megabytes once they are
+    decoded.
+    """
     blocked = asyncio.Event()
     world.agent.tasks.submit("run_errand", blocked.wait)
     replies = [await world.call("prepare", {}, [[]] * 45_000 + [number]) for number in range(20)]

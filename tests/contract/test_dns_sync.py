@@ -1,4 +1,4 @@
-"""Both methods that deliver DNS records. A26 and A27 are facts on the protocol page."""
+"""``sync_dns`` and ``sync_dns_with_signed_url``, which are facts A26 and A27 on the protocol page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a27_dns_records_are_fetched_from_a_signed_url(world: LocalAgent, 
     assert (get.method, get.target, get.headers["x-ms-blob-type"]) == ("GET", "/7?st=secret", "blockblob")
 
 
-async def test_a27_known_dns_records_are_not_fetched_by_either_method(world: LocalAgent, server: BlobServer) -> None:
+async def test_a27_dns_records_that_are_not_newer_are_not_fetched(world: LocalAgent, server: BlobServer) -> None:
     await sync(world, signed(server, records(7), 7))
     for version in (6, 7):
         assert await sync(world, signed(server, b"", version)) == {"value": "synced"}
@@ -112,7 +112,9 @@ async def test_a26_dns_sync_with_a_missing_blob_is_an_error(world: LocalAgent) -
 
 
 @pytest.mark.parametrize("version", [-1, "7", 7.5])
-async def test_a26_dns_version_is_a_64_bit_number(world: LocalAgent, server: BlobServer, version: Any) -> None:
+async def test_a26_dns_version_that_is_not_a_natural_number_is_rejected(
+    world: LocalAgent, server: BlobServer, version: Any
+) -> None:
     request = signed(server, b"", 7) | {"version": version}
 
     assert "Unmarshalling action argument: " in await world.error("sync_dns_with_signed_url", request)

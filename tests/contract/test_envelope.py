@@ -1,4 +1,4 @@
-"""Format and error texts of the message envelope. T5 to E11 are facts on the protocol page."""
+"""Format and error texts of the message envelope. Codes such as T5 and E11 refer to facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: Loc
     assert message.endswith("could not be found")
 
 
-async def test_t6_oversized_value_becomes_a_fixed_exception(world: LocalAgent) -> None:
-    """Here the spec fits into a request, but not into the ``get_state`` reply, which has further members."""
+async def test_t6_oversized_value_is_replaced_with_an_exception(world: LocalAgent) -> None:
+    """The spec fits into a request, but not into the reply to ``get_state``, which has further members."""
     await world.value("apply", {"az": "x" * (wire.MAX_REPLY_BYTES - 300)})
 
     assert await world.call("get_state") == {"exception": {"message": "Response exceeded maximum allowed length"}}
@@ -116,7 +116,7 @@ async def test_e4_unknown_task_is_an_exception(world: LocalAgent, method: str) -
     assert await world.error(method, "nope") == f"Action Failed {method}: Task with id nope could not be found"
 
 
-async def test_e5_too_few_arguments_of_an_immediate_action_are_an_exception(world: LocalAgent) -> None:
+async def test_e5_immediate_action_with_too_few_arguments_is_an_exception(world: LocalAgent) -> None:
     assert await world.error("get_task") == (
         "Action Failed get_task: Extracting method arguments from payload: Not enough arguments, expected 1, got 0"
     )
@@ -137,8 +137,8 @@ async def test_e6_surplus_arguments_are_ignored(world: LocalAgent) -> None:
     assert await world.call("ping", 1, {"a": "b"}, None) == {"value": "pong"}
 
 
-async def test_e7_member_names_match_in_any_case_and_unknown_ones_are_ignored(world: LocalAgent) -> None:
-    """Variants of the request on the protocol page are all accepted."""
+async def test_e7_member_names_are_case_insensitive_and_unknown_members_are_ignored(world: LocalAgent) -> None:
+    """The request on the protocol page is accepted in several spellings."""
     request = protocol.message("request")
     spellings = [
         request,
@@ -173,7 +173,7 @@ async def test_e7_null_argument_is_a_zero_value(world: LocalAgent) -> None:
         ("delete_arp_entries", [["10.0.0.1"]], "Expected `object`"),
     ],
 )
-async def test_e8_argument_of_a_wrong_type_is_named(
+async def test_e8_error_for_an_argument_of_the_wrong_type_says_what_was_expected(
     world: LocalAgent, method: str, arguments: list[Any], named: str
 ) -> None:
     text = await world.error(method, *arguments)
@@ -190,11 +190,11 @@ async def test_e8_arguments_that_are_not_a_list_are_rejected(world: LocalAgent) 
     assert reply["exception"]["message"].startswith("Action Failed get_task: Extracting json arguments: ")
 
 
-async def test_e8_value_that_is_not_a_string_in_a_string_map_is_rejected(world: LocalAgent) -> None:
+async def test_e8_non_string_value_in_a_string_map_is_rejected(world: LocalAgent) -> None:
     assert "Expected `str`, got `int`" in await world.error("run_script", "pre-start", {"env": {"A": 1}})
 
 
-async def test_e9_task_ids_are_lower_case_uuids_and_results_are_repeatable(world: LocalAgent) -> None:
+async def test_e9_task_ids_are_lower_case_uuids_and_results_can_be_polled_again(world: LocalAgent) -> None:
     reply = await world.call("run_script", "nothing", {})
     task_id = reply["value"]["agent_task_id"]
 
@@ -203,7 +203,7 @@ async def test_e9_task_ids_are_lower_case_uuids_and_results_are_repeatable(world
     assert [await world.run("get_task", task_id) for _ in range(3)] == [{"value": {}}] * 3
 
 
-async def test_e9_failed_task_results_are_repeated_for_every_poll(world: LocalAgent) -> None:
+async def test_e9_every_poll_of_a_failed_task_returns_its_result(world: LocalAgent) -> None:
     task_id = (await world.call("run_errand", "nope"))["value"]["agent_task_id"]
     first = await world.run("get_task", task_id)
 
@@ -211,13 +211,13 @@ async def test_e9_failed_task_results_are_repeated_for_every_poll(world: LocalAg
 
 
 async def test_e10_only_drains_errands_and_compilations_are_cancellable() -> None:
-    """Drains and errands can be cancelled, as with the Go agent, and so can compilations."""
+    """The Go agent can cancel drains and errands. This agent can also cancel compilations."""
     cancellable = {name for name, action in ACTIONS.items() if asyncio.Event in action.injected.values()}
 
     assert cancellable == {"drain", "run_errand", "compile_package", "compile_package_with_signed_url"}
 
 
-async def test_e10_cancelling_another_task_is_refused_only_while_it_runs(world: LocalAgent) -> None:
+async def test_e10_tasks_of_other_actions_cannot_be_cancelled_until_they_have_ended(world: LocalAgent) -> None:
     gate = world.paths.base / "gate"
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     script = f"#!/bin/sh\nwhile [ ! -e {gate} ]; do sleep 0.02; done\n"
@@ -266,7 +266,7 @@ async def test_internal_error_in_an_action_is_reported_and_the_agent_continues(
     assert await world.call("ping") == {"value": "pong"}
 
 
-def test_agent_has_only_actions_of_the_go_agent() -> None:
+def test_agent_has_no_action_that_the_go_agent_lacks() -> None:
     """The names are those in the Go agent's agent/action/concrete_factory.go."""
     known = set(
         "ping info get_task cancel_task ssh bundle_logs fetch_logs fetch_logs_with_signed_url update_settings shutdown "
@@ -279,7 +279,7 @@ def test_agent_has_only_actions_of_the_go_agent() -> None:
     assert set(ACTIONS) <= known
 
 
-async def test_action_modes_equal_those_of_the_go_agent(world: LocalAgent, tmp_path: Path) -> None:
+async def test_action_modes_match_the_go_agent(world: LocalAgent, tmp_path: Path) -> None:
     now = {name for name, action in ACTIONS.items() if action.mode is Mode.NOW or action.task_from_protocol > 3}
 
     assert now <= set(
@@ -290,7 +290,7 @@ async def test_action_modes_equal_those_of_the_go_agent(world: LocalAgent, tmp_p
 
 
 async def test_finished_task_uses_less_than_two_kilobytes_of_memory(world: LocalAgent) -> None:
-    """The agent remembers a thousand finished tasks with their requests, so these must not keep asyncio tasks alive."""
+    """The agent remembers a thousand finished tasks, so a finished task must not keep its asyncio task alive."""
     request = {"method": "list_disk", "arguments": [], "protocol": 3}
     await world.run("list_disk")
     gc.collect()
@@ -301,7 +301,7 @@ async def test_finished_task_uses_less_than_two_kilobytes_of_memory(world: Local
             while is_running(reply):
                 reply = await world.call("get_task", reply["value"]["agent_task_id"])
         gc.collect()
-        # Count only our memory, because threads of other tests in this process may still be running.
+        # Count only memory of the agent and asyncio, because threads of other tests may still run in this process.
         ours = [tracemalloc.Filter(True, f"*/{name}/*") for name in ("agent_shim", "asyncio")]
         largest = tracemalloc.take_snapshot().filter_traces(ours).statistics("lineno")
         assert sum(each.size for each in largest) < 200 * 1000, largest[:5]
@@ -310,7 +310,7 @@ async def test_finished_task_uses_less_than_two_kilobytes_of_memory(world: Local
 
 
 async def test_changes_by_an_action_are_backed_up_before_its_reply(world: LocalAgent) -> None:
-    """If the container ends right after the reply, the agent in the next one must know about the change."""
+    """If the container ends right after the reply, the agent in the next container must know about the change."""
     await world.value("add_persistent_disk", "cid", "/dev/sdx")
 
     copy = world.paths.mirror / "persistent_disk_hints.json"
@@ -325,8 +325,8 @@ async def test_changes_by_an_action_are_backed_up_without_a_further_request(worl
     await until(copy.exists)
 
 
-async def test_stored_task_runs_again_from_its_request_after_a_restart(world: LocalAgent) -> None:
-    """This is how a task continues that was interrupted by a restart of the agent."""
+async def test_stored_task_is_rerun_from_its_request_after_an_agent_restart(world: LocalAgent) -> None:
+    """An agent restart may interrupt the task, which is then run again from the stored request."""
     request = {"method": "update_settings", "arguments": [{"trusted_certs": ""}], "reply_to": "x", "protocol": 3}
     stored = world.dispatcher.resumed()
 

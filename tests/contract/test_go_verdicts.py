@@ -1,5 +1,5 @@
-"""Thousands of mutated documents are accepted or rejected as by the Go agent, whose verdicts are recorded in
-a table.
+"""Compares what this agent accepts and rejects with the Go agent, for thousands of mutated documents. The Go agent's
+verdicts are recorded in a table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ to a subject to which no Director publishes.
 
 
 @pytest.mark.parametrize("name", verdicts.TABLE["settings"])
-def test_settings_accepted_by_the_go_agent_are_accepted(name: str) -> None:
+def test_settings_that_the_go_agent_accepts_are_accepted(name: str) -> None:
     parse = settings.parse if name == "settings" else settings.parse_update
     differing, of_go = [], 0
 
@@ -38,7 +38,7 @@ def test_settings_accepted_by_the_go_agent_are_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", verdicts.TABLE["requests"])
-def test_requests_are_dropped_rejected_and_parsed_as_by_the_go_agent(name: str) -> None:
+def test_requests_are_dropped_rejected_and_parsed_like_the_go_agent_does(name: str) -> None:
     differing = [
         f"{words}: {answer} and not {verdict}"
         for words, document, verdict in verdicts.cases("requests", name)
@@ -49,11 +49,11 @@ def test_requests_are_dropped_rejected_and_parsed_as_by_the_go_agent(name: str) 
 
 
 @pytest.mark.parametrize(("text", "verdict"), verdicts.TABLE["bytes"])
-def test_barely_valid_json_is_decoded_as_by_go(text: str, verdict: str) -> None:
+def test_barely_valid_json_is_decoded_like_go_does(text: str, verdict: str) -> None:
     assert _answer(text.encode("latin-1")) == verdict
 
 
-def test_invalid_utf_8_is_replaced_as_by_go() -> None:
+def test_invalid_utf_8_is_replaced_like_go_does() -> None:
     request = wire.decode_request(b'{"method":"get_task","arguments":["a\xe2\x82b","\\ud800\\\\ud800\\ud83d\\ude00"]}')
 
     assert request.arguments == ["a\ufffd\ufffdb", "\ufffd\\ud800\U0001f600"]

@@ -1,4 +1,4 @@
-"""Parses the monit files in ``tests/releases``. Tests of their effects need root and take minutes."""
+"""Parses the monit files of ``tests/releases``, whose own tests need root and take minutes."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ async def fetched(world: LocalAgent, kinds: str, filters: Any = None) -> dict[st
 
 
 def scratch(world: LocalAgent) -> list[str]:
-    """Return the temporary files that remain. The directory for bundles counts only if it is not empty."""
+    """Return the remaining temporary files, without the directory for log bundles itself."""
     below = [path for path in world.paths.tmp.rglob("*") if path != world.paths.bundled_logs]
     return sorted(str(path.relative_to(world.paths.tmp)) for path in below)
 
@@ -80,7 +80,7 @@ async def test_a5_fetch_logs_packs_each_kind_without_filters(
     assert set(await fetched(world, kinds, filters)) == names
 
 
-async def test_a5_log_kind_named_many_times_is_packed_once(world: LocalAgent) -> None:
+async def test_a5_repeated_log_kind_is_packed_once(world: LocalAgent) -> None:
     blob = (await world.value("fetch_logs", ",".join(["system", *["job"] * 10_000]), []))["blobstore_id"]
 
     with tarfile.open(store_of(world) / blob) as tar:
@@ -92,7 +92,7 @@ async def test_a5_log_kind_named_many_times_is_packed_once(world: LocalAgent) ->
     ("kinds", "text"),
     [("agent,job", "both of log\n"), ("job,agent", "both of the agent\n"), ("job,job", "both of log\n")],
 )
-async def test_a5_later_log_kind_wins_for_equal_names(world: LocalAgent, kinds: str, text: str) -> None:
+async def test_a5_later_log_kind_overrides_files_with_the_same_name(world: LocalAgent, kinds: str, text: str) -> None:
     assert (await fetched(world, kinds))["./both"] == text
 
 
@@ -137,7 +137,7 @@ async def test_a5_missing_logs_give_an_empty_archive(world: LocalAgent) -> None:
 
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
-async def test_a5_job_cannot_get_files_outside_its_logs_packed(world: LocalAgent) -> None:
+async def test_a5_files_outside_the_logs_of_a_job_are_not_packed(world: LocalAgent) -> None:
     (world.paths.log / "web/secret.log").symlink_to(world.paths.settings_cache)
     (world.paths.log / "web/all").symlink_to(world.paths.bosh)
     os.mkfifo(world.paths.log / "web/pipe")
@@ -210,10 +210,10 @@ async def test_a4_log_bundle_stays_until_it_is_removed(world: LocalAgent) -> Non
         assert scratch(world) == []
 
 
-async def test_a4_number_of_log_bundles_is_limited_by_removing_the_oldest(
+async def test_a4_oldest_log_bundle_is_removed_if_there_are_too_many(
     world: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each bundle is a copy of all logs and is kept for a day, so that repeated requests used to fill the disk."""
+    """Each bundle is a copy of all logs and is kept for a day, so repeated requests could fill the disk."""
     monkeypatch.setattr(archives, "MAX_BUNDLES", 2)
     paths = [Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"]) for _ in range(3)]
 
@@ -254,8 +254,8 @@ async def test_a4_unfetched_log_bundle_is_removed_after_a_day(world: LocalAgent)
 
 
 async def test_a4_log_bundles_are_created_one_by_one_without_delaying_requests(tmp_path: Path) -> None:
-    """Only one bundle is created at a time, and other requests are answered meanwhile. The Go agent would not answer
-    them.
+    """Only one bundle is created at a time, but the agent answers other requests in the meantime. The Go agent answers
+    them only when the bundle is finished.
     """
     packing, gate, most = 0, asyncio.Event(), 0
 
@@ -282,7 +282,7 @@ async def test_a4_log_bundles_are_created_one_by_one_without_delaying_requests(t
 
 
 async def test_a4_remove_file_removes_a_temporary_file(world: LocalAgent) -> None:
-    """If the file is a symlink, only the link is removed and not its target."""
+    """If the file is a symlink, the link is removed but not its target."""
     left, target, link = world.paths.tmp / "left", world.paths.base / "target", world.paths.tmp / "link"
     left.write_text("x")
     target.write_text("x")

@@ -23,7 +23,7 @@ from tests.support.world import LocalAgent, write_settings
 from tests.support.world import world as made
 
 
-async def test_s1_fresh_state_equals_that_of_the_go_agent(world: LocalAgent) -> None:
+async def test_s1_fresh_state_matches_the_go_agent(world: LocalAgent) -> None:
     assert await world.value("get_state") == FRESH_SPEC | {
         "agent_id": "agent-1",
         "job_state": "running",
@@ -65,7 +65,7 @@ class _Cpu(msgspec.Struct):
 
 
 class _ReportedProcess(msgspec.Struct):
-    """The fields of a process that the bosh CLI decodes. Integers are unsigned there."""
+    """The fields of a process that the bosh CLI decodes, in which integers are unsigned."""
 
     name: str
     state: str
@@ -109,7 +109,7 @@ async def test_s3_full_state_adds_vitals_with_types_that_the_cli_decodes(world: 
     assert "vitals" not in await world.value("get_state", "anything else")
 
 
-async def test_s5_process_figures_are_numbers_that_the_cli_decodes(world: LocalAgent) -> None:
+async def test_s5_process_figures_have_types_that_the_cli_decodes(world: LocalAgent) -> None:
     await deployed(world, "web")
     await world.value("start")
 
@@ -141,8 +141,8 @@ async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: Loc
 
 
 async def test_s4_only_a_crashed_process_must_settle_before_it_counts_as_running(world: LocalAgent) -> None:
-    """After a first start a process counts as running at once, as with monit. After a crash it must stay up for a while
-    first.
+    """After its first start, a process counts as running immediately, as with monit. After a crash, it counts as
+    running only once it has stayed up for a while.
     """
     await deployed(world, "web")
     await world.value("start")
@@ -159,7 +159,7 @@ async def test_s4_only_a_crashed_process_must_settle_before_it_counts_as_running
 
 @pytest.mark.parametrize("seconds", [3600, 0.2])
 async def test_s4_instance_is_starting_until_its_settling_time_is_over(tmp_path: Path, seconds: float) -> None:
-    """The settling time delays ``post-start`` as monit does, which checks new processes only in its next cycle."""
+    """The settling time delays ``post-start``, as monit does because it checks new processes only in its next cycle."""
     async with made(tmp_path, env={"bosh": {"agent": {"settings": {"settling_time": seconds}}}}) as world:
         await deployed(world, "web")
         assert (await world.value("get_state"))["job_state"] == "running"  # because nothing was started yet
@@ -217,7 +217,7 @@ async def dynamic(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return lambda address: monkeypatch.setattr(network, "default_address", lambda **_: address)
 
 
-async def test_s6_dynamic_networks_are_filled_only_at_apply(
+async def test_s6_dynamic_networks_get_their_addresses_only_at_apply(
     world: LocalAgent, dynamic: Callable[[Address | None], None]
 ) -> None:
     dynamic(Address("10.42.0.17", "255.255.255.0", "10.42.0.1"))
@@ -237,7 +237,7 @@ async def test_s6_first_apply_on_a_new_vm_replaces_the_previous_vms_address(
     world: LocalAgent, dynamic: Callable[[Address | None], None]
 ) -> None:
     """The Director sends the address that the instance's previous VM reported (network_settings.rb). The agent must
-    replace it by its own address, which the Director then stores.
+    replace it with its own address, which the Director then stores.
     """
     dynamic(Address("10.42.0.18", "255.255.255.0", "10.42.0.1"))
     of_former = {"type": "dynamic", "ip": "10.42.0.17", "netmask": "255.255.254.0", "gateway": "10.42.0.9"}
