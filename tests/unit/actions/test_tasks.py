@@ -91,8 +91,8 @@ async def test_poll_returns_running_after_its_timeout_or_when_polls_are_released
         assert (await long.poll(task.id)).state == "running"
 
 
-async def test_excess_polls_are_answered_at_once(tmp_path: Path) -> None:
-    """Before there was a limit, thousands of held polls took 70 MB and displaced other requests."""
+async def test_excess_polls_are_answered_immediately(tmp_path: Path) -> None:
+    """Only a limited number of polls are held, because thousands would use 70 MB and crowd out other requests."""
     lane = Tasks(tmp_path / "tasks.json", hold=3600)
     task = lane.submit("m", asyncio.Event().wait)
     polls = [asyncio.ensure_future(lane.poll(task.id)) for _ in range(MAX_HELD + 20)]
@@ -112,7 +112,7 @@ async def test_excess_polls_are_answered_at_once(tmp_path: Path) -> None:
 
 
 async def test_task_arguments_are_released_when_the_task_ends(tasks: Tasks) -> None:
-    """Arguments may contain secrets, and may take a megabyte."""
+    """Arguments may contain secrets, and may use a megabyte of memory."""
 
     class Arguments:
         async def work(self) -> str:
@@ -161,7 +161,7 @@ def is_known(lane: Tasks, task_id: str) -> bool:
         return False
 
 
-async def test_task_results_are_bounded_by_number_size_and_age(tmp_path: Path) -> None:
+async def test_finished_tasks_are_limited_in_number_size_and_age(tmp_path: Path) -> None:
     async def work() -> str:
         return "x" * 98
 
@@ -247,7 +247,7 @@ async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> Non
 async def test_task_journal_writes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow write must not overwrite a later one.
 
-    Otherwise an id that the Director got in a reply could be missing in the file.
+    Otherwise a task id that the Director got in a reply could be missing from the file.
     """
     journal = tmp_path / "tasks.json"
     write, is_slow = files.write_atomic, threading.Event()
@@ -308,9 +308,9 @@ async def test_stored_task_with_an_unreadable_request_is_dropped(tmp_path: Path)
 
 
 async def test_full_task_queue_rejects_requests(tasks: Tasks) -> None:
-    """Waiting tasks keep their arguments, which take thirty times as much memory as in the request.
+    """Queued tasks keep their decoded arguments, which use up to thirty times as much memory as the request.
 
-    A long errand can delay many of them.
+    Many tasks may be queued behind a long errand.
     """
     gate = asyncio.Event()
     tasks.submit("run_errand", gate.wait, size=1)

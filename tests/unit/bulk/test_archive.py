@@ -1,4 +1,4 @@
-"""Unpacking: the result is the same as GNU tar's for a valid archive, and nothing is left of a hostile one."""
+"""Unpacking archives: a valid one gives the same tree as with GNU tar, and a hostile one leaves no files behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END = bytes(1024)
 
 
 def zipped(data: bytes) -> bytes:
-    """Compress with gzip. Without a timestamp, the bytes are reproducible."""
+    """Compress with gzip, without a timestamp, so that the bytes are reproducible."""
     return gzip.compress(data, mtime=0)
 
 
@@ -76,7 +76,7 @@ Entry = tuple[int, int, int, object]
 
 
 def listing(tree: Path, *, times: bool = True) -> dict[str, Entry]:
-    """Return mode, mtime in seconds, number of hard links (for files) and content of each path."""
+    """Return the mode, mtime in seconds, number of hard links (for files) and content of each path."""
     found: dict[str, Entry] = {}
     for path in [tree, *tree.rglob("*")]:
         status = path.lstat()
@@ -158,7 +158,7 @@ def test_oversized_compressed_archive_is_abandoned_early(tmp_path: Path, monkeyp
         unpack(packed, tmp_path / "o")
 
 
-def test_missing_decompression_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_missing_decompression_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "ENVIRONMENT", {"PATH": str(tmp_path)})
     with pytest.raises(ArchiveError, match="it is compressed, and there is no program zstd"):
         unpack(b"\x28\xb5\x2f\xfd" + bytes(1000), tmp_path / "o")
@@ -173,7 +173,7 @@ def test_tar_whose_first_name_resembles_a_compression_header_is_unpacked(tmp_pat
 
 @pytest.mark.parametrize("kind", ["gnu", "pax", "posix", "ustar", "oldgnu"])
 @pytest.mark.parametrize("compress", ["-z", "--no-auto-compress"])
-def test_unpacked_tree_equals_that_of_gnu_tar(tmp_path: Path, kind: str, compress: str) -> None:
+def test_unpacked_tree_matches_gnu_tar(tmp_path: Path, kind: str, compress: str) -> None:
     """Names, modes, times, links and contents are compared for every format that tar can write."""
     make_tree(tmp_path / "tree")
     packed = tmp_path / "a.tgz"
@@ -215,9 +215,7 @@ def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> N
         (member("web/x") + END, "the archive is not gzip"),
     ],
 )
-def test_error_for_a_job_missing_from_an_archive_has_the_text_of_the_go_agent(
-    tmp_path: Path, packed: bytes, text: str
-) -> None:
+def test_error_for_a_job_missing_from_an_archive_matches_the_go_agent(tmp_path: Path, packed: bytes, text: str) -> None:
     """Nothing is left on disk."""
     with pytest.raises(ArchiveError) as caught:
         unpack(packed, tmp_path / "o", subtree="web")
@@ -274,7 +272,7 @@ def test_symlinks_in_an_archive_may_have_any_target(tmp_path: Path, subtree: str
     assert (below / "b").readlink() == (below / "c").readlink() == Path("../../y")
 
 
-def test_archive_member_time_out_of_range_is_clamped(tmp_path: Path) -> None:
+def test_out_of_range_time_in_an_archive_is_clamped(tmp_path: Path) -> None:
     packed = member("a", mtime=-(2**40)) + pax(record("mtime", str(10**30))) + member("b") + END
     unpack(packed, tmp_path / "o")
 
@@ -300,7 +298,7 @@ def with_size(size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
 
 
 def with_number(at: int, width: int, number: int, kind: bytes = tarfile.REGTYPE) -> bytes:
-    """Return a header of ``a`` with a base-256 number in one of its fields."""
+    """Return the header of a file ``a`` with a base-256 number in one of the fields."""
     info = tarfile.TarInfo("a")
     info.type = kind
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
@@ -378,10 +376,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 
-def test_archive_mode_above_its_range_is_reduced_to_twelve_bits(tmp_path: Path) -> None:
-    """A base-256 field has 56 bits, but Python accepts only 32 bits for a mode.
-
-    A larger value must not cause an error other than ``ArchiveError``.
+def test_out_of_range_mode_in_an_archive_is_reduced_to_twelve_bits(tmp_path: Path) -> None:
+    """A base-256 field has 56 bits, but Python accepts only 32 bits for a mode, so a larger mode would raise an
+    ``OverflowError``.
     """
     unpack(with_number(100, 8, 2**40 + 0o640), tmp_path / "into")
     assert (tmp_path / "into/a").stat().st_mode & 0o7777 == 0o640
@@ -413,7 +410,7 @@ def test_damaged_end_of_gzip_data_is_detected(tmp_path: Path, kind: str, padding
         unpack(bytes(packed), tmp_path / "o")
 
     assert not (tmp_path / "o").exists()
-    if not padding:  # with more padding, tar does not read to the end
+    if not padding:  # with padding, tar does not read to the end
         assert subprocess.run(["tar", "-xzf", source, "-C", tmp_path / "by-tar"], check=False).returncode
 
 
@@ -458,7 +455,7 @@ def test_hard_link_in_a_job_archive_stays_within_the_job(tmp_path: Path) -> None
         unpack(packed, tmp_path / "o", subtree="web")
 
 
-def test_unpacking_sets_directory_modes_after_filling_them() -> None:
+def test_unpacking_sets_the_mode_of_a_directory_after_filling_it() -> None:
     """Otherwise an ordinary user could not create the files in a read-only directory."""
     packed = directory("a", 0o000) + directory("a/b", 0o500) + member("a/b/c") + link("a/b/d", "c") + END
     with tempfile.TemporaryDirectory() as scratch:
@@ -526,7 +523,7 @@ def test_mutated_archive_is_either_rejected_or_unpacked(
 
 
 @pytest.mark.attack("a blobstore delivers an archive that is damaged or takes too long to unpack")
-def test_unpacking_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacking_fails_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "TIMEOUT_S", 0.0)
     with pytest.raises(ArchiveError, match="it took longer than 0 seconds"):
         unpack(member("a") + END, tmp_path / "o")

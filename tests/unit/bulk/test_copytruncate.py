@@ -44,7 +44,7 @@ def test_rotation_keeps_the_configured_number_of_archives(tmp_path: Path) -> Non
 
 
 def test_rotated_archive_has_the_owner_and_mode_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody but the owner of the log can read the archive at any time. The setuid bit is not copied."""
+    """At no time can anybody but the owner of the log read the archive. The setuid bit is not copied."""
     (tmp_path / "a.log").write_bytes(b"x")
     (tmp_path / "a.log").chmod(0o4640)
     given: list[tuple[int, int, int]] = []
@@ -104,7 +104,7 @@ def test_rotation_counts_a_dangling_symlink_as_an_archive(tmp_path: Path) -> Non
 def test_rotation_empties_the_log_only_after_the_archive_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is lost if the machine crashes in between."""
+    """Otherwise the log lines would be lost if the machine crashed between the two steps."""
     log = tmp_path / "a.log"
     log.write_bytes(b"precious")
     synced: list[tuple[bytes, bytes]] = []
@@ -122,7 +122,7 @@ def test_rotation_empties_the_log_only_after_the_archive_is_synced(
 def test_rotated_log_is_truncated_only_after_its_archive_contains_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process may be killed just after it has truncated the log."""
+    """Lines that are not in the archive would be lost if the process were killed right after truncating the log."""
     (tmp_path / "a.log").write_bytes(b"before\n")
     fsync, truncate, archived = os.fsync, os.ftruncate, []
 

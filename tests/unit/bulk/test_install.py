@@ -12,7 +12,7 @@ from agent_shim.host import files
 
 
 def test_bundle_gets_its_name_only_after_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash in between must not leave a directory that looks like an installed bundle."""
+    """Otherwise a crash could leave an incomplete directory that looks like an installed bundle."""
     bundle, temp = tmp_path / "bundle", tmp_path / ".bundle.tmp-00000000"
     temp.mkdir()
     (temp / "file").write_text("x")

@@ -202,10 +202,10 @@ def test_packing_follows_no_symlinks(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_hard_links_to_files_of_root_are_not_packed(tmp_path: Path) -> None:
-    """A job can create such a link among its logs, so it is left out of live trees.
+def test_hard_links_to_root_owned_files_are_not_packed(tmp_path: Path) -> None:
+    """A job can create such a link among its logs, so the link is left out when a live tree is packed.
 
-    In a tree that jobs cannot write to, it is packed like any other file.
+    In a tree that jobs cannot write to, the link is packed like any other file.
     """
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "logs").mkdir()
@@ -229,7 +229,7 @@ def test_compiled_package_entries_have_the_owner_name_root(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("what", ["link", "fifo", "directory", "nothing"])
-def test_file_replaced_by_another_type_is_not_packed(
+def test_file_replaced_with_another_type_during_packing_is_not_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """The file is replaced after the scan and before it is opened. A FIFO must not block the packing."""
@@ -249,7 +249,9 @@ def test_file_replaced_by_another_type_is_not_packed(
     assert list(entries(packed(Tree(str(tmp_path / "logs"), patterns=["*"])))) == ["./b"]
 
 
-def test_directory_replaced_by_a_symlink_is_packed_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_replaced_with_a_symlink_during_packing_is_packed_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The directory stays open until its files are packed, so a symlink in its place is never followed."""
     make(tmp_path, ["logs/job/a", "logs/job/b", "secret/a", "secret/b"])
 
@@ -323,13 +325,13 @@ def test_pathological_packing_patterns_are_matched_quickly(tmp_path: Path) -> No
     assert entries(packed(Tree(str(tmp_path), patterns=["**/*/" * 30 + "b", "**/" + "*a" * 40 + "b"]))) == {}
 
 
-# --- trees that change during the copy --------------------------------------------------------------------------------
+# --- trees that change while they are packed --------------------------------------------------------------------------
 
 
 def test_log_rotated_during_packing_is_packed_under_its_new_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No line is lost, whenever the files are renamed."""
+    """No line is lost, no matter when the files are renamed."""
     make(tmp_path, ["a.log", "b.log", "b.log.1", "b.log.2", "c.log"])
 
     def rotate() -> None:
@@ -349,7 +351,9 @@ def test_log_rotated_during_packing_is_packed_under_its_new_name(
 
 
 def test_log_renamed_after_it_was_packed_is_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log that has grown since is packed again under its new name, because its last lines would otherwise be lost."""
+    """A log that has also grown since then is packed again under its new name, because its last lines would be lost
+    otherwise.
+    """
     make(tmp_path, ["a", "b", "z"])
 
     def rename() -> None:
@@ -378,7 +382,7 @@ def test_log_that_reappears_is_packed_without_a_remark(tmp_path: Path, monkeypat
 
 
 def test_new_file_with_a_reused_inode_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File systems reuse inode numbers at once, so a new file may have the inode number of a packed one."""
+    """File systems reuse inode numbers immediately, so a new file may have the inode number of a packed one."""
     make(tmp_path, ["a", "z"])
     honest = os.fstat
     old = (tmp_path / "a").stat()
@@ -398,8 +402,10 @@ def test_new_file_with_a_reused_inode_is_packed(tmp_path: Path, monkeypatch: pyt
     assert list(entries(logs(tmp_path))) == ["./a", "./z", "./new"]
 
 
-def test_growth_of_a_log_during_packing_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The archive contains the file with the size that it had when it was opened."""
+def test_growth_of_a_log_during_packing_is_noted_in_the_remarks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive contains the file with the size that it had when it was opened, and the remarks mention the rest."""
     (tmp_path / "a").write_bytes(b"x" * 600)
 
     def grow() -> None:
@@ -413,8 +419,10 @@ def test_growth_of_a_log_during_packing_is_listed(tmp_path: Path, monkeypatch: p
     assert content(data, "./remarks") == b"./a: the last 25 bytes were written during the read and are not packed\n"
 
 
-def test_truncation_of_a_log_during_packing_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The missing part is filled with zeros, so that the archive stays valid."""
+def test_truncation_of_a_log_during_packing_is_noted_in_the_remarks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The missing part is filled with zeros, so that the archive stays valid, and mentioned in the remarks."""
     (tmp_path / "a").write_bytes(b"x" * 600)
     after_seeing_the_size(monkeypatch, 600, lambda: os.truncate(tmp_path / "a", 5))
     data = logs(tmp_path)
@@ -425,8 +433,10 @@ def test_truncation_of_a_log_during_packing_is_listed(tmp_path: Path, monkeypatc
     )
 
 
-def test_log_on_a_failing_disk_is_filled_with_zeros_and_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This applies only to live trees, because a package must be packed completely or not at all."""
+def test_log_on_a_failing_disk_is_filled_with_zeros_and_noted_in_the_remarks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a tree that is not live, the read error makes packing fail, because a package must be complete."""
     make(tmp_path, ["a", "b"])
     honest = os.pread
 
@@ -447,8 +457,10 @@ def test_log_on_a_failing_disk_is_filled_with_zeros_and_listed(tmp_path: Path, m
         packed(Tree(str(tmp_path)))
 
 
-def test_packing_lists_files_without_read_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a tree that is not live, such a file is an error."""
+def test_packing_notes_files_without_read_permission_in_the_remarks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a tree that is not live, such a file makes packing fail."""
     make(tmp_path, ["logs/a", "logs/closed/b", "logs/c", "shut/x"])
     monkeypatch.chdir(tmp_path)
     closed = [tmp_path / "logs" / "c", tmp_path / "logs" / "closed", tmp_path / "shut"]
@@ -488,7 +500,7 @@ def test_packing_lists_files_without_read_permission(tmp_path: Path, monkeypatch
 def test_packed_symlinks_stay_within_the_tree(tmp_path: Path, target: str, packed_as: str) -> None:
     """A symlink to another log is rewritten so that it works where the archive is unpacked.
 
-    Symlinks that lead out of the tree are listed instead.
+    Symlinks that lead out of the tree are mentioned in the remarks instead.
     """
     root = tmp_path / "logs"
     make(root, ["job/out.log.1"])
@@ -508,7 +520,7 @@ def test_packed_symlinks_stay_within_the_tree(tmp_path: Path, target: str, packe
 
 
 def test_remarks_file_has_the_time_of_the_newest_log(tmp_path: Path) -> None:
-    """A fixed time of 1970 would make tar print a warning, and the clock would make the archive irreproducible."""
+    """With a time of 1970, tar would print a warning. With the current time, the archive would not be reproducible."""
     make(tmp_path, ["a"])
     (tmp_path / "link").symlink_to("/etc")
     os.utime(tmp_path / "a", (1_600_000_000, 1_600_000_000))
@@ -560,7 +572,7 @@ def test_sparse_log_is_packed_without_its_holes(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job passes a setuid program to whoever unpacks its logs")
 def test_setuid_bits_and_owner_names_of_logs_are_not_packed(tmp_path: Path) -> None:
-    """If root unpacked a setuid file with owner 0, the program of the job would run as root for every user."""
+    """If root unpacked a setuid file with owner 0, any user could run the job's program as root."""
     (tmp_path / "evil.log").write_text("#!/bin/sh")
     (tmp_path / "evil.log").chmod(0o6755)
     if os.geteuid() == 0:
@@ -587,8 +599,8 @@ def test_job_with_too_many_files_does_not_exclude_other_jobs(tmp_path: Path, mon
     assert content(data, "./remarks") == b"./evil/deep: the rest of it is left out: it has more than 10 files\n"
 
 
-def test_packing_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a deadline, a packing that never ends would delay all later tasks."""
+def test_packing_stops_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a deadline, packing that never ends would delay all later tasks."""
     monkeypatch.setattr(packing, "LIVE_TIMEOUT_S", 0.0)
     make(tmp_path, ["a.log"])
 
@@ -632,6 +644,6 @@ def test_braces_in_packing_patterns_are_compiled_to_a_single_expression(tmp_path
     assert list(entries(logs(tmp_path, "{a,b}" * 30))) == ["./" + "ab" * 15]
 
 
-def test_overlong_patterns_are_rejected(tmp_path: Path) -> None:
+def test_overlong_packing_patterns_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(HostError, match="^cannot use the patterns: they have more than 5000 characters$"):
         logs(tmp_path, *["[" * 4000] * 2)

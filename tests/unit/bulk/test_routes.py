@@ -1,4 +1,4 @@
-"""Choice of a proxy by Go's rules. Tests of transfers cover the trusted CAs."""
+"""How a proxy is chosen by Go's rules. The transfer tests cover the trusted CAs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ ENVIRONMENT = {
         (("http", "fd01::5", 80), None),
     ],
 )
-def test_no_proxy_variable_is_honoured(url: tuple[str, str, int], proxy: str | None) -> None:
+def test_hosts_networks_and_ports_in_no_proxy_are_reached_without_a_proxy(
+    url: tuple[str, str, int], proxy: str | None
+) -> None:
     """Container platforms put networks into ``NO_PROXY``, which Python's own rules do not support."""
     assert proxy_for(*url, ENVIRONMENT) == proxy
 

@@ -67,7 +67,7 @@ def test_check_error_names_the_file_and_the_position(
 
 
 def test_check_has_an_exit_code_for_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An error in the content of another file has precedence."""
+    """The exit code for an error in the content of another file takes precedence."""
     assert main(["check", str(tmp_path / "monit")]) == 66
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "agent.json").write_text("{")
@@ -128,7 +128,7 @@ def test_check_reports_all_errors_of_a_file_at_once(tmp_path: Path, capsys: pyte
 
 
 def test_check_rejects_a_jobs_own_directories_as_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The agent rejects them as well. The directory of the file determines the job."""
+    """The agent rejects them as well. The job is derived from the directory of the bpm.yml."""
     file = tmp_path / "web/config/bpm.yml"
     file.parent.mkdir(parents=True)
     file.write_text("processes:\n- {name: a, executable: b, additional_volumes: [{path: /var/vcap/store/web}]}")
@@ -157,10 +157,8 @@ def test_check_warns_about_a_bpm_file_with_ignored_parts(
     assert main(["check", "--strict", str(tmp_path / "bpm.yml")]) == 78
 
 
-def test_check_compares_bpm_commands_with_the_bpm_yml_of_the_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Start and stop commands are both reported. Without a bpm.yml, they cannot be checked."""
+def test_check_compares_bpm_commands_with_the_jobs_bpm_yml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Errors are reported for both the start and the stop command. Without a bpm.yml, neither can be checked."""
     monit = tmp_path / "web/monit"
     (tmp_path / "web/config").mkdir(parents=True)
     bpm = "/var/vcap/jobs/bpm/bin/bpm"
@@ -309,7 +307,7 @@ def test_check_strict_rejects_statements_without_effect(tmp_path: Path, capsys: 
         assert sum(line.startswith("warning: ") for line in lines) == (1 if words else 4)
 
 
-def test_check_accepts_keys_of_the_go_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_accepts_keys_that_only_the_go_agent_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "agent.json").write_text(
         '{"Platform": {"Linux": {"UseDefaultTmpDir": true}}, "Infrastructure": {"x": 1}}'
     )
@@ -327,7 +325,7 @@ def test_check_warns_about_a_process_outside_the_vcap_group(tmp_path: Path, caps
 
 
 def test_check_warns_about_an_unsupported_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The warning contains only the first words of the rule, because the others may be secret."""
+    """The warning contains only the first words of the rule, because the rest may be secret."""
     path = tmp_path / "monit"
     path.write_text("check process a pidfile /p group vcap\n  if failed port 1 protocol radius secret s then alert\n")
 

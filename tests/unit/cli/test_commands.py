@@ -42,7 +42,7 @@ def test_help_overview_lists_every_command_with_examples(capsys: pytest.CaptureF
     assert sorted(listed) == sorted(commands.EXAMPLES)
 
 
-def test_probe_uses_the_socket_and_lock_of_the_agent() -> None:
+def test_probe_uses_the_agents_socket_and_lock() -> None:
     paths = Paths(Path("/some/base"))
     assert Path("/some/base", probe.SOCKET) == paths.control_socket
     assert Path("/some/base", probe.LOCK) == paths.agent_lock

@@ -24,7 +24,9 @@ FEW = frozenset({*NEEDED, *USEFUL})
 
 
 def found(topic: str, base: Path, settings: dict[str, object] | None = None, *, index: int = 0) -> Finding:
-    """Return a finding of a probe in a directory tree with these settings."""
+    """Run the doctor's probe for ``topic`` on a directory tree with these settings. Return the finding at ``index``, or
+    the last one for the topic ``clock``.
+    """
     document = json.dumps({"agent_id": "a", **(settings or {})}).encode()
     known = Effective(parse(document, origin="x"), UpdateSettings())
     place = doctor.runtime(known, Paths(base))
@@ -105,7 +107,7 @@ def test_doctor_explains_every_limit_and_how_to_change_it(name: str) -> None:
     assert limit.verdict == GOOD or limit.pod
     for runtime in get_args(Runtime):
         said = limit.change(runtime)
-        if runtime == "lxd":  # LXD does not use the HostConfig keys of Docker
+        if runtime == "lxd":  # LXD does not know Docker's HostConfig keys
             assert not re.search(r"HostConfig|Ulimits|ShmSize|Memory: BYTES|ReadonlyRootfs|SecurityOpt|PidMode", said)
         if runtime != "pod" and limit.cpi:
             assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", said)
@@ -125,9 +127,7 @@ def test_doctor_explains_every_limit_and_how_to_change_it(name: str) -> None:
         ("address missing", "bosh recreate", "bosh recreate", "--ip", "list-leases"),
     ],
 )
-def test_doctor_advice_uses_the_terms_of_the_container_runtime(
-    name: str, pod: str, cpi: str, engine: str, lxd: str
-) -> None:
+def test_doctor_advice_uses_the_container_runtimes_terms(name: str, pod: str, cpi: str, engine: str, lxd: str) -> None:
     said = {runtime: LIMITS[name].change(runtime) for runtime in get_args(Runtime)}
 
     assert pod in said["pod"]
@@ -172,10 +172,10 @@ def test_doctor_does_not_mention_host_memory_under_lxcfs(
 
 
 @pytest.mark.parametrize(("place", "limit", "is_limited"), [("meminfo", "512 MiB", True), ("other", "none", False)])
-def test_doctor_reports_a_memory_limit_that_lxcfs_shows_as_the_memory_of_the_machine(
+def test_doctor_reports_a_memory_limit_that_lxcfs_shows_in_meminfo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, limit: str, is_limited: bool
 ) -> None:
-    """``/proc/meminfo`` then shows the limit, so no cgroup has a lower one."""
+    """lxcfs shows the limit as the machine's memory in ``/proc/meminfo``, so no visible cgroup has a lower limit."""
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(cgroups, "find", lambda: cgroups.Cgroup(memory=hierarchy))
     monkeypatch.setattr(host_stats, "memory", lambda: host_stats.Memory(512 << 20, 0, 0, 0))
@@ -240,7 +240,7 @@ def test_colours_do_not_change_the_doctor_table() -> None:
         ("/", "/etc/hosts", False, "engine"),
     ],
 )
-def test_doctor_recognizes_the_runtime_by_mounts_and_settings(
+def test_doctor_infers_the_container_runtime_from_mounts_and_settings(
     monkeypatch: pytest.MonkeyPatch, root: str, place: str, settings: bool, runtime: str
 ) -> None:
     table = f"36 35 98:0 {root} {place} rw - ext4 /dev/vda rw\n".encode()
@@ -250,7 +250,7 @@ def test_doctor_recognizes_the_runtime_by_mounts_and_settings(
     known = Effective(parse(document, origin="x"), UpdateSettings()) if settings else None
 
     assert doctor.runtime(known, Paths(Path("/var/vcap"))) == runtime
-    if runtime == "cpi":  # such as the agent of the demo, which runs on a workstation
+    if runtime == "cpi":  # but not below another base directory, as in the demo
         assert doctor.runtime(known, Paths(Path("/opt/vcap"))) == "engine"
 
 

@@ -129,7 +129,7 @@ def test_patches_change_only_harmless_pod_fields(name: str) -> None:
 def test_doctor_patch_names_its_own_container(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], container: str
 ) -> None:
-    """The container's name is found in the kubelet's path of the mounted termination log."""
+    """The container's name is taken from the kubelet's path to the mounted termination log."""
     where = "/var/lib/kubelet/pods/0f2f6a53-5b8e-4f0e-8a53-37a3f1a3b1c2"
     rows = [f"{where}/etc-hosts /etc/hosts", f"{where}/containers/hello-world/1a2b /dev/termination-log"]
     table = "".join(f"3{number} 35 98:0 {row} rw - ext4 /dev/vda rw\n" for number, row in enumerate(rows))
@@ -173,7 +173,7 @@ def test_patch_makes_the_root_file_system_writable_only_if_it_is_read_only(
 def test_patch_adds_a_missing_data_volume_but_does_not_change_a_read_only_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_volume: bool, error: int
 ) -> None:
-    """If a volume is read-only, that may be intended for a reason that the doctor does not know."""
+    """A volume may be read-only for a reason that the doctor does not know."""
     (tmp_path / "data").mkdir()
     point = tmp_path / "data" if is_volume else Path("/")
     monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(f"1 0 8:0 / {point} rw - ext4 /dev/vda rw\n".encode()))

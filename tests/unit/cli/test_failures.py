@@ -19,7 +19,7 @@ UNPRIVILEGED_UID = 65534
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Return a base directory with logs of two jobs and of the agent."""
+    """Return a base directory with the logs of two jobs and of the agent."""
     for name, text in (("web/web.stdout.log", "web up\n"), ("db/db.stdout.log", "db up\n")):
         path = tmp_path / "data/sys/log" / name
         path.parent.mkdir(parents=True)
@@ -87,7 +87,7 @@ def test_handback_of_a_base_directory_without_an_agent_creates_no_file(
         (("handback",), "bosh", "cannot hand back"),
     ],
 )
-def test_command_names_unreadable_files_and_fails(
+def test_command_error_names_unreadable_files(
     tree: Path, capfdbinary: pytest.CaptureFixture[bytes], words: tuple[str, ...], closed: str, said: str
 ) -> None:
     """The command prints no traceback, and does not exit with 0 after showing only some of the logs."""
@@ -114,7 +114,7 @@ def test_logs_command_lists_the_known_jobs_for_an_unknown_one(tree: Path, capsys
 
 @contextlib.contextmanager
 def answering(base: Path, *names: str) -> Iterator[list[Any]]:
-    """Run a server in place of an agent with these services. Yields the list of requests."""
+    """Run a fake agent that has these services. Yields the list of requests that it receives."""
     seen: list[Any] = []
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def test_command_lists_the_known_services_for_an_unknown_one(
         (("run_script", "pre-start", "soon"), "cannot call run_script: "),
     ],
 )
-def test_call_arguments_are_checked_before_the_request_is_sent(
+def test_arguments_of_the_call_command_are_checked_before_the_request_is_sent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     with answering(tmp_path) as seen:
@@ -181,6 +181,6 @@ def test_daemon_exits_with_a_message_if_its_base_directory_cannot_be_created(
 ) -> None:
     monkeypatch.setattr(
         "agent_shim.core.log.setup", lambda **_: None
-    )  # it would write to a file descriptor, but capsys has none
+    )  # it needs the descriptor of stderr, which capsys replaces
     assert run("run", "-b", "/proc/nope") == 70
     assert "agent-shim: cannot start: " in capsys.readouterr().err

@@ -45,7 +45,7 @@ def resolved(
 ) -> links.Links:
     """Return the links of ``front/web``.
 
-    The arguments change this job, its spec, or job and spec of ``db/postgres``.
+    The arguments change this job, its spec, or the job and spec of ``db/postgres``.
     """
     manifest, specs = yaml.safe_load(MANIFEST), yaml.safe_load(SPECS)
     provider, consumer = manifest["instance_groups"][0]["jobs"][0], manifest["instance_groups"][1]["jobs"][0]
@@ -69,7 +69,7 @@ def resolver(manifest: Any, specs: Any) -> links.Resolver:
     return links.Resolver(msgspec.convert(manifest, DeploymentManifest), read, addresses)
 
 
-def test_implicit_link_has_the_content_that_a_director_gives_it() -> None:
+def test_implicit_link_has_the_same_content_as_from_a_director() -> None:
     assert resolved().found["db"] == {
         "deployment_name": "shop",
         "domain": "bosh",
@@ -102,7 +102,7 @@ def test_link_provider_is_found_by_its_alias() -> None:
     )
 
 
-def test_manual_link_of_a_manifest_replaces_a_provider() -> None:
+def test_manual_link_in_a_manifest_replaces_a_provider() -> None:
     link = resolved({"db": {"instances": [{"address": "10.9.9.9"}], "properties": {"port": 1}}}).found["db"]
 
     assert (link["instances"], link["properties"], link["address"]) == ([{"address": "10.9.9.9"}], {"port": 1}, None)
@@ -114,7 +114,7 @@ def test_disk_link_has_the_name_of_the_disk() -> None:
     assert resolved(spec=spec).found["records"]["properties"] == {"name": "records"}
 
 
-def test_custom_provider_definition_of_a_manifest_provides_a_link() -> None:
+def test_custom_provider_definition_in_a_manifest_provides_a_link() -> None:
     custom = [{"name": "more", "type": "other", "properties": ["port"]}]
     link = resolved(spec=[{"name": "x", "type": "other"}], db={"custom_provider_definitions": custom}).found["x"]
 
@@ -165,7 +165,7 @@ def test_optional_link_may_be_absent(change: Any, reason: str) -> None:
         ({"release": {}}, "the releases of db/postgres are not given, and one of these jobs may provide it"),
     ],
 )
-def test_unresolved_link_names_consumer_link_and_remedy(change: Any, said: str, is_optional: bool) -> None:
+def test_error_for_an_unresolved_link_names_consumer_link_and_remedy(change: Any, said: str, is_optional: bool) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(spec=[{"name": "db", "type": "sql", "optional": is_optional}], **change)
 
@@ -190,7 +190,7 @@ def test_missing_required_link_of_a_job_is_an_error(change: Any, said: str) -> N
     assert said in str(caught.value)
 
 
-def test_link_property_must_be_in_the_spec_of_its_job() -> None:
+def test_link_property_must_be_in_the_job_spec() -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(release={"provides": [{"name": "db", "type": "sql", "properties": ["a.b"]}]})
 
@@ -198,7 +198,7 @@ def test_link_property_must_be_in_the_spec_of_its_job() -> None:
     assert str(caught.value) == said
 
 
-def test_unknown_links_of_a_manifest_cause_a_warning() -> None:
+def test_unknown_links_in_a_manifest_cause_a_warning() -> None:
     manifest, specs = yaml.safe_load(MANIFEST), yaml.safe_load(SPECS)
     manifest["instance_groups"][0]["jobs"][0]["provides"] = {"d": {"as": "x"}}
     manifest["instance_groups"][1]["jobs"][0]["consumes"] = {"b": {}}

@@ -47,7 +47,7 @@ def shown(*services: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return a list of the requests that commands send. The agent is replaced and accepts every request."""
+    """Replace the agent with one that accepts every request. Return the list of requests that it receives."""
     requests: list[dict[str, Any]] = []
 
     def ask(path: Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_monit_summary_pads_names_to_35_columns() -> None:
     ]
 
 
-def test_monit_status_aligns_values_as_monit_does() -> None:
+def test_monit_status_aligns_values_like_monit() -> None:
     text = monit_text.status(
         shown(service(), service("db", phase="down", state="failing", pid=0, reason="the process ended")), MACHINE
     )
@@ -128,7 +128,7 @@ def test_monit_status_aligns_values_as_monit_does() -> None:
         ({"state": "failing", "faults": ["Connection failed", "Resource limit matched"]}, "Connection failed"),
     ],
 )
-def test_monit_command_shows_states_in_the_words_of_monit(members: dict[str, Any], text: str) -> None:
+def test_monit_command_shows_states_in_monits_words(members: dict[str, Any], text: str) -> None:
     assert monit_text.words(service(**members)) == text
 
 
@@ -225,7 +225,7 @@ def test_monit_command_without_an_agent_reports_no_daemon(
     assert capfd.readouterr() == ("", said)
 
 
-def test_monit_reload_and_quit_print_the_text_of_monit(
+def test_monit_reload_and_quit_print_the_same_text_as_monit(
     asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert monit.main(["reload", "web"]) == 0
@@ -244,7 +244,7 @@ def test_monit_reload_and_quit_print_the_text_of_monit(
         ({"state": "failing", "faults": ["Invalid type"], "reason": "a link"}, 0, "'web' a link\n"),
     ],
 )
-def test_monit_validate_returns_the_exit_codes_of_monit(
+def test_monit_validate_returns_monits_exit_codes(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], members: dict[str, Any], status: int, said: str
 ) -> None:
     """As in monit 5.2.5, exit code 1 means that there is no error. A closed port does not count as an error."""
@@ -342,13 +342,13 @@ def test_monit_status_shows_response_times() -> None:
     assert "response time" not in monit_text.status(stopped, MACHINE)
 
 
-def test_monit_version_is_that_of_stemcells(capfd: pytest.CaptureFixture[str]) -> None:
+def test_monit_command_reports_the_same_version_as_on_stemcells(capfd: pytest.CaptureFixture[str]) -> None:
     assert monit.main(["-V"]) == 0
     assert capfd.readouterr().out.startswith("This is Monit version 5.2.5\n")
 
 
 @pytest.mark.parametrize("form", [["-t", "{file}"], ["-t", "-c", "{file}"], ["-c{file}", "-t"], ["-t", "-b", "{base}"]])
-def test_monit_option_t_checks_the_syntax_of_the_control_file(
+def test_monit_option_t_checks_the_control_file_syntax(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], form: list[str]
 ) -> None:
     file = tmp_path / "monit/job/0000_web.monitrc"

@@ -63,8 +63,8 @@ def test_invalid_release_manifest_is_rejected(raw: bytes) -> None:
         release_tarball.parse_manifest(raw)
 
 
-def test_compiled_release_manifest_has_the_members_of_the_go_agent() -> None:
-    """The members are in the Go agent's order. A text that some YAML parser could read as a number is quoted."""
+def test_compiled_release_manifest_has_the_same_members_as_the_go_agents() -> None:
+    """The members are in the Go agent's order. A text that a YAML parser could read as a number is quoted."""
     manifest = ReleaseManifest("a", "1.10", "12e34", license=License("l", "l", "l"), packages=[source("p")])
     compiled = release_tarball.compiled_manifest(manifest, [CompiledPackage("p", "1", "1", "5", "debian-x/1", ["q"])])
     raw = release_tarball.render_manifest(compiled)
@@ -88,7 +88,7 @@ def test_compiled_release_manifest_has_the_members_of_the_go_agent() -> None:
     assert release_tarball.parse_manifest(raw) == compiled
 
 
-# --- order of jobs ----------------------------------------------------------------------------------------------------
+# --- order of packages ------------------------------------------------------------------------------------------------
 
 
 def test_packages_are_ordered_by_dependencies_and_then_by_name() -> None:

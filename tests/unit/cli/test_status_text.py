@@ -73,11 +73,11 @@ def shown(**members: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("level", "is_told"), [(1, False), (2, True), (3, True)])
-def test_status_mentions_a_tmp_directory_that_all_jobs_share(level: int, is_told: bool) -> None:
+@pytest.mark.parametrize(("level", "is_mentioned"), [(1, False), (2, True), (3, True)])
+def test_status_mentions_a_tmp_directory_that_all_jobs_share(level: int, is_mentioned: bool) -> None:
     found = {"level": level, "obstacle": "", "memory": True, "processes": True}
 
-    assert ("; /tmp is shared by all jobs" in status_text.isolation(found)) is is_told
+    assert ("; /tmp is shared by all jobs" in status_text.isolation(found)) is is_mentioned
 
 
 def test_status_page_is_complete() -> None:
@@ -131,7 +131,7 @@ def many(count: int) -> dict[str, Any]:
     return shown(processes=[*({**web, "name": f"web-{number}"} for number in range(count - 1)), worker])
 
 
-def test_status_watch_fits_two_hundred_jobs_and_shows_the_failing_one() -> None:
+def test_status_watch_of_two_hundred_jobs_fits_the_screen_and_shows_the_failing_one() -> None:
     lines = status_text.render(many(200), columns=80, lines=24).splitlines()
 
     assert len(lines) == 24
@@ -223,7 +223,7 @@ def test_status_details_show_the_last_events() -> None:
 
 
 def test_status_reasons_and_warnings_are_wrapped() -> None:
-    """Lines wrap at words to fit the width of the terminal. Written to a pipe, each text is a single line."""
+    """Lines wrap at words to fit the width of the terminal. In a pipe, each text stays on a single line."""
     status = shown() | {
         "warnings": ["the jobs cannot be started: pre-start: 1 of 1 pre-start scripts failed. web: x"],
         "firewall": {"why": f"needs root and the base directory /var/vcap {'/long' * 20}"},
