@@ -1,4 +1,4 @@
-"""Errors in configuration documents, and the example of all options in docs/configuration.md."""
+"""Errors in configuration documents, and the example in docs/configuration.md that sets all options."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_extra_fields_are_logged_in_both_formats(form: str, setup: Callable[...,
 @pytest.mark.attack("text of a job forges lines of the agent's log, of alerts or of an archive's remarks")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable[..., Path]) -> None:
-    """All line separators, and both characters that start escape sequences, are escaped. This includes tracebacks."""
+    """All line separators, and both characters that start escape sequences, are escaped, also in tracebacks."""
     stderr = setup(form=form)
 
     hostile = "a\n2026-01-01 ERROR forged\r\x1b[2J\x9b2J\u2028b\x85c"
@@ -140,7 +140,7 @@ def test_traceback_shows_the_code_location_but_no_untrusted_text(form: str, setu
     assert secret not in text
 
 
-def said(text: str) -> None:
+def log_message(text: str) -> None:
     logging.getLogger("part").info("%s", text)
 
 
@@ -152,12 +152,12 @@ def file(tmp_path: Path, setup: Callable[..., Path], monkeypatch: pytest.MonkeyP
     return tmp_path / "log" / "current"
 
 
-def test_log_file_receives_what_stderr_receives(file: Path) -> None:
+def test_log_file_contains_the_same_lines_as_stderr(file: Path) -> None:
     """The file is created as soon as its directory exists, and only root and its group can read it."""
-    said("too early")
+    log_message("too early")
     file.parent.mkdir()
-    said("https://h/blob?sig=abc")
-    said("\udcff")
+    log_message("https://h/blob?sig=abc")
+    log_message("\udcff")
 
     lines = file.read_text().splitlines()
     assert [line.split(": ", 1)[1] for line in lines] == ["https://h/blob?<redacted>", "\\udcff"]
@@ -165,10 +165,10 @@ def test_log_file_receives_what_stderr_receives(file: Path) -> None:
 
 
 def test_large_log_file_is_rotated_to_a_single_older_file(file: Path) -> None:
-    """There are never more than two files, however much is logged."""
+    """There are never more than two files, no matter how much is logged."""
     file.parent.mkdir()
     for number in range(100):
-        said(f"line {number}")
+        log_message(f"line {number}")
 
     assert sorted(path.name for path in file.parent.iterdir()) == ["current", "current.1"]
     assert all(path.stat().st_size <= 1000 for path in file.parent.iterdir())
@@ -188,7 +188,7 @@ def test_unwritable_log_file_does_not_stop_logging(file: Path, obstacle: str, mo
         file.symlink_to(victim)
     else:
         monkeypatch.setattr(os, "write", _no_space)
-    said("something")
+    log_message("something")
     logging.getLogger("part").info("%d", "no number")
 
     assert victim.read_text() == ""
@@ -216,7 +216,7 @@ async def test_slow_stderr_reader_does_not_block_logging_and_dropped_lines_are_c
         monkeypatch.setattr("sys.stderr", stream)
         log.setup(form="text", file=file)
         for number in range(3000):
-            said(f"line {number} {'x' * 100}")
+            log_message(f"line {number} {'x' * 100}")
         await asyncio.sleep(0)
         assert sum("x" * 100 in line for line in file.read_text().splitlines()) == 3000
         content = b""
@@ -231,8 +231,8 @@ async def test_slow_stderr_reader_does_not_block_logging_and_dropped_lines_are_c
 
 def test_long_log_line_is_written_whole(setup: Callable[..., Path]) -> None:
     stderr = setup(form="text")
-    said("x" * 100_000)
-    said("y")
+    log_message("x" * 100_000)
+    log_message("y")
 
     assert [line[-1] for line in stderr.read_text().splitlines()] == ["x", "y"]
     assert len(stderr.read_text()) > 100_000
@@ -244,7 +244,7 @@ def test_logging_continues_after_stderr_is_closed(tmp_path: Path, monkeypatch: p
     with os.fdopen(writing, "w") as stream:
         monkeypatch.setattr("sys.stderr", stream)
         log.setup(form="text", file=tmp_path / "current")
-        said("one")
-        said("two")
+        log_message("one")
+        log_message("two")
 
     assert len((tmp_path / "current").read_text().splitlines()) == 2

@@ -34,7 +34,7 @@ def test_stemcell_agent_json_names_the_settings_file() -> None:
     assert settings.parse_config(raw, origin="agent.json").settings_files(Paths()) == [Path("/var/vcap/bosh/x.json")]
 
 
-def test_member_names_of_agent_json_match_in_any_case() -> None:
+def test_member_names_in_agent_json_are_case_insensitive() -> None:
     raw = (
         b'{"infrastructure":{"settings":{"sources":[{"type":"File","settingspath":"/x"}]}},"agentshim":{"HTTP":"off"}}'
     )
@@ -70,7 +70,7 @@ def test_agent_with_another_base_directory_does_not_read_settings_outside_it(nam
     assert [path for path in found if not path.is_relative_to("/tmp/x/bosh")] == []
 
 
-def test_broken_agent_json_error_names_the_file() -> None:
+def test_error_for_an_invalid_agent_json_names_the_file() -> None:
     with pytest.raises(ConfigError, match=r"cannot read the agent's configuration from agent\.json: .*"):
         settings.parse_config(b"{", origin="agent.json")
 
@@ -111,7 +111,7 @@ def test_t4_newest_bus_addresses_are_used() -> None:
     assert effective(env).mbus.scheme == "nats"
 
 
-def test_t4_stored_credentials_need_a_ca() -> None:
+def test_t4_stored_credentials_without_a_ca_are_ignored() -> None:
     env = parsed(env={"bosh": {"mbus": {"cert": CERT}}})
 
     assert effective(env, mbus={"cert": {"ca": "", "certificate": "N", "private_key": "N"}}).mbus.certificate == "CERT"
@@ -131,7 +131,7 @@ def since(seconds: float) -> dict[str, str]:
 def test_newer_of_two_bus_certificates_is_used(document: int, stored: int, winner: str) -> None:
     """A certificate in the CPI's Secret may be newer or older than one that the Director has rotated.
 
-    Key and CA always come from the same source as the certificate.
+    The key and the CA always come from the same source as the certificate.
     """
     certs = {"document": since(document), "stored": since(stored)}
     found = effective(parsed(env={"bosh": {"mbus": {"cert": certs["document"]}}}), mbus={"cert": certs["stored"]})
@@ -140,7 +140,7 @@ def test_newer_of_two_bus_certificates_is_used(document: int, stored: int, winne
     assert found.mbus.private_key == certs[winner]["private_key"]
 
 
-def test_stored_bus_certificate_is_used_if_both_have_the_same_age() -> None:
+def test_stored_bus_certificate_is_preferred_to_one_of_the_same_age() -> None:
     """The Go agent always prefers the stored one. A certificate that cannot be parsed counts as the older one."""
     both = since(60)
     for document, stored in [(both, both | {"ca": "C2"}), (CERT, CERT | {"ca": "C2"}), (CERT, both | {"ca": "C2"})]:
@@ -247,7 +247,7 @@ def test_network_is_dynamic_unless_it_has_a_static_address(members: dict[str, An
         ("-1", "16m"),
     ],
 )
-def test_invalid_tmpfs_size_is_replaced_by_the_default(given: str, size: str) -> None:
+def test_invalid_tmpfs_size_is_replaced_with_the_default(given: str, size: str) -> None:
     """An invalid size could add another mount option, so the default is used instead."""
     assert settings.TmpfsDir(tmpfs=True, tmpfs_size=given).size("16m") == size
 

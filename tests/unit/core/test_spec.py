@@ -18,7 +18,7 @@ def test_spec_without_rendered_templates_has_no_jobs() -> None:
     ]
 
 
-def test_spec_error_names_the_member_of_a_wrong_type() -> None:
+def test_spec_error_names_a_member_with_the_wrong_type() -> None:
     with pytest.raises(ActionError, match=r"cannot read the apply spec: .*persistent_disk"):
         spec.parse({"persistent_disk": "10"})
 
@@ -30,5 +30,5 @@ def test_invalid_spec_file_raises_an_action_error(raw: bytes) -> None:
 
 
 def test_stored_package_without_digest_is_read() -> None:
-    """An earlier apply without a configuration hash may have stored such a package."""
+    """A package without a digest may have been stored by an earlier apply without a configuration hash."""
     assert spec.decode(b'{"packages": {"p": {"name": "p", "sha1": ""}}}').packages["p"].sha1 == ""

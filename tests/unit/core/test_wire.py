@@ -37,11 +37,11 @@ def test_requests_that_go_cannot_decode_are_rejected(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("raw", [b'{"METHOD":"a","method":"b"}', b'{"method":"a","METHOD":"b"}'])
-def test_last_of_duplicate_request_members_applies_regardless_of_case(raw: bytes) -> None:
+def test_last_of_several_request_members_that_differ_only_in_case_is_used(raw: bytes) -> None:
     assert wire.decode_request(raw).method == "b"
 
 
-def test_reply_of_exactly_the_size_limit_is_sent() -> None:
+def test_reply_whose_size_equals_the_limit_is_sent_unchanged() -> None:
     text = "x" * (wire.MAX_REPLY_BYTES - len(b'{"value":""}'))
 
     assert len(wire.encode_value(text, limit=wire.MAX_REPLY_BYTES)) == wire.MAX_REPLY_BYTES
@@ -100,7 +100,7 @@ def test_lenient_member_of_a_wrong_type_is_ignored_and_reported() -> None:
 
 
 @pytest.mark.parametrize("begin", [b'"', b"[" * 500 + b'"', b'{"a":"'], ids=["text", "deep", "member"])
-def test_unterminated_megabyte_string_is_rejected_at_once(begin: bytes) -> None:
+def test_unterminated_megabyte_string_is_rejected_quickly(begin: bytes) -> None:
     """Searching for the end of the string again after each escaped quote would take hours."""
     with pytest.raises(wire.RequestError):
         wire.decode_request(begin + b'\\"' * 500_000)

@@ -1,4 +1,4 @@
-"""The validity of certificates, compared with the result of another parser."""
+"""The validity periods of certificates, compared with the results of another parser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Attribute's length")
 
 @pytest.mark.parametrize("valid", [pki.GOOD, pki.EXPIRED, (-10.0, 60.0 * 365 * 86400)])
 def test_certificate_validity_matches_another_parser(valid: tuple[float, float]) -> None:
-    """X.509 encodes times before and after 2050 differently."""
+    """Times before and after 2050 are tested, because X.509 encodes them differently."""
     pem = pki.Authority().agent("a1", valid=valid).certificate
     known = reference.load_pem_x509_certificate(pem.encode())
 
@@ -51,7 +51,7 @@ def test_truncated_certificate_raises_value_error() -> None:
 
 
 def test_all_certificates_of_a_bundle_are_read_in_order() -> None:
-    """Text between certificates is allowed. Certificates that cannot be parsed are left out."""
+    """Text between certificates is skipped, and certificates that cannot be parsed are left out."""
     authority = pki.Authority()
     leaf = authority.agent("a1", valid=(-60.0, 60.0)).certificate
     broken = "-----BEGIN CERTIFICATE-----\nMIIF\n-----END CERTIFICATE-----"
@@ -63,7 +63,7 @@ def test_all_certificates_of_a_bundle_are_read_in_order() -> None:
     assert x509.validities("CERT") == []
 
 
-def test_megabyte_of_unterminated_certificates_is_read_at_once() -> None:
+def test_megabyte_of_unterminated_certificates_is_read_quickly() -> None:
     """Searching for the end again from each beginning would take hours."""
     assert x509.validities("-----BEGIN CERTIFICATE-----" * 40_000) == []
     assert len(list(x509.blocks("-----BEGIN CERTIFICATE-----" * 40_000 + "-----END CERTIFICATE-----"))) == 1

@@ -48,17 +48,17 @@ def test_boot_makes_agent_directories_private(tmp_path: Path) -> None:
         path.name: "0o700" for path in closed
     }
     assert stat.S_IMODE((paths.sensitive_blobs / "tmp").stat().st_mode) == 0o750
-    boot.make_tree(paths)  # from here on: a mode that was changed in the meantime is corrected
-    paths.shim_run.chmod(0o755)
+    boot.make_tree(paths)
+    paths.shim_run.chmod(0o755)  # the next boot corrects a mode that was changed
     paths.sensitive_blobs.chmod(0o755)
     boot.make_tree(paths)
     assert [stat.S_IMODE(path.stat().st_mode) for path in closed[:2]] == [0o700, 0o700]
 
 
-def test_job_directories_have_the_modes_of_the_go_agent(tmp_path: Path) -> None:
+def test_job_directories_have_the_same_modes_as_under_the_go_agent(tmp_path: Path) -> None:
     """See ``SetupLogDir``, ``SetupRunDir`` and ``SetupDataDir`` in platform/linux_platform.go.
 
-    Any job may use sys/run.
+    Every job may write to sys/run.
     """
     paths = Paths(tmp_path)
     boot.make_tree(paths)

@@ -1,4 +1,4 @@
-"""Requests during the recovery of jobs. The task queue is real, and the supervisor is replaced."""
+"""Requests during the recovery of jobs, with a real task queue and a fake supervisor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agent_shim.daemon.job_recovery import JobRecovery, RecoveryPace
 PACE = RecoveryPace(first=60, limit=60, look=0.01)
 
 
-class Coming:
+class RecoveringAgent:
     """An agent on a new root file system, with a pre-start in progress."""
 
     def __init__(self, base: Path) -> None:
@@ -58,10 +58,10 @@ class Coming:
 
 
 @pytest.fixture
-async def coming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Coming]:
+async def recovering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RecoveringAgent]:
     monkeypatch.setattr("agent_shim.daemon.job_recovery.missing_files", lambda _: "")
     monkeypatch.setattr("agent_shim.daemon.job_recovery.record_health", lambda _: asyncio.sleep(0))
-    made = Coming(tmp_path)
+    made = RecoveringAgent(tmp_path)
     recovery = JobRecovery(cast("Agent", made.agent), lambda _: None, pace=PACE)
     running = [asyncio.create_task(made.tasks.run(lambda _, exc: str(exc))), asyncio.create_task(recovery.run())]
     async with asyncio.timeout(20):
@@ -78,26 +78,30 @@ async def _work() -> Any:
 
 
 @pytest.mark.parametrize("method", ["apply", "drain", "migrate_disk", "run_script", "stop", "unmount_disk"])
-async def test_request_that_changes_jobs_cancels_the_pre_start_of_a_recovery(coming: Coming, method: str) -> None:
+async def test_request_that_changes_jobs_cancels_the_pre_start_of_a_recovery(
+    recovering: RecoveringAgent, method: str
+) -> None:
     """Such a request must not wait for a pre-start that may hang."""
-    task = coming.tasks.submit(method, _work)
+    task = recovering.tasks.submit(method, _work)
 
     async with asyncio.timeout(20):
         await task.ended.wait()
 
-    assert coming.was_cut_short
-    assert coming.supervisor.is_held
+    assert recovering.was_cut_short
+    assert recovering.supervisor.is_held
 
 
 @pytest.mark.parametrize("method", ["fetch_logs", "compile_package", "ssh"])
-async def test_request_that_changes_no_job_waits_for_the_pre_start_of_a_recovery(coming: Coming, method: str) -> None:
-    task = coming.tasks.submit(method, _work)
+async def test_request_that_changes_no_job_waits_for_the_pre_start_of_a_recovery(
+    recovering: RecoveringAgent, method: str
+) -> None:
+    task = recovering.tasks.submit(method, _work)
     await asyncio.sleep(10 * PACE.look)
-    assert not coming.is_over.is_set()
+    assert not recovering.is_over.is_set()
 
-    coming.may_end.set()
+    recovering.may_end.set()
     async with asyncio.timeout(20):
         await task.ended.wait()
 
-    assert not coming.was_cut_short
-    assert not coming.supervisor.is_held
+    assert not recovering.was_cut_short
+    assert not recovering.supervisor.is_held

@@ -74,8 +74,8 @@ def test_metrics_readings_contain_the_values_of_every_component(
     assert (found.blobs, found.blob_bytes) == ({("in", "done"): 21}, {"in": 22})
 
 
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the runtime of ``live`` with the additional members that only the status needs."""
+def live_with_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the runtime of ``live`` with the additional members that the status needs."""
     monkeypatch.setattr(monit_api, "describe", lambda service: {"name": service.process.name})
     made: Any = live(tmp_path)
     made.bus.stats = SimpleNamespace(last_error="reset")
@@ -93,7 +93,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def test_status_values_come_from_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = await status_report.status(asked(tmp_path, monkeypatch), "running", 61)
+    found = await status_report.status(live_with_status(tmp_path, monkeypatch), "running", 61)
 
     del found["version"]
     # Both values are larger on a busy machine.
@@ -125,7 +125,7 @@ async def test_status_values_come_from_their_sources(tmp_path: Path, monkeypatch
 async def test_status_of_an_idle_agent_has_no_task_and_no_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str, is_mounted: bool, disk: str
 ) -> None:
-    made = asked(tmp_path, monkeypatch)
+    made = live_with_status(tmp_path, monkeypatch)
     made.heartbeat.sent_at = None
     made.agent.tasks.running = None
     made.agent.spec.current = ApplySpec()
@@ -155,9 +155,9 @@ def test_metrics_of_an_idle_agent_show_no_task_or_migration(tmp_path: Path) -> N
 
 
 def test_readiness_shows_no_job_output(tmp_path: Path) -> None:
-    """Anyone may query the readiness.
+    """Anyone may query the readiness, so it must not contain the output of a job's scripts, which may contain secrets.
 
-    The output of a job's scripts, which may contain secrets, is only in the status.
+    The output is only in the status.
     """
     names = "pre-start: 1 of 2 pre-start scripts failed. Failed Jobs: a-b. Successful Jobs: c."
     alone = SimpleNamespace(obstacle=f"{names} a-b: token: secret", failure="x")
@@ -214,8 +214,10 @@ def test_readiness_lists_jobs_that_are_failing(tmp_path: Path) -> None:
 
 
 def test_readiness_does_not_read_process_figures(tmp_path: Path) -> None:
-    """Process figures need a scan of all processes, which anyone with access to the endpoint could request at will."""
-    asked = live(tmp_path)
-    cast("Any", asked.agent).supervisor = SimpleNamespace(job_state=lambda: "running")
+    """Reading process figures takes a scan of all processes, which anyone with access to the endpoint could request at
+    will.
+    """
+    made = live(tmp_path)
+    cast("Any", made.agent).supervisor = SimpleNamespace(job_state=lambda: "running")
 
-    assert status_report.readiness(asked, "jobs") == (True, "jobs are running")
+    assert status_report.readiness(made, "jobs") == (True, "jobs are running")

@@ -88,7 +88,7 @@ def test_s8_alert_ids_are_unique() -> None:
 
 
 class SwitchedBus:
-    """A bus that accepts messages while it is up."""
+    """A bus that accepts messages only while it is up."""
 
     def __init__(self) -> None:
         self.is_up = True
@@ -110,7 +110,7 @@ class SwitchedBus:
 
 @asynccontextmanager
 async def sending(bus: SwitchedBus, *, quiet: float = 20.0) -> AsyncIterator[Alerts]:
-    """Send the alerts of the queue to a bus for the duration of the block."""
+    """Yield a queue whose alerts are sent to the bus for the duration of the block."""
     queue = Alerts("agent", bus.publish, quiet=quiet)
     running = asyncio.create_task(queue.run())
     try:
@@ -126,7 +126,7 @@ def fail(queue: Alerts, service: str, event: str = "Does not exist") -> None:
     queue.raise_alert(service, event, "restart", "process is not running", ["10.0.0.1"])
 
 
-async def test_alerts_wait_for_the_bus() -> None:
+async def test_alerts_are_kept_until_the_bus_is_connected() -> None:
     """An event that occurs without a connection is sent when the bus is back."""
     bus = SwitchedBus()
     bus.is_up = False
@@ -176,7 +176,7 @@ async def test_dropping_an_alert_that_is_being_sent_does_not_drop_another(monkey
 
 
 async def test_repeated_alert_is_sent_once_within_the_quiet_time() -> None:
-    """Repetitions are only counted. An alert about another process or event is sent."""
+    """Repetitions are counted but not sent. An alert about another process or event is sent."""
     bus = SwitchedBus()
     async with sending(bus) as queue:
         for _ in range(50):

@@ -75,8 +75,8 @@ async def beating(world: HeartbeatParts, **bounds: float) -> AsyncIterator[Heart
 BEGUN_AT = 1000.0
 
 
-class Skipping(selectors.DefaultSelector):
-    """An event loop that advances its clock instead of waiting, so that an hour takes a moment and times are exact."""
+class SkippingSelector(selectors.DefaultSelector):
+    """A selector that advances its clock instead of waiting, so that an hour takes a moment and times are exact."""
 
     now = BEGUN_AT
 
@@ -86,9 +86,9 @@ class Skipping(selectors.DefaultSelector):
         return super().select(0)
 
 
-def skipping(play: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a coroutine on a clock that skips waits."""
-    selector = Skipping()
+def run_without_waiting(play: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a coroutine in an event loop that advances its clock instead of waiting."""
+    selector = SkippingSelector()
     loop = asyncio.SelectorEventLoop(selector)
     monkeypatch.setattr(loop, "time", lambda: selector.now)
     monkeypatch.setattr(time, "monotonic", lambda: selector.now)
@@ -109,7 +109,7 @@ def test_s7_heartbeats_keep_a_fixed_schedule(monkeypatch: pytest.MonkeyPatch, sl
         async with beating(world):
             await asyncio.sleep(3601.5)
 
-    skipping(play(), monkeypatch)
+    run_without_waiting(play(), monkeypatch)
     times = [at - BEGUN_AT for at, _, _ in world.beats]
 
     assert times == pytest.approx([30.0 * number + min(slowness, 1.0) for number in range(1, 121)], abs=0.001)
@@ -121,27 +121,27 @@ def test_extra_heartbeats_do_not_shift_the_schedule(monkeypatch: pytest.MonkeyPa
     """Each extra heartbeat is sent within a second, which is the time allowed for vitals."""
     world = HeartbeatParts()
     world.slowness = 5.0
-    told_at = [3.0, 29.5, 45.0, 89.999, 90.001]
+    requested_at = [3.0, 29.5, 45.0, 89.999, 90.001]
 
     async def play() -> None:
         async with beating(world) as heart:
-            for at in told_at:
+            for at in requested_at:
                 await asyncio.sleep(BEGUN_AT + at - time.monotonic())
                 heart.beat_now()
             await asyncio.sleep(30)
 
-    skipping(play(), monkeypatch)
+    run_without_waiting(play(), monkeypatch)
     times = [at - BEGUN_AT for at, _, _ in world.beats]
 
     for due in (30.0, 60.0, 90.0):
         assert any(due <= at <= due + 2.001 for at in times), due
-    for at in told_at:
+    for at in requested_at:
         assert any(at <= beat <= at + 1.001 for beat in times), at
     assert len(times) in (7, 8, 9)
 
 
 def test_missed_heartbeats_are_not_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the whole machine pauses, the schedule continues afterwards without the missed heartbeats."""
+    """If the whole machine pauses, the schedule continues afterwards, but the missed heartbeats are not sent."""
     world = HeartbeatParts()
 
     async def play() -> None:
@@ -151,7 +151,7 @@ def test_missed_heartbeats_are_not_sent_later(monkeypatch: pytest.MonkeyPatch) -
             selector.now += 100
             await asyncio.sleep(45)
 
-    skipping(play(), monkeypatch)
+    run_without_waiting(play(), monkeypatch)
 
     assert [at - BEGUN_AT for at, _, _ in world.beats] == pytest.approx([30, 140, 150, 180], abs=0.001)
 
@@ -178,7 +178,7 @@ async def test_slow_vitals_do_not_delay_a_heartbeat() -> None:
     assert [state for *_, state in world.beats][told] == "failing"
 
 
-async def test_failing_vitals_are_logged_and_replaced_by_the_last_ones(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_measurement_is_logged_and_the_last_vitals_are_sent(caplog: pytest.LogCaptureFixture) -> None:
     world = HeartbeatParts()
     async with beating(world, period=0.03, collect_s=0.02):
         await until(lambda: world.vitals[-1:] not in ([], [None]))
@@ -205,8 +205,8 @@ async def test_heartbeat_without_a_connection_is_skipped() -> None:
         await until(lambda: len(world.beats) >= 1)
 
 
-def test_s7_heartbeat_has_exactly_the_members_of_the_go_agent() -> None:
-    """The Health Monitor would drop a heartbeat that has an id or a time."""
+def test_s7_heartbeat_has_the_same_members_as_the_go_agents() -> None:
+    """It has no other members, because the Health Monitor would drop a heartbeat with an id or a time."""
     given = protocol.message("heartbeat")
 
     assert msgspec.to_builtins(Message(**given)) == given

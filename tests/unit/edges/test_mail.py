@@ -22,8 +22,8 @@ def lines(**options: object) -> list[str]:
     return mail.decode().split("\r\n")
 
 
-def test_mail_follows_the_format_in_the_control_file_of_a_stemcell() -> None:
-    """A line break in the output of a job must not add a line to the mail."""
+def test_mail_follows_the_format_in_a_stemcells_control_file() -> None:
+    """A line break in a job's output must not add a line to the mail."""
     found = lines(mail_format=FORMAT)
     head, body = found[: found.index("")], found[found.index("") + 1 :]
 

@@ -1,4 +1,4 @@
-"""The text of the metrics page, and addresses for the HTTP server. No socket is opened."""
+"""The text of the metrics page, and the parsing of addresses for the HTTP server. No socket is opened."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ FULL = Readings(
 
 
 class Clock:
-    """A clock that a test sets."""
+    """A clock that only advances when a test sets it."""
 
     now = 100.0
 
@@ -194,8 +194,8 @@ def test_metrics_page_omits_unknown_readings() -> None:
     }
 
 
-def test_openmetrics_and_text_format_have_equally_many_samples() -> None:
-    """The OpenMetrics page is accepted by a strict parser, and has as many samples as the text page."""
+def test_openmetrics_and_text_format_have_the_same_number_of_samples() -> None:
+    """The OpenMetrics page must also be valid for a strict parser."""
     made = Metrics(lambda: FULL, ["ping"])
     made.action_done("ping", "done", 0.001)
 
@@ -205,7 +205,7 @@ def test_openmetrics_and_text_format_have_equally_many_samples() -> None:
 
 
 def test_actions_are_counted_by_outcome_and_timed_by_method() -> None:
-    """Histogram buckets are cumulative."""
+    """The buckets of the duration histogram are cumulative."""
     made = Metrics(Readings, ["ping", "apply"])
     made.action_done("ping", "done", 0.001)
     made.action_done("ping", "failed", 0.005)
@@ -258,7 +258,7 @@ def test_metrics_page_is_cached_for_a_second() -> None:
     assert taken == [100.0, 101.0]
 
 
-def test_number_of_metric_series_is_bounded() -> None:
+def test_number_of_metric_series_is_limited() -> None:
     """200 jobs and 40 methods produce at most 4000 samples."""
     many = Readings(
         bus=FULL.bus,
@@ -307,7 +307,7 @@ def test_invalid_http_address_error_contains_the_expected_format(text: str) -> N
 
 
 async def test_open_files_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Linux 6.2, counting a million open files takes most of a second."""
+    """Before Linux 6.2, counting a million open files takes most of a second, which must not block the event loop."""
     threads = []
 
     def open_files(_pid: int) -> int:
@@ -325,7 +325,7 @@ async def test_open_files_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_compressed_metrics_page_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anyone with access to the endpoint may request the page a thousand times a second."""
+    """It is compressed once, because anyone with access to the endpoint may request it a thousand times a second."""
     packed = []
 
     def compress(page: bytes, *_: int) -> bytes:

@@ -77,7 +77,7 @@ def test_tls_verification_matches_go() -> None:
 
 
 def test_old_tls_versions_and_renegotiation_are_rejected() -> None:
-    """The settings are explicit, because the library's defaults may differ. A trusted CA may be an intermediate one."""
+    """The contexts do not rely on the library's defaults, which may differ. An intermediate CA may be trusted."""
     client, server = tls.client_context(mbus()), tls.server_context(mbus())
 
     assert client.minimum_version == server.minimum_version == ssl.TLSVersion.TLSv1_2
@@ -112,7 +112,7 @@ def test_tls_trusts_the_system_roots_if_the_ca_is_empty(tmp_path: Path, monkeypa
     ],
 )
 def test_invalid_credentials_error_names_the_wrong_part(changes: dict[str, str], complaint: str) -> None:
-    """The error names the invalid text, but contains nothing of it."""
+    """The error says which text is invalid, but does not quote it."""
     with pytest.raises(CredentialsError) as caught:
         tls.client_context(mbus(**changes))
 
@@ -133,7 +133,7 @@ def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptu
     assert [record.getMessage() for record in caplog.records] == ([told] if bad == BROKEN else [])
 
 
-def test_loading_a_private_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_private_key_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After use, the key is neither on disk nor in an open file descriptor."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -146,9 +146,7 @@ def test_loading_a_private_key_leaves_no_file(tmp_path: Path, monkeypatch: pytes
 
 
 def test_certificates_of_a_real_director_are_accepted() -> None:
-    """Such certificates have RSA keys of 3072 bits and a country of three letters, which strict tools refuse to
-    create.
-    """
+    """Such certificates have a 3072-bit RSA key and a three-letter country, which strict tools refuse to create."""
     real = Authority(bits=3072)
     pair = real.agent("agent")
 
