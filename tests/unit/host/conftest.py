@@ -23,8 +23,8 @@ def no_descriptor_is_left() -> Iterator[None]:
     for _ in range(MAX_LOOKS):
         if not (left := _open() - before):
             return
-        gc.collect()  # close files of the test itself
-        time.sleep(0.01)  # a thread of the test may still be reading
+        gc.collect()  # close files that the test has left open
+        time.sleep(0.01)  # a thread that the test has started may still be reading
     assert left == set()
 
 

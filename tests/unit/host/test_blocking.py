@@ -36,7 +36,7 @@ async def test_hanging_call_ends_at_its_timeout_and_delays_only_its_owner() -> N
     assert await blocking.call("evil", lambda: 7) == 7
 
 
-async def test_number_of_hanging_calls_is_bounded_except_for_urgent_ones() -> None:
+async def test_number_of_hanging_calls_is_limited_except_for_urgent_ones() -> None:
     gate = threading.Event()
     before = set(threading.enumerate())  # one of these threads may be about to end
     try:

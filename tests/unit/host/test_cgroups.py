@@ -1,4 +1,4 @@
-"""The limits and the usage of the container, read from files that imitate cgroup hierarchies."""
+"""The container's limits and usage, read from files that imitate cgroup hierarchies."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_memory_is_read_from_cgroup_v1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max", NO_LIMIT, str(1000 * MIB), "0", "-1", "", "nonsense"])
-def test_container_memory_is_unknown_without_a_limit_below_that_of_the_machine(tmp_path: Path, limit: str) -> None:
+def test_container_memory_is_unknown_without_a_limit_below_the_machines_memory(tmp_path: Path, limit: str) -> None:
     """Without a limit, the usage of the agent's own cgroup would be misleading."""
     write(tmp_path, {"memory.max": limit, "memory.current": 5})
 
@@ -102,7 +102,7 @@ def test_container_memory_is_unknown_without_a_limit_below_that_of_the_machine(t
 
 
 def test_container_with_unlimited_swap_reports_the_machines_swap(tmp_path: Path) -> None:
-    """``max`` means all swap of the machine. Without the files, the container has no swap."""
+    """``max`` allows all of the machine's swap. Without the files, the container has no swap."""
     write(tmp_path, {"memory.max": MIB, "memory.current": 5})
     without = cgroups.memory(version_2(tmp_path), HOST)
     write(tmp_path, {"memory.swap.max": "max", "memory.swap.current": 300 * MIB})
@@ -129,7 +129,7 @@ def test_cpu_quota_is_read_from_cgroup_v1(tmp_path: Path) -> None:
 
 
 def test_lowest_cpu_quota_applies(tmp_path: Path) -> None:
-    """Usage is read from the level with that quota, although it is in another hierarchy in version 1."""
+    """Usage is read from the level with that quota, even in version 1, where usage is in another hierarchy."""
     for level, quota, used in [("", 80000, 9), ("pod", 20000, 5), ("pod/agent", -1, 1)]:
         write(tmp_path / "cpu" / level, {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": 100000})
         write(tmp_path / "cpuacct" / level, {"cpuacct.usage_user": used * 10**9, "cpuacct.usage_sys": 0})
@@ -144,7 +144,7 @@ def test_lowest_cpu_quota_applies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "quota", ["max 100000", f"{100000 * (os.cpu_count() or 1)} 100000", "0 0", "5 0", "5", "", "a b"]
 )
-def test_container_cpu_is_unknown_without_a_quota_below_the_cpus_of_the_machine(tmp_path: Path, quota: str) -> None:
+def test_container_cpu_is_unknown_without_a_quota_below_the_machines_cpus(tmp_path: Path, quota: str) -> None:
     """Without a quota, jobs can use all CPUs of the machine."""
     write(tmp_path, {"cpu.max": quota, "cpu.stat": "user_usec 1\nsystem_usec 1"})
 
@@ -152,7 +152,7 @@ def test_container_cpu_is_unknown_without_a_quota_below_the_cpus_of_the_machine(
 
 
 def test_oom_kills_are_counted(tmp_path: Path) -> None:
-    """In version 2, a counter includes the nested cgroups. Without the file, the count is unknown."""
+    """In version 2, the counter includes nested cgroups. Without the file, the count is unknown (None)."""
     write(tmp_path, {"memory.max": MIB, "memory.events": "low 0\noom 4\noom_kill 3\noom_group_kill 0"})
     write(tmp_path / "leaf", {"memory.events": "oom_kill 0"})
     write(tmp_path / "memory", {"memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2"})
@@ -163,9 +163,9 @@ def test_oom_kills_are_counted(tmp_path: Path) -> None:
     assert cgroups.oom_kills(cgroups.Cgroup(), HOST.total) is None
 
 
-def test_oom_group_is_disabled_only_in_the_cgroup_of_the_container(tmp_path: Path) -> None:
-    """In a nested cgroup, the setting was chosen by the operator, for example with ``OOMPolicy=kill`` in a systemd
-    unit.
+def test_oom_group_is_disabled_only_in_the_containers_own_cgroup(tmp_path: Path) -> None:
+    """In a nested cgroup, the setting is kept, because the operator chose it, for example with ``OOMPolicy=kill`` in a
+    systemd unit.
 
     The root cgroup of a machine does not have the file.
     """
@@ -221,7 +221,7 @@ MOUNTS = """\
 """
 
 
-def test_last_mount_on_the_same_mount_point_is_the_cgroup_hierarchy() -> None:
+def test_last_of_several_mounts_on_a_mount_point_is_the_cgroup_hierarchy() -> None:
     """In systemd mode, Podman mounts the container's cgroup over the host's hierarchy at the same mount point."""
     table = mounts.parse(
         b"30 20 0:26 / /cg/memory rw - cgroup cgroup rw,memory\n"
@@ -255,7 +255,7 @@ def test_any_cgroup_membership_text_can_be_parsed(text: str) -> None:
 
 
 def test_cgroup_of_this_machine_can_be_read() -> None:
-    """The result must be valid on any machine, with or without limits."""
+    """The real files must give a valid result on any machine, with or without limits."""
     host = host_stats.memory()
     found = cgroups.memory(cgroups.find(), host)
 
@@ -264,7 +264,7 @@ def test_cgroup_of_this_machine_can_be_read() -> None:
 
 
 def test_cpu_time_is_reported_without_a_quota(tmp_path: Path) -> None:
-    """CPU time is read from the level that has a quota, otherwise from the process's own level."""
+    """Without a quota, CPU time is read from the process's own level, otherwise from the level that has the quota."""
     write(tmp_path / "pod", {"cpu.max": "max 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 1000000"})
     write(tmp_path, {"cpu.stat": "user_usec 9000000\nsystem_usec 9000000"})
 

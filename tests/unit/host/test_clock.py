@@ -38,7 +38,7 @@ def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.uptime_of(1000 * clock.TICKS) == 0
 
 
-def test_start_times_share_the_origin_of_boot_time() -> None:
+def test_process_start_times_are_measured_with_the_boot_time_clock() -> None:
     """On the clock that counts from boot, the test's own process started less than a day ago and not in the future."""
     own = proc.stat(os.getpid())
     assert own is not None

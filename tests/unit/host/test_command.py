@@ -13,7 +13,7 @@ from agent_shim.host import command
 
 
 async def test_command_gets_its_input_and_returns_its_output() -> None:
-    """Input may be secret, because, unlike arguments, it is not visible in the process list."""
+    """Secrets are passed as input, because arguments are visible in the process list."""
     assert await command.run("/bin/sh", "-c", "cat; echo end", given="secret ") == "secret end\n"
 
 

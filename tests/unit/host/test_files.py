@@ -29,7 +29,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def test_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
-    """The umask has no effect, and no temporary file is left."""
+    """The umask does not change the mode, and no temporary file is left."""
     path = tmp_path / "a.json"
     before = os.umask(0o077)
     try:
@@ -42,7 +42,7 @@ def test_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.json"]
 
 
-def test_partly_written_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+def test_partly_written_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     """Otherwise other users could open the new file before it gets its final mode."""
     before = os.umask(0)
     try:
@@ -120,7 +120,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_mounted_file_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that the container runtime has mounted cannot be replaced, and its directory may be read-only."""
+    """If the container runtime has mounted the file, it cannot be replaced, and its directory may be read-only."""
     path = tmp_path / "hosts"
     path.write_bytes(b"a longer old text")
     before = path.stat().st_ino
@@ -156,8 +156,8 @@ def test_own_file_is_not_read_or_written_through_a_symlink_out_of_its_directory(
     assert (tmp_path / "outside").read_bytes() == b"outside"
 
 
-def test_own_file_is_read_through_a_symlink_to_memory_but_not_a_second_symlink(tmp_path: Path) -> None:
-    """The agent creates such a symlink for a file in memory, below the same directory."""
+def test_own_file_is_read_through_one_symlink_but_not_through_a_second(tmp_path: Path) -> None:
+    """The agent creates such a symlink for a file that it keeps on a tmpfs below the same directory."""
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/state").write_bytes(b"kept")
     (tmp_path / "state").symlink_to("memory/state")
@@ -264,7 +264,7 @@ def test_chown_error_names_the_unknown_user_or_group(tmp_path: Path, owner: str,
 
 
 def test_ordinary_user_changes_no_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent of an ordinary user works in its own directory, whatever owners are requested."""
+    """An agent that runs as an ordinary user works in its own directory, no matter which owners are requested."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     files.chown(tmp_path, "nobody-here:nobody-here")
     files.make_dir(tmp_path / "a", 0o750, "root:vcap")
@@ -347,7 +347,7 @@ def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
 
 
 def test_read_only_tree_is_removed() -> None:
-    """Module caches are read-only. Unlike root, an ordinary user must change the modes before removing them."""
+    """An example is a Go module cache. Unlike root, an ordinary user must change the modes before removing the tree."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
         directories = [tree / "a/b/c", tree / "a/b", tree / "a", tree]
@@ -361,8 +361,8 @@ def test_read_only_tree_is_removed() -> None:
         assert names_in(Path(scratch)) == []
 
 
-def test_temporary_files_are_recognised_by_their_names(tmp_path: Path) -> None:
-    """This allows the boot to remove the unfinished files of a killed agent."""
+def test_temporary_files_are_recognized_by_their_names(tmp_path: Path) -> None:
+    """The names allow the agent to remove the unfinished files of a killed agent when it boots."""
     path = tmp_path / "a"
     found = files.sibling(path)
 
@@ -373,13 +373,13 @@ def test_temporary_files_are_recognised_by_their_names(tmp_path: Path) -> None:
 
 
 def test_reading_a_directory_as_a_file_leaks_no_descriptor(tmp_path: Path) -> None:
-    """The path of the settings may be a directory. It is read twice a second, so a leak would add up."""
+    """The settings path, which is read twice a second, may be a directory by mistake, so leaks would add up."""
     with pytest.raises(OSError, match="it is not a regular file"):
         files.read(tmp_path)
 
 
 @pytest.mark.parametrize("size", [0, 4, files.CHUNK_BYTES, files.CHUNK_BYTES + 1, 5 * files.CHUNK_BYTES])
-def test_file_of_exactly_the_size_limit_is_read(tmp_path: Path, size: int) -> None:
+def test_file_whose_size_equals_the_limit_is_read(tmp_path: Path, size: int) -> None:
     content = os.urandom(size)
     (tmp_path / "f").write_bytes(content)
 
@@ -399,7 +399,7 @@ def test_proc_file_without_a_size_is_read_up_to_the_limit() -> None:
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def test_copy_of_a_file_starts_at_the_current_offset(tmp_path: Path) -> None:
+def test_file_is_copied_from_the_current_offset(tmp_path: Path) -> None:
     data = os.urandom(300_000)
     (tmp_path / "a").write_bytes(data)
     with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:

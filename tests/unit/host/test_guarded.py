@@ -72,7 +72,7 @@ def test_guarded_open_with_o_path_does_not_open_the_file(tree: Path) -> None:
 
 
 def test_guarded_open_rejects_a_path_outside_its_root(tree: Path) -> None:
-    """This is decided by comparing the paths, before anything is opened."""
+    """The paths are compared before anything is opened."""
     for path, root in ((tree / "a", tree / "a" / "b"), (tree / "secret", tree / "a"), (Path("a"), Path("/a"))):
         with pytest.raises(ValueError, match="is not below"), guarded.held(path, root):
             pass
@@ -112,7 +112,7 @@ def test_guarded_open_rejects_symlinks_and_parent_directories(tree: Path, path: 
     ],
 )
 def test_guarded_open_error_has_the_errno(tree: Path, path: str, code: int) -> None:
-    """Callers ignore a path that has vanished, but not a symlink, so they need the errno."""
+    """Callers need the errno, because they ignore a missing path but not a symlink."""
     with pytest.raises(HostError, match="cannot open") as caught:
         beneath(tree, path, os.O_RDONLY)
 
@@ -197,8 +197,8 @@ def test_guarded_read_checks_hard_links_only_below_a_root_directory(
         (stat.S_IFDIR, 0, 5, True),
     ],
 )
-def test_guarded_read_rejects_hard_linked_files_of_root(mode: int, owner: int, links: int, is_read: bool) -> None:
-    """A job can hard-link a file of root into its own directory. Files of jobs may have any number of links."""
+def test_guarded_read_rejects_hard_linked_files_owned_by_root(mode: int, owner: int, links: int, is_read: bool) -> None:
+    """A job can hard-link root's files into its own directory. Files owned by jobs may have any number of links."""
     with contextlib.nullcontext() if is_read else pytest.raises(OSError, match="second hard link"):
         guarded.refuse_second_name(status(mode, owner, links))
 
@@ -206,7 +206,7 @@ def test_guarded_read_rejects_hard_linked_files_of_root(mode: int, owner: int, l
 @pytest.mark.attack("a job tricks root into opening a FIFO or a device")
 @pytest.mark.parametrize("what", ["fifo", "socket", "device", "directory", "proc"])
 def test_guarded_read_rejects_irregular_files(tmp_path: Path, what: str) -> None:
-    """The read fails at once. Opening a FIFO without a writer would block forever."""
+    """The read must fail immediately, because opening a FIFO without a writer would otherwise block forever."""
     path = tmp_path / "thing"
     if what == "fifo":
         os.mkfifo(path)
@@ -242,7 +242,7 @@ def test_guarded_open_does_not_wait_for_a_file_lease(tmp_path: Path) -> None:
 
 
 def test_guarded_read_has_a_size_limit(tmp_path: Path) -> None:
-    """Reading a part of a sparse file of terabytes takes no longer than for a short file."""
+    """Reading the end of a sparse file of several terabytes takes no longer than for a short file."""
     path = tmp_path / "huge"
     with path.open("wb") as file:
         file.truncate(1 << 42)
@@ -257,7 +257,7 @@ def test_guarded_read_has_a_size_limit(tmp_path: Path) -> None:
 
 
 def test_data_search_skips_holes_in_sparse_files(tmp_path: Path) -> None:
-    """A job can create any number of data ranges, so the rest of the file counts as a hole after a limit."""
+    """A job can create any number of data ranges, so their number is limited, and the rest counts as a hole."""
     path = tmp_path / "sparse"
     with path.open("wb") as file:
         for number in range(6):
@@ -269,7 +269,7 @@ def test_data_search_skips_holes_in_sparse_files(tmp_path: Path) -> None:
         assert [begin >> 20 for begin, _ in found] == list(range(6))
         assert list(guarded.segments(file.fileno(), 0, (5 << 20) + 1, 3)) == found[:3]
         assert list(guarded.segments(file.fileno(), 0, 0)) == []
-        # this range ends where the next data begins
+        # This range ends where the next data begins.
         assert list(guarded.segments(file.fileno(), found[0][1], 1 << 20)) == []
         file.truncate(1 << 24)
         assert list(guarded.segments(file.fileno(), 8 << 20, 1 << 24)) == []  # a hole up to the end of the file
@@ -306,7 +306,7 @@ def test_guarded_log_is_created_and_appended_to(tmp_path: Path) -> None:
     assert mode_of(path) == 0o640
 
 
-def test_guarded_log_can_be_read_by_its_owner_alone_while_it_is_being_created(
+def test_guarded_log_is_readable_only_by_its_owner_while_it_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, modes = tmp_path / "x.log", []

@@ -1,4 +1,4 @@
-"""Cgroups for single processes, in version 2. Tests that need root cover version 1 with real cgroups."""
+"""Cgroups for single processes, on cgroup v2. The root tests cover version 1 with real cgroups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_shim.host import cgroups, job_cgroups, proc
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Simulate a cgroup of the agent that delegates controllers."""
+    """Simulate an agent's cgroup that delegates controllers."""
     for directory in (tmp_path, tmp_path / "agent_shim"):
         directory.mkdir(exist_ok=True)
         (directory / "cgroup.subtree_control").write_text("cpu memory" if directory == tmp_path else "")
@@ -109,7 +109,7 @@ def test_cgroup_controller_that_cannot_be_delegated_is_not_offered(
 ) -> None:
     """The kernel refuses to delegate a controller while processes are in the agent's cgroup.
 
-    No directory must be left.
+    The directory that was created for the attempt must be removed.
     """
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(job_cgroups, "hierarchies", lambda: (("memory", hierarchy),))
@@ -143,15 +143,15 @@ def test_no_controller_is_enabled_in_a_cgroup_that_contains_processes(
     (tmp_path / "cgroup.procs").write_text(members)
     if kind is not None:
         (tmp_path / "cgroup.type").write_text(f"{kind}\n")
-    monkeypatch.setattr(Path, "mkdir", _mkdir_of_kernel)
+    monkeypatch.setattr(Path, "mkdir", _make_cgroup)
     monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
 
     assert job_cgroups.offered() == (frozenset({"pids"}) if is_offered else frozenset())
     assert (tmp_path / "cgroup.subtree_control").read_text() == ("+pids" if is_offered else "")
 
 
-def _mkdir_of_kernel(path: Path, *args: Any, **options: Any) -> None:
-    """Create a cgroup with the file of a controller."""
+def _make_cgroup(path: Path, *args: Any, **options: Any) -> None:
+    """Create a directory with a controller's file in it, as the kernel does for a new cgroup."""
     os.mkdir(path)  # noqa: PTH102 - Path.mkdir is replaced
     (path / "pids.max").write_text("max")
 

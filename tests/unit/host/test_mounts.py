@@ -53,8 +53,8 @@ def test_mount_fields_are_parsed(table: list[mounts.Mount]) -> None:
         ("/a/b/c", "newest"),
     ],
 )
-def test_mount_of_a_path_is_the_visible_one(path: str, source: str, table: list[mounts.Mount]) -> None:
-    """A mount that was covered by a later one is not visible, regardless of its depth and its position in the table."""
+def test_visible_mount_of_a_path_is_found(path: str, source: str, table: list[mounts.Mount]) -> None:
+    """A mount that a later one hides is never returned, regardless of its depth and its position in the table."""
     mount = mounts.mount_of(Path(path), table)
 
     assert mount is not None
@@ -75,7 +75,7 @@ def test_network_file_system_is_not_local(monkeypatch: pytest.MonkeyPatch, kind:
 
 
 def test_path_without_a_mount_is_not_local(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A namespace whose root is not reachable has no mount for a path."""
+    """In a namespace whose root is not reachable, a path may have no mount."""
     monkeypatch.setattr(mounts, "mounts", list)
 
     assert not mounts.is_local(Path("/vol"))
@@ -138,8 +138,13 @@ def test_mount_table_of_this_machine_contains_proc() -> None:
     assert not mounts.is_mount_point(Path("/proc/self"))
 
 
-def test_mount_point_needs_an_exact_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the prefix of a mount point's name nor a mount point under a later mount counts."""
+def test_only_a_visible_mount_with_exactly_this_path_is_a_mount_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a file below a mount point nor a prefix of its path is a mount point.
+
+    A mount that is hidden by a later mount over its parent is not a mount point either.
+    """
     table = tmp_path / "mountinfo"
     table.write_text(f"5 4 0:1 / / rw - ext4 disk rw\n6 5 0:2 / {tmp_path}/ab rw - tmpfs none rw\n")
     monkeypatch.setattr(mounts, "MOUNTINFO", table)

@@ -31,11 +31,11 @@ def test_process_name_does_not_shift_the_stat_fields(name: str) -> None:
 
 
 @pytest.mark.parametrize(("state", "is_alive"), [("R", True), ("S", True), ("D", True), ("T", True), ("Z", False)])
-def test_zombie_does_not_count_as_alive(state: str, is_alive: bool) -> None:
+def test_zombie_is_not_alive(state: str, is_alive: bool) -> None:
     assert proc.Stat(1, state, 0, 1, 1, 0, 0, 0).is_alive is is_alive
 
 
-def test_process_table_agrees_with_a_single_read() -> None:
+def test_process_table_agrees_with_the_stat_of_a_single_process() -> None:
     own = proc.stat(os.getpid())
 
     assert own is not None
@@ -43,8 +43,8 @@ def test_process_table_agrees_with_a_single_read() -> None:
     assert proc.table()[os.getpid()].identity == own.identity
 
 
-def test_missing_process_is_none_without_an_error() -> None:
-    """A pid without a process has empty attributes."""
+def test_reading_a_missing_process_gives_empty_values() -> None:
+    """Without a process, nothing is found, but no error is raised."""
     beyond = 2**22 + 1
 
     assert proc.stat(beyond) is None
@@ -53,13 +53,13 @@ def test_missing_process_is_none_without_an_error() -> None:
     assert not proc.has_our_root(beyond)
 
 
-def test_command_line_is_joined_by_blanks() -> None:
-    """This is the form that monit matches."""
+def test_command_line_is_joined_with_spaces() -> None:
+    """This is the form that monit compares with patterns."""
     assert proc.command_line(os.getpid()) == " ".join(sys.orig_argv)
 
 
 def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.LogCaptureFixture) -> None:
-    """If they could not be read, running processes would count as exited."""
+    """If they could not be read, running processes would be taken for exited ones."""
     proc.tell_shortage.cache_clear()
     before = proc.stat(os.getpid())
     with descriptors.none_free():
@@ -92,7 +92,7 @@ def test_descendants_of_a_process_are_found(parents: Mapping[int, int], roots: l
 
 
 def test_incarnation_is_stable_for_the_lifetime_of_the_container() -> None:
-    """The incarnation is not empty on Linux."""
+    """The incarnation begins with the kernel's boot id."""
     assert proc.incarnation() == proc.incarnation()
     assert proc.incarnation().startswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/")
 
@@ -141,7 +141,7 @@ def test_open_files_are_counted_on_kernels_without_a_count(monkeypatch: pytest.M
         patched.setattr(os, "stat", lambda _: SimpleNamespace(st_size=0))
         patched.setattr(
             os, "scandir", lambda path: [*scandir(path)][:-1]
-        )  # without the descriptor of the listing itself
+        )  # leaves out the descriptor of the listing itself
         found = proc.open_files(os.getpid())
 
     assert found == descriptors
@@ -165,7 +165,7 @@ def test_cgroup_path_may_contain_colons_and_carriage_returns() -> None:
     assert found == {"cpu": "/a:b/c", "cpuacct": "/a:b/c", "": "/d:e\r1:memory:/f"}
 
 
-def test_all_processes_are_read_even_if_the_total_exceeds_the_timeout() -> None:
+def test_all_processes_are_read_even_if_reading_them_exceeds_the_timeout_for_one() -> None:
     """On a busy machine, reading hundreds of processes takes longer than the timeout for one of them."""
 
     def work(pid: int) -> int:
@@ -176,13 +176,13 @@ def test_all_processes_are_read_even_if_the_total_exceeds_the_timeout() -> None:
 
 
 def test_hanging_proc_reader_does_not_delay_exit() -> None:
-    """At exit, the interpreter does not wait for daemon threads."""
+    """The reader runs in a daemon thread, for which the interpreter does not wait at exit."""
     found = proc.of_each([1], lambda _: threading.current_thread().daemon)
 
     assert found == {1: True}
 
 
-def test_number_of_reported_files_in_use_is_bounded(tmp_path: Path) -> None:
+def test_number_of_reported_open_files_is_limited(tmp_path: Path) -> None:
     """A job may have a million open files on its disk."""
     with contextlib.ExitStack() as opened:
         for number in range(100):

@@ -13,7 +13,7 @@ from agent_shim.host import proc, process
 from agent_shim.host.process import Process
 
 LEADER = proc.Stat(4_000_010, "S", 1, 4_000_010, 10, 0, 1000, 0)
-"""Its pid is above the limit of every kernel, so it cannot be that of a real process."""
+"""The leader of a process group. Its pid is above every kernel's limit, so no real process has it."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def member(pid: int, start: int, state: str = "S", group: int = LEADER.pid) -> p
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that records the receivers of signals as kind and pid."""
+    """Return a list that records the receiver of each signal, such as ``group 7``."""
     found: list[str] = []
     monkeypatch.setattr(process, "send", lambda identity, _: found.append(f"process {identity[0]}"))
     monkeypatch.setattr(os, "killpg", lambda group, _: found.append(f"group {group}"))

@@ -21,7 +21,7 @@ def systemd(tmp_path: Path) -> Iterator[socket.socket]:
         yield listener
 
 
-def heard(systemd: socket.socket) -> list[str]:
+def received(systemd: socket.socket) -> list[str]:
     found = []
     while True:
         try:
@@ -35,7 +35,7 @@ def test_systemd_is_notified_of_start_and_stop(systemd: socket.socket) -> None:
     notifier.ready()
     notifier.stopping()
 
-    assert heard(systemd) == ["READY=1", "STOPPING=1"]
+    assert received(systemd) == ["READY=1", "STOPPING=1"]
 
 
 def test_systemd_watchdog_is_notified_three_times_per_period(systemd: socket.socket) -> None:
@@ -43,7 +43,7 @@ def test_systemd_watchdog_is_notified_three_times_per_period(systemd: socket.soc
     notifier.beat()
 
     assert notifier.period == 10.0
-    assert heard(systemd) == ["WATCHDOG=1"]
+    assert received(systemd) == ["WATCHDOG=1"]
 
 
 def test_systemd_watchdog_is_not_notified_unless_requested(systemd: socket.socket) -> None:
@@ -51,7 +51,7 @@ def test_systemd_watchdog_is_not_notified_unless_requested(systemd: socket.socke
     notifier.beat()
 
     assert notifier.period == 0
-    assert heard(systemd) == []
+    assert received(systemd) == []
 
 
 def test_abstract_notify_socket_is_supported() -> None:
@@ -89,7 +89,7 @@ def test_systemd_variables_are_removed_from_the_environment(given: dict[str, str
 def test_notifying_an_unresponsive_systemd_does_not_block(
     systemd: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The watchdog thread sends notifications, but must still be able to end a blocked agent."""
+    """The watchdog thread sends the notifications, and could not end a blocked agent if it were blocked itself."""
     notifier = Notifier(systemd.getsockname())
     for _ in range(10_000):
         if caplog.records:
@@ -97,4 +97,4 @@ def test_notifying_an_unresponsive_systemd_does_not_block(
         notifier.ready()
 
     assert "cannot notify systemd of READY=1: Resource temporarily unavailable" in caplog.text
-    assert set(heard(systemd)) == {"READY=1"}
+    assert set(received(systemd)) == {"READY=1"}

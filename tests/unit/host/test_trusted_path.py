@@ -1,6 +1,7 @@
-"""Symlinks in the path of a file.
+"""Which symlinks in a path are followed.
 
-``test_files.py`` creates directories, and ``root/test_attacks.py`` tests symlinks of real users.
+``test_files.py`` tests how directories are created through symlinks, and ``root/test_attacks.py`` uses symlinks of real
+users.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def status(mode: int, owner: int) -> os.stat_result:
         (1000, 1000, 1000, 0o775, True),
     ],
 )
-def test_trusted_path_follows_symlinks_of_root_and_of_its_own_user(
+def test_trusted_path_follows_only_symlinks_owned_by_root_or_its_own_user(
     monkeypatch: pytest.MonkeyPatch, us: int, owner: int, of_directory: int, mode: int, is_followed: bool
 ) -> None:
-    """A symlink of root is followed only if no other user can have moved it to its directory."""
+    """A symlink that root owns is followed only if no other user can have moved it to its directory."""
     monkeypatch.setattr(os, "geteuid", lambda: us)
     monkeypatch.setattr(user_namespace, "is_inside", lambda: False)
     link, directory = status(stat.S_IFLNK | 0o777, owner), status(stat.S_IFDIR | mode, of_directory)
@@ -51,15 +52,15 @@ def test_trusted_path_follows_symlinks_of_root_and_of_its_own_user(
         trusted_path.refuse_link("x", link, directory)
 
 
-def test_trusted_path_follows_symlinks_of_outside_users_in_a_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's root user is such an outside user."""
+def test_trusted_path_in_a_user_namespace_follows_symlinks_of_outside_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users outside the namespace, such as the machine's root, appear as the overflow user."""
     monkeypatch.setattr(user_namespace, "overflow_user", lambda: 65534)
     for is_inside, more in ((False, set()), (True, {65534})):
         monkeypatch.setattr(user_namespace, "is_inside", lambda is_inside=is_inside: is_inside)
         assert trusted_path.trusted_users() == {0, os.geteuid()} | more
 
 
-def test_trusted_path_limits_symlinks_as_the_kernel_does(tmp_path: Path) -> None:
+def test_trusted_path_limits_the_number_of_symlinks_like_the_kernel(tmp_path: Path) -> None:
     """The limit is 40, for relative and absolute symlinks together. The error names the path."""
     (tmp_path / "0").mkdir()
     for number in range(41):

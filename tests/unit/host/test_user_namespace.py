@@ -13,9 +13,7 @@ from agent_shim.host import user_namespace
     ("uid_map", "expected"),
     [("         0          0 4294967295\n", False), ("0 100000 65536\n", True), ("", True)],
 )
-def test_identity_mapping_of_all_ids_does_not_count_as_a_user_namespace(
-    tmp_path: Path, uid_map: str, expected: bool
-) -> None:
+def test_identity_mapping_of_all_ids_is_not_a_user_namespace(tmp_path: Path, uid_map: str, expected: bool) -> None:
     (tmp_path / "uid_map").write_text(uid_map)
 
     assert user_namespace.is_inside(str(tmp_path / "uid_map")) is expected

@@ -20,7 +20,8 @@ PERIOD_S = 0.01
 
 
 @pytest.fixture(autouse=True)
-def without_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fast_watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Speed up the watchdog, and keep it from ending the test process."""
     monkeypatch.setattr(watchdog, "BEAT_S", PERIOD_S)
     monkeypatch.setattr(watchdog, "REPORT_AFTER_S", 0.03)
     monkeypatch.setattr(watchdog, "END_AFTER_S", 3600.0)
@@ -56,7 +57,7 @@ async def test_watchdog_report_names_the_file_and_code_that_block_the_loop(caplo
 async def test_watchdog_report_names_no_file_if_none_is_being_read(
     caplog: pytest.LogCaptureFixture, period: float
 ) -> None:
-    """The outer watchdog of systemd may be absent or have any period."""
+    """Systemd's own watchdog may be off (0.0) or have any period."""
     with reading("web", "its pidfile"):
         pass
     with watching(lambda: None, period):
@@ -76,7 +77,7 @@ async def test_watchdog_does_not_report_a_running_loop(caplog: pytest.LogCapture
 
 
 async def test_systemd_is_notified_while_the_loop_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise systemd would end the agent before the watchdog can report the reason."""
+    """Otherwise systemd would kill the agent before the watchdog can report the reason."""
     fed: list[None] = []
     with watching(lambda: fed.append(None), PERIOD_S):
         block_until(lambda: caplog.records)
