@@ -57,8 +57,8 @@ def test_expected_addresses_come_from_settings_and_spec(
     ("text", "is_ours"),
     [("127.0.0.1", True), (NOWHERE, False), ("2001:db8::17", False), ("no address", True), ("", True)],
 )
-def test_address_watch_recognizes_addresses_of_interfaces(text: str, is_ours: bool) -> None:
-    """A text that is not an address is never reported as missing."""
+def test_address_watch_recognizes_the_addresses_of_local_interfaces(text: str, is_ours: bool) -> None:
+    """Text that is not an address is never reported as missing."""
     assert network.has_address(text) is is_ours
 
 
@@ -93,7 +93,7 @@ def test_missing_address_is_reported_once_each_time_it_disappears() -> None:
 
 
 def test_address_watch_reports_at_most_ten_missing_addresses() -> None:
-    """Each alert lists all addresses of the instance, so thousands of alerts would block the event loop for minutes."""
+    """Each alert lists all the instance's addresses, so thousands of alerts would block the event loop for minutes."""
     wanted = {f"203.0.113.{n}": f"network {n} of the settings" for n in range(100)}
     told: list[str] = []
     found = AddressWatch(lambda: wanted, lambda _, text: told.append(text))

@@ -20,7 +20,7 @@ OF_THE_GO_AGENT = (
     "agent.settings.tmpfs authorized_keys blobstores ipv6.enable job_dir.tmpfs job_dir.tmpfs_size keep_root_password "
     "mbus.cert mbus.urls ntp parallel password remove_dev_tools remove_static_libraries run_dir.tmpfs_size swap_size"
 ).split()
-"""Members of ``BoshEnv`` (settings/settings.go, August 2026). Those of certificates and blobstores are not listed."""
+"""Members of ``BoshEnv`` (settings/settings.go, August 2026). Members of certificates and blobstores are left out."""
 
 
 def leaves(of: type, before: str = "") -> Iterator[str]:

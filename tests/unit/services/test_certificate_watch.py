@@ -59,7 +59,7 @@ def test_certificate_warning_is_logged_once_and_again_at_expiry(caplog: pytest.L
     assert expiry.warnings == said[1:]
 
 
-def test_certificate_warning_names_the_https_endpoint() -> None:
+def test_certificate_warning_mentions_the_https_endpoint_instead_of_a_bus() -> None:
     """An agent with an HTTPS endpoint has no bus, so its warnings must not mention one."""
     cert, ended = agent(-99 * DAY_S, DAY_S), agent(*EXPIRED)
     named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
@@ -75,8 +75,8 @@ def test_certificate_warning_names_the_https_endpoint() -> None:
     assert not any("bus" in text for text in said)
 
 
-def test_certificate_rotation_ends_the_warning() -> None:
-    """The watch looks at the certificates that are in use at the time."""
+def test_certificate_warning_ends_when_the_certificate_is_rotated() -> None:
+    """The watch always checks the certificates that are currently in use."""
     pem = agent(-99 * DAY_S, DAY_S)
     expiry = CertificateWatch(lambda: {"client": pem})
     expiry.look()

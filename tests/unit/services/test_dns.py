@@ -75,7 +75,7 @@ async def test_unreadable_dns_records_are_replaced(dns: Dns, paths: Paths, store
 async def test_invalid_dns_blob_leaves_records_and_hosts_unchanged(
     dns: Dns, paths: Paths, raw: bytes, text: str
 ) -> None:
-    """The error messages are the Go agent's."""
+    """The error messages match the Go agent's."""
     with pytest.raises(ActionError) as failed:
         await dns.sync(3, CountingBlobstore(raw), agent_id=AGENT)
 
@@ -87,7 +87,7 @@ async def test_invalid_dns_blob_leaves_records_and_hosts_unchanged(
 async def test_sync_dns_succeeds_if_the_hosts_file_cannot_be_written(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The records for bosh-dns are stored, and the Director asks for nothing more."""
+    """The records are stored for bosh-dns, which is all that the Director expects."""
     real = files.write_atomic
 
     def refuse(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
@@ -121,7 +121,7 @@ async def test_dns_records_in_an_unknown_format_are_stored_for_bosh_dns(dns: Dns
 
 
 async def test_concurrent_dns_syncs_fetch_once(dns: Dns) -> None:
-    """The second sync uses the records that the first has fetched, for either variant of the action."""
+    """The second sync uses the records that the first has fetched, no matter which sync action each of them serves."""
     first, second = CountingBlobstore(blob()), CountingBlobstore(blob())
     await asyncio.gather(dns.sync(3, first, agent_id=AGENT), dns.sync(3, second, agent_id=AGENT))
 
@@ -129,7 +129,7 @@ async def test_concurrent_dns_syncs_fetch_once(dns: Dns) -> None:
 
 
 async def test_hanging_dns_fetch_does_not_delay_a_request_for_stored_records(dns: Dns) -> None:
-    """A request for the stored version returns at once, although the fetch of the next version hangs."""
+    """A request for the stored version returns immediately, although the fetch of the next version hangs."""
     await dns.sync(3, CountingBlobstore(blob()), agent_id=AGENT)
     never = asyncio.Event()
 
@@ -146,8 +146,8 @@ async def test_hanging_dns_fetch_does_not_delay_a_request_for_stored_records(dns
     hanging.cancel()
 
 
-async def test_hosts_file_keeps_the_line_of_the_container(dns: Dns, paths: Paths) -> None:
-    """In a pod, this line maps the host name to the pod's address. Old records are removed."""
+async def test_hosts_file_keeps_the_containers_own_line(dns: Dns, paths: Paths) -> None:
+    """In a pod, this line maps the host name to the pod's address. Lines of old records are removed."""
     own = f"10.9.9.9\t{socket.gethostname()}.ns {socket.gethostname()}"
     paths.etc.mkdir()
     stale = f"10.0.0.9 old.bosh\n10.0.0.8 x # {socket.gethostname()}\n"
@@ -161,7 +161,7 @@ async def test_hosts_file_keeps_the_line_of_the_container(dns: Dns, paths: Paths
 
 
 async def test_hosts_file_maps_an_agent_id_that_is_the_host_name_to_loopback_only(dns: Dns, paths: Paths) -> None:
-    """If the agent id is the host name, only loopback addresses remain. The runtime's line for the name is dropped."""
+    """The container runtime's line for the host name is dropped, so that only the loopback addresses remain."""
     paths.etc.mkdir()
     (paths.etc / "hosts").write_text(f"10.9.9.9 {socket.gethostname()}\n")
     await dns.sync(3, CountingBlobstore(blob()), agent_id=socket.gethostname())
@@ -198,7 +198,7 @@ async def test_hosts_file_is_unchanged_before_the_first_records(dns: Dns, paths:
 
 @pytest.mark.parametrize("stored", [b"", b"{", b'{"version":3,"records":7}', b'{"version":3,"records":[["\xff","a"]]}'])
 async def test_unreadable_dns_records_are_an_error_at_boot(dns: Dns, paths: Paths, stored: bytes) -> None:
-    """The hosts file must not change."""
+    """The hosts file is left unchanged."""
     paths.dns_records.parent.mkdir(parents=True)
     paths.dns_records.write_bytes(stored)
     paths.etc.mkdir()

@@ -1,4 +1,4 @@
-"""Texts of packet filter rules, and cases in which none are installed. Tests in ``tests/root`` check their effect."""
+"""The text of the packet filter rules, and when none are installed. ``root/test_firewall.py`` tests their effect."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def mbus(*urls: str) -> Mbus:
     return Mbus(urls, "", "", "")
 
 
-async def heard(_: float) -> bool:
+async def bus_answers(_: float) -> bool:
     return True
 
 
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace nftables. The returned list has the text of the installed rules, or is empty."""
+    """Replace nftables, and return a list that contains the text of the installed rules, or nothing."""
     found: list[str] = []
 
     async def replace(text: str) -> None:
@@ -64,7 +64,9 @@ def test_packet_filter_rejects_connections_to_the_bus_except_by_allowed_users() 
 async def test_packet_filter_sets_no_rules_if_it_is_switched_off(rules: list[str]) -> None:
     bus = mbus("nats://10.0.0.6:4222")
 
-    assert await obstacle(Firewall(lambda: bus, lambda: True, heard, "it is switched off")) == "it is switched off"
+    assert (
+        await obstacle(Firewall(lambda: bus, lambda: True, bus_answers, "it is switched off")) == "it is switched off"
+    )
     assert rules == []
 
 
@@ -73,11 +75,11 @@ async def test_packet_filter_reports_a_missing_bus(scheme: str, rules: list[str]
     """With ``create-env``, the bosh CLI connects to the agent, so there is no bus to protect."""
     urls = (f"{scheme}://127.0.0.1:6868",) if scheme else ()
 
-    assert await obstacle(Firewall(lambda: mbus(*urls), lambda: False, heard)) == firewalls.NO_BUS
+    assert await obstacle(Firewall(lambda: mbus(*urls), lambda: False, bus_answers)) == firewalls.NO_BUS
     assert rules == []
 
 
-def test_network_does_not_count_as_shared_outside_a_container(
+def test_network_outside_a_container_is_not_reported_as_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outside a container, the agent has the machine's network because it runs on the machine itself."""
@@ -92,23 +94,23 @@ def test_network_does_not_count_as_shared_outside_a_container(
 )
 async def test_packet_filter_skips_an_invalid_address(url: str, rules: list[str]) -> None:
     """An invalid address is not an error. The next address still gets its rule."""
-    assert await obstacle(Firewall(lambda: mbus(url, "nats://127.0.0.1:4222"), lambda: True, heard)) == ""
+    assert await obstacle(Firewall(lambda: mbus(url, "nats://127.0.0.1:4222"), lambda: True, bus_answers)) == ""
 
     assert rules == [chains(frozenset({("127.0.0.1", 4222)}), {0, os.geteuid()})]
 
 
 @pytest.mark.attack("a neighbour in the place of the bus or a name server answers neither connections nor look-ups")
-async def test_silent_name_server_does_not_exhaust_the_file_threads(
+async def test_unresponsive_name_server_does_not_block_file_access(
     monkeypatch: pytest.MonkeyPatch, rules: list[str]
 ) -> None:
-    """Look-ups of six bus addresses once blocked all threads for file access until the resolver gave up."""
+    """Looking up six bus addresses used to block all threads for file access until the resolver gave up."""
     answered = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(30) and [])
     monkeypatch.setattr(firewalls, "LOOKUP_TIMEOUT_S", 0.01)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     bus = mbus(*(f"nats://bus{number}:4222" for number in range(6)))
     try:
-        assert await obstacle(Firewall(lambda: bus, lambda: True, heard)) == firewalls.AWAITED
+        assert await obstacle(Firewall(lambda: bus, lambda: True, bus_answers)) == firewalls.AWAITED
 
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
     finally:
@@ -119,7 +121,7 @@ async def test_silent_name_server_does_not_exhaust_the_file_threads(
 async def test_packet_filter_rules_are_removed_if_the_bus_becomes_unreachable(
     is_reached: bool, expected: str, rules: list[str]
 ) -> None:
-    """The agent may reach the bus through a proxy of another user, which the rules would cut off."""
+    """The agent may reach the bus through a proxy that runs as another user. The rules would reject the proxy."""
 
     async def hear(_: float) -> bool:
         return is_reached or not rules

@@ -1,4 +1,4 @@
-"""Name servers from the settings in resolv.conf."""
+"""How name servers from the settings are written to resolv.conf."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_resolv_conf_keeps_search_domains_and_options() -> None:
     assert after == "nameserver 192.0.2.1\nsearch a.svc.cluster.local svc.cluster.local\noptions ndots:5\n"
 
 
-def test_name_server_of_bosh_dns_stays_first() -> None:
+def test_bosh_dns_name_server_stays_first() -> None:
     after = resolv_conf(f"nameserver 169.254.0.2 {FIRST}\n{KUBELET}", ["192.0.2.1"])
 
     assert after.splitlines()[:2] == [f"nameserver 169.254.0.2 {FIRST}", "nameserver 192.0.2.1"]
 
 
 def test_resolv_conf_with_all_name_servers_is_unchanged() -> None:
-    """The first line is accepted because a job may have added its own name server without a marker."""
+    """A job may have added its own name server, as in the first line, without a marker."""
     before = "nameserver 169.254.0.2\nnameserver 192.0.2.1 \nsearch x\n"
 
     assert resolv_conf(before, ["192.0.2.1"]) == before
@@ -49,7 +49,7 @@ def test_resolvectl_replacement_uses_the_same_marker() -> None:
 
 @pytest.fixture
 def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Redirect the files of this boot step to an empty directory, which has no trace of systemd."""
+    """Redirect the files of this boot step to an empty directory, so that systemd seems not to be installed."""
     monkeypatch.setattr(resolver, "RESOLV_CONF", tmp_path / "resolv.conf")
     monkeypatch.setattr(resolver, "RESOLVED_DROP_IN", tmp_path / "resolved.conf.d/10-bosh.conf")
     monkeypatch.setattr(resolver, "SYSTEMD", tmp_path / "systemd")

@@ -85,7 +85,7 @@ def test_long_errand_output_is_truncated_in_the_middle(tmp_path: Path) -> None:
 def test_truncated_errand_output_fits_the_limit(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int
 ) -> None:
-    """The limit applies to the output as JSON, where a byte can take six. Output that fits is never truncated."""
+    """The limit applies to the output as JSON, where one byte may become six. Output that fits is never truncated."""
     path = tmp_path_factory.getbasetemp() / "o"
     path.write_bytes(content)
 

@@ -1,4 +1,4 @@
-"""Settings on disk: waiting for them, reading them again, and storing updates."""
+"""Settings on disk: waiting for them, rereading them, and storing updates."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ async def test_settings_watch_reports_changes_but_not_identical_rewrites(files: 
     assert [news.mbus.urls for news in found] == [("nats://other:2",)]
 
 
-async def test_settings_change_first_read_by_an_action_is_reported(files: Files) -> None:
+async def test_settings_change_is_reported_even_if_an_action_reads_it_first(files: Files) -> None:
     files.write()
     await files.store.wait()
     arrived = asyncio.Event()

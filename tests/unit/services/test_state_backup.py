@@ -18,12 +18,12 @@ from agent_shim.services import state_backup
 from agent_shim.services.state_backup import StateBackup
 from tests.support.waiting import until
 
-Container = Callable[[], None]
+Restart = Callable[[], None]
 NEWS = '{"news": 1}'
 
 
 class Killed(BaseException):
-    """Represents a SIGKILL, which none of our code handles."""
+    """Stands for a SIGKILL, so the agent must not catch it."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def make_root(paths: Paths) -> None:
 
 
 def reset_root(paths: Paths) -> None:
-    """Simulate a new root file system, after which only ``data`` is left."""
+    """Simulate a new root file system, by removing everything except ``data``."""
     for path in paths.base.iterdir():
         if path != paths.data:
             files.remove_tree(path)
@@ -48,7 +48,7 @@ def reset_root(paths: Paths) -> None:
 
 
 @pytest.fixture
-def restart(monkeypatch: pytest.MonkeyPatch) -> Container:
+def restart(monkeypatch: pytest.MonkeyPatch) -> Restart:
     """Return a function that simulates another container, in which pids have a new meaning."""
     number = 0
 
@@ -62,7 +62,7 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Container:
 
 
 async def start(paths: Paths, agent_id: str = "a-1") -> StateBackup:
-    """Start a new agent."""
+    """Start a new agent, and return its backup."""
     made = StateBackup(paths)
     made.begin()
     await made.recover(agent_id)
@@ -88,7 +88,7 @@ def found(paths: Paths) -> dict[Path, str]:
     return {file.path: file.path.read_text() for file in state_backup.backup_files(paths) if file.path.exists()}
 
 
-async def test_state_is_restored_to_a_new_root_file_system(paths: Paths, restart: Container) -> None:
+async def test_state_is_restored_to_a_new_root_file_system(paths: Paths, restart: Restart) -> None:
     """The files are restored with their required modes."""
     contents = fill(paths)
     await start(paths)
@@ -134,7 +134,7 @@ async def test_state_backup_does_not_copy_unchanged_files(paths: Paths, monkeypa
 async def test_state_backup_detects_changes_made_outside_the_agent(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, a CPI may write update_settings.json into a running container."""
+    """For example, a CPI may write ``update_settings.json`` into a running container."""
     monkeypatch.setattr(state_backup, "POLL_S", 0.01)
     agent = await start(paths)
     watching = asyncio.create_task(agent.watch())
@@ -146,7 +146,7 @@ async def test_state_backup_detects_changes_made_outside_the_agent(
 
 
 async def test_agent_restart_keeps_state_files_and_run_directory(paths: Paths) -> None:
-    """The files on the root file system are newer than the copy, and the run files belong to running jobs."""
+    """The files on the root file system may be newer than the copy, and the run files belong to running jobs."""
     await start(paths)
     (paths.run / "web").mkdir()
     (paths.run / "web/web.pid").write_text("17")
@@ -160,7 +160,7 @@ async def test_agent_restart_keeps_state_files_and_run_directory(paths: Paths) -
     assert (paths.run / "web/web.pid").read_text() == "17"
 
 
-async def test_run_files_of_another_container_are_removed(paths: Paths, restart: Container) -> None:
+async def test_run_files_of_another_container_are_removed(paths: Paths, restart: Restart) -> None:
     await start(paths)
     (paths.run / "web").mkdir()
     (paths.run / "web/web.pid").write_text("17")
@@ -176,7 +176,7 @@ async def test_run_files_of_another_container_are_removed(paths: Paths, restart:
 
 
 async def test_run_files_are_removed_with_a_new_root_file_system_in_the_same_pid_namespace(paths: Paths) -> None:
-    """The containers of a pod may share a pid namespace, so an unchanged one does not mean that the jobs still run."""
+    """The containers of a pod may share a PID namespace, so the same namespace does not mean that jobs still run."""
     await start(paths)
     (paths.run / "web").mkdir()
     reset_root(paths)
@@ -186,7 +186,7 @@ async def test_run_files_are_removed_with_a_new_root_file_system_in_the_same_pid
     assert not (paths.run / "web").exists()
 
 
-async def test_run_files_of_a_former_go_agent_are_kept(paths: Paths) -> None:
+async def test_run_files_of_a_preceding_go_agent_are_kept(paths: Paths) -> None:
     """When this agent takes over from the Go agent, the pidfiles still name running processes."""
     (paths.run / "web").mkdir()
     paths.spec.write_text("{}")
@@ -198,7 +198,7 @@ async def test_run_files_of_a_former_go_agent_are_kept(paths: Paths) -> None:
     assert (paths.mirror / "spec.json").read_text() == "{}"
 
 
-async def test_interrupted_state_restore_is_repeated(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interrupted_state_restore_is_retried(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent is killed before each write in turn. An incomplete root file system must not be backed up."""
     contents = fill(paths)
     await start(paths)
@@ -230,7 +230,7 @@ async def test_interrupted_state_restore_is_repeated(paths: Paths, monkeypatch: 
     assert not again.root_is_new
 
 
-async def test_pre_start_is_due_until_it_has_run(paths: Paths, restart: Container) -> None:
+async def test_pre_start_is_due_until_it_has_run(paths: Paths, restart: Restart) -> None:
     """Agent restarts do not change whether pre-start is due. On the next root file system, it is due again."""
     await start(paths)
     reset_root(paths)
@@ -247,7 +247,7 @@ async def test_pre_start_is_due_until_it_has_run(paths: Paths, restart: Containe
     assert not (await start(paths)).is_prepared
 
 
-async def test_volume_used_by_another_agent_is_set_aside(paths: Paths, restart: Container) -> None:
+async def test_state_copy_of_another_agent_on_the_volume_is_set_aside(paths: Paths, restart: Restart) -> None:
     """The other agent's files are neither used nor deleted."""
     contents = fill(paths)
     paths.supervisor_state.write_text("{}")
@@ -266,7 +266,7 @@ async def test_volume_used_by_another_agent_is_set_aside(paths: Paths, restart: 
 
 
 @pytest.mark.parametrize("by", ["stamp", "settings of the Go agent"])
-async def test_root_file_system_used_by_another_agent_is_set_aside(paths: Paths, by: str) -> None:
+async def test_state_files_of_another_agent_on_the_root_file_system_are_set_aside(paths: Paths, by: str) -> None:
     """An image may have been created from a container that was in use."""
     fill(paths)
     if by == "stamp":
@@ -278,7 +278,7 @@ async def test_root_file_system_used_by_another_agent_is_set_aside(paths: Paths,
 
     one = StateBackup(paths)
     one.begin()
-    paths.settings_cache.write_text('{"agent_id": "a-2"}')  # as if read from the CPI meanwhile
+    paths.settings_cache.write_text('{"agent_id": "a-2"}')  # as if read from the CPI in the meantime
     await one.recover("a-2")
 
     assert found(paths) == {}
@@ -314,8 +314,8 @@ async def test_new_volume_gets_a_state_copy(paths: Paths) -> None:
     assert found(paths) == contents
 
 
-async def test_state_restore_does_not_remove_files_of_the_cpi(paths: Paths) -> None:
-    """The Docker CPI carries update_settings.json from container to container."""
+async def test_state_restore_does_not_remove_files_that_the_cpi_has_written(paths: Paths) -> None:
+    """The Docker CPI copies update_settings.json into each new container."""
     await start(paths)
     reset_root(paths)
     paths.update_settings.write_text(NEWS)
@@ -359,7 +359,7 @@ async def test_state_copy_with_a_broken_stamp_is_set_aside(paths: Paths) -> None
 @pytest.mark.parametrize("damage", ["", None, "{ half", "\0\0\0"])
 @pytest.mark.parametrize("whose", ["root", "copy", "both"])
 async def test_same_container_is_recognized_without_a_stamp_by_pid_namespace_or_job_process(
-    paths: Paths, restart: Container, whose: str, damage: str | None
+    paths: Paths, restart: Restart, whose: str, damage: str | None
 ) -> None:
     """The run files are kept, because the container is known to be the same.
 
@@ -381,10 +381,10 @@ async def test_same_container_is_recognized_without_a_stamp_by_pid_namespace_or_
     assert found(paths) == contents
     assert not (paths.mirror / "set_aside").exists()
     restart()
-    assert not (await start(paths)).root_is_new  # the stamps are whole again
+    assert not (await start(paths)).root_is_new  # the stamps are readable again
 
 
-async def test_new_container_restores_a_state_copy_without_a_stamp(paths: Paths, restart: Container) -> None:
+async def test_new_container_restores_a_state_copy_without_a_stamp(paths: Paths, restart: Restart) -> None:
     """The volume's lease shows that the copy belongs to this agent."""
     contents = fill(paths)
     await start(paths)
@@ -429,8 +429,8 @@ async def test_missing_state_file_is_restored_unless_the_agent_itself_deletes_su
     assert found(paths) == {path: text for path, text in contents.items() if path not in removed}
 
 
-async def test_state_stamp_that_cannot_be_written_is_written_later(paths: Paths, restart: Container) -> None:
-    """The first write fails, as it would if the root file system were full."""
+async def test_state_stamp_that_cannot_be_written_is_written_later(paths: Paths, restart: Restart) -> None:
+    """The first write fails, for example because the root file system is full."""
     paths.stamp.mkdir()
     agent = await start(paths)
     paths.stamp.rmdir()
@@ -489,7 +489,7 @@ async def test_forgetting_the_state_backup_removes_all_its_files(paths: Paths) -
 
 @pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
 @pytest.mark.parametrize("name", ["../../etc", "..", "a/b", "x" * 300])
-async def test_hostile_agent_name_cannot_leave_the_backup_directory(paths: Paths, name: str) -> None:
+async def test_hostile_agent_name_cannot_escape_the_backup_directory(paths: Paths, name: str) -> None:
     """The name comes from a file on another agent's volume."""
     fill(paths)
     await start(paths, name)

@@ -1,4 +1,4 @@
-"""Splitting of CA bundles, and the conditions for installing CAs."""
+"""How CA bundles are split, and when CAs are installed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_cas_are_not_installed_with_a_base_directory_other_than_var_vcap(
 
 
 async def test_ordinary_user_installs_no_cas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is not an error, because jobs bring their own CAs."""
+    """Not installing them is no error, because jobs bring their own CAs."""
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
 
@@ -97,9 +97,9 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
 
 
 async def test_ca_update_command_runs_only_after_a_change(image: Image) -> None:
-    """The command takes three quarters of the start time, so it must not run without need.
+    """The command takes three quarters of the start time, so it must run only when it is needed.
 
-    In an image, timestamps do not show the need: the directory is newer than the files that the command derives from
+    Timestamps do not show that, because in an image the directory is newer than the files that the command derives from
     it.
     """
     trusting = TrustedCas(Paths())

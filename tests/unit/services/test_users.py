@@ -1,4 +1,4 @@
-"""Creation and removal of SSH users."""
+"""How SSH users are created and removed."""
 
 from __future__ import annotations
 

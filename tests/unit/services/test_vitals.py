@@ -1,4 +1,4 @@
-"""The format of vitals for any output of the kernel, and the timeout for disks that do not respond."""
+"""The format of vitals, whatever the kernel reports, and the timeout for disks that do not respond."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_cpu_vitals_are_averaged_over_ten_seconds(
 
 
 async def test_vitals_of_a_container_are_relative_to_its_limits(paths: Paths, proc: Path, tmp_path: Path) -> None:
-    """Figures of the machine, which other containers share, must not be reported."""
+    """The machine's figures must not be reported, because they include other containers."""
     top = write(
         tmp_path / "cgroup",
         **{
@@ -110,8 +110,8 @@ async def test_vitals_of_a_container_are_relative_to_its_limits(paths: Paths, pr
     assert sample["cpu"]["wait"] == "0.0"
 
 
-async def test_persistent_disk_vitals_need_a_disk_on_the_store(paths: Paths, proc: Path) -> None:
-    """The directory exists even without a disk."""
+async def test_persistent_disk_vitals_are_reported_only_while_a_disk_is_mounted(paths: Paths, proc: Path) -> None:
+    """The store directory exists even without a disk, but its usage is then that of another file system."""
     mounted = False
     taken = Vitals(paths, lambda: mounted, proc=proc)
 
@@ -121,7 +121,7 @@ async def test_persistent_disk_vitals_need_a_disk_on_the_store(paths: Paths, pro
 
 
 async def test_dynamic_disks_have_metrics_but_no_vitals(paths: Paths, proc: Path, tmp_path: Path) -> None:
-    """The Director accepts only three members of ``disk``."""
+    """In vitals, the Director accepts only three members of ``disk``."""
     places = {"disk-d": tmp_path, "disk-gone": tmp_path / "gone"}
     taken = Vitals(paths, lambda: False, lambda: places, proc=proc)
 
@@ -172,8 +172,8 @@ async def test_vitals_never_contain_an_uptime_of_zero(paths: Paths, proc: Path, 
     assert uptime == {} if start_ticks == 10**15 else uptime["secs"] > 0
 
 
-async def test_uptime_is_that_of_the_machine_if_pid_1_is_hidden(paths: Paths, proc: Path) -> None:
-    """A container may hide PID 1."""
+async def test_vitals_contain_the_machines_uptime_if_pid_1_is_hidden(paths: Paths, proc: Path) -> None:
+    """In some containers, ``/proc/1`` is hidden."""
     (proc / "1/stat").unlink()
 
     uptime = (await Vitals(paths, lambda: False, proc=proc).sample())["uptime"]
@@ -185,7 +185,7 @@ async def test_uptime_is_that_of_the_machine_if_pid_1_is_hidden(paths: Paths, pr
 async def test_missing_proc_file_does_not_affect_other_vitals(
     paths: Paths, proc: Path, missing: str, member: str
 ) -> None:
-    """A container may hide any of these files."""
+    """In some containers, one of these files is hidden."""
     (proc / missing).unlink()
 
     sample = await Vitals(paths, lambda: False, proc=proc).sample()

@@ -1,4 +1,4 @@
-"""Locks and leases on volumes: a second agent waits until the first has certainly exited."""
+"""Locks and leases on volumes. A second agent waits until the first must have exited."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def leases(host: str = "pod-0", boot: str = "kernel 1", agent_id: str = "a-1") -
     return made
 
 
-def end(one: VolumeLeases) -> None:
-    """Simulate that the agent's process is killed, without any cleanup."""
+def kill(one: VolumeLeases) -> None:
+    """Release the agent's locks as if its process had been killed, without any cleanup."""
     for hold in one.held.values():
         os.close(hold.descriptor)
     one.held.clear()
@@ -85,7 +85,7 @@ def test_lease_cannot_be_taken_from_the_agent_that_renews_it(tmp_path: Path) -> 
 
 
 def test_lease_can_be_taken_after_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the file server fails for a moment, the lock of the failed attempt must not block the next attempt."""
+    """If the file server fails for a moment, the next attempt must not be blocked by the lock of the failed attempt."""
     one = leases()
 
     def fail(*_: object) -> bytes:
@@ -107,23 +107,25 @@ def test_lease_file_is_private_and_created_if_needed(tmp_path: Path) -> None:
     assert (tmp_path / "private" / volume_lease.NAME).stat().st_mode & 0o777 == 0o600
 
 
-def test_lease_of_a_killed_agent_is_taken_at_once(tmp_path: Path) -> None:
+def test_lease_of_a_killed_agent_is_taken_immediately(tmp_path: Path) -> None:
     """The kernel has released the lock of the killed agent, so the next one need not wait, even in another
     container.
     """
     first, second = leases(), leases()
     first.hold(tmp_path)
-    end(first)
+    kill(first)
 
     assert second.hold(tmp_path) == ""
 
 
-def test_lease_from_another_boot_is_taken_at_once_on_a_local_file_system(tmp_path: Path) -> None:
-    """LXD gives each start of a container a new boot id, so the lease seems to belong to another machine."""
+def test_lease_from_another_boot_is_taken_immediately_on_a_local_file_system(tmp_path: Path) -> None:
+    """LXD gives each start of a container a new boot id, so the lease seems to belong to another machine. On a local
+    file system, however, a free lock shows that the holder has exited.
+    """
     first, second = leases(boot="start 1"), leases(boot="start 2")
     first.hold(tmp_path)
     assert second.hold(tmp_path) == "agent a-1 on pod-0"
-    end(first)
+    kill(first)
 
     assert leases(boot="start 3").hold(tmp_path) == ""
 
@@ -131,11 +133,11 @@ def test_lease_from_another_boot_is_taken_at_once_on_a_local_file_system(tmp_pat
 def test_agent_waits_for_a_lease_from_another_boot_on_a_network_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """A lock that is free here proves nothing, because another kernel keeps its own locks."""
+    """A free lock does not show that the holder has exited, because another kernel keeps its own locks."""
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
     first, second = leases(boot="kernel 1"), leases(boot="kernel 2")
     first.hold(tmp_path)
-    end(first)
+    kill(first)
 
     assert second.hold(tmp_path) == "agent a-1 on pod-0"
     clock.now += SHORT.patience * 1.1
@@ -159,7 +161,7 @@ def test_agent_waits_for_the_lease_of_another_machine_to_expire(
     assert second.hold(tmp_path) == ""
 
 
-async def test_released_lease_can_be_taken_at_once(tmp_path: Path, without_locks: None) -> None:
+async def test_released_lease_can_be_taken_immediately(tmp_path: Path, without_locks: None) -> None:
     first, second = leases("pod-0"), leases("pod-1", "kernel 2")
     first.hold(tmp_path)
     assert second.hold(tmp_path)
@@ -174,13 +176,13 @@ def test_waiting_agent_does_not_take_the_lease_while_its_holder_restarts(tmp_pat
     first, waiting = leases(), leases("pod-1")
     first.hold(tmp_path)
     assert waiting.hold(tmp_path)
-    end(first)
+    kill(first)
     assert waiting.hold(tmp_path)
     successor = leases()
 
     assert successor.hold(tmp_path) == ""
     assert waiting.hold(tmp_path)
-    end(successor)
+    kill(successor)
     clock.now += SHORT.restart * 0.9
     assert waiting.hold(tmp_path)
     clock.now += SHORT.restart * 0.2
@@ -214,7 +216,7 @@ def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, wit
     assert second.renew(tmp_path) == ""
 
 
-def test_lease_of_an_agent_killed_during_a_write_is_taken_at_once(
+def test_lease_of_an_agent_killed_during_a_write_is_taken_immediately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent is killed before it truncates and syncs the file.
@@ -227,14 +229,14 @@ def test_lease_of_an_agent_killed_during_a_write_is_taken_at_once(
 
     before = leases(agent_id="an agent with a name of some length")
     assert before.hold(tmp_path) == ""
-    end(before)
+    kill(before)
     first = VolumeLeases(pace=SHORT, host="pod-0", boot="kernel 1")
     with monkeypatch.context() as patched:
         for call in ("ftruncate", "fdatasync", "fsync"):
             patched.setattr(os, call, killed)
         with pytest.raises(SystemExit):
             first.hold(tmp_path)
-    end(first)
+    kill(first)
 
     assert lease(tmp_path).agent_id == ""
     assert leases().hold(tmp_path) == ""
@@ -299,7 +301,9 @@ def test_read_only_volume_needs_no_lease(tmp_path: Path, monkeypatch: pytest.Mon
 async def test_lease_on_a_local_file_system_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
 ) -> None:
-    """It is written again only if the file changes, because another agent may have changed it."""
+    """There, the lease is written again only if the file has changed, because another agent may have changed it. On a
+    network file system, it is renewed in each period.
+    """
     monkeypatch.setattr(mounts, "is_local", lambda _: is_local)
     one, beats = leases(), asyncio.Semaphore(0)
     one.hold(tmp_path)
@@ -333,7 +337,7 @@ async def test_lease_on_a_local_file_system_is_written_once(
 async def test_hanging_volume_does_not_delay_other_lease_renewals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the renewal on the hanging volume is in progress, no second one is started there."""
+    """While the renewal on the hanging volume is in progress, no second renewal is started for that volume."""
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
     one = leases()
     good, bad = tmp_path / "good", tmp_path / "bad"

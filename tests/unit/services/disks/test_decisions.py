@@ -108,7 +108,7 @@ def test_disk_markers_determine_the_mount_points(
 
 
 def test_disk_of_any_instance_is_used_before_the_instance_id_is_known() -> None:
-    """Until the first apply, the agent does not know its instance id."""
+    """Until the first apply, the agent does not know its instance id, so it cannot compare it with the marker."""
     assert plan([marked("a", "store", instance="i-2")], on_store="", managed="", instance="") == Placement("a")
 
 
@@ -143,7 +143,7 @@ STORE, TARGET = MountPoint(HERE / "store"), MountPoint(HERE / "target")
 
 
 def test_mounting_an_unreadable_volume_fails() -> None:
-    """The volume could be new. In that case the previous disk would have to be mounted first."""
+    """The volume may be new, and then the previous disk would have to be mounted first."""
     view = View(STORE, TARGET, {"a": msgspec.structs.replace(unmarked("a"), is_empty=None)})
 
     with pytest.raises(ActionError, match="^cannot read the volume of disk a at /volumes/a$"):
@@ -171,9 +171,8 @@ def test_disk_steps_do_not_take_a_lease_that_the_agent_already_has() -> None:
 
 @pytest.mark.parametrize("is_volume_missing", [True, False])
 def test_unmount_of_a_disk_without_a_marker_is_recorded_on_the_root_file_system(is_volume_missing: bool) -> None:
-    """Without a record, the disk would later count as mounted again.
-
-    The reason is that the runtime's mount stays in place, or that a missing volume returns with its old marker.
+    """Otherwise the disk would later count as mounted again, because the runtime's mount stays in place or the missing
+    volume returns with its old marker.
     """
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": absent("a") if is_volume_missing else unmarked("a")}, managed="a")

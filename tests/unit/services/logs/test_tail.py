@@ -35,71 +35,71 @@ def follower(tmp_path: Path, clock: Clock) -> Iterator[Follower]:
     made.close()
 
 
-def written(path: Path, text: str) -> None:
+def append(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.write(text)
 
 
-def news(follower: Follower, clock: Clock) -> list[str]:
+def new_output(follower: Follower, clock: Clock) -> list[str]:
     """Advance the clock until a search for new files is due, and return the output of a poll."""
     clock.now += tail.SEARCH_PERIOD_S
     return [line.plain() for line in follower.poll()]
 
 
 def test_tail_prefixes_lines_with_their_job_and_file(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    written(tmp_path / "web/web.stdout.log", "one\ntwo\n")
-    written(tmp_path / "web/web.stderr.log", "ouch\n")
+    append(tmp_path / "web/web.stdout.log", "one\ntwo\n")
+    append(tmp_path / "web/web.stderr.log", "ouch\n")
 
-    assert sorted(news(follower, clock)) == [
+    assert sorted(new_output(follower, clock)) == [
         "web/web.stderr.log | ouch",
         "web/web.stdout.log | one",
         "web/web.stdout.log | two",
     ]
-    assert news(follower, clock) == []
+    assert new_output(follower, clock) == []
 
 
 def test_tail_shows_a_line_once_it_is_complete(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    written(tmp_path / "web/a.log", "be")
-    assert news(follower, clock) == []
-    written(tmp_path / "web/a.log", "gin\nnext")
-    assert news(follower, clock) == ["web/a.log | begin"]
+    append(tmp_path / "web/a.log", "be")
+    assert new_output(follower, clock) == []
+    append(tmp_path / "web/a.log", "gin\nnext")
+    assert new_output(follower, clock) == ["web/a.log | begin"]
 
 
 def test_tail_finishes_a_renamed_log_and_reads_the_new_one(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     log = tmp_path / "web/a.log"
-    written(log, "1\n")
-    assert news(follower, clock) == ["web/a.log | 1"]
-    written(log, "2\n")
+    append(log, "1\n")
+    assert new_output(follower, clock) == ["web/a.log | 1"]
+    append(log, "2\n")
     log.rename(tmp_path / "web/a.log.1")
-    written(log, "3\n")
+    append(log, "3\n")
 
-    assert news(follower, clock) == ["web/a.log | 2", "web/a.log | 3"]
-    written(tmp_path / "web/a.log.1", "lost\n")
-    assert news(follower, clock) == []
+    assert new_output(follower, clock) == ["web/a.log | 2", "web/a.log | 3"]
+    append(tmp_path / "web/a.log.1", "lost\n")
+    assert new_output(follower, clock) == []
 
 
 def test_tail_reads_a_truncated_log_from_its_start(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     log = tmp_path / "web/a.log"
-    written(log, "a long first line\n")
-    assert len(news(follower, clock)) == 1
+    append(log, "a long first line\n")
+    assert len(new_output(follower, clock)) == 1
     os.truncate(log, 0)
-    written(log, "after\n")
+    append(log, "after\n")
 
-    assert news(follower, clock) == ["web/a.log | after"]
+    assert new_output(follower, clock) == ["web/a.log | after"]
 
 
 def test_tail_closes_a_removed_log_and_reads_it_when_it_returns(
     tmp_path: Path, follower: Follower, clock: Clock
 ) -> None:
     log = tmp_path / "web/a.log"
-    written(log, "1\n")
-    news(follower, clock)
+    append(log, "1\n")
+    new_output(follower, clock)
     log.unlink()
-    assert news(follower, clock) == []
+    assert new_output(follower, clock) == []
     assert not [link for link in Path("/proc/self/fd").iterdir() if str(log) in _target(link)]
-    written(log, "2\n")
-    assert news(follower, clock) == ["web/a.log | 2"]
+    append(log, "2\n")
+    assert new_output(follower, clock) == ["web/a.log | 2"]
 
 
 def _target(link: Path) -> str:
@@ -118,7 +118,7 @@ def test_tail_follows_no_symlink(tmp_path: Path, follower: Follower, clock: Cloc
     (tmp_path / "web/a.log").symlink_to(secret)
     (tmp_path / "evil").symlink_to(tmp_path.parent)
 
-    assert news(follower, clock) == []
+    assert new_output(follower, clock) == []
 
 
 @pytest.mark.attack("a job tricks root into opening a FIFO or a device")
@@ -126,14 +126,14 @@ def test_tail_does_not_block_on_a_fifo(tmp_path: Path, follower: Follower, clock
     (tmp_path / "web").mkdir()
     os.mkfifo(tmp_path / "web/a.log")
 
-    assert news(follower, clock) == []
+    assert new_output(follower, clock) == []
 
 
 def test_tail_drops_lines_above_the_rate_limit_and_reports_their_size(tmp_path: Path, clock: Clock) -> None:
     follower = Follower(tmp_path, rate=1000, clock=clock)
-    written(tmp_path / "web/a.log", "x" * 99 + "\n")
-    assert [line.endswith("x" * 99) for line in news(follower, clock)] == [True]
-    written(tmp_path / "web/a.log", ("y" * 99 + "\n") * 1000)
+    append(tmp_path / "web/a.log", "x" * 99 + "\n")
+    assert [line.endswith("x" * 99) for line in new_output(follower, clock)] == [True]
+    append(tmp_path / "web/a.log", ("y" * 99 + "\n") * 1000)
     clock.now += 1
 
     lines = [line.text for line in follower.poll()]
@@ -144,25 +144,25 @@ def test_tail_drops_lines_above_the_rate_limit_and_reports_their_size(tmp_path: 
 
 
 def test_tail_splits_an_endless_line(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    written(tmp_path / "web/a.log", "z" * (log_file.MAX_LINE_BYTES * 2 + 5))
-    found = [line.text for line in _after(follower, clock)]
+    append(tmp_path / "web/a.log", "z" * (log_file.MAX_LINE_BYTES * 2 + 5))
+    found = [line.text for line in _new_lines(follower, clock)]
 
     assert [len(text) for text in found] == [log_file.MAX_LINE_BYTES] * 2
 
 
-def _after(follower: Follower, clock: Clock) -> list[LogLine]:
+def _new_lines(follower: Follower, clock: Clock) -> list[LogLine]:
     clock.now += tail.SEARCH_PERIOD_S
     return list(follower.poll())
 
 
 def test_tail_shows_the_last_lines_and_then_new_ones(tmp_path: Path, clock: Clock) -> None:
-    written(tmp_path / "web/a.log", "".join(f"{number}\n" for number in range(100)))
-    written(tmp_path / "other/b.log", "not asked for\n")
+    append(tmp_path / "web/a.log", "".join(f"{number}\n" for number in range(100)))
+    append(tmp_path / "other/b.log", "not asked for\n")
     follower = Follower(tmp_path, "web", clock=clock)
 
     assert [line.text for line in follower.last(3)] == ["97", "98", "99"]
-    written(tmp_path / "web/a.log", "100\n")
-    assert news(follower, clock) == ["web/a.log | 100"]
+    append(tmp_path / "web/a.log", "100\n")
+    assert new_output(follower, clock) == ["web/a.log | 100"]
     follower.close()
 
 
@@ -172,17 +172,17 @@ def test_tail_escapes_invalid_utf_8_and_keeps_json_valid() -> None:
     assert json.loads(line.as_json()) == {"logger": "job", "job": "web", "file": "a.log", "message": '\ufffd\0"'}
 
 
-# --- jobs that change the tree meanwhile ------------------------------------------------------------------------------
+# --- jobs that change the tree while it is read -----------------------------------------------------------------------
 
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")
 def test_tail_escapes_a_file_name_in_invalid_utf_8(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """Its lines appear under the escaped name. Lines of other jobs are not affected."""
+    """The file's lines appear under the escaped name, and the lines of other jobs are not affected."""
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / os.fsdecode(b"\xff\n\x1b[2J.log")).write_text("mine\n")
-    written(tmp_path / "good/x.log", "theirs\n")
+    append(tmp_path / "good/x.log", "theirs\n")
 
-    found = news(follower, clock)
+    found = new_output(follower, clock)
 
     assert found == ["evil/\\udcff\\n\\x1b[2J.log | mine", "good/x.log | theirs"]
     for line in found:
@@ -192,47 +192,47 @@ def test_tail_escapes_a_file_name_in_invalid_utf_8(tmp_path: Path, follower: Fol
 def test_tail_limits_files_per_job_without_excluding_other_jobs(
     tmp_path: Path, follower: Follower, clock: Clock
 ) -> None:
-    """Each job has its share of the limit, which goes to the most recently written files.
+    """The limit is divided among the jobs, and each job's share is used for its most recently written files.
 
-    A job that has more files is reported once.
+    A job with too many files is reported once.
     """
     (tmp_path / "evil").mkdir()
     for number in range(tail.MAX_FILES + 100):
         path = tmp_path / f"evil/{number}.log"
         path.write_text("noise\n")
         os.utime(path, (number, number))
-    written(tmp_path / "good/x.log", "theirs\n")
+    append(tmp_path / "good/x.log", "theirs\n")
 
-    found = news(follower, clock)
+    found = new_output(follower, clock)
 
     share = tail.MAX_FILES // 2
     assert found[0] == f"evil/* | (only {share} files of this job are followed: it has more)"
     assert "good/x.log | theirs" in found
     assert len(found) == share + 2
     assert f"evil/{tail.MAX_FILES + 99}.log | noise" in found
-    assert news(follower, clock) == []
-    written(tmp_path / "late/x.log", "late\n")
-    assert news(follower, clock) == ["late/x.log | late"]
+    assert new_output(follower, clock) == []
+    append(tmp_path / "late/x.log", "late\n")
+    assert new_output(follower, clock) == ["late/x.log | late"]
 
 
 def test_tail_skips_a_hole_of_terabytes_in_a_sparse_file(tmp_path: Path, clock: Clock) -> None:
-    """A job can create such a sparse file at no cost, but reading it would take hours."""
+    """A job can create such a sparse file easily, but reading it would take hours."""
     follower = Follower(tmp_path, clock=clock)
-    written(tmp_path / "evil/x.log", "first\n")
-    assert news(follower, clock) == ["evil/x.log | first"]
+    append(tmp_path / "evil/x.log", "first\n")
+    assert new_output(follower, clock) == ["evil/x.log | first"]
     with (tmp_path / "evil/x.log").open("r+") as file:
         file.truncate(1 << 42)
         file.seek(0, os.SEEK_END)
         file.write("\nlast\n")
 
-    assert news(follower, clock)[-1] == "evil/x.log | last"
+    assert new_output(follower, clock)[-1] == "evil/x.log | last"
     assert [line.text for line in Follower(tmp_path, clock=clock).last(1)] == ["last"]
     follower.close()
 
 
 def test_tail_finds_the_last_lines_across_many_chunks(tmp_path: Path, clock: Clock) -> None:
     lines = [f"{number} {'x' * 100}" for number in range(5000)]
-    written(tmp_path / "web/x.log", "\n".join(lines) + "\n")
+    append(tmp_path / "web/x.log", "\n".join(lines) + "\n")
 
     assert [line.text for line in Follower(tmp_path, clock=clock).last(3000)] == lines[-3000:]
     assert [line.text for line in Follower(tmp_path, clock=clock).last(9000)] == lines
