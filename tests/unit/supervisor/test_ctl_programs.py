@@ -11,8 +11,8 @@ from tests.support.played import played
 
 
 @played
-async def test_token_bucket_refills_with_time() -> None:
-    """A caller that is cancelled while it waits does not use up a token."""
+async def test_token_bucket_refills_over_time() -> None:
+    """A caller that is cancelled while it waits takes no token."""
     clock, bucket = asyncio.get_running_loop().time, TokenBucket(5, 1)
     for seconds, takes, after in ((0, 5, 0), (0, 3, 3), (2, 2, 5), (100, 5, 105), (0, 1, 106)):
         await asyncio.sleep(seconds)

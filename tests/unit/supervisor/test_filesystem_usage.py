@@ -30,12 +30,12 @@ def test_file_system_without_inodes_has_no_inode_usage(tmp_path: Path, monkeypat
     ("name", "is_device", "place"),
     [("by-id", True, Path("/store")), ("unmounted", True, Path("unmounted")), ("by-id", False, "disk")],
 )
-def test_filesystem_usage_of_a_device_is_that_of_its_mount_point(
+def test_filesystem_usage_of_a_device_is_measured_at_its_mount_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_device: bool, place: Path | str
 ) -> None:
     """If the path is a mounted block device, or a symlink to one, its mount point is measured.
 
-    For any other path, the opened file is measured, because a job may replace a symlink in between.
+    For any other path, the file is opened first and then measured, because a job may replace a symlink in between.
     """
     for device in ("disk", "unmounted"):
         (tmp_path / device).touch()

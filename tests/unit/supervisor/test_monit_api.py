@@ -1,4 +1,4 @@
-"""Requests of the ``monit`` command. ``integration/test_monit_command.py`` runs the command itself."""
+"""Requests from the ``monit`` command. ``integration/test_monit_command.py`` runs the command itself."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def described(name: str, state: str) -> ServiceInfo:
     return ServiceInfo(ProcessInfo(name, "running"), "job", "process", groups, state, 0, 0, "", "")
 
 
-async def asked(obstacle: str = "", **request: Any) -> tuple[list[str], Any]:
-    """Return the calls to the supervisor, and the answer: the name and state of each service, or an error."""
+async def send_request(obstacle: str = "", **request: Any) -> tuple[list[str], Any]:
+    """Send a request to the API. Return the calls to the supervisor, and the answer: the name and state of each
+    service, or an error.
+    """
     supervisor: Any = RecordingSupervisor()
     answer = await monit_api.answer(supervisor, request, obstacle=obstacle)
     if "exception" in answer:
@@ -75,15 +77,15 @@ async def test_monit_api_calls_the_named_services(
     request_: dict[str, Any], calls: list[str], services: list[str] | str
 ) -> None:
     """With ``wait``, the answer describes the services after they have finished, otherwise before."""
-    assert await asked(**request_) == (calls, services)
+    assert await send_request(**request_) == (calls, services)
 
 
 @pytest.mark.parametrize(
     ("action", "is_refused"),
     [("start", True), ("restart", True), ("monitor", True), ("stop", False), ("unmonitor", False)],
 )
-async def test_monit_api_rejects_starts_while_there_is_an_obstacle(action: str, is_refused: bool) -> None:
-    calls, answer = await asked("the container ends", action=action, names=["db"])
+async def test_monit_api_rejects_starts_while_an_obstacle_prevents_them(action: str, is_refused: bool) -> None:
+    calls, answer = await send_request("the container ends", action=action, names=["db"])
 
     assert calls == ([] if is_refused else [f"{action} db"])
     assert answer == (f"cannot {action} anything: the container ends" if is_refused else ["db busy"])

@@ -32,7 +32,7 @@ def test_send_text_of_a_network_check_can_express_any_byte(text: str, sent: byte
 async def test_network_check_of_an_ip_address_does_not_query_a_name_server(
     monkeypatch: pytest.MonkeyPatch, host: str, family: socket.AddressFamily
 ) -> None:
-    """A name server that does not answer must not delay the check of an IP address."""
+    """Otherwise a name server that does not answer could delay the check."""
     with socket.create_server((host, 0), family=family) as server:
         monkeypatch.setattr(socket, "getaddrinfo", None)
 
@@ -77,7 +77,7 @@ def test_http_check_reads_small_chunks_without_copying_the_page() -> None:
     """Otherwise, a server that sends a megabyte in chunks of one byte would keep the agent busy."""
 
     def seconds(before: int) -> float:
-        """Return the processor time for reading 2000 chunks of one byte after a first chunk of ``before`` bytes."""
+        """Return the CPU time for reading 2000 chunks of one byte after a first chunk of ``before`` bytes."""
         response = network_checks.PageReader(Protocol("http", content="x"))
         response.read(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % before + b"a" * before + b"\r\n")
         begun = time.thread_time()

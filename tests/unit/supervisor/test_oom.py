@@ -11,7 +11,7 @@ from agent_shim.supervisor.oom import Kills
 
 
 def test_each_oom_kill_is_attributed_to_only_one_exit() -> None:
-    """Kills that the kernel counted before the agent started explain no exit."""
+    """Kills that the kernel counted before the agent started are attributed to no exit."""
     kills = [3]
     counted = Kills(lambda: kills[0])
 
@@ -43,5 +43,5 @@ def test_oom_kills_are_read_from_the_cgroup_of_the_container(tmp_path: Path, mon
 
 
 def test_no_exit_is_attributed_to_oom_on_kernels_without_a_kill_counter() -> None:
-    """Some kernels do not count OOM kills."""
+    """On such a kernel, the agent cannot know why a process was killed."""
     assert not Kills(lambda: None).claim()

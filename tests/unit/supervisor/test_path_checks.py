@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
     return found
 
 
-def made(path: Path, *tests: str, kind: str = "file") -> PathWatch:
+def watch_of(path: Path, *tests: str, kind: str = "file") -> PathWatch:
     """Create a watch for a path check with these tests, some of which may be ``ignore`` statements."""
     lines = [test if test.startswith("ignore") else f"if {test} then alert" for test in tests]
     (spec,) = plan([JobFile("job", "", "\n".join([f"check {kind} it with path {path}", *lines, ""]))])
@@ -38,7 +38,7 @@ def fails(watch: PathWatch) -> list[int]:
     return [number for number, finding in watch.look() if finding.fails]
 
 
-def said(watch: PathWatch) -> list[str]:
+def failure_texts(watch: PathWatch) -> list[str]:
     return [finding.text for _, finding in watch.look() if finding.fails]
 
 
@@ -64,19 +64,19 @@ def said(watch: PathWatch) -> list[str]:
     ],
 )
 def test_path_check_compares_a_value(path: Path, test: str, is_bad: bool) -> None:
-    assert fails(made(path, test)) == [0] * is_bad
+    assert fails(watch_of(path, test)) == [0] * is_bad
 
 
 def test_file_age_counts_from_the_last_change(path: Path) -> None:
     """A change of content, owner, mode or name resets the age, even if the modification time is old."""
     os.utime(path, (0, 0))
 
-    assert fails(made(path, "timestamp > 1 hour")) == []
+    assert fails(watch_of(path, "timestamp > 1 hour")) == []
 
 
 @pytest.mark.parametrize("test", ["changed timestamp", "changed size", "changed checksum", "changed sha1 checksum"])
 def test_change_check_compares_consecutive_cycles(path: Path, test: str) -> None:
-    watch = made(path, test)
+    watch = watch_of(path, test)
     assert fails(watch) == fails(watch) == []
 
     path.write_text("another\n")
@@ -86,7 +86,7 @@ def test_change_check_compares_consecutive_cycles(path: Path, test: str) -> None
 
 
 def test_checksum_check_without_an_expected_value_compares_with_the_first_cycle(path: Path) -> None:
-    watch = made(path, "failed checksum")
+    watch = watch_of(path, "failed checksum")
     found = [fails(watch)]
     for text in ("three\n", "one\n"):  # different sizes, because both writes may get the same timestamp
         path.write_text(text)
@@ -96,13 +96,13 @@ def test_checksum_check_without_an_expected_value_compares_with_the_first_cycle(
 
 
 def test_checksum_check_reads_an_unchanged_file_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = made(path, "changed checksum")
+    watch = watch_of(path, "changed checksum")
     watch.look()
     monkeypatch.setattr(guarded, "reopen", refuse)
 
     assert fails(watch) == []
     path.write_text("two")
-    assert said(watch) == [f"cannot read {path}: not again"]
+    assert failure_texts(watch) == [f"cannot read {path}: not again"]
 
 
 def refuse(*_: object) -> int:
@@ -112,21 +112,21 @@ def refuse(*_: object) -> int:
 def test_slow_checksum_is_a_data_access_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_checks, "MAX_DIGEST_S", -1.0)
 
-    assert said(made(path, "changed checksum")) == [
+    assert failure_texts(watch_of(path, "changed checksum")) == [
         f"cannot read {path}: its checksum takes more than -1 seconds",
     ]
 
 
-def test_path_check_has_no_findings_for_a_missing_path(tmp_path: Path) -> None:
+def test_path_check_of_a_missing_path_has_no_findings(tmp_path: Path) -> None:
     """The service itself reports that the path is missing."""
-    assert made(tmp_path / "absent", "size > 5").look() == []
+    assert watch_of(tmp_path / "absent", "size > 5").look() == []
 
 
 def test_path_check_with_an_unknown_user_or_group_is_a_data_access_error(path: Path) -> None:
-    """monit, in contrast, refuses to start if the user or group of a rule does not exist."""
-    watch = made(path, "failed uid nobody-of-that-name", "failed gid nobody-of-that-name", "size > 5")
+    """In contrast, monit refuses to start if the user or group of a rule does not exist."""
+    watch = watch_of(path, "failed uid nobody-of-that-name", "failed gid nobody-of-that-name", "size > 5")
 
-    assert said(watch) == [
+    assert failure_texts(watch) == [
         f"cannot read {path}: there is no user nobody-of-that-name; there is no group nobody-of-that-name"
     ]
 
@@ -141,7 +141,7 @@ def test_path_check_requires_the_file_type_of_its_kind(tmp_path: Path, kind: str
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(paths["socket"]))
 
-    found = {name: said(made(each, "failed permission 7777", kind=kind)) for name, each in paths.items()}
+    found = {name: failure_texts(watch_of(each, "failed permission 7777", kind=kind)) for name, each in paths.items()}
 
     nouns = {"file": "a regular file", "directory": "a directory", "fifo": "a fifo"}
     assert found.pop(kind)[0].startswith("permission of ")
@@ -153,25 +153,27 @@ def test_path_check_does_not_read_content_through_a_symlink_of_a_job(
 ) -> None:
     """A job could otherwise use a symlink to make root read any file.
 
-    The size of a file is not secret, so it is checked.
+    A rule about the size is still evaluated, because the size of a file is not secret.
     """
     link = path.with_name("link")
     link.symlink_to(path)
     monkeypatch.setattr(trusted_path, "trusted_users", lambda: {12345})
 
-    assert fails(made(link, "size > 3")) == [0]
+    assert fails(watch_of(link, "size > 3")) == [0]
     for test in ("changed checksum", "match 'x'"):
-        watch = made(link, test)
+        watch = watch_of(link, test)
         watch.look()
         append(path, "x\n")
-        assert said(watch) == [f"cannot read {link}: the path contains a link, 'link', of user {os.geteuid()}"], test
+        assert failure_texts(watch) == [
+            f"cannot read {link}: the path contains a link, 'link', of user {os.geteuid()}"
+        ], test
 
 
 def test_filesystem_flags_check_reports_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in monit, unchanged flags produce no finding."""
     flags = [0]
     monkeypatch.setattr(path_checks, "usage", lambda _: {"flags": flags[0]})
-    watch = made(tmp_path, "space > 5 %", kind="filesystem")
+    watch = watch_of(tmp_path, "space > 5 %", kind="filesystem")
     found = []
     for flags[0] in (0, 0, 1, 1, 0):
         found.append([number for number, _ in watch.look()])
@@ -190,7 +192,7 @@ def append(path: Path, text: str) -> None:
 
 def test_match_check_compares_new_complete_lines(path: Path) -> None:
     """Lines are new if they were written after the first cycle. A partial line is compared once it is complete."""
-    watch = made(path, "match 'o'", "not match 'o'")
+    watch = watch_of(path, "match 'o'", "not match 'o'")
     assert fails(watch) == []
     append(path, "two\nthree\nfo")
     assert fails(watch) == [0, 1]
@@ -200,7 +202,7 @@ def test_match_check_compares_new_complete_lines(path: Path) -> None:
 
 
 def test_match_check_reads_a_new_or_truncated_file_from_its_start(path: Path) -> None:
-    watch = made(path, "match 'o'")
+    watch = watch_of(path, "match 'o'")
     watch.look()
     path.write_text("o\n")
     assert fails(watch) == [0]
@@ -210,19 +212,19 @@ def test_match_check_reads_a_new_or_truncated_file_from_its_start(path: Path) ->
 
 
 def test_match_check_skips_ignored_lines_for_all_rules(path: Path) -> None:
-    watch = made(path, "match 'o'", "ignore match '^#'", "ignore not match 'e'")
+    watch = watch_of(path, "match 'o'", "ignore match '^#'", "ignore not match 'e'")
     watch.look()
     append(path, "# one\ntwo\none\n")
 
-    assert said(watch) == ["content matches [one]"]
+    assert failure_texts(watch) == ["content matches [one]"]
 
 
 def test_match_check_compares_the_beginning_of_a_long_line(path: Path) -> None:
     """As in monit, the first 511 bytes of a line are compared.
 
-    That also applies to a line that is longer than the amount read in one cycle.
+    This also applies to a line that is too long to be read in one cycle.
     """
-    watch = made(path, "match 'x$'", "match 'y'")
+    watch = watch_of(path, "match 'x$'", "match 'y'")
     watch.look()
     append(path, f"{'x' * 600}y\n")
     assert fails(watch) == [0]
@@ -233,20 +235,20 @@ def test_match_check_compares_the_beginning_of_a_long_line(path: Path) -> None:
 
 
 def test_match_check_ends_a_line_at_a_null_byte(path: Path) -> None:
-    """monit's strings end there, too.
+    """The same is true for monit, whose strings end at a null byte.
 
     A program gets the line in an environment variable, which cannot contain a null byte.
     """
-    watch = made(path, "match 'x'")
+    watch = watch_of(path, "match 'x'")
     watch.look()
     append(path, "x\0y\ny\0x\n")
 
-    assert said(watch) == ["content matches [x]"]
+    assert failure_texts(watch) == ["content matches [x]"]
 
 
 def test_match_check_limits_matching_lines_per_cycle(path: Path) -> None:
     """Each matching line may run a program, so further lines are compared in the next cycle."""
-    watch = made(path, "match 'x'")
+    watch = watch_of(path, "match 'x'")
     watch.look()
     append(path, "x\n" * (path_checks.MAX_HITS + 5))
 
@@ -255,8 +257,8 @@ def test_match_check_limits_matching_lines_per_cycle(path: Path) -> None:
 
 
 def test_match_check_limits_empty_lines_per_cycle(path: Path) -> None:
-    """A job can write empty lines at almost no cost, but the agent has to compare each of them."""
-    watch = made(path, "match 'x'")
+    """A job can write empty lines at almost no cost, whereas the agent has to compare each of them."""
+    watch = watch_of(path, "match 'x'")
     watch.look()
     append(path, "\n" * path_checks.MAX_LINES + "x\n")
 
@@ -265,8 +267,8 @@ def test_match_check_limits_empty_lines_per_cycle(path: Path) -> None:
 
 
 def test_match_check_merges_lines_that_do_not_match(path: Path) -> None:
-    """Consecutive lines without a match produce at most 64 findings, because more make no difference to a rule."""
-    watch = made(path, "match 'x'")
+    """Consecutive lines without a match produce at most 64 findings, because more would not change what a rule does."""
+    watch = watch_of(path, "match 'x'")
     watch.look()
     append(path, "y\n" * 10_000 + "x\n")
     found = [finding.fails for number, finding in watch.look() if number == 0]
@@ -274,7 +276,7 @@ def test_match_check_merges_lines_that_do_not_match(path: Path) -> None:
     assert found == [False] * 64 + [True]
 
 
-def test_path_check_has_the_implicit_rules_of_monit() -> None:
+def test_path_check_includes_monits_implicit_rules() -> None:
     """The plan appends monit's implicit rules to those of the file."""
     (spec,) = plan([JobFile("job", "", "check fifo it with path /x\n if timestamp > 5 then alert\n")])
 

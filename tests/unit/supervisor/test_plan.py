@@ -44,7 +44,7 @@ def test_plan_reads_the_programs_pidfile_and_group_of_a_process() -> None:
 
 
 def test_plan_keeps_the_order_of_files_and_checks() -> None:
-    """Jobs are in the order in which the Director lists them. An empty file adds no services."""
+    """The jobs stay in the order in which the Director lists them. An empty file adds no services."""
     files = [
         JobFile("b", "", check("b1") + check("b2")),
         JobFile("none", "", "\n\n"),
@@ -79,14 +79,16 @@ def test_plan_compiles_the_pattern_of_a_process_without_a_pidfile() -> None:
         ("group VCAP group other", "groups", frozenset({"vcap", "other"})),
     ],
 )
-def test_state_changing_rules_become_fields_of_the_process_spec(statement: str, member: str, value: object) -> None:
+def test_rules_that_change_the_state_become_fields_of_the_process_spec(
+    statement: str, member: str, value: object
+) -> None:
     (spec,) = plan([JobFile("j", "", check("s", statement))])
 
     assert getattr(spec, member) == value
 
 
 def test_plan_keeps_other_rules_for_the_rule_engine() -> None:
-    """A connection test goes to the rule engine, whereas ``if changed pid`` drives the service's state machine."""
+    """A connection test is left to the rule engine, whereas the service itself handles ``if changed pid``."""
     (spec,) = plan([JobFile("j", "", check("s", "if failed port 80 then restart", "if changed pid then alert"))])
 
     assert len(spec.rules) == 1
@@ -107,8 +109,8 @@ check file two with path /tmp
     assert two.unsupported == ("if not match", "ignore match")
 
 
-def test_statements_supported_only_by_the_monit_daemon_are_not_listed_as_ignored_there() -> None:
-    """When the agent runs in monit's place, it acts on most statements outside of checks."""
+def test_plan_in_place_of_monit_does_not_list_supported_statements_as_ignored() -> None:
+    """When the agent runs in place of monit, it acts on most statements outside of checks."""
     text = "set daemon 10\ninclude /etc/x\nset init\n" + check("one", "alert a@example.com")
 
     (one,) = plan([JobFile("monitrc", "", text)], acted_on=control_file.ACTED_ON)
@@ -172,7 +174,7 @@ def test_job_with_too_many_monit_files_fails() -> None:
 
 
 def test_duplicate_service_name_fails_the_later_job() -> None:
-    """monit would load neither job. Service names are not case-sensitive."""
+    """With monit, neither job would be loaded. Service names are not case-sensitive."""
     files = [JobFile("one", "", check("web")), JobFile("two", "", check("WEB") + check("own"))]
 
     assert names(*files) == ["web", "two"]
@@ -197,7 +199,7 @@ def test_dependency_on_a_job_with_an_invalid_file_fails_only_that_job() -> None:
 
 
 def test_dependency_cycle_fails_one_job() -> None:
-    """The same applies if the cycle spans two jobs."""
+    """If a cycle spans two jobs, only one of them fails."""
     within = [JobFile("one", "", check("a", "depends on b") + check("b", "depends on a")), JobFile("t", "", check("c"))]
     across = [JobFile("one", "", check("a", "depends on b")), JobFile("two", "", check("b", "depends on a"))]
 

@@ -39,7 +39,7 @@ REG_EXTENDED, REG_NOSUB = 1, 8
         ("", "", None),
     ],
 )
-def test_posix_regex_follows_the_posix_dialect(pattern: str, matching: str, other: str | None) -> None:
+def test_posix_regex_uses_the_posix_dialect(pattern: str, matching: str, other: str | None) -> None:
     """The POSIX dialect differs from Python's in brackets, anchors and escapes."""
     compiled = posix_regex.compiled(pattern)
 
@@ -123,13 +123,13 @@ def test_posix_regex_matches_hostile_texts_quickly(pattern: str) -> None:
 
 
 def test_posix_regex_searches_only_the_beginning_of_a_long_text() -> None:
-    """A command line can have 450 KB. Only its first 4096 bytes are searched; monit searches even fewer."""
+    """A command line can have 450 KB, of which only the first 4096 bytes are searched. monit searches even fewer."""
     assert posix_regex.compiled("end").search("x" * 4000 + "end")
     assert not posix_regex.compiled("end").search("x" * 450_000 + "end")
 
 
 def test_posix_regex_releases_the_gil_while_matching() -> None:
-    """Other threads must run several times during a slow match.
+    """Other threads must be able to run during a slow match.
 
     This pattern is slow because the library tries each start position.
     """
@@ -163,7 +163,7 @@ def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
 
 
 def found_by_ours(pattern: str, texts: list[str]) -> list[bool] | None:
-    """Do the same as ``c_library`` with our implementation. Skips back references, which only the library accepts."""
+    """Return the same as ``c_library``, but from our implementation. Skips back references, which it rejects."""
     try:
         compiled = posix_regex.compiled(pattern)
     except ValueError as refusal:
@@ -187,13 +187,13 @@ def test_posix_regex_digit_after_an_escaped_backslash_is_not_a_back_reference(pa
     st.lists(st.text("abc-]1 {}()\\^$*.,=:", max_size=6), max_size=8),
 )
 def test_posix_regex_agrees_with_the_c_library(pattern: str, texts: list[str]) -> None:
-    """Both reject the same patterns, and match the same texts with the others."""
+    """The same patterns are rejected, and every other pattern matches the same texts."""
     assert found_by_ours(pattern, texts) == c_library(pattern, texts)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library speaks another dialect")
 @pytest.mark.parametrize("name", "alnum alpha blank cntrl digit graph lower print punct space upper xdigit".split(" "))
-def test_posix_regex_classes_equal_those_of_the_c_library(name: str) -> None:
+def test_posix_regex_classes_match_the_c_library(name: str) -> None:
     """Each class is compared for all ASCII characters except null."""
     characters = [chr(code) for code in range(1, 128)]
 

@@ -55,7 +55,7 @@ def stats(monkeypatch: pytest.MonkeyPatch) -> ProcessStats:
     return made
 
 
-def test_process_statistics_cover_the_tree_and_the_process_itself(stats: ProcessStats) -> None:
+def test_process_statistics_include_totals_of_the_process_tree_and_of_the_process_alone(stats: ProcessStats) -> None:
     (found,) = stats.describe([service()])
 
     assert (found.process.mem_kb, found.process.mem_percent, found.process.cpu_total) == (3072, 37.5, 2.0)
@@ -88,10 +88,10 @@ def test_service_without_a_monitored_process_has_no_statistics(stats: ProcessSta
     assert (found.process.mem_kb, found.own_cpu, found.threads, found.children) == (0, 0, 0, 0)
 
 
-def test_cpu_share_covers_the_time_since_the_last_query(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_share_is_measured_since_the_last_query(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
     """The share is between 0 and 100 %.
 
-    A query within a second gets the same share again, and for a new process the calculation starts from scratch.
+    A query within a second of the last one returns the same share. For a new process, the calculation starts afresh.
     """
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -158,7 +158,7 @@ def test_process_statistics_of_many_processes_are_read_in_a_thread(
 def test_process_statistics_of_an_answer_come_from_a_single_pass(
     stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If children from one pass were looked up among the processes of another, an internal error could occur."""
+    """Otherwise a child from one pass could be missing from the processes of another, which is an internal error."""
     go = threading.Event()
 
     def table() -> dict[int, proc.Stat]:
@@ -185,7 +185,7 @@ def test_process_statistics_limit_table_reads_to_a_share_of_the_cpu(
 ) -> None:
     """Anyone who can reach the readiness endpoint may query it thousands of times.
 
-    The main process is read for each query, but the table of all processes only after a pause.
+    Each query reads the main process, but the table of all processes is read again only after a pause.
     """
     now, used, passes = [1000.0], [0.0], []
 

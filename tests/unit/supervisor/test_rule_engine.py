@@ -49,8 +49,8 @@ def service(path: Path, *rules: Rule, **changes: Any) -> Any:
 async def test_change_check_forgets_its_last_value_after_a_stop(
     tmp_path: Path, state: State, is_compared: bool
 ) -> None:
-    """A change made while the service was stopped or unmonitored is not reported, just as monit forgets values on
-    reload.
+    """A change that was made while the service was stopped or unmonitored is not reported. monit forgets values in the
+    same way when it is reloaded.
     """
     path = tmp_path / "file"
     path.write_text("1")
@@ -92,7 +92,7 @@ async def test_rule_failure_is_kept_until_the_recovery_condition_is_met(tmp_path
 
 
 async def test_exception_in_a_check_ends_the_rule_engine(tmp_path: Path) -> None:
-    """The caller logs the bug and restarts the engine."""
+    """The exception is a bug, which the caller logs before it restarts the engine."""
 
     async def fail(*_: object) -> None:
         raise RuntimeError("a bug")

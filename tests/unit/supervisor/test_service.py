@@ -1,4 +1,4 @@
-"""Decisions of a service over minutes of simulated time.
+"""What a service decides during minutes of simulated time.
 
 ``integration/test_supervisor_service.py`` runs real processes.
 """
@@ -55,8 +55,8 @@ async def up(*services: Service) -> None:
 
 
 @contextlib.asynccontextmanager
-async def lived(machine: SimulatedMachine, spec: ProcessSpec = SPEC, **members: Any) -> AsyncIterator[Service]:
-    """Start a service, and run it for the duration of the block."""
+async def started(machine: SimulatedMachine, spec: ProcessSpec = SPEC, **members: Any) -> AsyncIterator[Service]:
+    """Start a service, wait until it runs, and run it for the duration of the block."""
     service = service_on(machine, spec, **members)
     async with running(service):
         await up(service)
@@ -87,7 +87,7 @@ async def test_restart_delay_is_at_most_a_second_in_the_minute_after_a_start_req
 
 @played
 async def test_first_restart_is_immediate_and_later_delays_double_up_to_a_limit() -> None:
-    async with lived(machine := SimulatedMachine()):
+    async with started(machine := SimulatedMachine()):
         await asyncio.sleep(TIMING.eager)
         machine.how_starts = "not"
         died_at = asyncio.get_running_loop().time()
@@ -100,12 +100,12 @@ async def test_first_restart_is_immediate_and_later_delays_double_up_to_a_limit(
 
 @played
 async def test_consecutive_crashes_lengthen_the_restart_delay() -> None:
-    async with lived(machine := SimulatedMachine()):
+    async with started(machine := SimulatedMachine()):
         for _ in range(4):
             machine.end()
             await asyncio.sleep(1.001)
         await asyncio.sleep(TIMING.backoff_limit + 10)
-        machine.end()  # because the service ran for a long time, this counts as a first failure again
+        machine.end()  # counts as a first failure, because the service ran for a long time
         await asyncio.sleep(0)
         died_at = asyncio.get_running_loop().time()
         await asyncio.sleep(1)
@@ -156,7 +156,9 @@ async def test_restart_waits_a_cycle_after_a_start_program_that_exceeded_its_tim
 
 @pytest.mark.parametrize(("is_restarted", "seconds"), [(True, 0.5), (False, None)])
 @played
-async def test_retry_time_is_set_only_while_a_restart_is_pending(is_restarted: bool, seconds: float | None) -> None:
+async def test_retry_time_is_reported_only_while_a_restart_is_pending(
+    is_restarted: bool, seconds: float | None
+) -> None:
     machine = SimulatedMachine(how_starts="not")
     service = service_on(machine, replace(SPEC, stop=SPEC.stop if is_restarted else None))
     async with running(service):
@@ -170,7 +172,7 @@ async def test_retry_time_is_set_only_while_a_restart_is_pending(is_restarted: b
 
 @played
 async def test_restarts_of_all_services_share_a_budget() -> None:
-    async with lived(machine := SimulatedMachine(), restarts=TokenBucket(1, 1 / 100)):
+    async with started(machine := SimulatedMachine(), restarts=TokenBucket(1, 1 / 100)):
         for _ in range(2):
             await asyncio.sleep(TIMING.backoff_limit + 1)
             machine.end()
@@ -195,7 +197,7 @@ async def test_restart_limit_counts_restarts_in_different_cycles(count: int, lif
     """Several restarts within one cycle count once, because monit restarts at most once per cycle."""
     events: list[Event] = []
     spec = replace(SPEC, limits=(RestartLimit(count, 10, Action("unmonitor")),))
-    async with lived(machine := SimulatedMachine(), spec, notify=events.append) as service:
+    async with started(machine := SimulatedMachine(), spec, notify=events.append) as service:
         for _ in range(2):
             await asyncio.sleep(life)
             machine.end()
@@ -207,7 +209,7 @@ async def test_restart_limit_counts_restarts_in_different_cycles(count: int, lif
 
 
 def test_settling_times_are_shorter_than_a_monit_cycle() -> None:
-    """A restarted service is therefore reported as running no later than by monit, which checks once per cycle."""
+    """A restarted service must be reported as running no later than with monit, which checks once per cycle."""
     assert TIMING.eager_limit + TIMING.settle < TIMING.cycle
     assert TIMING.backoff_limit <= TIMING.cycle
 
@@ -229,7 +231,7 @@ async def test_out_of_memory_kill_is_counted_and_reported_as_the_exit_reason(
     how: Ending, was_oom: bool, by_limit: bool, killer: str
 ) -> None:
     events: list[Event] = []
-    bpm: Any = SimpleNamespace(was_killed_for_memory=lambda _: by_limit, start=None, last_words=no_words)
+    bpm: Any = SimpleNamespace(was_killed_for_memory=lambda _: by_limit, start=None, last_words=no_output)
     spec = replace(SPEC, start_call=CALL)
     service = service_on(
         machine := SimulatedMachine(how_ends=how), spec, was_oom=lambda: was_oom, notify=events.append, bpm=bpm
@@ -249,7 +251,7 @@ async def test_out_of_memory_kill_is_counted_and_reported_as_the_exit_reason(
     assert [event.description.partition(": ")[2] for event in events] == [f"killed {killer}" if killer else ""]
 
 
-async def no_words(_: BpmCall) -> str:
+async def no_output(_: BpmCall) -> str:
     return ""
 
 
@@ -289,8 +291,8 @@ async def test_dependants_restart_with_their_service_unless_they_are_stopped(
 
 @played
 async def test_service_is_failing_as_soon_as_its_process_exits() -> None:
-    """The reported state changes as soon as the process exits, before the service has reacted."""
-    async with lived(machine := SimulatedMachine()) as service:
+    """The reported state changes even before the service has reacted to the exit."""
+    async with started(machine := SimulatedMachine()) as service:
         assert service.reported == "running"
         machine.end()
         assert service.reported == "failing"
@@ -304,7 +306,7 @@ async def test_rule_failures_are_cleared_by_an_exit_but_kept_during_a_requested_
     trigger: Trigger, are_kept: bool
 ) -> None:
     """When a restart is requested, a failure is kept until its check passes."""
-    async with lived(SimulatedMachine()) as service:
+    async with started(SimulatedMachine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.on(trigger)
         assert bool(service.complaints) is are_kept
@@ -312,7 +314,7 @@ async def test_rule_failures_are_cleared_by_an_exit_but_kept_during_a_requested_
 
 @played
 async def test_rule_failures_are_cleared_when_the_monit_file_changes_its_rules() -> None:
-    async with lived(SimulatedMachine()) as service:
+    async with started(SimulatedMachine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.take_spec(replace(SPEC, every=2))
         assert (list(service.complaints), service.spec.every) == ([0], 2)
@@ -349,9 +351,9 @@ async def test_rule_restarts_only_a_service_with_start_and_stop_programs(changes
 @pytest.mark.parametrize("event", ["Timeout", "Stopped"])
 @played
 async def test_program_that_cannot_run_is_reported(event: str) -> None:
-    """A program that cannot run is reported, and the stop then ends the process without it."""
+    """If the stop program cannot run, the service ends the process without it."""
     events: list[Event] = []
-    async with lived(machine := SimulatedMachine(refuses=event), notify=events.append) as service:
+    async with started(machine := SimulatedMachine(refuses=event), notify=events.append) as service:
         await service.react(Action("exec", CTL), "Timeout", "too often")
         service.stop()
         await service.has_left(frozenset({State.STOPPING}))
@@ -367,7 +369,7 @@ async def test_program_that_cannot_run_is_reported(event: str) -> None:
 async def test_start_action_of_a_rule_runs_the_start_program_only_for_a_path(
     kind: Literal["file", "process"], starts: int
 ) -> None:
-    async with lived(machine := SimulatedMachine(), replace(SPEC, kind=kind)) as service:
+    async with started(machine := SimulatedMachine(), replace(SPEC, kind=kind)) as service:
         process, machine.process = machine.process, None
         await service.react(Action("start"), "Timeout", "too often")
         machine.process = process
@@ -492,9 +494,9 @@ async def test_running_service_is_void_if_its_pidfile_names_no_process(changes: 
 async def test_stop_and_restart_fail_if_processes_of_a_killed_keeper_may_remain(ask: str) -> None:
     """Without the keeper, nothing proves which service the remaining processes belong to.
 
-    They are therefore listed but not signalled, and a restart fails too, because it could run a second instance.
+    They are therefore listed but not signalled. A restart fails as well, because it could start a second instance.
     """
-    async with lived(SimulatedMachine(orphans=[Left(8, 80, "orphan")])) as service:
+    async with started(SimulatedMachine(orphans=[Left(8, 80, "orphan")])) as service:
         if ask == "stop":
             service.stop()
         else:
@@ -509,7 +511,7 @@ async def test_stop_and_restart_fail_if_processes_of_a_killed_keeper_may_remain(
 async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> None:
     """The reason and an alert list the processes that may belong to the service."""
     orphans, told = [Left(8, 80, "orphan")], list[Event]()
-    async with lived(SimulatedMachine(orphans=orphans), notify=told.append) as service:
+    async with started(SimulatedMachine(orphans=orphans), notify=told.append) as service:
         service.lose_keeper(orphans)
 
         why = "the keeper of its processes was killed, these may be its processes: 8 (orphan)"
@@ -519,8 +521,8 @@ async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> N
 
 @played
 async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
-    """With the expired deadline, the restart would kill the processes without a grace period."""
-    async with lived(machine := SimulatedMachine()) as service:
+    """If the expired deadline still applied, the restart would kill the processes without a grace period."""
+    async with started(machine := SimulatedMachine()) as service:
         service.stop(StopRequest(by=asyncio.get_running_loop().time()))
         await asyncio.sleep(1)
         await up(service)
@@ -532,8 +534,8 @@ async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
 
 @played
 async def test_start_waits_until_a_hanging_stop_program_is_terminated() -> None:
-    """A stop program that is still running would stop the new process."""
-    async with lived(machine := SimulatedMachine(how_stops="hangs")) as service:
+    """Otherwise the stop program, which is still running, would stop the new process."""
+    async with started(machine := SimulatedMachine(how_stops="hangs")) as service:
         service.stop()
         await asyncio.sleep(1)
         service.take_spec(ProcessSpec(name="web", job="web", error="line 1"))
@@ -549,7 +551,7 @@ async def test_start_waits_until_a_hanging_stop_program_is_terminated() -> None:
 @played
 async def test_exit_in_the_same_event_loop_iteration_as_a_stop_is_not_reported() -> None:
     events: list[Event] = []
-    async with lived(machine := SimulatedMachine(), notify=events.append) as service:
+    async with started(machine := SimulatedMachine(), notify=events.append) as service:
         machine.end()
         service.stop()
         await asyncio.sleep(1)
@@ -559,7 +561,7 @@ async def test_exit_in_the_same_event_loop_iteration_as_a_stop_is_not_reported()
 
 @pytest.mark.parametrize("by", [5.0, float("inf")])
 @played
-async def test_bpm_stop_gets_the_earlier_of_the_request_and_monit_file_deadlines(by: float) -> None:
+async def test_bpm_stop_uses_the_earlier_deadline_of_the_request_and_the_monit_file(by: float) -> None:
     asked: list[float] = []
 
     async def stop(_: BpmCall, by: float) -> None:
@@ -582,7 +584,7 @@ async def test_bpm_stop_gets_the_earlier_of_the_request_and_monit_file_deadlines
 
 @played
 async def test_explicit_start_forgets_that_the_service_was_stopped_with_its_dependency() -> None:
-    """After an explicit start, the service no longer counts as stopped together with its prerequisite."""
+    """Otherwise a later start of the service on which it depends would also start this service."""
     service = service_on(SimulatedMachine())
     service.record.was_taken_along = True
     service.start()

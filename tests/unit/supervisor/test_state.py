@@ -64,7 +64,7 @@ def test_underway_ending_and_active_sets_match_the_work_table() -> None:
 
 
 def test_state_names_shown_to_operators_have_not_changed_since_the_first_release() -> None:
-    """A state that was added later is shown under an older name: a restart in progress as a stop, for example."""
+    """States that were added later are shown under older names. For example, a running restart is shown as a stop."""
     shown = {state: state.shown for state in State if state.shown != state.value}
 
     assert shown == {State.BOUNCING: "stopping", State.STUCK: "unmonitored"}
@@ -87,7 +87,7 @@ def test_state_names_shown_to_operators_have_not_changed_since_the_first_release
     ],
 )
 def test_each_state_maps_to_a_process_state_of_the_director(state: State, text: str) -> None:
-    """Only the four process states that monit's flags can express are reported."""
+    """There are only four process states, namely those that monit's flags can express."""
     assert reported(state) == text
     assert (text == "unknown") is (state not in MONITORED)
 

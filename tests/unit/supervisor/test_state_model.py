@@ -1,9 +1,9 @@
 """Model check of the state table: no sequence of events, however long, violates an invariant.
 
-A situation of the model consists of a service and its machine. The record of the service contains at most one process
-and one start program, but others may be running that the record has lost. The model is finite, so all sequences are
-covered once every reachable situation has been visited. The model also simulates what the service does in each state
-(``WORK``), whereas ``test_walk`` runs long sequences against the real service.
+A situation of the model consists of a service and its machine. The service's record contains at most one process and
+one start program, but other processes that the record has lost may still be running. The model is finite, so all
+sequences are tested once every reachable situation has been visited. The model also simulates what the service does in
+each state (``WORK``), whereas ``test_walk`` runs long sequences against the real service.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ModelledService:
     """Whether the process in the record is alive."""
     starter: bool = False
     """Whether the start program in the record is running, so that it may still start the process."""
-    strangers: int = 0
+    lost: int = 0
     """Number of processes and start programs that the record has lost."""
 
     def on(self, trigger: Trigger, table: Table) -> ModelledService:
@@ -60,25 +60,25 @@ class ModelledService:
         one = replace(self, state=move.to)
         if Effect.RELEASE_PROGRAM in move.effect:
             # A start program that has already started the process will not start another, so it does not count as lost.
-            one = replace(one, starter=False, strangers=one.strangers + (one.starter and not one.process))
+            one = replace(one, starter=False, lost=one.lost + (one.starter and not one.process))
         if Effect.FORGET_PROCESSES in move.effect:
-            one = replace(one, process=False, starter=False, strangers=one.strangers + one.process + one.starter)
-        if one.state is State.STOPPED and one.asked == "down" and (one.process or one.starter or one.strangers):
+            one = replace(one, process=False, starter=False, lost=one.lost + one.process + one.starter)
+        if one.state is State.STOPPED and one.asked == "down" and (one.process or one.starter or one.lost):
             raise Violation(STOP)
         # A failed stop is reported as an error to its caller, after which no request is pending.
         return replace(one, asked="left alone") if one.state is State.STUCK else one
 
-    def asked_for(self, table: Table) -> Iterator[ModelledService]:
+    def after_requests(self, table: Table) -> Iterator[ModelledService]:
         """Yield the situation after each request, after each change of the monit file, and after a reboot."""
         for trigger in OUTSIDE:
             one = self
             if trigger in ASKED and self.state is not State.BROKEN:
                 one = replace(self, asked=ASKED[trigger])
             if trigger is Trigger.REBOOTED:
-                one = replace(self, process=False, starter=False, strangers=0)
+                one = replace(self, process=False, starter=False, lost=0)
             yield one.on(trigger, table)
 
-    def left_to_itself(self, table: Table) -> Iterator[ModelledService]:
+    def after_internal_events(self, table: Table) -> Iterator[ModelledService]:
         """Yield the situation after everything that can happen without a request."""
         if self.process:
             yield replace(self, process=False)
@@ -106,7 +106,7 @@ class ModelledService:
     def started(self) -> ModelledService:
         if self.asked != "up":
             raise Violation(STOP if self.asked == "down" else UNASKED)
-        if self.strangers:
+        if self.lost:
             raise Violation(TWO)
         return replace(self, starter=True)
 
@@ -126,7 +126,7 @@ def violations(table: Table) -> set[str]:
         if world in alone:
             continue
         alone[world], all_next[world] = set(), set()
-        for events, leads in ((world.left_to_itself(table), alone), (world.asked_for(table), all_next)):
+        for events, leads in ((world.after_internal_events(table), alone), (world.after_requests(table), all_next)):
             while True:
                 try:
                     leads[world].add(next(events))

@@ -96,7 +96,7 @@ def saved_states(paths: Paths) -> dict[str, State]:
 async def test_supervisor_state_is_saved_soon_after_a_change_and_readable_only_by_root(
     supervisor: Supervisor, paths: Paths
 ) -> None:
-    """If the agent exits after an apply, its successor finds the jobs in the saved state."""
+    """If the agent exits after an apply, the next agent finds the jobs in the saved state."""
     await until(lambda: saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STOPPED))
     assert stat.S_IMODE(paths.supervisor_state.stat().st_mode) == 0o600
     saved = read_saved(paths.supervisor_state)
@@ -185,7 +185,7 @@ async def test_plan_is_rebuilt_only_if_the_monit_files_changed(paths: Paths, mon
     assert len(made) == 4
 
 
-async def test_later_of_concurrent_configure_and_forget_calls_takes_effect(
+async def test_later_of_two_concurrent_configure_and_forget_calls_takes_effect(
     supervisor: Supervisor, paths: Paths
 ) -> None:
     await asyncio.gather(supervisor.configure([OTHERS]), supervisor.forget())
@@ -209,7 +209,7 @@ async def test_invalid_monit_file_is_reported_once_per_error(paths: Paths) -> No
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-async def test_is_wanted_is_true_from_a_start_until_a_stop(paths: Paths) -> None:
+async def test_supervisor_is_wanted_from_a_start_until_a_stop(paths: Paths) -> None:
     """``is_wanted`` is true from a start until a stop, but only if there are jobs.
 
     The next agent recovers it from the saved state. A stop during container shutdown does not change it.
@@ -244,7 +244,7 @@ async def test_is_wanted_is_true_from_a_start_until_a_stop(paths: Paths) -> None
 
 
 async def test_start_during_a_stop_leaves_no_stop_marker(supervisor: Supervisor, paths: Paths) -> None:
-    """The later request takes effect, although the earlier one is still in progress."""
+    """The start takes effect, although the stop is still in progress."""
     stopping = asyncio.create_task(supervisor.stop(wait=False))
     await asyncio.sleep(0)
     await supervisor.start()
@@ -333,7 +333,7 @@ async def test_instance_is_failing_while_an_obstacle_prevents_the_start_unless_i
 async def test_bpm_memory_kill_is_reported_by_service_name(paths: Paths) -> None:
     """A bpm process that a service in the monit file tracks is reported under the name of that service.
 
-    Any other is reported under its name in bpm.yml.
+    Any other bpm process is reported under its name in bpm.yml.
     """
     events: list[Event] = []
 
@@ -356,7 +356,7 @@ async def test_bpm_memory_kill_is_reported_by_service_name(paths: Paths) -> None
 
 
 async def test_memory_checks_are_limited_to_a_share_of_the_cpu(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a job has thousands of processes, checks take longer and therefore run less often."""
+    """If a job has thousands of processes, a check takes longer, so checks run less often."""
     looks: list[float] = []
 
     def kill_hogs() -> list[MemoryKill]:

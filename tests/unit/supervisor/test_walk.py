@@ -91,7 +91,7 @@ class Model:
             self.wanted, self.is_ending = "down", True
 
     def boot(self) -> None:
-        """Simulate a boot after which no process is left. Services that should run start again, and are trusted."""
+        """Simulate a boot after which no process is left. A service that should run starts again, and is trusted."""
         self.wanted = "left alone" if self.wanted == "stuck" else self.wanted
         self.watched, self.is_trusted = None, True
         if self.is_ending:
@@ -162,8 +162,8 @@ class Walk:
         self.service.release()
         if not same_world:
             self.machine.kill_all()
-        # The next agent does not wait for a running stop program. If the monit file has become invalid, it does not
-        # even know that program. It repeats an unfinished stop instead.
+        # The next agent does not wait for a running stop program, which it does not even know if the monit file has
+        # become invalid. Instead, it carries out an unfinished stop again.
         self.machine.stopper = None
         self.service = self.made()
         self.service.resume(msgspec.json.decode(saved, type=ServiceRecord), same_world=same_world)
@@ -173,7 +173,7 @@ class Walk:
         """Carry out a request or an event, then compare the service with the model."""
         what, _, how = step.partition(" ")
         if step in PAUSES:
-            await self.pass_by(PAUSES[step])
+            await self.let_time_pass(PAUSES[step])
         elif what == "starts":
             self.machine.how_starts = how
         elif what == "stops":
@@ -215,8 +215,8 @@ class Walk:
         self.spec = spec
         self.service.take_spec(spec)
 
-    async def pass_by(self, seconds: float) -> None:
-        """Let time pass, and compare the service with the model whenever something may have happened."""
+    async def let_time_pass(self, seconds: float) -> None:
+        """Let simulated time pass, and compare the service with the model whenever something may have happened."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while loop.time() < until:
@@ -243,9 +243,9 @@ class Walk:
         assert service.reported != "running" or (self.machine.is_there and self.model.is_trusted)
 
     async def never_gives_up(self) -> None:
-        """Assert that the service is retried forever if it should run but cannot."""
+        """Assert that starts are retried forever if the service should run but cannot."""
         starts = len(self.machine.starts)
-        await self.pass_by(PAUSES["age"] + START_TAKES["late"])
+        await self.let_time_pass(PAUSES["age"] + START_TAKES["late"])
         if self.model.wanted == "up":
             assert self.machine.is_there or len(self.machine.starts) > starts
 

@@ -1,3 +1,5 @@
+"""How programs in a monit file that call ``bpm start`` or ``bpm stop`` are recognized."""
+
 from __future__ import annotations
 
 import pytest

@@ -133,8 +133,8 @@ def test_bpm_config_uses_the_first_yaml_document() -> None:
         ("~", ""),
     ],
 )
-def test_bpm_config_keeps_the_spelling_of_text_values(written: str, expected: str) -> None:
-    """Other YAML parsers would convert words such as ``yes`` or ``0x1f``. Only null items are left out."""
+def test_bpm_config_does_not_convert_text_values(written: str, expected: str) -> None:
+    """Words such as ``yes`` or ``0x1f``, which most YAML parsers would convert, are kept. Null items are left out."""
     assert " ".join(one(f"args: {written}").args) == expected
 
 
@@ -223,7 +223,7 @@ def test_bpm_memory_sizes_are_parsed(written: str, expected: int | None) -> None
     "key",
     ["args", "env", "hooks", "capabilities", "limits", "additional_volumes", "unsafe", "shutdown_signal", "workdir"],
 )
-def test_bpm_null_value_means_the_default(key: str) -> None:
+def test_null_value_in_a_bpm_config_means_the_default(key: str) -> None:
     assert one(f"{key}: ~") == one("")
 
 
@@ -328,7 +328,7 @@ def test_invalid_bpm_process_is_rejected(text: str, expected: str) -> None:
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 def test_bpm_env_values_are_not_shown_in_errors() -> None:
-    """Values of environment variables may be secrets."""
+    """The error says what is wrong without quoting the value, which may be a secret."""
     with pytest.raises(ConfigError) as refused:
         one('env: {A: "secret\\0"}')
 
@@ -353,7 +353,7 @@ def test_bpm_root_directory_is_configurable() -> None:
     ids=["merges", "mappings", "lists"],
 )
 def test_bpm_config_with_exploding_aliases_is_rejected(repeated: str) -> None:
-    """Before there was a limit, ten times as many aliases used up all memory of the machine."""
+    """Without a limit, ten times as many aliases used up the machine's memory."""
     keys = ", ".join(f"k{number}: 1" for number in range(2000))
     with pytest.raises(ConfigError, match="more than 100000 keys and items, aliases included"):
         parse(f"a: &a {{{keys}}}\nb: &b [{'x, ' * 2000}]\nprocesses:\n{repeated}")
@@ -388,7 +388,7 @@ def test_bpm_config_reads_nested_merges_once() -> None:
 
 
 @given(st.text("abc:-[]{}&*!|>'\"\n #,~<?%@` 1\t", max_size=40))
-def test_any_text_gives_a_bpm_config_or_a_config_error(text: str) -> None:
+def test_parsing_any_text_as_a_bpm_config_succeeds_or_raises_a_config_error(text: str) -> None:
     with contextlib.suppress(ConfigError):
         parse(f"processes:\n{text}")
 
@@ -405,6 +405,6 @@ def test_any_text_gives_a_bpm_config_or_a_config_error(text: str) -> None:
         ("/var/vcap/store/web/below", None),
     ],
 )
-def test_bpm_run_volume_must_be_in_vcap_and_not_a_directory_of_the_job(path: str, why: str | None) -> None:
+def test_bpm_run_volume_must_be_below_vcap_and_not_be_one_of_the_jobs_directories(path: str, why: str | None) -> None:
     with pytest.raises(ConfigError, match=re.escape(why)) if why else contextlib.nullcontext():
         config.check_volume(path, job="web")

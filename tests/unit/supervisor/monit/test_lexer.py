@@ -154,7 +154,7 @@ def test_lexer_decodes_only_known_escapes(text: str, expected: str) -> None:
     assert unescape(text) == expected
 
 
-def test_lexer_tokens_have_their_offsets() -> None:
+def test_lexer_records_the_offsets_of_tokens() -> None:
     text = "set  daemon\n'x'"
 
     assert [text[token.start : token.end] for token in lex(text)] == ["set", "daemon", "'x'", ""]

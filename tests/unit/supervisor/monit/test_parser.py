@@ -121,7 +121,7 @@ def test_parser_reads_all_kinds_of_checks(text: str, expected: Check) -> None:
     assert parse(text).services == (expected,)
 
 
-def test_host_check_address_is_the_default_for_connections() -> None:
+def test_address_of_a_host_check_is_the_default_for_its_connections() -> None:
     """A connection test that names no host connects to the address of its check."""
     (check,) = parse('check host a with address "10.0.0.1" if failed port 80 then alert').services
 
@@ -227,8 +227,8 @@ def service(name: str, *depends: str) -> str:
     return f"check process {name} pidfile /p\n" + (f"depends on {', '.join(depends)}\n" if depends else "")
 
 
-def test_monit_dependencies_may_cross_files() -> None:
-    """A dependency may refer to a later service, and is not case-sensitive."""
+def test_monit_service_may_depend_on_a_service_in_another_file() -> None:
+    """A dependency may name a service that is defined later, and the name is not case-sensitive."""
     assert problems(service("a", "B", "c"), service("b", "c") + service("C")) == []
 
 
@@ -244,7 +244,7 @@ def test_dependency_problems_of_several_monit_files_are_found() -> None:
 
 
 def test_every_dependency_cycle_is_found() -> None:
-    """Cycles without a common service are separate errors. A service that only leads into one is not reported."""
+    """Cycles without a common service are separate errors. A service that only leads into a cycle is not reported."""
     found = problems(service("z", "a") + service("a", "a") + service("b", "c") + service("c", "b"))
 
     assert found == [
@@ -271,7 +271,7 @@ def test_converging_dependencies_are_checked_quickly() -> None:
 
 
 def test_parser_reports_all_errors_of_a_file_at_once() -> None:
-    """Parsing resumes at the next statement that begins a line, and an error causes no further ones."""
+    """After an error, parsing resumes at the next statement that begins a line, so that one error causes no others."""
     text = """check process web with pidfile run/web.pid
   start program "/bin/true"
   if totalmem > 5 GB for 2 cycles then start
@@ -309,7 +309,7 @@ def test_parser_reports_no_errors_after_an_unclosed_quote() -> None:
 
 @pytest.mark.parametrize("rest", ["\n  mode \0\n  mode c\n", "\n5 mode c\n"])
 def test_parser_reports_one_error_per_line(rest: str) -> None:
-    """Nothing is reported after a NUL byte."""
+    """After a NUL byte, nothing more is reported."""
     with pytest.raises(ConfigError) as refused:
         parse(f"check process a pidfile b{rest}", origin="monit")
 

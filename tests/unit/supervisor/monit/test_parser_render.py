@@ -122,7 +122,7 @@ RATE = st.tuples(st.integers(1, 64), st.integers(1, 64)).map(lambda pair: Rate(m
 
 
 def limit(metric: str) -> SearchStrategy[Limit]:
-    """Generate limits that can be written for a metric."""
+    """Generate limits that a monit file can express for this metric."""
     percent = st.builds(Limit, st.just(metric), OPERATOR, NUMBER, st.just(True))
     amount = st.builds(lambda number, unit: number * unit, NUMBER | REAL, UNITS)
     if metric.startswith("loadavg"):
@@ -225,7 +225,7 @@ def checks(draw: st.DrawFn) -> Check:
     )
 
 
-UNSPOKEN = "if failed port 1 protocol radius secret s then alert"
+UNSUPPORTED = "if failed port 1 protocol radius secret s then alert"
 
 
 @st.composite
@@ -233,7 +233,7 @@ def files(draw: st.DrawFn) -> MonitFile:
     services = draw(st.lists(checks(), max_size=3, unique_by=lambda check: check.name.lower()))
     outside = draw(st.lists(st.sampled_from(["set daemon 5", "include '/a b'", "set alert a@b { uid }"]), max_size=2))
     others = [
-        Ignored(UNSPOKEN if check.kind == "host" else "noalert a@b", check.name)
+        Ignored(UNSUPPORTED if check.kind == "host" else "noalert a@b", check.name)
         for check in services
         if check.kind == "host" or draw(st.booleans())  # a host check must have a test
     ]
@@ -242,5 +242,5 @@ def files(draw: st.DrawFn) -> MonitFile:
 
 @given(files())
 @settings(max_examples=50)
-def test_any_monit_file_is_the_same_after_rendering_and_parsing(file: MonitFile) -> None:
+def test_parsing_a_rendered_monit_file_restores_it(file: MonitFile) -> None:
     assert parser.parse(monit_render.render(file), origin="rendered") == file

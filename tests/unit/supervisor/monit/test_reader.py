@@ -1,4 +1,4 @@
-"""The token reader, and the errors that it creates."""
+"""The token reader, and the errors that it raises."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from agent_shim.supervisor.monit.reader import Reader
         ("'x", "line 1 column 1: found a quote that is not closed"),
     ],
 )
-def test_parser_error_has_line_column_and_token(text: str, expected: str) -> None:
-    """Lines and columns are counted from one. A column is a character."""
+def test_parser_error_contains_the_line_column_and_token(text: str, expected: str) -> None:
+    """Lines and columns are counted from one, and columns in characters."""
     assert str(Reader(text).error("b")) == f"{expected}, expected b"
 
 
-def test_reader_repeats_the_end_token() -> None:
+def test_reader_returns_the_end_token_repeatedly() -> None:
     reader = Reader("a")
 
     assert [reader.second.kind, reader.skip().kind, reader.skip().kind, reader.second.kind] == [

@@ -70,7 +70,7 @@ def test_rule_size_units_are_parsed(unit: str, bytes_: int) -> None:
     ("operator", "spellings"),
     [(">", "> gt greater"), ("<", "< lt less"), ("=", "= == eq equal"), ("!=", "!= ne notequal changed")],
 )
-def test_rule_operators_have_all_spellings(operator: str, spellings: str) -> None:
+def test_all_spellings_of_rule_operators_are_parsed(operator: str, spellings: str) -> None:
     for spelling in spellings.split():
         assert rule(f"if children {spelling} 3 then alert").test == rule(f"if children {operator} 3 then alert").test
 
@@ -105,7 +105,7 @@ def test_rule_rates_and_actions_are_parsed(text: str, expected: Rule) -> None:
 
 
 def test_change_and_restart_rules_have_no_recovery() -> None:
-    """Such a rule reacts to an event, so no action follows when the event does not occur."""
+    """These rules react to an event, so there is nothing to recover from when the event does not occur."""
     assert rule("if changed pid then stop") == Rule(PidChanged(), Action("stop"), recovery=IGNORE)
     assert rule("if 2 restarts 3 cycles then exec '/x'").recovery == IGNORE
     assert rule("if 2 restarts 3 cycles then timeout") == rule("if 2 restarts 3 cycles then unmonitor")
@@ -315,7 +315,7 @@ def test_unsupported_rules_are_listed_as_ignored(kind: str, text: str) -> None:
     ],
 )
 def test_parser_accepts_only_the_rules_of_each_kind_of_check(kind: str, text: str, expected: Test | None) -> None:
-    """As in monit, a rule for another kind of check is rejected."""
+    """As in monit, a rule that belongs to another kind of check is rejected."""
     if expected is None:
         refusal(f"if {text} then alert", kind)
     else:

@@ -33,7 +33,7 @@ async def test_exit_of_the_start_program_is_recorded(tmp_path: Path, is_alive: b
 
 
 UNUSED = 2**22 + 8
-"""A pid above the limit of Linux, which no process can have."""
+"""A pid that no process can have, because it is above the limit of Linux."""
 
 
 @pytest.fixture
@@ -111,8 +111,8 @@ async def test_process_finder_reports_why_it_rejected_a_process(tmp_path: Path, 
     assert finder.refused == f"the pidfile names process 1 ({proc.name(1)}): it is foreign"
 
 
-async def test_path_of_a_check_is_assumed_to_exist_until_checked(tmp_path: Path) -> None:
-    """A stop before the first check must run the stop program."""
+async def test_path_of_a_check_is_assumed_to_exist_until_the_first_check(tmp_path: Path) -> None:
+    """Otherwise a stop before the first check would not run the stop program."""
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     spec = ProcessSpec(name="web", job="web", kind="file", path=tmp_path / "absent")
 
@@ -122,7 +122,7 @@ async def test_path_of_a_check_is_assumed_to_exist_until_checked(tmp_path: Path)
 
 
 async def test_process_finder_waits_for_a_process_until_the_start_timeout() -> None:
-    """The finder must not block the event loop while it waits for the process."""
+    """The wait must not block the event loop."""
     finder = ProcessFinder(cast("Any", None), Timing(linger=0.0), lambda: None)
     program: Any = Handle("program", [])
     finder.program = program
@@ -161,7 +161,7 @@ class Handle:
 
 
 async def test_process_handles_are_released_once() -> None:
-    """If the start program became the process itself, both share one handle."""
+    """If the start program has become the process itself, program and process share one handle."""
     calls: list[str] = []
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     finder.program, finder.process = cast("Any", Handle("program", calls)), cast("Any", Handle("process", calls))
@@ -178,7 +178,7 @@ async def test_process_handles_are_released_once() -> None:
 
 
 async def test_exited_process_is_removed_from_its_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pidfile is remembered, so that it does not identify a new process with the same pid."""
+    """The pidfile is remembered, so that it cannot identify a new process that gets the same pid."""
     monkeypatch.setattr(proc, "stat", lambda _: None)
     (tmp_path / "pid").write_text("7")
     spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"))
@@ -215,7 +215,7 @@ WAITING = object()
         ("2", 0, 0.0, "process 2 of the pidfile exited immediately"),
     ],
 )
-async def test_start_fails_when_no_process_can_appear_any_more(
+async def test_start_fails_once_no_process_can_appear_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, status: int | None, linger: float, why: object
 ) -> None:
     """A process may still appear for a while after the start program has exited, and while its pidfile names a

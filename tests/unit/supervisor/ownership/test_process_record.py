@@ -1,4 +1,4 @@
-"""The record of a service's processes."""
+"""The record of a service's processes, and the pidfiles from which they are read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_record_drops_ended_processes_when_others_are_added() -> None:
 def test_pidfile_must_be_a_regular_file(tmp_path: Path) -> None:
     """A FIFO is rejected without blocking the agent, even if it contains a number.
 
-    So are a directory and a missing file.
+    A directory and a missing file are rejected as well.
     """
     os.mkfifo(tmp_path / "fifo")
     os.mkfifo(tmp_path / "full")

@@ -26,7 +26,7 @@ NEWER = Pidfile(50, 11.0, 7, USER)
 
 
 @pytest.fixture(autouse=True)
-def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fake_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "wall_time_of", lambda ticks: ticks / 100)
     monkeypatch.setattr(proc, "user", lambda _: USER)
     monkeypatch.setattr(proc, "executable", lambda _: "/usr/bin/java")
@@ -109,7 +109,7 @@ def test_process_without_a_keeper_must_run_a_program_of_a_job(
 
 
 def test_pidfile_of_an_ended_process_does_not_identify_another_process() -> None:
-    """Another process may have got the same pid since. A new pidfile is accepted."""
+    """Another process may have got the same pid since then. A new pidfile is accepted."""
     record = ProcessRecord(named_by=NEWER)
 
     assert tie(keepers("web"), ONE, SPEC, record, NEWER) == (Tie.NONE, "its pidfile is older than the process")
@@ -125,13 +125,13 @@ def test_start_program_is_the_process_only_if_the_pidfile_was_written_after_its_
 
 
 def test_recorded_process_still_belongs_to_the_service_without_a_keeper() -> None:
-    """The keeper of a recorded process may have been killed, or the process never had one."""
+    """The keeper of a recorded process may have been killed, or the process may never have had one."""
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity), OLDER)[0] is Tie.OWNED
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity, is_only_named=True), OLDER)[0] is Tie.NAMED
     assert tie(keepers(), ONE, SPEC, ProcessRecord(others=[ONE.identity]), OLDER)[0] is Tie.OWNED
 
 
-def test_pidfile_may_name_process_1_after_a_start() -> None:
+def test_pidfile_may_name_pid_1_after_a_start() -> None:
     """A job without processes, such as one that only sets firewall rules, may write 1 into its pidfile."""
     first = proc.Stat(1, "S", 0, 1, 1, 0, 0, 0)
     record = ProcessRecord()
@@ -172,7 +172,7 @@ def test_pattern_finds_the_recorded_process_or_the_oldest(
     record: ProcessRecord,
     expected: tuple[int, Tie] | None,
 ) -> None:
-    """The start program, a script that may still be running, is chosen only if no other process matches.
+    """The start program, which may be a script that is still running, is chosen only if no other process matches.
 
     Processes of other services are ignored.
     """
