@@ -116,7 +116,7 @@ def test_benchmark_table_gives_the_reason_for_a_missing_figure() -> None:
     assert "Some figures of theirs are missing because part `boots` failed: `HostError: it has ended`" in text
 
 
-def test_benchmark_table_lists_the_steps_of_the_boot_as_root() -> None:
+def test_benchmark_table_lists_the_boot_steps_as_root() -> None:
     boot = figure([0.2914, 0.267, 0.347], "s", floor=[0.1], floor_is="an interpreter") | {
         "steps_ms": {"own names": 2.5, "ssh server": 7.3}
     }
@@ -135,6 +135,6 @@ def test_readme_has_the_figures_of_the_benchmark_page() -> None:
     assert len(table.in_short(page).splitlines()) == 2 + len(table.IN_SHORT)
 
 
-def test_benchmark_memory_figures_are_shown_as_memory() -> None:
+def test_benchmark_memory_figures_have_readable_names() -> None:
     text = table.render(document("ours", {"pss_of_an_interpreter": figure([9.96], "MB")}), [])
     assert "| memory (PSS) of an interpreter | 9.96 MB |" in text

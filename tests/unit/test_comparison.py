@@ -1,6 +1,6 @@
 """The comparison with the Go agent and monit on released jobs.
 
-A plan is derived from the files of a job, and a verdict from the recorded runs of both agents.
+The comparison derives a plan from a job's files, and a verdict from the recorded runs under both agents.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_comparison_lowers_ulimits_of_scripts_to_the_hard_limit(tmp_path: Path) 
     assert "999999999" not in planned(tmp_path, job()).job.files["bin/ctl"]
 
 
-def test_comparison_creates_files_that_scripts_failed_to_find_before_the_next_run(tmp_path: Path) -> None:
+def test_comparison_creates_missing_files_and_programs_before_the_next_run(tmp_path: Path) -> None:
     made = planned(tmp_path, job())
     said = (
         "ctl: line 3: /var/vcap/packages/web/lib/run: No such file or directory\nctl: line 4: confd: command not found"
@@ -141,7 +141,7 @@ def test_comparison_reports_identical_runs_as_equal(tmp_path: Path) -> None:
     assert judged(tmp_path, phase("rest"), phase("rest")).kind == "equal"
 
 
-def test_comparison_ignores_when_a_removed_process_disappears_during_apply(tmp_path: Path) -> None:
+def test_comparison_ignores_how_early_a_removed_process_disappears_during_apply(tmp_path: Path) -> None:
     """An agent may report its states before or after the removed process is gone, which is not a difference."""
     without = {"state": {"job_state": "stopped"}}
     early, late = phase("apply", values=without), phase("apply", values=without, states={})
@@ -154,7 +154,7 @@ def test_comparison_ignores_when_a_removed_process_disappears_during_apply(tmp_p
 def test_missing_monit_alert_for_a_dependant_with_an_empty_pidfile_is_a_known_deviation(
     tmp_path: Path,
 ) -> None:
-    """monit may restart the dependant together with its prerequisite, before it reports the empty pidfile.
+    """monit may restart the dependant together with its prerequisite before it has reported the empty pidfile.
 
     An example is cf-redis-broker in shared-redis-release.
     """
@@ -201,7 +201,7 @@ def test_comparison_accepts_a_delayed_start_in_any_phase_if_the_process_is_the_s
     assert judge.judge(planned(tmp_path, job()), *worlds).kind == kind
 
 
-def test_comparison_reports_a_slow_start_without_an_alert(tmp_path: Path) -> None:
+def test_comparison_reports_a_missing_alert_after_a_slow_start(tmp_path: Path) -> None:
     """monit may run a slow start program a second time, so an additional process is a known deviation.
 
     An alert that only monit sends is an unexpected difference.
@@ -228,7 +228,7 @@ def test_service_still_failing_under_monit_after_a_slow_start_is_a_known_deviati
 def test_comparison_allows_a_slow_stop_program_to_kill_the_next_process_under_monit(tmp_path: Path) -> None:
     """An example is proxy in docker-registry-boshrelease.
 
-    If both stops took equally long, the signal is a difference.
+    If both stops took equally long, the signal counts as a difference.
     """
     lives = [1.0, "lives", "server"]
     killed = {"alerts": ["web - Does not exist - restart"], "events": [lives, [2.0, "SIGTERM", "server"], lives]}
@@ -280,9 +280,9 @@ def test_comparison_allows_bpm_to_leave_the_pidfile_of_a_dead_process_on_stop(tm
 
 
 def test_comparison_allows_monit_to_leave_a_process_running_on_restart(tmp_path: Path) -> None:
-    """The stop program in rabbitmq-server-boshrelease removes its pidfile, so that monit leaves the process running.
+    """The stop program in rabbitmq-server-boshrelease removes its pidfile, so monit leaves the process running.
 
-    Under this agent, the timeout of the stop causes an alert.
+    Under this agent, the stop times out, which causes an alert.
     """
     begun, ended = [2.0, "lives", "server"], [0.5, "SIGTERM", "server"]
     alert = ["web - Execution failed - alert"]
@@ -327,7 +327,7 @@ def test_comparison_allows_the_agent_to_start_scripts_in_an_empty_directory(tmp_
     assert judged(tmp_path, go, shim).kind == "listed"
 
 
-def test_comparison_reports_a_repeated_alert(tmp_path: Path) -> None:
+def test_comparison_reports_an_alert_that_is_sent_twice(tmp_path: Path) -> None:
     alert = ["web - Does not exist - restart"]
 
     assert judged(tmp_path, phase("death", alerts=alert), phase("death", alerts=alert * 2)).kind == "difference"
@@ -395,7 +395,7 @@ def test_comparison_ignores_an_unanswered_request_on_a_busy_machine(tmp_path: Pa
 def test_comparison_looks_for_missing_files_if_one_service_has_no_process(
     services: dict[str, bool], is_lacking: bool
 ) -> None:
-    """In ossec_client of cg-ossec-boshrelease, a script names its four programs in a variable."""
+    """An example is ossec_client in cg-ossec-boshrelease, whose script names its four programs in a variable."""
     lives = [{"phases": [phase("rest", services=seen)]} for seen in ({"web": True}, services)]
 
     assert judge.lacks_a_process(lives) == is_lacking
@@ -456,7 +456,7 @@ def test_comparison_allows_a_memory_rule_to_restart_a_service_more_often(tmp_pat
     assert judged(tmp_path / "here", go, phase("usage", job_states=["failing"])).kind == "difference"
 
 
-def test_comparison_accepts_a_tool_that_runs_in_the_next_phase_instead(tmp_path: Path) -> None:
+def test_comparison_accepts_a_tool_that_runs_one_phase_later(tmp_path: Path) -> None:
     """An example is the post-start of grafana in prometheus-boshrelease, which polls for minutes."""
     tool, plan = [[8.0, "tool", "cli"]], planned(tmp_path, job())
 
@@ -483,8 +483,8 @@ def test_comparison_gives_no_verdict_if_a_job_keeps_failing_under_both_agents(tm
 
 
 def test_comparison_gives_no_verdict_if_no_process_runs_under_either_agent(tmp_path: Path) -> None:
-    """The state alone does not show it: ossec_client in cg-ossec-boshrelease has no service in group vcap, so it counts
-    as running.
+    """The job state alone is not enough. For example, ossec_client in cg-ossec-boshrelease counts as running because it
+    has no service in group vcap.
     """
     dead = phase("rest", services={"web": False})
 
@@ -513,7 +513,7 @@ def test_comparison_allows_monit_to_refuse_a_request_during_a_stop(tmp_path: Pat
 def test_comparison_allows_monit_to_start_services_outside_the_vcap_group_later(
     tmp_path: Path, states: dict[str, list[str]], rest: dict[str, bool], kind: str
 ) -> None:
-    """An example is ossec_client of cg-ossec-boshrelease. The Director waits only for services of the group vcap."""
+    """The Director waits only for services in group vcap. An example is ossec_client in cg-ossec-boshrelease."""
     lives = [
         {
             "error": "",

@@ -49,7 +49,7 @@ def test_operations_files_for_the_docker_cpi_have_valid_types_and_values(name: s
         assert (one.get("value") is not None) == (one["type"] == "replace")
 
 
-def test_docker_cpi_stemcell_has_the_name_of_our_tarballs() -> None:
+def test_docker_cpi_stemcell_has_the_same_name_as_our_tarballs() -> None:
     names = [
         one["value"]
         for one in yaml.safe_load((ROOT / "deploy/docker/stemcell.yml").read_text())
@@ -59,14 +59,14 @@ def test_docker_cpi_stemcell_has_the_name_of_our_tarballs() -> None:
     assert names == [stemcell.name_of("ubuntu-noble", "amd64")]
 
 
-def test_properties_of_the_operations_files_are_known() -> None:
+def test_operations_files_set_only_known_cpi_properties() -> None:
     found = list(values("cpi.yml", "properties/kubernetes_cpi"))
     assert len(found) == 2
     for one in found:
         schema.read(one, Config, origin="cpi.yml")
 
 
-def test_cloud_properties_of_the_director_are_known() -> None:
+def test_operations_files_set_only_known_cloud_properties_for_the_director() -> None:
     (found,) = values("cpi.yml", "cloud_properties")
     director = schema.read(found, VmProperties, origin="cpi.yml")
     assert director.service_account_token
@@ -126,8 +126,8 @@ def test_cpi_role_cannot_list_secrets() -> None:
     assert not any("*" in (resource, verb) or resource == "pods/exec" for resource, verb in verbs)
 
 
-def test_admission_policy_accepts_exactly_the_objects_of_the_cpi() -> None:
-    """The texts in the policy must equal those in the code of the CPI, because any other helper pod is rejected."""
+def test_admission_policy_accepts_exactly_the_objects_that_the_cpi_creates() -> None:
+    """The texts in the policy must match the CPI's code, because any other helper pod is rejected."""
     text = " ".join((ROOT / "deploy/cpi/admission/policy.yaml").read_text().split())
     kinds = list(attachments.KINDS)
     account = yaml.safe_load_all((ROOT / "deploy/cpi/base/account.yaml").read_text())
@@ -158,7 +158,7 @@ def test_each_az_names_an_entry_of_the_cpi_config() -> None:
 
 
 def test_manifests_have_no_liveness_probe_that_kills_a_slow_agent() -> None:
-    """If an agent has to wait for CPU time, a liveness probe would restart its container with all jobs."""
+    """If an agent has to wait for CPU time, a liveness probe would restart its container and thereby all its jobs."""
     texts = {path: path.read_text() for path in (ROOT / "deploy").rglob("*.yaml")}
 
     assert any("readinessProbe:" in text for text in texts.values())

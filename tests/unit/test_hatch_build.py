@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the module with the version, in a directory that is not a git repository."""
+    """Return the path of the module that contains the version, in a directory that is not a git repository."""
     source = tmp_path / "__init__.py"
     source.write_text('__version__ = "0.3.0.dev0"\n__revision__ = ""\n')
     monkeypatch.setattr(hatch_build, "SOURCE", source)
@@ -34,7 +34,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("0.3.0", COMMIT, "0.3.0", "0.3.0"),
     ],
 )
-def test_builds_between_releases_have_the_commit_in_their_version(
+def test_version_of_a_build_between_releases_contains_the_commit(
     written: Path, monkeypatch: pytest.MonkeyPatch, number: str, commit: str, named: str, semantic: str
 ) -> None:
     written.write_text(f'__version__ = "{number}"\n__revision__ = ""\n')

@@ -1,4 +1,4 @@
-"""Compilation of modules for the image, which removes docstrings and the annotations of functions."""
+"""How modules are compiled for the image, without docstrings and function annotations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants, each of which is a small change of a module that alters its behaviour but is still valid Python."""
+"""Mutants. Each is a small change that alters a module's behaviour but leaves it valid Python."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_mutation_of_a_line_executed_at_import_is_marked() -> None:
 
 
 def test_mutation_table_counts_by_module_and_stage() -> None:
-    """A stage has the mutants that no earlier stage noticed. A mutant without a result counts as not tried."""
+    """A stage tries the mutants that no earlier stage has noticed. A mutant without a result counts as not tried."""
     unit, integration, _ = mutate.STAGES
     ones = list(mutants("x.py", MODULE))[:5]
     outcomes = ["noticed", "survived", "unreached", "not tried"]
@@ -115,7 +115,7 @@ def test_mutant_with_only_slow_tests_is_not_tried(monkeypatch: pytest.MonkeyPatc
     assert [row[unit.name]["outcome"] for row in results.values()] == ["not tried"]
 
 
-def test_mutation_stage_runs_the_modules_own_tests_first_within_its_time(
+def test_mutation_stage_runs_the_modules_own_tests_first_and_keeps_its_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = mutate.Stage("some", (), 3.0)

@@ -1,4 +1,4 @@
-"""Metrics and labels used by the Prometheus rules, the Grafana dashboard and the monitors exist."""
+"""Checks that the Prometheus rules, the Grafana dashboard and the monitors use only existing metrics and labels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 
 
 def families() -> dict[str, set[str]]:
-    """Return the names of all series with their labels."""
+    """Return the names of all metric series with their labels."""
     found = {}
     for row in metrics_page.table().partition("\n\n")[0].splitlines()[2:]:
         name, (kind, *labels) = row.split("|")[1].strip(" `"), re.findall(r"\w+", row.split("|")[2])

@@ -54,7 +54,7 @@ def test_release_checksums_and_sizes_list_every_file(tmp_path: Path) -> None:
     assert texts.sizes(tmp_path).splitlines()[0].split() == ["5.00", "MB", "a"]
 
 
-def test_differing_files_of_two_release_builds_are_named() -> None:
+def test_comparison_of_two_release_builds_names_differing_files() -> None:
     before, after = "1  same\n2  changed\n3  gone\n", "1  same\n9  changed\n4  come\n"
 
     assert texts.differing(before, after) == {"changed": "content", "come": "only after", "gone": "only before"}

@@ -1,4 +1,4 @@
-"""Updates of scorecard rows, which keep a part of the previous row."""
+"""How scorecard rows are updated, and how the results of chaos cases and saboteurs get into them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def row(played: str, verdict: str = "held") -> Row:
 def test_scorecard_keeps_the_date_of_the_last_full_run_of_a_case(
     before: str, now: str, played: str, figures: str
 ) -> None:
-    """The figures are those of the last reduced run, if there is one, because anyone can repeat such a run."""
+    """The figures are those of the last reduced run, if there is one, because anyone can rerun such a case."""
     one = row(now).beside(row(before))
 
     assert (one.played, one.figures) == (played, f"figures of {figures}")
@@ -55,8 +55,8 @@ def test_scorecard_removes_the_date_of_a_failed_case(tmp_path: Path) -> None:
 def test_scorecard_shows_the_last_outcome_of_each_case(tmp_path: Path) -> None:
     """A cell lists the numbers of the cases of a group, with consecutive numbers as a range.
 
-    Cases that caught the saboteur are plain, those that passed nevertheless are bold, and those that did not run its
-    code are in parentheses.
+    Cases that caught the saboteur are plain, cases that passed nevertheless are bold, and cases that did not run the
+    saboteur's code are in parentheses.
     """
     document = tmp_path / "rows.md"
     document.write_text("| G-01 | is deaf | | | | | | |\n| G-02 | is mute | | | | | | |\n")
@@ -80,7 +80,9 @@ def test_scorecard_shows_the_last_outcome_of_each_case(tmp_path: Path) -> None:
 def test_general_saboteur_whose_mark_is_missing_from_the_joint_run_is_run_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Saboteurs whose code did not run in the joint run are run again together. Those whose mark was found are not."""
+    """Saboteurs whose code did not run in the joint run are run again together. A saboteur whose mark was found is not
+    run again.
+    """
     breaks = {"G-01": "I1: deaf", "G-02": "I2: mute", "G-03": "an error", "G-04": ""}
     runs = [*breaks]
     chosen = [
@@ -135,7 +137,7 @@ def test_failed_scorecard_row_names_only_the_broken_invariant() -> None:
     assert row_of(case, [report("passed")], figures, {}, is_full=True).figures == "0 jobs restarted"
 
 
-def test_longest_wait_is_the_sum_over_processes_of_their_slowest_thread() -> None:
+def test_longest_wait_adds_up_the_slowest_thread_of_each_process() -> None:
     before = {"1": {"1": 5.0, "2": 1.0}, "2": {"2": 7.0}, "3": {}}
     after = {"1": {"1": 5.5, "2": 1.2}, "2": {"2": 7.0, "9": 0.25}, "3": {}}
 

@@ -1,4 +1,4 @@
-"""Verdicts on the record of a soak test."""
+"""Verdicts on recorded soak tests."""
 
 from __future__ import annotations
 

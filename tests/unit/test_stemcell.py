@@ -1,4 +1,4 @@
-"""Manifests of stemcells, and the architecture that they name."""
+"""Stemcell manifests, and the architecture in their names and versions."""
 
 from __future__ import annotations
 
