@@ -18,7 +18,7 @@ import yaml
 
 from agent_shim.bulk import archive
 from agent_shim.cli import yaml_errors
-from agent_shim.core.errors import ConfigError, NotThereError
+from agent_shim.core.errors import ArchiveError, ConfigError, NotThereError
 
 BPM: Final = "bpm"
 """Name of the bpm job. The agent itself replaces bpm, so bpm-release need not be given. The job neither provides nor
@@ -121,6 +121,18 @@ class ReleaseOfManifest(msgspec.Struct):
     version: str | int | float = ""
 
 
+class AddonJob(msgspec.Struct):
+    """A job of an addon."""
+
+    name: str
+
+
+class Addon(msgspec.Struct):
+    """A member of ``addons``, whose jobs a Director adds to instance groups."""
+
+    jobs: list[AddonJob] = []
+
+
 class DeploymentManifest(msgspec.Struct):
     """A deployment manifest in which all variables have values."""
 
@@ -128,6 +140,7 @@ class DeploymentManifest(msgspec.Struct):
     name: str = "standalone"
     properties: dict[str, Any] | None = None
     releases: list[ReleaseOfManifest] | None = None
+    addons: list[Addon] | None = None
 
     def group(self, name: str) -> Group:
         """Return the group of this name, or the only one for "". Raises ``ConfigError``."""
@@ -251,10 +264,15 @@ def open_release(path: Path, scratch: Path) -> ReleaseDirectory:
 
 
 def find_job(job: DeployedJob, releases: Sequence[ReleaseDirectory]) -> ReleaseJob | None:
-    """Return a job, or None. It is taken from the release that the manifest names for it, otherwise from the first
-    release that has such a job.
+    """Return a job from the release that the manifest names, or None. If the manifest names none, or the name of a
+    release is unknown, the first release with such a job is used.
     """
-    having = [release for release in releases if (release.directory / "jobs" / job.name).is_dir()]
+    having = [
+        release
+        for release in releases
+        if "" in (release.name, job.release) or release.name == job.release
+        if (release.directory / "jobs" / job.name).is_dir()
+    ]
     if not having:
         return None
     release = next((each for each in having if each.name == job.release), having[0])
@@ -271,6 +289,8 @@ def unpack(tarball: Path, directory: Path) -> None:
             archive.unpack(packed, directory)
     except FileNotFoundError:
         raise NotThereError(f"cannot read {tarball}: there is no such file") from None
+    except ArchiveError as exc:
+        raise ConfigError(f"cannot read {tarball}: {exc}") from exc
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class Resolver:
     def _content(self, provider: LinkProvider, network: str | None, must_be_ip: bool) -> dict[str, Any]:
         if not provider.job:
             about = {"deployment_name": self._manifest.name, "properties": provider.properties}
-            return {**about, "networks": [], "instances": []}
+            return {**about, "provider": str(provider), "networks": [], "instances": []}
         group = provider.group
         chosen = network or group.default_network
         return {
@@ -169,6 +169,7 @@ class Resolver:
             "use_link_dns_names": False,
             "use_short_dns_addresses": False,
             "properties": provider.properties,
+            "provider": f"{group.name}/{provider.job}",
             "whole": self._addresses.whole(group, chosen) or None,
             "instances": [
                 {

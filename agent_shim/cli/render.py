@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +30,7 @@ from agent_shim.cli.deployment import BPM, DeployedJob, DeploymentManifest, Grou
 from agent_shim.core.errors import ConfigError, NotThereError
 
 EXECUTABLE: Final = 0o755
-COMPILE: Final = "use a compiled release (see `bosh-agent compile`), or put the package into `packages`"
+COMPILE: Final = "use a compiled release (see `bosh-agent compile`)"
 LOOPBACK: Final = "127.0.0.1"
 INDEX: Final = "AGENT_SHIM_INDEX"
 """Environment variable that is used if the option for the index is not given. Each option of the instance has such a
@@ -65,19 +65,30 @@ class RenderedInstance:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write ``jobs``, ``packages`` and ``instance.json`` into the directory ``args.out``."""
+    """Write the files and print warnings."""
+    warn(write(args))
+    return 0
+
+
+def write(args: argparse.Namespace) -> list[str]:
+    """Write ``jobs``, ``packages`` and ``instance.json``, or with ``args.kubernetes`` the Kubernetes objects, into the
+    directory ``args.out``. Return warnings.
+    """
     manifest = deployment.read_manifest(args.manifest)
     group = manifest.group(args.group)
     instance = _instance(group, args)
     wanted = _wanted(group, args.only or (), args.manifest)
+    if args.out.resolve() in [release.resolve() for release in args.releases]:
+        raise ConfigError(f"cannot write to {args.out}: it is a release; choose another --out")
     with tempfile.TemporaryDirectory() as scratch:
         releases = [
             deployment.open_release(release, Path(scratch, str(number))) for number, release in enumerate(args.releases)
         ]
+        packages = [path for release in releases for path in release.directory.glob("compiled_packages/*.tgz")]
         known = _known(manifest, releases)
         jobs = [job for job in wanted if (group.name, job.name) in known or job.name != BPM]
-        if missing := [job.name for job in jobs if (group.name, job.name) not in known]:
-            raise NotThereError(f"cannot render {missing[0]}: none of the releases has this job")
+        if missing := [job for job in jobs if (group.name, job.name) not in known]:
+            raise NotThereError(_without_job(group, missing[0], releases))
         patterns = (args.addresses, args.group_address)
         if args.kubernetes:
             patterns = (kubernetes.ADDRESSES, kubernetes.GROUP_ADDRESS)
@@ -102,11 +113,13 @@ def main(args: argparse.Namespace) -> int:
                 is_privileged=any(map(_is_privileged, evaluated.values())),
             )
             kubernetes.write(parts, args.out)
-            _warn(resolver.warnings)
-            return 0
+            there = {package.stem for package in packages}
+            missed = _without_packages(group, jobs, known, there, COMPILE)
+            return [*_of_addons(manifest), *resolver.warnings, *missed]
+        args.out.mkdir(parents=True, exist_ok=True)
         for name, files in evaluated.items():
             _write(args.out / "jobs" / name, files)
-        for package in (path for release in releases for path in release.directory.glob("compiled_packages/*.tgz")):
+        for package in packages:
             deployment.unpack(package, args.out / "packages" / package.stem)
     about = {
         "deployment": manifest.name,
@@ -117,11 +130,19 @@ def main(args: argparse.Namespace) -> int:
         "persistent_disk": instance.persistent_disk,
     }
     (args.out / "instance.json").write_text(json.dumps(about))
-    _warn([*_without_size(group), *resolver.warnings, *_without_packages(group, jobs, known, args.out)])
-    return 0
+    there = {path.name for path in (args.out / "packages").glob("*")}
+    advice = f"{COMPILE}, or put the package into `packages`"
+    missed = _without_packages(group, jobs, known, there, advice)
+    others = {path.name for path in (args.out / "jobs").glob("*")} - {job.name for job in group.jobs}
+    outdated = [
+        f"{group.name} has no job {name}, but an agent would run {args.out}/jobs/{name}; remove it if it is outdated"
+        for name in sorted(others)
+    ]
+    return [*_of_addons(manifest), *_without_size(group), *resolver.warnings, *missed, *outdated]
 
 
-def _warn(warnings: Sequence[str]) -> None:
+def warn(warnings: Sequence[str]) -> None:
+    """Print warnings to standard error."""
     for warning in warnings:
         sys.stderr.write(f"warning: {warning}\n")
 
@@ -187,6 +208,19 @@ def _without_size(group: Group) -> list[str]:
         return []
     size = f"the size of persistent_disk_type {group.persistent_disk_type} is in the cloud config"
     return [f"{size}, so spec.persistent_disk of {group.name} is 0; use `persistent_disk: MEBIBYTES` instead"]
+
+
+def _without_job(group: Group, job: DeployedJob, releases: Sequence[ReleaseDirectory]) -> str:
+    names = [release.name for release in releases if release.name]
+    given = f" ({', '.join(names)})" if names else ""
+    add = f"; add the release {job.release}" if job.release and job.release not in names else ""
+    return f"cannot render {group.name}/{job.name}: none of the given releases{given} has this job{add}"
+
+
+def _of_addons(manifest: DeploymentManifest) -> list[str]:
+    names = {job.name: None for addon in manifest.addons or () for job in addon.jobs if job.name != BPM}
+    left = f"the jobs of addons are left out: {', '.join(names)}"
+    return [f"{left}; list them in the instance group instead"] if names else []
 
 
 def _addresses(manifest: DeploymentManifest, instance: RenderedInstance, one: str, whole: str) -> links.Addresses:
@@ -351,12 +385,16 @@ def _write(home: Path, files: Mapping[str, str]) -> None:
 
 
 def _without_packages(
-    group: Group, jobs: Sequence[DeployedJob], known: Mapping[tuple[str, str], ReleaseJob], out: Path
+    group: Group,
+    jobs: Sequence[DeployedJob],
+    known: Mapping[tuple[str, str], ReleaseJob],
+    there: Collection[str],
+    advice: str,
 ) -> list[str]:
-    """Return a warning for each missing package."""
+    """Return a warning with ``advice`` for each package that is not ``there``."""
     return [
-        f"{job.name} needs the package {package}: {COMPILE}"
+        f"{job.name} needs the package {package}: {advice}"
         for job in jobs
         for package in sorted(known[group.name, job.name].spec.packages or ())
-        if not (out / "packages" / package).exists()
+        if package not in there
     ]

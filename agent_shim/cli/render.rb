@@ -41,7 +41,7 @@ module Properties
   def p(names, default = NONE)
     found = Array(names).map { |name| find(name) }.find { |value| !value.nil? }
     return found unless found.nil?
-    raise Missing, "there is no property #{Array(names).join(', ')}" if default.equal?(NONE)
+    raise Missing, missing(Array(names)) if default.equal?(NONE)
     default
   end
 
@@ -51,6 +51,8 @@ module Properties
     yield(*found)
     Nothing.new
   end
+
+  def missing(names) = "there is no property #{names.join(', ')}"
 
   def find(name) = name.split('.').inject(@raw_properties) { |at, key| at.is_a?(Hash) ? at[key] : nil }
 end
@@ -72,31 +74,41 @@ class LinkInstance
   include Properties
   attr_reader :name, :index, :id, :az, :properties, :bootstrap
 
-  def initialize(link, given, is_manual)
-    @link, @is_manual = link, is_manual
+  def initialize(link, given)
+    @link = link
     @name, @index, @id, @az, @address, @bootstrap = given.values_at('name', 'index', 'id', 'az', 'address', 'bootstrap')
     @properties = @raw_properties = given['properties']
   end
 
   def address
-    return @address if @address || @is_manual
-    raise Missing, "the link #{@link} has no address of #{@name}/#{@index}: give static_ips in the manifest, or --addresses"
+    return @address if @address || @link.manual?
+    raise Missing, "the link #{@link.name} has no address of #{@name}/#{@index}: give static_ips in the manifest, or --addresses"
   end
+
+  def missing(names) = @link.missing(names)
 end
 
 class Link
   include Properties
-  attr_reader :instances, :properties
+  attr_reader :instances, :properties, :name
 
   def initialize(name, given)
     @name, @given = name, given
     @properties = @raw_properties = given['properties']
-    @instances = given['instances'].map { |one| LinkInstance.new(name, one, given['is_manual']) }
+    @instances = given['instances'].map { |one| LinkInstance.new(self, one) }
+  end
+
+  def manual? = @given['is_manual']
+
+  def missing(names)
+    why = "#{@given['provider']} does not set it, or its spec does not provide it"
+    why = 'add it to its `properties` in `consumes`' if manual?
+    "the link #{@name} has no property #{names.join(', ')}: #{why}"
   end
 
   # The address of a single instance is its own, and `whole` is that of all instances. Other selections would need bosh-dns.
   def address(criteria = {})
-    return @given['address'] if @given['is_manual']
+    return @given['address'] if manual?
     zones = criteria[:azs] || criteria['azs']
     meant = zones ? @instances.select { |one| zones.include?(one.az) } : @instances
     return meant.first.address if meant.size == 1

@@ -63,26 +63,15 @@ def main(args: argparse.Namespace) -> int:
         if _run(tool, "container", "inspect", name, check=False).returncode == 0:
             remove = f"{tool} rm --force --volumes {name}"
             raise ConfigError(f"cannot create the container {name}: it already exists; remove it with `{remove}`")
-        tarball = _compiled(tool, args.image, args.release, where / "compiled") if about.packages else args.release
         manifest = args.manifest or _manifest(release, str(about.version), args.only, where / "manifest.yml")
         out = where / "rendered"
+        tarball = args.release
+        if about.packages:
+            # Find mistakes in the manifest now, because compiling may take many minutes.
+            render.write(_arguments(args, manifest, tarball, where / "uncompiled"))
+            tarball = _compiled(tool, args.image, args.release, where / "compiled")
         _say("render")
-        render.main(
-            argparse.Namespace(
-                manifest=manifest,
-                releases=[tarball],
-                group=args.group,
-                only=args.only,
-                out=out,
-                index=None,
-                address=None,
-                az=None,
-                bootstrap=None,
-                addresses=render.LOOPBACK,
-                group_address=render.LOOPBACK,
-                kubernetes=False,
-            )
-        )
+        render.warn(render.write(_arguments(args, manifest, tarball, out)))
         (where / "agent.json").write_text(json.dumps({"AgentShim": {"spec": "/release", "grace": 9}}))
         _say(f"run the container {name}")
         published = [word for port in args.publish or () for word in ("--publish", port)]
@@ -91,6 +80,24 @@ def main(args: argparse.Namespace) -> int:
         _run(tool, "cp", f"{out}/.", f"{name}:/release")
         _run(tool, "start", name)
     return _shown(tool, name, args.timeout)
+
+
+def _arguments(args: argparse.Namespace, manifest: Path, release: Path, out: Path) -> argparse.Namespace:
+    """Return the arguments of ``agent-shim render`` for one instance of the release."""
+    return argparse.Namespace(
+        manifest=manifest,
+        releases=[release],
+        group=args.group,
+        only=args.only,
+        out=out,
+        index=None,
+        address=None,
+        az=None,
+        bootstrap=None,
+        addresses=render.LOOPBACK,
+        group_address=render.LOOPBACK,
+        kubernetes=False,
+    )
 
 
 def _compiled(tool: str, image: str, release: Path, out: Path) -> Path:

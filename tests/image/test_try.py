@@ -44,7 +44,7 @@ def packed(files: dict[str, str | bytes]) -> bytes:
     return whole.getvalue()
 
 
-def release(where: Path) -> Path:
+def release(where: Path, spec: str = SPEC) -> Path:
     """Create a source release with a service and an errand, and return the path of its tarball."""
     package = packed({"packaging": PACKAGING, "web": "#!/bin/sh\nexec sleep $1\n"})
     (where / "package").write_bytes(package)
@@ -54,7 +54,7 @@ def release(where: Path) -> Path:
     part = f"version: '1', fingerprint: '1', sha1: {digest}"
     manifest = f"name: tiny\nversion: '1'\npackages: [{{name: web, {part}, dependencies: []}}]\n"
     jobs: dict[str, dict[str, str | bytes]] = {
-        "web": {"job.MF": SPEC, "monit": MONIT, "templates/bpm.erb": BPM},
+        "web": {"job.MF": spec, "monit": MONIT, "templates/bpm.erb": BPM},
         "check": {"job.MF": ERRAND, "monit": "", "templates/run": "#!/bin/sh\n"},
     }
     files: dict[str, str | bytes] = {f"jobs/{name}.tgz": packed(job) for name, job in jobs.items()}
@@ -77,3 +77,14 @@ def test_try_runs_a_source_release(podman: Podman, image: str, tmp_path: Path) -
     assert "job state  running" in done.stdout
     assert "disk       mounted" in done.stdout
     assert [line.split()[:2] for line in done.stdout.splitlines()][-1] == ["web", "running"]
+
+
+def test_try_reports_a_missing_property_before_it_compiles(podman: Podman, image: str, tmp_path: Path) -> None:
+    tarball = release(tmp_path, SPEC.replace("default: 9999", ""))
+    argv = ["-m", "agent_shim", "try", str(tarball), "--image", image, "--tool", "podman"]
+    environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=environment)
+
+    assert done.returncode == 78
+    assert "cannot render web/templates/bpm.erb:5: there is no property seconds\n" in done.stderr
+    assert "compile" not in done.stderr

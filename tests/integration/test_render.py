@@ -197,6 +197,98 @@ def test_render_error_for_an_unknown_address_suggests_a_remedy(tmp_path: Path, t
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "<%= link('db').p('x') %>",
+            "the link db has no property x: db/db does not set it, or its spec does not provide it\n",
+        ),
+        ("<%= link('db').p(['x', 'y']) %>", "the link db has no property x, y: db/db does not set it"),
+        ("<%= link('db').p('port') %>", "the link db has no property port: db/db does not set it"),
+    ],
+)
+def test_render_error_distinguishes_properties_of_links_from_those_of_the_job(
+    tmp_path: Path, template: str, said: str
+) -> None:
+    job = {"name": "db", "properties": {}}
+    done = render(*linked(tmp_path, template, jobs=[job]), "--group", "front", "--out", tmp_path / "out")
+
+    assert done.stderr.startswith(f"agent-shim: cannot render web/templates/web.conf.erb:1: {said}")
+
+
+def test_render_error_for_a_property_missing_in_a_manual_link_names_consumes(tmp_path: Path) -> None:
+    consumes = {"db": {"instances": [{"address": "10.0.0.9"}], "properties": {"port": 5432}}}
+    source = release(tmp_path / "r", "<%= link('db').p('x') %>")
+    done = render(manifest(tmp_path, consumes=consumes), source, "--out", tmp_path / "out")
+
+    assert "conf.erb:1: the link db has no property x: add it to its `properties` in `consumes`\n" in done.stderr
+
+
+def test_render_error_names_a_release_that_is_not_given(tmp_path: Path) -> None:
+    """A job of the same name in another release is not used."""
+    source = release(tmp_path / "r")
+    (source / "config").mkdir()
+    (source / "config/final.yml").write_text("name: other\n")
+    done = render(manifest(tmp_path), source, "--out", tmp_path / "out")
+
+    assert done.returncode == 66
+    assert (
+        "cannot render front/web: none of the given releases (other) has this job; add the release r\n" in done.stderr
+    )
+
+
+def test_render_error_names_an_invalid_tarball(tmp_path: Path) -> None:
+    (tmp_path / "r.tgz").write_text("x")
+    done = render(manifest(tmp_path), tmp_path / "r.tgz", "--out", tmp_path / "out")
+
+    assert done.returncode == 78
+    assert done.stderr == f"agent-shim: cannot read {tmp_path}/r.tgz: cannot unpack the archive: truncated header\n"
+
+
+def test_render_warns_about_addons(tmp_path: Path) -> None:
+    given = manifest(tmp_path)
+    document = yaml.safe_load(given.read_text())
+    addons = [
+        {"name": "dns", "jobs": [{"name": "bosh-dns", "properties": {"a": "((b))"}}, {"name": "bpm"}]},
+        {"name": "b", "jobs": [{"name": "bpm"}]},
+    ]
+    given.write_text(yaml.safe_dump({**document, "addons": addons}))
+    done = render(given, release(tmp_path / "r"), "--out", tmp_path / "out")
+
+    assert done.returncode == 0, done.stderr
+    assert (
+        "warning: the jobs of addons are left out: bosh-dns; list them in the instance group instead\n" in done.stderr
+    )
+
+
+def test_render_warns_about_jobs_left_in_its_output(tmp_path: Path) -> None:
+    (tmp_path / "out/jobs/old").mkdir(parents=True)
+    (tmp_path / "out/jobs/web").mkdir()
+    done = render(manifest(tmp_path), release(tmp_path / "r"), "--out", tmp_path / "out")
+
+    assert done.returncode == 0, done.stderr
+    old = f"{tmp_path}/out/jobs/old"
+    assert f"warning: front has no job old, but an agent would run {old}; remove it if it is outdated\n" in done.stderr
+
+
+def test_render_refuses_to_overwrite_a_release(tmp_path: Path) -> None:
+    source = release(tmp_path / "r")
+    done = render(manifest(tmp_path), source, "--out", tmp_path / "r/../r")
+
+    assert done.returncode == 78
+    assert done.stderr == f"agent-shim: cannot write to {tmp_path}/r/../r: it is a release; choose another --out\n"
+    assert (source / "jobs/web/spec").is_file()
+
+
+def test_render_kubernetes_warns_about_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = render(manifest(tmp_path), release(tmp_path / "r"), "--kubernetes", "--out", tmp_path / "out")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("warning: web needs the package web: use a compiled release (")
+
+
 def test_render_passes_only_properties_of_the_job_spec(tmp_path: Path) -> None:
     conf = "<%= p('other', 'none') %> <%= properties.extra.to_h.keys %> <%= ''.blank? %>"
     given = manifest(tmp_path, properties={"other": 1, "extra": {"b": 1, "a": 2}})

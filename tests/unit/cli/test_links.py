@@ -80,6 +80,7 @@ def test_implicit_link_has_the_same_content_as_from_a_director() -> None:
         "use_link_dns_names": False,
         "use_short_dns_addresses": False,
         "properties": {"port": 5433, "user": "vcap", "socket": None},
+        "provider": "db/postgres",
         "whole": None,
         "instances": [
             {"name": "db", "id": "db-0", "index": 0, "bootstrap": True, "az": "z1", "address": "10.0.0.4"},
