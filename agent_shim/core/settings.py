@@ -108,7 +108,7 @@ class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
     spec: str = ""
     """Directory of rendered jobs and packages to deploy without a Director."""
     firewall: bool = True
-    """Block jobs from the bus with packet filter rules, if the agent may set them."""
+    """Keep jobs from connecting to the bus by means of packet filter rules, if the agent is allowed to set them."""
     job_logs: bool = False
     """Copy the log files of jobs to standard output."""
     bpm: BpmOptions = BpmOptions()
@@ -196,7 +196,7 @@ class TmpfsDir(msgspec.Struct, frozen=True):
 
 
 class RunDir(TmpfsDir, frozen=True):
-    """The tmpfs for the run directory. The Go agent always mounts it and only reads its size."""
+    """The tmpfs for the run directory. The Go agent always mounts it and takes only its size from the settings."""
 
     tmpfs: Lenient[bool] = False
 

@@ -24,7 +24,9 @@ class Template(msgspec.Struct, frozen=True):
 
 
 class InstanceGroup(msgspec.Struct, frozen=True):
-    """The instance group. ``templates`` are its jobs. ``template`` and ``version`` are those of the first job."""
+    """The instance group. ``templates`` are its jobs. ``template`` and ``version`` are the name and version of the
+    first job.
+    """
 
     name: str | None = None
     release: str = ""

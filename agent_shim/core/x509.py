@@ -36,7 +36,9 @@ def blocks(pem: str) -> Iterator[str]:
 
 
 def readable(pem: str) -> tuple[list[str], list[int]]:
-    """Return the certificate blocks of ``pem`` that OpenSSL can read, and the numbers (from 1) of the others."""
+    """Return the certificate blocks of ``pem`` that OpenSSL can read, and the numbers, from 1, of the blocks that it
+    cannot read.
+    """
     good, bad = [], []
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for number, block in enumerate(blocks(pem), 1):

@@ -156,8 +156,8 @@ def oom_kills(cgroup: Cgroup, host: int) -> int | None:
 
 
 def oom_level(cgroup: Cgroup, host: int) -> tuple[int, Path] | None:
-    """Return the level to pass to ``oom_kills_of`` for the container, or None if the kernel does not report OOM
-    kills.
+    """Return the cgroup version and directory to pass to ``oom_kills_of`` for the container, or None if the memory
+    controller is hidden.
     """
     if cgroup.memory is None:
         return None

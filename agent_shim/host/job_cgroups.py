@@ -129,7 +129,7 @@ class JobCgroup:
                     each.rmdir()
 
     def members(self) -> list[tuple[int, int]]:
-        """Return the living processes in the cgroups and below them, as pid and start time."""
+        """Return the living processes in the cgroups and in cgroups nested in them, as pid and start time."""
         pids = set()
         for directory in self._all:
             for each in _below(directory):

@@ -84,7 +84,9 @@ class Program(msgspec.Struct, frozen=True):
     nice: int = 0
     oom_score_adj: int | None = None
     limits: Mapping[int, tuple[int, int]] = {}
-    """Soft and hard limits by the constants of the module ``resource`` (``RLIMIT_NOFILE``). -1 means unlimited."""
+    """Soft and hard limit by resource, which is a constant of the module ``resource`` (``RLIMIT_NOFILE``). -1 means
+    unlimited.
+    """
     cgroups: Sequence[int] = ()
     """Descriptors of ``cgroup.procs`` files. A cgroup that cannot be joined is reported in ``KeeperState.skipped``."""
 
@@ -194,7 +196,7 @@ class Keeper:
 
     @property
     def key(self) -> str:
-        """Beginning of the socket's name, which is unique to the label: ``prefix(label)``."""
+        """Part of the socket's name before the ``@``, which is ``prefix(label)``."""
         return self.name.rpartition("@")[0]
 
     @property

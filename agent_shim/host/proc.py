@@ -431,7 +431,7 @@ def _other_threads(pid: int, limit: int = MAX_THREADS) -> list[str]:
 
 
 def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
-    """Read the first ``limit`` bytes of a file of a process. Return b"" if the process is gone or the permission is
+    """Read the first ``limit`` bytes of ``/proc/PID/NAME``. Return b"" if the process is gone or the permission is
     missing.
     """
     path = f"/proc/{pid}/{name}"

@@ -345,8 +345,8 @@ def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None
 
 
 def ended(identity: tuple[int, int], status: int | None, parent: Parent | None = None) -> Process:
-    """Return a ``Process`` for a group leader that has already ended. ``parent`` knows the remaining members of the
-    group.
+    """Return a ``Process`` for a group leader that has already ended. ``parent`` is asked for the remaining members of
+    its group.
     """
     pid, start_ticks = identity
     over = Process(

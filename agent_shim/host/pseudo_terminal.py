@@ -28,7 +28,9 @@ Argv: TypeAlias = Callable[[int | None], tuple[list[str], int]]
 
 CHUNK_BYTES: Final = 64 * 1024
 POLL_MS: Final = 200
-"""Interval of checks whether the program has ended. They are needed because its children may keep the terminal open."""
+"""How often to check whether the program has ended. Its terminal does not show this, because the program's children may
+keep it open.
+"""
 HANG_UP_TIMEOUT_S: Final = 5.0
 """How long the program may run after a hang-up before it gets SIGKILL."""
 _HANDLED: Final = frozenset({signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})

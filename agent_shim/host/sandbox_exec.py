@@ -66,8 +66,8 @@ _REFER, _TRUNCATE = 1 << 13, 1 << 14
 _EVERYTHING: Final = (1 << 15) - 1
 _OF_FILES: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _SCOPE_SIGNAL: Final = 2
-"""Flag that blocks signals to processes outside (since Landlock version 6). Abstract sockets are not restricted,
-because they belong to the network, which bpm processes share.
+"""Flag that forbids signals to processes outside the sandbox (since Landlock version 6). Abstract sockets are not
+restricted, because they belong to the network, which bpm processes share.
 """
 
 # What a new root file system contains in addition to the requested mounts (bpm-release
@@ -166,7 +166,9 @@ def _describe(exc: OSError) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read and execute a spec. Return an exit code on failure, or when the child of ``enter`` ends."""
+    """Read and execute a spec. This returns only on failure and, with ``enter``, when the program has ended. Return the
+    exit code.
+    """
     descriptor = int(arguments[1])
     spec, is_open = _read(descriptor)
     try:

@@ -38,7 +38,7 @@ class Notifier(msgspec.Struct, frozen=True):
 
     @property
     def period(self) -> float:
-        """Return the interval between beats in seconds, or 0 if systemd expects none."""
+        """Return the interval between keep-alive messages in seconds, or 0 if systemd does not expect any."""
         return self.patience / BEATS
 
     def beat(self) -> None:

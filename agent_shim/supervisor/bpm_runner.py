@@ -199,8 +199,8 @@ class Bpm:
         return rows, complaints
 
     async def last_words(self, call: BpmCall) -> str:
-        """Return the last line of the process's error log. The file is read safely, because the process may have
-        replaced it.
+        """Return the last line of the process's error log. The file is read with ``host.guarded``, because the process
+        may have replaced it.
         """
         entry = self._entry(call.job, call.process)
         return await last_line(entry.label, entry.logs["stderr"], self._paths.sys / "log")
@@ -264,8 +264,8 @@ class Bpm:
 
     @contextlib.asynccontextmanager
     async def _only(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
-        """Exclude other operations on the process. Write the start, the end and any failure of this operation to bpm's
-        log.
+        """During the block, exclude other operations on the process. Write the start, the end and any failure of the
+        block to bpm's log.
         """
         async with self._entry(call.job, call.process).turn:
             await asyncio.to_thread(self._note, call, f"{verb}.starting")

@@ -66,8 +66,8 @@ class PathWatch:
         """Offset up to which lines have been compared."""
 
     def look(self) -> list[Numbered]:
-        """Examine the path and return the findings. There are none for a missing path, because the service itself
-        reports that.
+        """Examine the path and return the findings. A missing path has no findings, because the service itself reports
+        that it is missing.
         """
         troubles: list[str] = []
         found: list[Numbered] = []

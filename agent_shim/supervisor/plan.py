@@ -1,4 +1,4 @@
-"""Translates the monit files of all jobs into supervised processes. Pure."""
+"""Translates the monit files of all jobs into specs of supervised services. Pure."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class RuleTransition(enum.Enum):
 class RuleCounter:
     """The history of one rule, up to 64 checks.
 
-    The rule fails once ``count`` of the last ``cycles`` checks have failed, and recovers once that many checks (of the
-    recovery's rate) have passed.
+    The rule fails once ``count`` of the last ``cycles`` checks have failed, and recovers once enough checks have
+    passed, according to the rate of the recovery.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -86,7 +86,7 @@ class Cycles:
 
 
 def exceeds(value: float, limit: Limit) -> bool:
-    """Return True if the value fails the test. For example, ``> 5`` fails for more than 5."""
+    """Return True if the value is in the range for which the rule fails. For example, the limit ``> 5`` fails for 6."""
     violates = {">": operator.gt, "<": operator.lt, "=": operator.eq, "!=": operator.ne}[limit.operator]
     return bool(violates(value, limit.limit))
 

@@ -208,7 +208,9 @@ def check_volume(path: str, *, job: str, root: PurePosixPath = ROOT) -> None:
 
 
 def _clean(path: str) -> str:
-    """Return the shortest equivalent path. Unlike Go, Python keeps two leading slashes."""
+    """Return the shortest equivalent path. As in Go, there is only one leading slash, whereas Python's ``normpath``
+    keeps two.
+    """
     return re.sub("^//", "/", posixpath.normpath(path))
 
 

@@ -106,7 +106,7 @@ _NAME: Final = _mode(skip=r"[ \r\t\n]+", bare=WORD, quoted=rf"\"{WORD}\"|'{WORD}
 """After ``check``: a name, which is a single word even in quotes."""
 
 _GROUP: Final = _mode(skip=r"\n", bare=WORD, quoted=rf"\"{WORD}\"|'{WORD}'")
-"""After ``group``: the same, but the name may not follow on an indented next line."""
+"""After ``group``: a name as after ``check``, except that it may not follow on an indented next line."""
 
 _DEPENDS: Final = _mode(skip=r"[ \r\t;,()]+", line=r"[ \r\t;,()]*\n[ \r\t;,()]*", bare=WORD, over=r"[ \r\n\t]+[^,]")
 """After ``depends on``: names separated by commas. The list ends at a blank or line break without a comma."""
@@ -227,8 +227,8 @@ def _depends(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
-    """Return the kind and end of the longest match at ``at``, the first of equally long ones. The kind is "" if nothing
-    matches.
+    """Return the kind and end of the longest match at ``at``. Of equally long matches, the first is returned. The kind
+    is "" if nothing matches.
     """
     best = "", at
     for kind, pattern in mode:

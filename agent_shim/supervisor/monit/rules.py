@@ -1,6 +1,7 @@
 """Parser of rules and programs in a monit control file. Pure.
 
-``if TEST [RATE] then ACTION [else if succeeded [RATE] then ACTION]``, in a fixed order: user and group, timeout, rate.
+A rule reads ``if TEST [RATE] then ACTION [else if succeeded [RATE] then ACTION]``. The parts of tests and programs have
+a fixed order: user and group, timeout, rate.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _owner(reader: Reader, expected: str) -> str:
 
 
 def _rate(reader: Reader) -> values.Rate:
-    """Parse ``N cycles`` or ``N times within M cycles``. If absent, the rate is once."""
+    """Parse ``N cycles`` or ``N times within M cycles``. If there is no rate, return ``ONCE``."""
     if reader.kind != "NUMBER":
         return values.ONCE
     token = reader.next
