@@ -380,13 +380,14 @@ JOBS: Final = (
         "        allowed = 1.0\n",
         "I2:|daemon that writes no pidfile|daemon with the late pidfile|should be running",
     ),
+    # Not PID 1, because the agent would also stop its descendants, which include the process that runs the case.
     Saboteur(
         "S-04",
-        "trusts the pid in any pidfile",
+        "trusts any pid in a pidfile, except 1",
         "agent_shim/supervisor/ownership/tie.py",
         "    if found.identity == record.known:\n",
-        '    if found.pid > 0:\n        return Tie.OWNED, ""\n    if found.identity == record.known:\n',
-        "the foreign process was killed|process 1 got signals|should be running|I1:",
+        '    if found.pid > 1:\n        return Tie.OWNED, ""\n    if found.identity == record.known:\n',
+        "the foreign process was killed|should be running|I1:",
     ),
     Saboteur(
         "S-05",
