@@ -427,7 +427,7 @@ JOBS: Final = (
         "agent_shim/supervisor/state.py",
         "_RESTART: Final = Move(State.BOUNCING)\n",
         "_RESTART: Final = Move(State.STOPPING)\n",
-        "restart and restart after .* did not lead to",
+        "restart and restart after .* did not leave the job",
     ),
     Saboteur(
         "S-12",

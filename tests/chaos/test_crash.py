@@ -372,7 +372,7 @@ async def test_failing_part_of_the_agent_does_not_affect_the_others(stand: Stand
 
     part.write_text("")
     os.kill(stand.pid, signal.SIGRTMIN)
-    await until(part.read_text, 10, "the names of the agent's parts")
+    await until(part.read_text, 10, "the agent did not list its parts")
     names = part.read_text().splitlines()
     for name in names:
         await fail(name)
@@ -394,7 +394,7 @@ async def test_failing_part_of_the_agent_does_not_affect_the_others(stand: Stand
     back = max(first, await stand.answers(5))
     await stand.world.until_running()
     stand.tell(
-        f"{len(names)} parts; a heartbeat within {beat:.0f} s; "
+        f"{len(names)} parts; a heartbeat arrived within {beat:.0f} s; "
         f"if the task queue keeps failing, the agent exits and is back after {back:.1f} s"
     )
 

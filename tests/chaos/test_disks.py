@@ -78,7 +78,9 @@ async def test_apply_on_a_failing_disk_is_refused_until_the_disk_recovers(stand:
     await stand.stop()
     expect(not stand.live(), "jobs are still running after the stop")
     told = " / ".join(error.rpartition(": ")[2] for error in errors)
-    stand.tell(f"refused: {told}; a heartbeat within {beat:.0f} s; each apply succeeded when the disk worked again")
+    stand.tell(
+        f"refused: {told}; a heartbeat arrived within {beat:.0f} s; each apply succeeded when the disk worked again"
+    )
 
 
 def loop_device(stand: Stand, megabytes: int) -> str:
@@ -407,8 +409,8 @@ async def test_rotation_keeps_the_lines_of_a_log_in_use(stand: Stand) -> None:
     at_most(lost, 1000, "{} lines of the log in use are lost")
     archives = len(list(logs.glob("moving.log.*.gz")))
     expect(archives > 5, f"there are only {archives} archives of the log in use, which had 40 MB")
-    told = f"{archives} archives of the log in use; {lost} lines lost, in at most {window * 1000:.0f} ms"
-    stand.tell(f"{took:.0f} s; {total >> 21} MiB of the huge log were kept; {told}")
+    told = f"the log in use has {archives} archives and lost {lost} lines, in at most {window * 1000:.0f} ms"
+    stand.tell(f"large logs were rotated within {took:.0f} s; {total >> 21} MiB of the huge log were kept; {told}")
 
 
 def _write_logs(logs: Path, big: int) -> None:

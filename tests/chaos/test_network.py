@@ -212,7 +212,7 @@ async def test_invalid_reply_subjects_do_not_end_the_connection(stand: Stand) ->
     links = stand.proxy.connections
     await stand.answers(2)
     expect(stand.proxy.connections == links, "the agent did not keep its connection")
-    stand.tell(f"{len(subjects)} kinds of subjects, the connection was kept")
+    stand.tell(f"the connection was kept with {len(subjects)} kinds of subjects")
 
 
 @case("N-11", "the bus server stops reading during a flood of requests, twice", is_long=True)

@@ -80,7 +80,7 @@ async def test_jobs_that_exit_at_once_are_restarted_with_growing_delays(stand: S
     )
     expect(stand.live()["good"] == good, "another job was restarted")
     stand.tell(
-        f"{min(starts)} to {max(starts)} starts of each job in {minutes} min; they were reported as {states['bad0']}"
+        f"each job was started {min(starts)} to {max(starts)} times in {minutes} min, and reported as {states['bad0']}"
     )
 
 
@@ -365,12 +365,13 @@ async def test_concurrent_commands_never_start_a_job_twice(stand: Stand) -> None
             count = commands("sleep 100011")
             expect(count <= 1, f"{first} and {second} after {before} led to {count} processes")
             if first == second and first in OUTCOMES:
-                told = f"{first} and {second} after {before} did not lead to {OUTCOMES[first]} processes"
+                wanted_state = "running" if OUTCOMES[first] else "stopped"
+                told = f"{first} and {second} after {before} did not leave the job {wanted_state}"
                 await until(lambda: commands("sleep 100011") == OUTCOMES[first], 10, told)  # noqa: B023
             [seen] = (await asked(stand, "services", action="show"))["services"]
             if seen["phase"] in ("running", "stopped"):
                 wanted = int(seen["phase"] == "running")  # but the start script may not have reached its exec yet
-                other = f"{first} and {second} left the job {seen['phase']}, but it did not have {wanted} processes"
+                other = f"{first} and {second}: the job is {seen['phase']}, but its process count is not {wanted}"
                 await until(lambda: commands("sleep 100011") == wanted, 5, other)  # noqa: B023
     await ask("stop")
     expect(commands("sleep 100011") == 0, "the job runs although it was stopped last")

@@ -14,7 +14,7 @@ SLEEPER: Final = "exec sleep 100000"
 
 
 def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: str = "1") -> dict[str, Any]:
-    """Return a spec for jobs with these programs and monit files. ``{{base}}`` is replaced in both."""
+    """Return a spec for jobs with these programs and monit files. ``{base}`` is replaced in both."""
     base = stand.world.base
     files: dict[str, str | bytes] = {}
     for name, (monit, programs) in monits.items():
