@@ -65,7 +65,7 @@ class _Cpu(msgspec.Struct):
 
 
 class _ReportedProcess(msgspec.Struct):
-    """The fields of a process that the bosh CLI decodes, in which integers are unsigned."""
+    """The fields that the bosh CLI decodes for a process. Their integers are unsigned."""
 
     name: str
     state: str

@@ -79,7 +79,7 @@ def test_comparison_creates_missing_files_and_programs_before_the_next_run(tmp_p
 
 
 def test_comparison_does_not_mistake_a_directory_for_a_missing_program(tmp_path: Path) -> None:
-    """An example is system-metrics-server in bosh-system-metrics-server-release."""
+    """The mistake would affect system-metrics-server in bosh-system-metrics-server-release."""
     made = planned(tmp_path, job())
     plan.learn(made, "ctl: 3: .: render: not found\nctl: 4: ..: not found\nctl: 5: .: not found\n", [])
 
@@ -111,7 +111,7 @@ def test_comparison_drops_dependencies_on_other_jobs(tmp_path: Path) -> None:
 
 
 def test_comparison_drops_the_poll_interval_that_a_job_sets(tmp_path: Path) -> None:
-    """An example is artifactory-bosh-release."""
+    """A job in artifactory-bosh-release sets one."""
     made = planned(tmp_path, job(monit=f"set daemon 60\n{MONIT}"))
 
     assert made.job.files["monit"].split() == MONIT.split()
@@ -156,7 +156,7 @@ def test_missing_monit_alert_for_a_dependant_with_an_empty_pidfile_is_a_known_de
 ) -> None:
     """monit may restart the dependant together with its prerequisite before it has reported the empty pidfile.
 
-    An example is cf-redis-broker in shared-redis-release.
+    This happens with cf-redis-broker in shared-redis-release.
     """
     alert = "web - Does not exist - restart"
     monit = MONIT.replace("  if failed host 127", "  depends on web-health\n  if failed host 127")
@@ -170,7 +170,7 @@ def test_missing_monit_alert_for_a_dependant_with_an_empty_pidfile_is_a_known_de
 def test_comparison_accepts_a_process_that_reports_its_start_in_the_next_phase(
     tmp_path: Path, begun: int, kind: str
 ) -> None:
-    """An example on a busy machine is coredns in paas-observability-release. A second process is a difference."""
+    """On a busy machine, this happens with coredns in paas-observability-release. A second process is a difference."""
     lives = [1.0, "lives", "server"]
     worlds = [
         {"error": "", "phases": [phase("start"), phase("start after stop", events=first), phase("drain", events=then)]}
@@ -184,7 +184,7 @@ def test_comparison_accepts_a_process_that_reports_its_start_in_the_next_phase(
 def test_comparison_accepts_a_delayed_start_in_any_phase_if_the_process_is_the_same(
     tmp_path: Path, is_same: bool, kind: str
 ) -> None:
-    """An example is emitter in metrics-demo, whose start program waits 15 seconds before it runs the process."""
+    """For example, the start program of emitter in metrics-demo waits 15 seconds before it runs the process."""
     lives = [1.0, "lives", "server"]
     worlds = [
         {
@@ -217,7 +217,7 @@ def test_comparison_reports_a_missing_alert_after_a_slow_start(tmp_path: Path) -
 def test_service_still_failing_under_monit_after_a_slow_start_is_a_known_deviation(
     tmp_path: Path,
 ) -> None:
-    """An example is nginx in artifactory-bosh-release. Without its alert, the failure is a difference."""
+    """This happens with nginx in artifactory-bosh-release. Without an alert, the failure is a difference."""
     failed = {"job_states": ["failing"], "states": {"web": ["failing"]}}
     alert, up = {"alerts": ["web - Execution failed - alert"]}, {"states": {"web": ["running"]}}
 
@@ -226,7 +226,7 @@ def test_service_still_failing_under_monit_after_a_slow_start_is_a_known_deviati
 
 
 def test_comparison_allows_a_slow_stop_program_to_kill_the_next_process_under_monit(tmp_path: Path) -> None:
-    """An example is proxy in docker-registry-boshrelease.
+    """This happens with proxy in docker-registry-boshrelease.
 
     If both stops took equally long, the signal counts as a difference.
     """
@@ -395,7 +395,7 @@ def test_comparison_ignores_an_unanswered_request_on_a_busy_machine(tmp_path: Pa
 def test_comparison_looks_for_missing_files_if_one_service_has_no_process(
     services: dict[str, bool], is_lacking: bool
 ) -> None:
-    """An example is ossec_client in cg-ossec-boshrelease, whose script names its four programs in a variable."""
+    """For example, the script of ossec_client in cg-ossec-boshrelease names its four programs only in a variable."""
     lives = [{"phases": [phase("rest", services=seen)]} for seen in ({"web": True}, services)]
 
     assert judge.lacks_a_process(lives) == is_lacking
@@ -434,7 +434,7 @@ def test_each_defect_injected_into_the_comparison_applies_and_compiles(tmp_path:
 
 
 def test_comparison_accepts_any_final_state_of_a_restart_loop(tmp_path: Path) -> None:
-    """An example is redis in rackapp-boshrelease.
+    """This happens with redis in rackapp-boshrelease.
 
     A process that is down without an alert of the rule is a difference.
     """
@@ -446,7 +446,7 @@ def test_comparison_accepts_any_final_state_of_a_restart_loop(tmp_path: Path) ->
 
 
 def test_comparison_allows_a_memory_rule_to_restart_a_service_more_often(tmp_path: Path) -> None:
-    """An example is nats in nats-release. A rule that triggers under only one of the agents is a difference."""
+    """This happens with nats in nats-release. A rule that triggers under only one of the agents is a difference."""
     alert, lives = "web - Resource limit matched - restart", [1.0, "lives", "server"]
     go = phase("usage", alerts=[alert], events=[lives], job_states=["failing"])
     shim = phase("usage", alerts=[alert] * 3, events=[lives] * 3, job_states=["failing", "starting"])
@@ -457,7 +457,7 @@ def test_comparison_allows_a_memory_rule_to_restart_a_service_more_often(tmp_pat
 
 
 def test_comparison_accepts_a_tool_that_runs_one_phase_later(tmp_path: Path) -> None:
-    """An example is the post-start of grafana in prometheus-boshrelease, which polls for minutes."""
+    """For example, the post-start of grafana in prometheus-boshrelease polls for minutes."""
     tool, plan = [[8.0, "tool", "cli"]], planned(tmp_path, job())
 
     def verdict(shim: list[dict[str, Any]]) -> judge.Verdict:
@@ -493,7 +493,7 @@ def test_comparison_gives_no_verdict_if_no_process_runs_under_either_agent(tmp_p
 
 
 def test_comparison_allows_monit_to_refuse_a_request_during_a_stop(tmp_path: Path) -> None:
-    """An example is mongodb in mongodb-service-release."""
+    """This happens with mongodb in mongodb-service-release."""
     words = "1\nmonit: action failed -- {}"
     refused = phase("unmonitor", value=words.format("Other action already in progress -- please try again later"))
 
@@ -513,7 +513,7 @@ def test_comparison_allows_monit_to_refuse_a_request_during_a_stop(tmp_path: Pat
 def test_comparison_allows_monit_to_start_services_outside_the_vcap_group_later(
     tmp_path: Path, states: dict[str, list[str]], rest: dict[str, bool], kind: str
 ) -> None:
-    """The Director waits only for services in group vcap. An example is ossec_client in cg-ossec-boshrelease."""
+    """The Director waits only for services in group vcap. ossec_client in cg-ossec-boshrelease has others."""
     lives = [
         {
             "error": "",

@@ -183,7 +183,7 @@ REST = [("license.tgz", b"license"), ("LICENSE", b"free")]
 def test_compiled_packages_replace_the_sources_in_the_release(
     tmp_path: Path, packages: list[tuple[str, bytes | None]]
 ) -> None:
-    """The ``packages`` directory may lack an entry. All files have mode 0644, owner root and timestamp 0."""
+    """The tarball may lack an entry for ``packages`` itself. All files have mode 0644, owner root and timestamp 0."""
     before = [("release.MF", b"name: a"), ("jobs/", None), ("jobs/web.tgz", b"web")]
     path = tarball(tmp_path / "r.tgz", *before, *packages, *REST)
     (tmp_path / "blob").write_bytes(b"compiled")

@@ -206,7 +206,7 @@ async def test_heartbeat_without_a_connection_is_skipped() -> None:
 
 
 def test_s7_heartbeat_has_the_same_members_as_the_go_agents() -> None:
-    """It has no other members, because the Health Monitor would drop a heartbeat with an id or a time."""
+    """The heartbeat has no further members, because the Health Monitor would drop one with an id or a time."""
     given = protocol.message("heartbeat")
 
     assert msgspec.to_builtins(Message(**given)) == given

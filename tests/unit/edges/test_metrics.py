@@ -325,7 +325,7 @@ async def test_open_files_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_compressed_metrics_page_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is compressed once, because anyone with access to the endpoint may request it a thousand times a second."""
+    """The page is compressed once, because anyone with access to the endpoint may request it very often."""
     packed = []
 
     def compress(page: bytes, *_: int) -> bytes:

@@ -242,7 +242,7 @@ def test_guarded_open_does_not_wait_for_a_file_lease(tmp_path: Path) -> None:
 
 
 def test_guarded_read_has_a_size_limit(tmp_path: Path) -> None:
-    """Reading the end of a sparse file of several terabytes takes no longer than for a short file."""
+    """Reading either end of a sparse file of several terabytes takes no longer than with a short file."""
     path = tmp_path / "huge"
     with path.open("wb") as file:
         file.truncate(1 << 42)

@@ -121,7 +121,7 @@ async def test_unresponsive_name_server_does_not_block_file_access(
 async def test_packet_filter_rules_are_removed_if_the_bus_becomes_unreachable(
     is_reached: bool, expected: str, rules: list[str]
 ) -> None:
-    """The agent may reach the bus through a proxy that runs as another user. The rules would reject the proxy."""
+    """The agent may reach the bus through a proxy that runs as another user. Its connections would be rejected."""
 
     async def hear(_: float) -> bool:
         return is_reached or not rules

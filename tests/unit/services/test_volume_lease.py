@@ -1,4 +1,4 @@
-"""Locks and leases on volumes. A second agent waits until the first must have exited."""
+"""Locks and leases on volumes. A second agent waits until the first can no longer be running."""
 
 from __future__ import annotations
 
@@ -301,8 +301,8 @@ def test_read_only_volume_needs_no_lease(tmp_path: Path, monkeypatch: pytest.Mon
 async def test_lease_on_a_local_file_system_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
 ) -> None:
-    """There, the lease is written again only if the file has changed, because another agent may have changed it. On a
-    network file system, it is renewed in each period.
+    """On a local file system, the lease is written again only if the file has changed, because another agent may have
+    changed it. On a network file system, it is renewed in each period.
     """
     monkeypatch.setattr(mounts, "is_local", lambda _: is_local)
     one, beats = leases(), asyncio.Semaphore(0)

@@ -143,7 +143,7 @@ STORE, TARGET = MountPoint(HERE / "store"), MountPoint(HERE / "target")
 
 
 def test_mounting_an_unreadable_volume_fails() -> None:
-    """The volume may be new, and then the previous disk would have to be mounted first."""
+    """The agent cannot tell whether the volume is new. If it is, the previous disk has to be mounted first."""
     view = View(STORE, TARGET, {"a": msgspec.structs.replace(unmarked("a"), is_empty=None)})
 
     with pytest.raises(ActionError, match="^cannot read the volume of disk a at /volumes/a$"):
