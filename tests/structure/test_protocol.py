@@ -32,9 +32,9 @@ def test_protocol_page_describes_each_action_correctly(section: Section) -> None
     """
     action, first = ACTIONS[section.method], section.text.strip().splitlines()[0]
 
-    assert first.startswith("Task" if action.mode is Mode.TASK else "Answered at once")
+    assert first.startswith("Task" if action.mode is Mode.TASK else "Answered immediately")
     assert ("can be cancelled" in first) is (asyncio.Event in action.injected.values())
-    assert ("at once below" in first) is (action.task_from_protocol > 0)
+    assert ("otherwise answered immediately" in first) is (action.task_from_protocol > 0)
     for part in ("Errors: ", "Go agent: "):
         assert len(re.findall(f"^{part}", section.text, re.MULTILINE)) == 1
     asked = [line for example in section.examples for mark, line in example.lines if mark == ">"]
