@@ -80,7 +80,7 @@ async def packed(w: RunningAgent, name: str, files: int, size: int) -> dict[str,
             rates[other].append(files * size / MB / took[-1])
     for each in logs.iterdir():
         shutil.rmtree(each)
-    made = {name: figure(rates["agent"], "MB/s", floor=rates["igzip"], floor_is="read and igzip, nothing else")}
+    made = {name: figure(rates["agent"], "MB/s", floor=rates["igzip"], floor_is="only reading and igzip")}
     return made | {f"{name}_by_{other.replace(' ', '_')}": figure(rates[other], "MB/s") for other in list(rates)[2:]}
 
 

@@ -63,7 +63,7 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
         await asyncio.wait([pinging])
         name = f"{size}_processes"
         found[f"{name}_started"] = figure([started], "s")
-        found[f"{name}_idle_cpu"] = figure([cpu], "%", floor=[alone], floor_is="the agent without any")
+        found[f"{name}_idle_cpu"] = figure([cpu], "%", floor=[alone], floor_is="the agent without processes")
         found[f"{name}_memory_added"] = figure([w.own_memory() - empty], "MB")
         found[f"{name}_slowest_ping"] = figure([max(lags)], "s")
         if size == KILLED:

@@ -39,7 +39,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
             polled.append(await update(w, f"polled-{number}", POLL_S, turns=turns))
             bare.append(await update(w, f"bare-{number}", 0, steps))
             nothing.append(await no_op(w))
-        floor_is = "the same asked without a pause"
+        floor_is = "the same requests without pauses between them"
         found["deploy_of_one_instance_as_the_director_polls"] = figure(polled, "s", floor=bare, floor_is=floor_is)
         found["deploy_without_changes"] = figure(nothing, "s")
         for name, seconds in steps.items():

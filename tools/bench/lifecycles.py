@@ -19,7 +19,7 @@ JOBS: Final = 5
 LOOKS: Final = 50
 PAUSES: Final = (1.3, 7.9, 4.1, 9.6, 2.2)
 """Seconds before each kill. They differ so that the kills occur at different points of a supervisor's polling cycle."""
-SCRIPT: Final = "its script run from here, until the pidfile is there"
+SCRIPT: Final = "the start program run directly, until its pidfile exists"
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:

@@ -70,7 +70,7 @@ TABLES: Final = {
         "started": r"(\d+)_processes_started",
         "CPU time when idle": r"(\d+)_processes_idle_cpu",
         "memory added": r"(\d+)_processes_memory_added",
-        "slowest ping meanwhile": r"(\d+)_processes_slowest_ping",
+        "slowest ping in the meantime": r"(\d+)_processes_slowest_ping",
     },
 }
 """The small tables, by the heading of their first column. Each row has a label and a pattern. It shows the figures
