@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from stemcell_overlay import stemcell
 from tests.support import pods
 from tests.support.pods import Podman
 from tests.support.source import ROOT
@@ -39,6 +40,11 @@ def taken_apart(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFac
         packed.extractall(where / "members")  # noqa: S202 - we have made it ourselves
     tarball.unlink()
     return where / "members"
+
+
+def test_stemcell_image_has_the_build_time_as_modification_time(taken_apart: Path) -> None:
+    """The LXD CPI uses it as the creation date of the LXD image, and LXD refuses 0."""
+    assert (taken_apart / "image").stat().st_mtime == stemcell.build_time() > 0
 
 
 def test_stemcell_has_the_members_that_director_and_cpis_expect(taken_apart: Path) -> None:

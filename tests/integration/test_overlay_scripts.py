@@ -17,7 +17,7 @@ from tests.support.source import ROOT
 SOURCE = ROOT / "stemcell_overlay/rootfs/opt/agent_shim"
 MOVED = (
     *("/opt/agent_shim", "/var/vcap/bosh", "/etc/resolv", "/run/systemd/system", "/run/agent_shim", "/dev/shm"),
-    *("/usr/bin/systemctl", "/usr/sbin/"),
+    *("/usr/bin/systemctl", "/usr/sbin/", "/etc/network"),
 )
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
@@ -29,7 +29,7 @@ def top(tmp_path: Path) -> Path:
     """
     home = tmp_path / "opt/agent_shim"
     shutil.copytree(SOURCE, home)
-    places = [*home.glob("init/*"), *home.glob("services/*/run"), *home.glob("stand-ins/*"), home / "launch"]
+    places = [*home.glob("init/*"), *home.glob("services/*/*"), *home.glob("stand-ins/*"), home / "launch"]
     for script in places:
         text = script.read_text()
         for path in MOVED:
@@ -116,6 +116,21 @@ def test_init_sets_up_services_and_signal_handlers_and_passes_few_variables(top:
     assert {link.name for link in (bosh / "bin").iterdir()} == {"monit", "bosh-agent"}
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_init_mounts_shared_memory_if_its_directory_is_missing(top: Path, is_there: bool) -> None:
+    """LXD containers have no ``/dev/shm``."""
+    programs, shared = top / "opt/agent_shim/s6/bin", top / "dev/shm"
+    recorder(programs / "s6-svscan")
+    recorder(programs / "mount")
+    (shared if is_there else shared.parent).mkdir(parents=True)
+
+    run(top / "opt/agent_shim/init/start", cwd=top)
+
+    mounts = [] if is_there else [f"mount -t tmpfs -o mode=1777,nosuid,nodev tmpfs {shared}"]
+    assert told(top) == [*mounts, "s6-svscan ."]
+    assert shared.is_dir()
+
+
 # --- container shutdown -----------------------------------------------------------------------------------------------
 
 
@@ -181,6 +196,61 @@ def test_init_service_stays_down_if_its_program_is_missing_or_the_user_is_not_ro
     starts = is_there and uid == "0"
     assert told(top) == (wanted if starts else ["s6-svc -d ."])
     assert (done.returncode, done.stdout, done.stderr) == (0, "said\n" if starts else "", "")
+
+
+def lxd_interfaces(top: Path, addressed: str) -> None:
+    """Create the files that the LXD CPI writes for two interfaces. ``addressed`` is a shell pattern for the names of
+    those that have an address.
+    """
+    for name in ("eth0", "eth1"):
+        path = top / "etc/network/interfaces.d" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# Using LXD DHCP\nauto {name}\niface {name} inet dhcp\n")
+    for tool, said in (("id", "0"), ("hostname", "vm")):
+        recorder(top / "tools" / tool, f"echo {said}")
+    recorder(top / "tools/ip", f'case "$*" in *"show dev "{addressed}" "*) echo inet 10.0.0.2/24 ;; esac')
+    recorder(top / "tools/s6-svc")
+    recorder(top / "tools/udhcpc")
+
+
+@pytest.mark.parametrize(("addressed", "asked"), [("none", ["eth0", "eth1"]), ("eth1", ["eth0"])])
+def test_dhcp_service_requests_addresses_for_interfaces_that_have_none(
+    top: Path, addressed: str, asked: list[str]
+) -> None:
+    lxd_interfaces(top, addressed)
+    done = run(top / "opt/agent_shim/services/dhcp/run", cwd=top)
+
+    script = top / "opt/agent_shim/services/dhcp/lease"
+    assert done.stderr == ""
+    assert sorted(line for line in told(top) if line.startswith("udhcpc")) == [
+        f"udhcpc -f -i {name} -A 3 -x hostname:vm -s {script}" for name in asked
+    ]
+
+
+def test_dhcp_service_stays_down_if_all_interfaces_have_addresses(top: Path) -> None:
+    """Usually the container runtime has configured the network."""
+    lxd_interfaces(top, "eth?")
+    run(top / "opt/agent_shim/services/dhcp/run", cwd=top)
+
+    assert told(top)[-1] == "s6-svc -d ."
+    assert not any(line.startswith("udhcpc") for line in told(top))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("", "search example\nnameserver 10.0.0.1\n"), ("nameserver 9.9.9.9\n", "nameserver 9.9.9.9\n")],
+)
+def test_dhcp_lease_sets_address_and_route_but_keeps_existing_name_servers(top: Path, before: str, after: str) -> None:
+    recorder(top / "tools/ip")
+    (top / "etc/resolv.conf").write_text(before)
+    lease = {"interface": "eth0", "ip": "10.0.0.2", "mask": "24", "router": "10.0.0.1", "dns": "10.0.0.1"}
+    run(top / "opt/agent_shim/services/dhcp/lease", "bound", cwd=top, **lease, domain="example")
+
+    assert told(top) == [
+        "ip -4 address replace 10.0.0.2/24 dev eth0",
+        "ip -4 route replace default via 10.0.0.1 dev eth0",
+    ]
+    assert (top / "etc/resolv.conf").read_text() == after
 
 
 @pytest.mark.parametrize("is_off", [True, False])

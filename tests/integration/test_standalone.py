@@ -216,6 +216,16 @@ def test_standalone_agent_ignores_files_and_hidden_directories(tmp_path: Path) -
         standalone.read(tmp_path)
 
 
+def test_standalone_instance_has_the_values_of_its_file(tmp_path: Path) -> None:
+    """Drain scripts get ``persistent_disk``."""
+    (tmp_path / "jobs/web").mkdir(parents=True)
+    about = {"deployment": "shop", "name": "front", "id": "front-2", "az": "z3", "index": 2, "persistent_disk": 1024}
+    (tmp_path / "instance.json").write_text(json.dumps(about))
+    spec = standalone.read(tmp_path).spec
+
+    assert {name: getattr(spec, name) for name in about} == about
+
+
 def test_invalid_standalone_instance_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "instance.json").write_text('{"index": "one"}')
 
