@@ -389,9 +389,20 @@ agent alone.
 """
 
 
+MAX_ENVIRONMENT_BYTES: Final = 6 << 20
+"""Linux limits the arguments and the environment of a program to three quarters of the maximum stack size of 8 MiB."""
+
+
 def script_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for release scripts, without the variables that are meant for the agent."""
-    return {name: value for name, value in environ.items() if not name.startswith(_OWN_VARIABLES)}
+    """Return the environment for release scripts, without the variables that are meant for the agent.
+
+    ``environ`` is this process's environment. Python sets ``LC_CTYPE`` in it if the locale is C (PEP 538), so scripts
+    get the value with which the agent was started, or none.
+    """
+    entries = os.fsdecode(proc.read_memory(os.getpid(), "environ", MAX_ENVIRONMENT_BYTES)).split("\0")
+    initial = {name: value for name, _, value in (entry.partition("=") for entry in entries) if name == "LC_CTYPE"}
+    others = {name: value for name, value in environ.items() if name != "LC_CTYPE"}
+    return {name: value for name, value in (others | initial).items() if not name.startswith(_OWN_VARIABLES)}
 
 
 CORE_LIMIT_BYTES: Final = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import errno
@@ -183,6 +184,15 @@ def test_spawned_process_gets_the_original_limit_of_open_files(tmp_path: Path) -
     )
 
     assert done.stdout == "True\n100\n100\n200\n", "what prlimit sets is that of the jobs"
+
+
+@pytest.mark.parametrize("given", [{}, {"LC_CTYPE": "C"}, {"LANG": "C"}, {"LC_CTYPE": "C.UTF-8"}])
+def test_scripts_inherit_the_locale_with_which_the_agent_was_started(given: dict[str, str]) -> None:
+    """Python changes LC_CTYPE in its own environment if the locale is C."""
+    code = "import os; from agent_shim.host import process; print(process.script_environment(os.environ))"
+    ran = subprocess.run([sys.executable, "-c", code], env=given, stdout=subprocess.PIPE, check=True, text=True)
+
+    assert ast.literal_eval(ran.stdout) == given
 
 
 def test_spawn_without_a_free_descriptor_reports_the_reason() -> None:
