@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from tools.comparison import breaks, judge, plan
+from tools.comparison import breaks, judge, life, plan
 from tools.comparison.releases import Checkout, Job
 
 PAGE = Path(__file__).parents[2] / "docs/monit-deviations.md"
@@ -370,6 +371,14 @@ def test_comparison_tolerates_small_differences_in_vitals_but_not_in_other_value
     assert [one.what for one in judged(tmp_path, go, other).differences] == [f"value in state {path}"] * (not is_alike)
 
 
+def test_comparison_ignores_the_memory_of_a_process_that_has_just_started(tmp_path: Path) -> None:
+    """An example is minecraft in minecraft-boshrelease, on an overloaded machine."""
+    new, loaded = ({"state": {"processes[web].mem.kb": size}} for size in (4128, 17448))
+
+    assert judged(tmp_path, phase("update: start", values=new), phase("update: start", values=loaded)).kind == "equal"
+    assert judged(tmp_path / "rest", phase("rest", values=new), phase("rest", values=loaded)).kind == "difference"
+
+
 def test_comparison_verdict_is_busy_if_a_job_times_out_on_a_busy_machine(tmp_path: Path) -> None:
     dead = {"error": "TimeoutError: ", "waited": 40.0, "phases": []}
 
@@ -466,6 +475,39 @@ def test_comparison_accepts_a_tool_that_runs_one_phase_later(tmp_path: Path) -> 
 
     assert verdict([phase("death"), phase("empty pidfile", events=tool)]).kind == "equal"
     assert verdict([phase("death"), phase("empty pidfile")]).kind == "difference"
+
+
+def test_comparison_accepts_a_stop_program_that_continues_until_the_next_start(tmp_path: Path) -> None:
+    """An example is loggr-system-metrics-agent in system-metrics-release.
+
+    Its stop program runs killall four more times after the process has ended, and monit does not wait for that.
+    """
+    tool, plan = [[1.0, "tool", "killall"]], planned(tmp_path, job())
+    names = ("update: stop", "update: post-stop", "update: apply")
+
+    def verdict(go: str, shim: str) -> judge.Verdict:
+        lives = [[phase(name, events=tool if name in used else []) for name in names] for used in ([go, shim], shim)]
+        return judge.judge(plan, *({"error": "", "phases": phases} for phases in lives))
+
+    assert verdict("update: apply", "update: stop").kind == "equal"
+    assert verdict("update: apply", "").kind == "difference"
+
+
+async def test_comparison_records_a_drain_until_no_service_is_monitored() -> None:
+    """Examples are ossec-agent in ossec-boshrelease and other jobs with many services: the Go agent answers a drain
+    before monit has handled all requests.
+    """
+    states = ["running", "running", "unknown", "unknown"]
+
+    async def value(*_: Any, **__: Any) -> dict[str, Any]:
+        return {"job_state": "failing", "processes": [{"name": "web", "state": states.pop(0)}]}
+
+    recorder = life.Life(Mock(cycle=60), {"services": []}, Mock(value=value), Mock(notices=[]))
+    async with recorder.phase("drain") as recorded:
+        await recorder.until(lambda: bool(recorded.states), 60)
+        await recorder.unmonitored()
+
+    assert recorded.states == {"web": ["running", "unknown"]}
 
 
 def test_comparison_gives_no_verdict_if_a_job_starts_under_neither_agent(tmp_path: Path) -> None:

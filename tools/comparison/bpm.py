@@ -1,12 +1,14 @@
 """A stand-in for bpm under the Go agent.
 
-It sets up directories, user, session, environment and pidfile, and sends the same signals, but creates no container.
+It sets up directories, user, session, environment, the limit of open files and the pidfile, and sends the same signals,
+but creates no container.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -95,28 +97,31 @@ def _start(job: str, process: str, config: dict[str, Any], pidfiles: tuple[Path,
     for name in names:
         name.touch(0o600)
         os.chown(name, 1000, 1000)
+    environment = {
+        "TMPDIR": str(data / "tmp"),
+        "LANG": "en_US.UTF-8",
+        "PATH": f"{VCAP}/bosh/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": str(data),
+    }
+    environment |= {str(name): str(value) for name, value in (config.get("env") or {}).items()}
+    user = 0 if (config.get("unsafe") or {}).get("privileged") else 1000
     with names[0].open("ab") as out, names[1].open("ab") as err:
-        if hook and subprocess.run([hook], stdout=out, stderr=err, check=False).returncode:
+        if hook and subprocess.run([hook], env=environment, stdout=out, stderr=err, check=False).returncode:
             print(f"Error: failed to start job-process: prestart hook failed: {hook}", file=sys.stderr)
             return 1
-        environment = {
-            "TMPDIR": str(data / "tmp"),
-            "LANG": "en_US.UTF-8",
-            "PATH": f"{VCAP}/bosh/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            "HOME": str(data),
-            "BPM_STAND_IN": process,
-        }
-        environment |= {str(name): str(value) for name, value in (config.get("env") or {}).items()}
+        if files := (config.get("limits") or {}).get("open_files"):
+            most = min(int(files), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         started = subprocess.Popen(
             [config["executable"], *map(str, config.get("args") or [])],
             cwd=config.get("workdir") or str(VCAP / "jobs" / job),
-            env=environment,
+            env=environment | {"BPM_STAND_IN": process},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
             start_new_session=True,
-            user=1000,
-            group=1000,
+            user=user,
+            group=user,
             extra_groups=[],
         )
     for pidfile in pidfiles:

@@ -318,6 +318,14 @@ class Life:
             if time.monotonic() - stable_since > 1.5 * self.cycle:
                 return
 
+    async def unmonitored(self) -> None:
+        """Wait until the state shows no monitored service, for at most two cycles.
+
+        The Go agent answers a drain before monit has handled all requests to unmonitor services.
+        """
+        seen = self.now.states.values()
+        await self.until(lambda: all(states[-1] == "unknown" for states in seen), 2 * self.cycle)
+
     async def script(self, name: str, about: str = "", **options: Any) -> None:
         if f"bin/{name}" not in self.plan["files"]:
             return
@@ -519,6 +527,7 @@ class Life:
             async with self.phase(f"{about}drain") as phase:
                 drained = self.director.run(AGENT, "drain", kind, spec)
                 phase.value = str(await asyncio.wait_for(drained, SCRIPT_LIMIT_S))
+                await self.unmonitored()
 
     async def _stop(self, about: str) -> Phase:
         async with self.phase(f"{about}stop") as phase:

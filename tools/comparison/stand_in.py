@@ -33,13 +33,17 @@ def say(event: str, name: str = "") -> None:
 
 
 def context() -> dict[str, Any]:
-    """Return everything that this process has inherited."""
+    """Return everything that this process has inherited. The environment is read from the kernel, because Python may
+    have added LC_CTYPE to its own copy.
+    """
+    with open("/proc/self/environ", "rb") as file:
+        entries = [entry.partition("=") for entry in os.fsdecode(file.read()).split("\0") if entry]
     umask = os.umask(0)
     os.umask(umask)
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     limits = {name[7:].lower(): resource.getrlimit(getattr(resource, name)) for name in names}
     return {
-        "environment": dict(os.environ),
+        "environment": {name: value for name, _, value in entries},
         "umask": f"{umask:03o}",
         "user": f"{os.getuid()}:{os.getgid()} {sorted(os.getgroups())}",
         "limits": limits,
