@@ -1,5 +1,5 @@
-"""Fixtures for tests of a whole agent (its process, a private bus and a Director) and for tests of blobs (a tree and
-a server).
+"""Fixtures for tests of a whole agent (its process, a private bus and a Director) and for blob tests (a directory tree
+and an HTTP server).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ async def instance() -> AsyncIterator[RunningAgent]:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
-    """Provide a tree with the directories of blobs and bundles."""
+    """Provide a scratch tree that has the directories for blobs and bundles."""
     paths = Paths(tmp_path / "vcap")
     for directory in (paths.tmp, paths.blobs, paths.sensitive_blobs, paths.data_jobs, paths.data_packages):
         directory.mkdir(parents=True)
@@ -40,7 +40,7 @@ async def server() -> AsyncIterator[BlobServer]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[process.Process]:
-    """Record every process that is started."""
+    """Provide a list to which every process is added that the test starts."""
     found: list[process.Process] = []
     honest = process.spawn
 

@@ -34,8 +34,8 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def left(world: JobTree, former: Path) -> tuple[int, int]:
-    """Return the pids of a job's process and its child, which an agent of that revision started before it was
-    killed.
+    """Start a job with an agent of that revision, then kill the agent. Return the pids of the job's process and its
+    child.
     """
     child = world.base / "child"
     jobs = [world.job("web", f"sleep 600 & echo $! >{child}; echo $$ >$pidfile; {LASTING}", "exit 0", timeout=1)]
@@ -58,7 +58,7 @@ async def left(world: JobTree, former: Path) -> tuple[int, int]:
 async def test_jobs_of_an_agent_without_keepers_keep_running_and_can_be_stopped(
     world: JobTree, left: tuple[int, int]
 ) -> None:
-    """The new agent finds the processes through the former agent's saved state, although they have no keeper."""
+    """The processes have no keeper, so the new agent finds them through the state that the old agent saved."""
     async with world.supervisor() as supervisor:
         assert await supervisor.recover()
         assert (await in_state(supervisor, "web", "running")).pid == left[0]
@@ -86,8 +86,8 @@ async def test_job_of_an_agent_without_keepers_gets_a_keeper_at_its_next_start(
 
 @pytest.mark.root
 async def test_detached_daemon_started_by_an_agent_without_keepers_is_stopped(world: JobTree, former: Path) -> None:
-    """A daemon without session, environment and parent is found through the cgroup into which the former agent put the
-    job.
+    """The daemon has left its session, dropped its environment and lost its parent, so the new agent can find it only
+    through the cgroup in which the old agent placed the job.
     """
     if not job_cgroups.hierarchies():
         pytest.skip("no cgroups here")

@@ -1,4 +1,4 @@
-"""``./dev bench`` with programs that stand in for an agent."""
+"""``./dev bench`` with fake benchmarks, and with a program that fails in place of an agent."""
 
 from __future__ import annotations
 

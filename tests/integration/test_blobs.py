@@ -1,4 +1,4 @@
-"""Where blobs are fetched from, retries, and errors for missing or wrong blobs."""
+"""The order of the places from which blobs are fetched, retries, and errors for missing or corrupt blobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.http import BlobServer, http_proxy
 
 FAST = TransferTiming(stall=1.0, least=1024, pause=0.01)
 SURE = TransferTiming(pause=0.01)
-"""Timeouts that are long enough that a server on a busy machine does not count as stalled."""
+"""Timeouts long enough that a server on a busy machine is not mistaken for a stalled one."""
 ID = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
 SHARD = "d7"
 BLOB = os.urandom(200_000)
@@ -74,7 +74,9 @@ def left_open() -> list[str]:
 
 
 async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server: BlobServer, blobs: Blobs) -> None:
-    """If a request has both, neither a local blob nor the blobstore is asked for the id."""
+    """If a request has a signed URL and a blob id, the agent uses only the URL, and looks up the id neither locally nor
+    in the blobstore.
+    """
     (paths.blobs / ID).write_bytes(b"another")
     url = f"{server.url}/signed?sig=x"
 
@@ -124,7 +126,7 @@ async def test_configured_proxies_override_proxy_variables(
 async def test_local_blob_with_a_wrong_digest_fails_without_a_download(
     paths: Paths, server: BlobServer, blobs: Blobs
 ) -> None:
-    """A damaged blob that the Director sent to this agent is an error, even if the blobstore has an intact copy."""
+    """A local blob that is corrupt is an error, even if the blobstore has an intact copy."""
     (paths.blobs / ID).write_bytes(BLOB)
 
     assert await failure(blobs, blob_id=ID, digest="0" * 40) == f"Checking blob '{ID}': {MISMATCH}"
@@ -158,7 +160,9 @@ async def test_failed_download_is_retried(server: BlobServer, blobs: Blobs, firs
 
 
 async def test_download_error_reports_the_last_attempt(server: BlobServer, blobs: Blobs) -> None:
-    """The error has the Go agent's words and names the host and status, but not the signed URL."""
+    """The error message matches the Go agent's. It names the host and the last status, but does not contain the signed
+    URL.
+    """
     server.plan = ["500", "500", "403"] * 2
     url = f"{server.url}/signed?sig=s3cr3t"
 
@@ -207,8 +211,8 @@ async def test_full_disk_fails_a_download_without_a_retry(
 
 
 async def test_upload_to_a_signed_url_is_not_retried(server: BlobServer, blobs: Blobs, tmp_path: Path) -> None:
-    """As with the Go agent, a failed upload is reported at once, because only the sender of the request knows the blob
-    id.
+    """As in the Go agent, a failed upload is reported immediately. Only the sender of the request knows the blob id, so
+    a retry is up to the sender.
     """
     (tmp_path / "file").write_bytes(b"result")
     assert await blobs.put(tmp_path / "file", f"{server.url}/new?sig=x", {"x-ms-blob-type": "blockblob"}) == ""

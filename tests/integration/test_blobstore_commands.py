@@ -1,4 +1,6 @@
-"""Blobstores that are accessed through commands of the stemcell, tested through actions that upload and download."""
+"""Blobstores that the agent accesses through a ``bosh-blobstore-*`` command from the stemcell, tested with actions that
+upload and download.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def left(world: LocalAgent) -> list[str]:
 async def test_command_blobstore_stores_and_fetches_packages_and_logs(tmp_path: Path, provider: str) -> None:
     """Compiled packages and logs are uploaded, and a compiled package is downloaded again as a dependency.
 
-    The options are in a file that only root can read.
+    The command gets its options in a file that only root can read.
     """
     store, options = tmp_path / "store", OPTIONS[provider]
     store.mkdir()
@@ -106,9 +108,9 @@ async def test_command_blobstore_stores_and_fetches_packages_and_logs(tmp_path: 
 
 
 async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> None:
-    """The next request uses new options, whether the CPI or the Director's ``update_settings`` changed them.
+    """The next request uses the new options, whether they came from the CPI or from the Director's ``update_settings``.
 
-    They may name another provider, and the bus connection is kept.
+    The new options may name another provider. The connection to the bus stays open.
     """
     store, options = tmp_path / "store", OPTIONS["gcs"]
     store.mkdir()
@@ -179,7 +181,9 @@ def s3(method: str, url: str, data: bytes = b"") -> bytes:
 
 @pytest.mark.slow
 async def test_command_blobstore_works_with_an_s3_store(tmp_path: Path) -> None:
-    """The agent calls the command as it would call ``bosh-blobstore-s3``, and the command talks S3 to a server."""
+    """The agent calls a program in place of ``bosh-blobstore-s3``, which transfers blobs to and from a simulated S3
+    server.
+    """
     async with moto(tmp_path) as port:
         bucket = f"http://127.0.0.1:{port}/blobs"
         s3("PUT", bucket)

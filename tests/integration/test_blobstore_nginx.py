@@ -29,7 +29,7 @@ RECORDS = b'{"version": 3, "records": [["10.0.0.9", "other.bosh"]]}'
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Nginx]:
-    """Provide a server with a user, a password, and blobs with a package source, templates and DNS records."""
+    """Provide a server that requires a user and password, and holds a package source, templates and DNS records."""
     async with nginx(tmp_path / "nginx") as one:
         one.users(agent=PASSWORD)
         for name, content in (("source", SOURCE), ("templates", TEMPLATES), ("records", RECORDS)):
@@ -101,7 +101,7 @@ async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(
 async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path: Path, server: Nginx) -> None:
     """Compilation, installation, logs and DNS records need only signed URLs and the CA in the settings.
 
-    As from a Director, the templates arrive over the bus.
+    The templates arrive over the bus, as a Director sends them.
     """
     options = {name: value for name, value in server.options("").items() if name not in ("user", "password")}
     async with made(tmp_path, **settings(options)) as world:
@@ -156,9 +156,8 @@ async def test_error_of_a_rejected_signed_url_contains_only_host_and_status(
 async def test_wrong_dav_password_or_ca_is_reported_and_can_be_replaced_without_a_restart(
     world: LocalAgent, server: Nginx
 ) -> None:
-    """The error does not show the password.
-
-    New values from the Director's ``update_settings`` apply to the next request.
+    """The error does not show the password. After ``update_settings``, the next request uses the new password and
+    CA.
     """
     compiling: tuple[Any, ...] = ("compile_package", "source", sha1(SOURCE), "p", "1", {})
     server.users(agent="n3w")

@@ -1,4 +1,4 @@
-"""Each kind of blobstore against a real directory, server or program."""
+"""Each blobstore provider with a real directory, server or command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.waiting import until
 
 ID = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
 SHARD = "d7"
-"""The first byte of the SHA-1 of ``ID``, which is the directory of this blob in a DAV blobstore."""
+"""The first byte of the SHA-1 of ``ID``. A DAV blobstore keeps this blob in the directory of that name."""
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ async def test_local_blobstore_stores_and_returns_blobs(
 ) -> None:
     """The first upload creates the directory.
 
-    A blob is synced before it gets its name, so that a crash cannot leave an empty file with that name.
+    A blob is synced to disk before it is renamed, so that a crash cannot leave an empty file under its final name.
     """
     (tmp_path / "file").write_bytes(b"data")
     synced: list[tuple[int, bool]] = []
@@ -101,8 +101,8 @@ async def test_local_blobstore_on_a_full_disk_names_the_file_and_removes_it(path
 
 
 async def test_create_env_cache_path_maps_to_the_uploaded_blobs_directory(paths: Paths) -> None:
-    """The cache path that ``bosh create-env`` configures stands for the directory in which the agent stores uploaded
-    blobs.
+    """``bosh create-env`` configures this path, but uploaded blobs are in another directory, where the agent must
+    look.
     """
     (paths.blobs / ID).write_bytes(b"data")
 
@@ -121,7 +121,7 @@ async def test_create_env_cache_path_maps_to_the_uploaded_blobs_directory(paths:
     ],
 )
 def test_invalid_blobstore_is_rejected(paths: Paths, kind: str, options: dict[str, Any], text: str) -> None:
-    """A missing or mistyped option is named, for ``local`` with the Go agent's words.
+    """The error names the option that is missing or has the wrong type. For ``local``, its text matches the Go agent's.
 
     A provider name must be a plain name, because it becomes part of a path and of a command.
     """
@@ -164,7 +164,7 @@ async def test_dav_path_begins_with_the_first_byte_of_the_ids_sha1(
 
 
 async def test_dav_without_a_user_sends_no_credentials(paths: Paths, transfer: Transfer) -> None:
-    """Options that are null count as missing.
+    """An option that is null is treated as missing.
 
     The blob id is escaped, so that it stays a single path component.
     """
@@ -199,9 +199,10 @@ def program(paths: Paths, body: str) -> None:
 async def test_command_blobstore_gets_and_puts_blobs(
     paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command finds its options in a file that only root can read. No temporary files remain.
+    """The command gets its options in a file that only root can read. No temporary files remain.
 
-    Proxies from the settings override its variables in lower and upper case. It inherits all other variables.
+    The command inherits the agent's variables, except that proxies from the settings replace the proxy variables in
+    lower and upper case.
     """
     monkeypatch.setenv("HTTPS_PROXY", "http://environment:1")
     monkeypatch.setenv("NO_PROXY", "here")
@@ -220,7 +221,7 @@ async def test_command_blobstore_gets_and_puts_blobs(
 
 
 async def test_blobstore_command_may_replace_the_target_file(paths: Paths) -> None:
-    """A command may write a temporary file and rename it, and a partial file of a failed command is removed."""
+    """A command may write a temporary file and rename it. If the command fails, its partial file is removed."""
     program(paths, 'echo new >"$to.part"; mv "$to.part" "$to"')
     assert await content(made(paths, "x")) == b"new\n"
     program(paths, 'echo half >"$to.part"; exit 1')
@@ -232,8 +233,8 @@ async def test_blobstore_command_may_replace_the_target_file(paths: Paths) -> No
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_failed_blobstore_command_is_reported_without_secrets(paths: Paths) -> None:
-    """Option values, URL queries and passwords in URLs are removed from the command's message, and host names are
-    kept.
+    """The command's message is reported without option values, URL queries and passwords in URLs. Host names stay in
+    it.
     """
     program(
         paths,
@@ -254,9 +255,8 @@ async def test_failed_blobstore_command_is_reported_without_secrets(paths: Paths
 
 
 async def test_missing_or_slow_blobstore_command_is_reported(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing command is reported in the Go agent's words.
-
-    A command that exceeds its time limit fails the request.
+    """The error for a missing command matches the Go agent's. A command that exceeds its time limit fails the
+    request.
     """
     with pytest.raises(BlobError, match="^executable bosh-blobstore-x not found in PATH$"):
         await content(made(paths, "x"))
@@ -268,7 +268,7 @@ async def test_missing_or_slow_blobstore_command_is_reported(paths: Paths, monke
 
 
 async def test_cancelled_blobstore_command_is_killed_with_its_children(paths: Paths, tmp_path: Path) -> None:
-    """Its temporary files are removed."""
+    """The command's temporary files are removed too."""
     program(paths, f"echo $$ >{tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 1000")
     getting = asyncio.create_task(content(made(paths, "x")))
     await until((tmp_path / "pid").exists)
@@ -317,7 +317,9 @@ async def test_dummy_blobstore_accepts_uploads_and_returns_no_blob(paths: Paths,
     ],
 )
 def test_blobstore_ca_is_read_from_the_directors_options(options: dict[str, Any], ca: str) -> None:
-    """Only ``tls.cert.ca`` is read, and values of other shapes, which other providers may have, count as no CA."""
+    """The CA is read only from ``tls.cert.ca``. Options of other providers may have another value at ``tls``, which is
+    ignored.
+    """
     assert trusted_ca(Blobstore("x", options)) == ca
 
 

@@ -1,4 +1,4 @@
-"""The requests that the ``bpm`` command sends to the agent, with a real process of bpm.yml."""
+"""The requests that the ``bpm`` command sends to the agent, with a real process configured in a bpm.yml."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.waiting import until
 
 @pytest.fixture
 async def bpm(world: JobTree) -> AsyncIterator[Bpm]:
-    """Provide a runner whose job ``web`` has a process ``web`` and an ``errand``, which prints its variable and exits
-    with 7.
+    """Provide a runner with a job ``web``. The job has a process ``web`` and a process ``errand``, which prints its
+    variable and exits with 7.
     """
     world.paths.log.mkdir(parents=True)
     world.paths.sys.symlink_to(world.paths.data_sys)
@@ -48,9 +48,8 @@ async def ask(bpm: Bpm, verb: str, process: str = "web", **members: Any) -> dict
 
 
 async def test_bpm_process_is_started_listed_and_stopped(bpm: Bpm) -> None:
-    """Each request returns what the command prints.
-
-    Without a running process, the pid is 0 and ``list`` shows "stopped".
+    """Each request returns the values that the command prints. While the process does not run, its pid is 0 and
+    ``list`` shows "stopped".
     """
     stopped = [["web", 0, "stopped"], ["web.errand", 0, "stopped"]]
     assert await bpm_api.answer(bpm, {"verb": "list"}) == {"value": stopped, "complaints": []}

@@ -1,4 +1,4 @@
-"""Real processes of bpm.yml that the supervisor runs in a scratch tree with different isolation levels."""
+"""The supervisor runs real processes of bpm.yml files in a scratch tree, at different isolation levels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def world(world: JobTree) -> JobTree:
 
 
 def job(world: JobTree, script: str, more: str = "", name: str = "web") -> JobFile:
-    """Add a job with one process, which runs this shell script. ``more`` is YAML with further keys of the process."""
+    """Add a job with one process, which runs the shell code ``script``. ``more`` is YAML with further keys of the
+    process.
+    """
     directory = world.paths.jobs / "web"
     (directory / "bin").mkdir(parents=True, exist_ok=True)
     (directory / "config").mkdir(exist_ok=True)
@@ -71,7 +73,7 @@ async def weaken(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
 
 @pytest.fixture
 def no_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imitate a container that offers neither isolation nor cgroups to bpm processes."""
+    """Simulate a container in which bpm processes get neither isolation nor cgroups."""
     nothing = sandbox.Isolation(3, "", memory=False, processes=False)
     monkeypatch.setattr(sandbox, "isolation", AsyncMock(return_value=nothing))
 
@@ -93,7 +95,7 @@ async def said(world: JobTree, text: str) -> None:
 async def test_bpm_process_runs_with_the_context_that_bpm_documents(
     world: JobTree, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arguments, environment, working directory, session, pidfile and logs are as bpm documents them.
+    """Arguments, environment, working directory, session, pidfile and logs are as described in bpm's documentation.
 
     The process inherits none of the agent's variables.
     """
@@ -152,9 +154,9 @@ async def test_bpm_stop_signals_the_process_and_kills_its_children(
 async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, has_time: bool
 ) -> None:
-    """If the time for the stop is already used up, the process is killed at once.
+    """If the time for the stop is already used up, the process is killed immediately.
 
-    The wait after each signal is simulated: it ends when the process has printed the signal's name.
+    The waiting time after each signal is simulated: it expires as soon as the process has printed the signal's name.
     """
     monkeypatch.setattr(bpm_runner, "SIGNAL_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(bpm_runner, "QUIT_TIMEOUT_S", 3600.0)
@@ -178,7 +180,8 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
         assert not is_alive(pid)
         assert supervisor.killed == ["web"]
         if has_time:
-            # More output may follow, because without isolation the remaining processes get SIGTERM again.
+            # Only the first words are compared, because without isolation the remaining processes get SIGTERM again and
+            # may print more.
             assert output(world).split()[:3] == ["ready", "TERM", "QUIT"]
 
 
@@ -186,7 +189,9 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
 async def test_bpm_process_started_by_a_script_is_adopted(
     world: JobTree, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a pre-start script calls ``bpm start``, the job's own start finds that process and starts no second one."""
+    """If a pre-start script has called ``bpm start``, starting the job finds that process and does not start a second
+    one.
+    """
     await weaken(monkeypatch, level)
     file = job(world, "echo started; exec sleep 600")
     async with world.supervising() as supervisor:
@@ -214,9 +219,9 @@ def cgroups_of(world: JobTree) -> list[str]:
 async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Children of the errand are killed, even if its init died first.
+    """Children of the errand are killed, even if the init of its PID namespace died first.
 
-    While the job's process runs, the errand is not started.
+    While the job's own process runs, the errand is not started and returns 0.
     """
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 602 & echo $!; exit 3")
@@ -243,7 +248,9 @@ async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
 async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the init was killed, children of the process survive it and could still listen on its port."""
+    """If the init of the PID namespace is killed, children of the process survive and could still listen on the port
+    that the next process needs.
+    """
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; kill -9 $PPID; exec sleep 605")
     async with world.supervising() as supervisor:
@@ -261,7 +268,7 @@ async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
 async def test_next_agent_adopts_a_bpm_process_without_saved_state(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its cgroup is removed when the process is stopped, because otherwise the next process would inherit its
+    """Stopping the adopted process also removes its cgroup. Otherwise the next process would inherit the cgroup's
     statistics.
     """
     removed = []
@@ -288,8 +295,8 @@ def started_at(pid: int) -> float:
 
 @pytest.mark.parametrize("later_s", [-60, -0.5, 900])
 async def test_bpm_pidfile_without_a_matching_process_is_ignored(world: JobTree, later_s: float) -> None:
-    """The pidfile names a process only if that process started when the file was written. Otherwise another process has
-    reused the pid.
+    """A process belongs to the pidfile only if it was started when the file was written. Otherwise it is another
+    process that got the same pid later.
     """
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
@@ -322,7 +329,9 @@ def test_unknown_bpm_key_is_logged_once_per_file_content(world: JobTree, caplog:
 
 
 async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: JobTree) -> None:
-    """The hook gets the environment of the process but is not restricted. If it fails, the process is not started."""
+    """The hook gets the environment of the process, but runs without its restrictions. If the hook fails, the process
+    is not started.
+    """
     empty = Paths(world.base).empty
     empty.mkdir(exist_ok=True)
     hook = world.base / "hook"
@@ -342,9 +351,9 @@ async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: 
 
 @pytest.mark.parametrize("end", ["running", "stopped"])
 async def test_slow_bpm_hook_runs_once_beyond_the_start_timeout(world: JobTree, end: str) -> None:
-    """As under monit, a slow hook is neither ended nor repeated, and the process starts after it.
+    """As under monit, a slow hook is neither killed nor run again, and the process starts when the hook has finished.
 
-    A stop ends the hook.
+    A stop kills the hook.
     """
     hook = world.base / "hook"
     hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nuntil [ -e {world.base}/go ]; do sleep 0.05; done\n")
@@ -389,8 +398,8 @@ async def test_bpm_errand_with_processes_that_cannot_be_ended_fails(
 async def test_bpm_start_and_stop_fail_while_processes_of_a_killed_keeper_remain(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orphaned processes might belong to the bpm process, so neither a second one is started nor a stop reported as
-    done.
+    """The remaining processes might belong to the bpm process, so a start does not start a second process, and a stop
+    reports an error.
     """
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; exec sleep 605")
@@ -416,7 +425,7 @@ async def test_bpm_start_and_stop_fail_while_processes_of_a_killed_keeper_remain
 
 @pytest.mark.usefixtures("no_cgroups")
 async def test_bpm_hook_ends_when_its_start_is_cancelled(world: JobTree) -> None:
-    """Otherwise it would still run when the next start runs the hook again.
+    """A hook that continued would still be running when the next start runs the hook again.
 
     The test also checks that an OOM kill of an earlier process is not reported as the reason for a later exit.
     """
@@ -466,8 +475,8 @@ async def test_failed_bpm_start_is_reported_in_the_words_of_bpm(world: JobTree, 
 
 
 async def test_unrestricted_bpm_volumes_keep_the_jobs_own_directory_read_only(world: JobTree) -> None:
-    """Unrestricted volumes may make its parent directories writable, but neither the directory itself nor anything in
-    it.
+    """A job may mark volumes above its own directory as unrestricted. They become writable, but the job's directory and
+    everything in it stay read-only.
     """
     file = job(world, "")
     own = world.paths.jobs / "web"
@@ -489,10 +498,9 @@ async def test_unrestricted_bpm_volumes_keep_the_jobs_own_directory_read_only(wo
 async def test_unavailable_bpm_limits_and_capabilities_are_reported(
     world: JobTree, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
 ) -> None:
-    """A limit or capability that the container does not allow is named in a warning, or in the error if the process
-    needs it.
+    """A limit or capability that the container does not allow is named in a warning, or in an error if bpm is strict.
 
-    A limit on the number of processes needs a cgroup.
+    A limit on the number of processes, for example, needs a cgroup.
     """
     limits = "{processes: 5, open_files: 101, core_file_size: 102}"
     file = job(
@@ -532,7 +540,7 @@ def test_bpm_process_gets_only_the_configured_capabilities(
 ) -> None:
     """A privileged process runs as root. An agent that is not root cannot grant capabilities.
 
-    The limit may exceed the agent's hard limit, because the agent has CAP_SYS_RESOURCE.
+    The limit on open files may exceed the agent's hard limit, because the agent has CAP_SYS_RESOURCE.
     """
     more = f"  capabilities: [net_raw, SYS_ADMIN]\n  unsafe: {{privileged: {str(is_privileged).lower()}}}\n"
     job(world, "true", f"{more}  limits: {{open_files: 500}}\n")
@@ -570,7 +578,7 @@ def test_bpm_isolation_matches_the_isolation_level(
     has_view: bool,
     namespaces: list[str],
 ) -> None:
-    """At each level, the process gets the mounts and namespaces of that level.
+    """Each isolation level has its own mounts and namespaces.
 
     At level 2, a privileged process is not restricted, because even root cannot undo Landlock rules.
     """
@@ -590,7 +598,9 @@ def test_bpm_isolation_matches_the_isolation_level(
 async def test_old_oom_kills_are_not_attributed_to_the_next_process_in_a_cgroup(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, int] | None, is_next_killed: bool
 ) -> None:
-    """If the cgroup cannot be removed, its old kills are not counted again for the next process."""
+    """If the cgroup cannot be removed, OOM kills that it counted earlier are not reported again for the next
+    process.
+    """
     counted: list[tuple[int, int] | None] = [(5, 77)]
     monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: counted[-1])
     monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: counted.append(kept))
@@ -607,14 +617,15 @@ async def test_old_oom_kills_are_not_attributed_to_the_next_process_in_a_cgroup(
 
 
 def test_changed_bpm_memory_limit_is_read_again(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be read counts as no limit."""
+    """If the file is invalid, no limit applies."""
     counted = [0]
     monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: (counted[0], 77))
     bpm = world.supervisor().bpm
     limits = []
     for more in ("{memory: 64M}", "{memory: 1M}", "{}", "1"):
         job(world, "true", f"  limits: {more}\n")
-        # The first version has the time 0, as files from an archive without times do. It must be read nevertheless.
+        # The first version has the modification time 0, as files have that come from an archive without times. The
+        # agent must read it nevertheless.
         os.utime(world.paths.jobs / "web/config/bpm.yml", (counted[0],) * 2)
         counted[0] += 1
         assert bpm.was_killed_for_memory(START)
@@ -627,8 +638,8 @@ def test_changed_bpm_memory_limit_is_read_again(world: JobTree, monkeypatch: pyt
 def test_bpm_process_can_read_the_dns_files_of_all_jobs_at_isolation_level_2(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
-    """At level 2, processes can list the directories of all jobs, and bosh-dns exits if it cannot read the ``.bosh`` of
-    one. At level 1, it does not see other jobs at all.
+    """At level 2, bosh-dns sees the directories of all jobs, and exits if it cannot read the ``.bosh`` directory in one
+    of them. At level 1, it does not see other jobs at all.
     """
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true")
@@ -641,7 +652,7 @@ def test_bpm_process_can_read_the_dns_files_of_all_jobs_at_isolation_level_2(
 
 
 PYTHON = os.path.realpath(sys.executable)
-# The interpreter of the tests may be installed in a directory that bpm hides.
+# Python may be installed in a directory that bpm hides from processes.
 WITH_PYTHON = f"  unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, allow_executions: true}}]}}\n"
 """A part of bpm.yml that makes the interpreter available to isolated processes."""
 
@@ -649,7 +660,7 @@ HUNGRY = f"{PYTHON} -c 'import time; x = bytearray(80 << 20); time.sleep(600)' &
 
 
 async def test_bpm_process_above_its_memory_limit_is_killed_and_reported(world: JobTree) -> None:
-    """Only the process and its children are killed and restarted, and the alert names the memory that they used."""
+    """Only the process and its children are killed and restarted. The alert says how much memory they used."""
     file = job(world, HUNGRY, WITH_PYTHON + "  limits: {memory: 48M}\n")
     async with world.supervising(file, world.job("other")) as supervisor:
         other = (await in_state(supervisor, "other", "running")).pid
@@ -743,7 +754,7 @@ async def test_isolated_bpm_process_sees_only_the_paths_of_bpm(world: JobTree, m
 
 
 async def test_bpm_log_has_each_step_and_error(world: JobTree) -> None:
-    """``sys/log/JOB/bpm.log`` has one JSON line for each step. For an unknown job, no log directory is created."""
+    """``sys/log/JOB/bpm.log`` gets one JSON line for each step. A start of an unknown job creates no log directory."""
     file = job(world, "exec sleep 600")
     async with world.supervising(file) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -775,7 +786,7 @@ async def test_bpm_log_has_each_step_and_error(world: JobTree) -> None:
 
 
 async def test_bpm_creates_directories_with_private_modes(world: JobTree) -> None:
-    """Existing directories keep their mode, but the modes of volumes are set again."""
+    """Existing directories keep their mode, except volumes, whose mode is always set."""
     volumes = [world.base / name for name in ("old", "new")]
     volumes[0].mkdir(mode=0o755)
     kept = world.paths.sys / "run/web"
@@ -797,7 +808,9 @@ async def test_bpm_creates_directories_with_private_modes(world: JobTree) -> Non
 
 
 async def test_bpm_start_waits_for_a_volume_of_another_job(world: JobTree) -> None:
-    """Otherwise cloud_controller_ng in capi-release would never see the directory with valkey's socket."""
+    """If the agent created the directory instead, cloud_controller_ng in capi-release would never see valkey's socket
+    in it.
+    """
     volume = world.base / "valkey"
     file = job(world, "exec sleep 600", f"  additional_volumes: [{{path: {volume}, mount_only: true}}]\n")
     async with world.supervising(file) as supervisor:
@@ -810,7 +823,7 @@ async def test_bpm_start_waits_for_a_volume_of_another_job(world: JobTree) -> No
 
 @pytest.mark.parametrize("how", ["cancelled", "ended"])
 async def test_abandoned_bpm_errand_is_killed(world: JobTree, how: str) -> None:
-    """An errand ends if its caller disconnects, or if another call asks to end it."""
+    """An errand is killed if its caller disconnects or if another request asks for that."""
     job(world, "echo ready; exec sleep 603")
     async with world.supervising() as supervisor:
         waiting = asyncio.create_task(supervisor.bpm.run(START, [], {}))

@@ -1,4 +1,4 @@
-"""The commands in docs/broken-example reveal and repair the fault of that example."""
+"""The commands in docs/broken-example diagnose and fix the fault in that example."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_broken_example_is_diagnosed_and_fixed_as_documented(tmp_path: Pat
 
 
 def fetched(port: int) -> bytes:
-    """Return the job's page, or an empty value while nothing listens."""
+    """Return the job's page, or an empty value if nothing listens on the port."""
     try:
         with socket.create_connection(("127.0.0.1", port), 10) as client:
             client.sendall(b"GET / HTTP/1.0\r\n\r\n")

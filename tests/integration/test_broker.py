@@ -68,7 +68,7 @@ async def test_broker_admits_agents_by_their_certificates(tmp_path: Path) -> Non
 
 
 async def lets_in(server: NatsServer, mbus: Mbus, subject: str) -> bool:
-    """Return whether a client with these credentials can connect. Waits until it has connected or was refused."""
+    """Try to connect with these credentials. Return True if the server accepts them, and False if it rejects them."""
     peer = BusClient(mbus, (subject,), lambda *_: None)
 
     def refusals() -> int:

@@ -34,7 +34,7 @@ def bundles(paths: Paths) -> Bundles:
 
 
 def package(paths: Paths, name: str, version: str = "1", **members: bytes) -> Bundle:
-    """Return a package whose archive is stored on this machine."""
+    """Return a package whose archive is in the blobs directory of this machine."""
     data = archive(members or {"file": name.encode()})
     (paths.blobs / f"blob-{name}-{version}").write_bytes(data)
     return Bundle("package", name, version, BlobRef(f"blob-{name}-{version}", digest=sha1(data)))
@@ -72,8 +72,8 @@ def mode_of(path: Path) -> int:
     ],
 )
 def test_bundle_path_equals_that_of_the_go_agent(paths: Paths, bundles: Bundles, bundle: Bundle, hashed: str) -> None:
-    """The directory name is the SHA-1 of ``VERSION-DIGEST``, or of the version alone for a package that was compiled
-    here.
+    """The directory name is the SHA-1 of ``VERSION-DIGEST``. For a package that was compiled on this machine, it is the
+    SHA-1 of the version alone.
     """
     kind = paths.data_jobs if bundle.kind == "job" else paths.data_packages
 
@@ -82,9 +82,8 @@ def test_bundle_path_equals_that_of_the_go_agent(paths: Paths, bundles: Bundles,
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../x", "a\0b", ".hidden", "x" * 300])
 async def test_bundle_with_an_unsafe_name_or_no_version_is_rejected(paths: Paths, bundles: Bundles, name: str) -> None:
-    """Name and version come from requests and become parts of paths.
-
-    The Go agent crashes if the version is missing.
+    """Name and version come from requests and become parts of paths, so they are checked. Without a version, the Go
+    agent crashes; this agent reports an error.
     """
     with pytest.raises(ActionError, match="cannot use .* as the name of a package"):
         bundles.path(Bundle("package", name, "1"))
@@ -98,9 +97,9 @@ async def test_bundle_with_an_unsafe_name_or_no_version_is_rejected(paths: Paths
 
 
 async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bundles are requested from one worker, and not again if they are installed.
+    """All bundles are requested from one worker. Bundles that are already installed are not requested again.
 
-    Nothing is activated by the installation.
+    Installing a bundle does not activate it.
     """
     asked: list[protocol.Request] = []
 
@@ -130,7 +129,7 @@ async def test_bundle_installed_by_the_go_agent_is_reused(paths: Paths, bundles:
 
 
 async def test_first_install_failure_is_reported_and_other_bundles_stay(paths: Paths, bundles: Bundles) -> None:
-    """Bundles that were installed in spite of the failure need not be installed again by the next attempt."""
+    """Bundles that could be installed stay, so that the next attempt need not install them again."""
     good = package(paths, "good")
     bad = Bundle("package", "bad", "1", BlobRef("missing", digest="00"))
     [job] = jobs(paths, "web")
@@ -143,8 +142,8 @@ async def test_first_install_failure_is_reported_and_other_bundles_stay(paths: P
 
 @pytest.mark.parametrize("how", ["killed", "cancelled"])
 async def test_partial_bundles_of_a_killed_worker_are_removed(paths: Paths, how: str) -> None:
-    """The agent removes them as soon as the worker is killed or its request is cancelled, and not only at the next
-    boot.
+    """The agent removes partial bundles as soon as the worker is killed or its request is cancelled, without waiting
+    for the next boot.
     """
     bundle = package(paths, "p")
     begun = asyncio.Event()
@@ -270,7 +269,7 @@ async def test_bundle_removal_follows_no_link_at_the_versions_directory(
 async def test_bundle_is_renamed_before_its_content_is_removed(
     paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the agent crashes during the removal, the rest does not look like an installed bundle."""
+    """If the agent crashes during the removal, the remaining files must not look like an installed bundle."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     looked_installed = []
@@ -292,9 +291,10 @@ async def test_bundle_is_renamed_before_its_content_is_removed(
 async def test_job_directories_are_created_but_existing_ones_keep_their_modes(
     paths: Paths, bundles: Bundles, tmp_path: Path
 ) -> None:
-    """Scripts of jobs may have changed the modes.
+    """An existing directory keeps its mode, because a job's script may have changed it.
 
-    A link in the place of such a directory is not followed, so that no job can choose a file whose mode root changes.
+    If a job replaces such a directory with a link, the agent does not follow the link. Otherwise the job could choose a
+    file whose mode root changes.
     """
     (paths.log / "web").mkdir(parents=True, mode=0o700)
     (tmp_path / "victim").mkdir(mode=0o700)
@@ -327,8 +327,8 @@ async def test_blob_with_an_unsafe_name_is_rejected(paths: Paths, bundles: Bundl
 
 
 async def test_only_the_first_copy_of_a_blob_is_deleted(paths: Paths, bundles: Bundles) -> None:
-    """As in the Go agent, deleting the blob received over the bus leaves the copy in create-env's blobstore until the
-    next call.
+    """As in the Go agent, the first call deletes the copy that was received over the bus, and only the next call
+    deletes the copy that create-env uploaded.
     """
     for directory in (paths.sensitive_blobs, paths.blobs):
         (directory / "id").touch()
@@ -342,7 +342,7 @@ async def test_only_the_first_copy_of_a_blob_is_deleted(paths: Paths, bundles: B
 
 
 async def test_small_blob_is_read_and_oversized_one_is_rejected(paths: Paths, bundles: Bundles) -> None:
-    """Blobs that are read into memory are limited in size. No temporary file remains in either case."""
+    """Only small blobs are read into memory. No temporary file remains in either case."""
     (paths.blobs / "id").write_bytes(b"data")
     assert await bundles.fetch_small(BlobRef("id", digest=sha1(b"data")), DUMMY) == b"data"
     assert list(paths.tmp.iterdir()) == []

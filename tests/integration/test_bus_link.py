@@ -1,5 +1,5 @@
-"""Messages from a bus server that is faulty or hostile: the agent always receives requests again, and trusts nothing
-without TLS.
+"""Messages from a faulty or hostile bus server. The agent always recovers and receives requests again, and trusts
+nothing that arrives without TLS.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def message(data: bytes, *, sid: bytes = b"1") -> bytes:
 
 
 async def living(wire: ClientConnection) -> None:
-    """Act as a working server."""
+    """Act as a working server that sends no requests."""
     await wire.greet()
     await wire.answer_pings()
 
@@ -87,10 +87,11 @@ PINGS = b"PING\r\n" * 3
     ],
 )
 async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) -> None:
-    """An error or invalid bytes from the server end the connection, and the next one receives and answers requests.
+    """An error message or invalid bytes from the server end the connection. On the next connection, requests are
+    received and answered.
 
-    nats-py stops reading when it cannot decode something, but still reports that it is connected. Pings would only
-    notice this after 10 to 15 s.
+    When nats-py cannot decode something, it stops reading but still reports that it is connected. Pings would reveal
+    this only after 10 to 15 s.
     """
     async with facing(saying(words), asking) as bus:
         await until(lambda: bus.stats.sent >= 1)
@@ -150,7 +151,8 @@ async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
 async def test_advertised_cluster_servers_are_not_remembered() -> None:
     """The agent connects only to the addresses in its settings.
 
-    nats-py would keep every address that a server advertises, and compare new ones with all of them.
+    nats-py would remember every address that a server advertises, without a limit, and compare each new one with all of
+    them.
     """
 
     async def script(wire: ClientConnection) -> None:
@@ -190,8 +192,8 @@ async def test_tls_handshake_that_fails_at_exit_logs_no_asyncio_error(
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 async def test_connection_to_a_server_that_pings_without_reading_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the agent's answers would accumulate in memory, because pongs that the server sends unasked keep the
-    connection alive.
+    """The server keeps the connection alive by sending pongs that nobody requested. Without a limit, the agent's
+    answers to the server's pings would accumulate in memory.
     """
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
     sent = 0
@@ -214,8 +216,8 @@ async def test_connection_to_a_server_that_pings_without_reading_is_closed(monke
 async def test_endless_server_line_or_message_closes_the_connection(
     words: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection is closed when the size limit is reached, long before the agent would miss answers to its
-    pings.
+    """The connection is closed when the size limit is reached, long before missing answers to the agent's pings would
+    end it.
     """
     monkeypatch.setattr(link, "MAX_UNREAD_BYTES", 1 << 20)
     sent = 0
@@ -269,7 +271,7 @@ async def test_bus_is_connected_only_after_the_subscription_is_confirmed() -> No
 
 
 async def test_denied_subscription_leads_to_a_new_connection() -> None:
-    """A connection without the subscription delivers no requests."""
+    """Without the subscription the agent would receive no requests, so it connects again."""
 
     async def denying(wire: ClientConnection) -> None:
         await wire.expect("CONNECT ")
@@ -321,7 +323,7 @@ async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: in
 async def test_server_of_another_protocol_is_logged_once_and_retried(
     info: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The agent does not exit, and does not log the same error for each attempt."""
+    """The agent keeps running, and logs the same error only once, not for each attempt."""
     seen = []
 
     async def script(wire: ClientConnection) -> None:

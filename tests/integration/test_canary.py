@@ -1,4 +1,4 @@
-"""The update of one canary instance by a Director that polls like the real one, with the watch time of a manifest."""
+"""A Director updates one canary instance, and polls it like a real Director during the manifest's watch time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from tests.support.instance import AGENT, RunningAgent
 WATCH = (5.0, 15.0)
 """Shortest and longest wait in seconds, from ``canary_watch_time: 5000-15000``."""
 INTERVALS = 10
-"""Number of polls into which the Director divides the watch time (``instance_updater/starter.rb``).
-
-They are 1 to 15 seconds apart.
+"""The Director divides the watch time into this number of polls (``instance_updater/starter.rb``), which are 1 to 15
+seconds apart.
 """
 
 
@@ -26,9 +25,8 @@ class NotRunningError(Exception):
 
 
 async def wait_until_running(instance: RunningAgent) -> int:
-    """Poll the instance during its watch time until it runs, as the Director does. Return the number of polls.
-
-    Raises ``NotRunningError``.
+    """Poll the instance until it is running, as the Director does. Return the number of polls. Raises
+    ``NotRunningError`` at the end of the watch time.
     """
     least, most = WATCH
     step = min(15.0, max(1.0, (most - least) / INTERVALS))

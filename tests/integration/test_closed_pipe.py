@@ -38,7 +38,7 @@ def run(words: list[str], where: Path, *, is_buffered: bool = True) -> subproces
 def test_command_with_a_closed_output_pipe_exits_silently(
     tmp_path: Path, words: list[str], code: int, *, is_buffered: bool
 ) -> None:
-    """No traceback is printed, whether the output is written at once or when the interpreter exits."""
+    """No traceback is printed, whether the output is unbuffered or written when the interpreter exits."""
     (tmp_path / "web.monit").write_text("check process web with pidfile /web.pid group vcap\n")
     done = run(words, tmp_path, is_buffered=is_buffered)
 

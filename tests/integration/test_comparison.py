@@ -1,4 +1,4 @@
-"""Release jobs that the comparison of agents renders, with ruby and the rules of bosh-template."""
+"""``./dev compare-release`` renders the jobs of a release with ruby and the rules of bosh-template."""
 
 from __future__ import annotations
 

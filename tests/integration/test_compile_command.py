@@ -51,9 +51,8 @@ def paths(tmp_path: Path) -> Paths:
 
 
 def release(path: Path, version: str = "1.10", **packages: tuple[str, list[str]]) -> Path:
-    """Create a release tarball with packages given as ``NAME=(packaging, dependencies)``.
-
-    Each source contains ``z.txt``.
+    """Create a release tarball. Each package is given as ``NAME=(packaging script, names of dependencies)``, and its
+    source contains ``z.txt``.
     """
     blobs = {name: archive({"packaging": script, "z.txt": "zz\n"}) for name, (script, _) in packages.items()}
     refs = [
@@ -91,7 +90,7 @@ def left(paths: Paths) -> list[Path]:
 def test_compile_command_compiles_a_release(paths: Paths, tmp_path: Path) -> None:
     """Packages are compiled in the order of their dependencies.
 
-    Output lines, file name and manifest equal the Go agent's, and nothing remains in the base directory.
+    The output lines, file name and manifest match the Go agent's, and nothing remains in the base directory.
     """
     source = release(tmp_path / "in.tgz", program=(PROGRAM, ["library"]), library=(LIBRARY, []))
     out = tmp_path / "made/out"
@@ -146,7 +145,9 @@ Finished archiving compiled tarball {path}
 
 
 def test_compile_command_output_is_reproducible(paths: Paths, tmp_path: Path) -> None:
-    """One call compiles two releases, and the flag may be written with one or two dashes."""
+    """Compiling the same release twice gives identical tarballs. The second call also compiles another release, and
+    writes the flag with two dashes.
+    """
     first = release(tmp_path / "1.tgz", "1", library=(LIBRARY, []))
     done = compile_with(paths, "--output-directory", tmp_path / "a", first)
     again = compile_with(paths, "--output-directory", tmp_path / "b", release(tmp_path / "2.tgz", "2"), first)

@@ -89,7 +89,7 @@ async def test_agent_exit_ends_the_running_compilation(machine: Machine) -> None
 
 
 async def test_next_agent_ends_the_compilation_of_a_killed_agent(machine: Machine) -> None:
-    """The next agent also removes its files, and can then compile packages."""
+    """The next agent also removes the compilation's files, and can then compile packages."""
     pids = await compiling(machine)
     await machine.kill_agent()
     assert [is_alive(pid) for pid in pids] == [True] * 3
@@ -126,9 +126,9 @@ def package(store: Blobstore, packaging: str) -> Package:
 
 
 async def test_package_source_is_removed_before_packing(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """Otherwise the archive might not fit on the disk.
+    """If source and result existed at the same time, the disk might not have enough space for the archive.
 
-    Each step is reported before it begins, and one worker both packs and uploads.
+    Each step is reported before it begins, and a single worker packs and uploads the result.
     """
     seen: list[tuple[str, bool]] = []
     told: list[str] = []
@@ -148,7 +148,9 @@ async def test_package_source_is_removed_before_packing(paths: Paths, store: Blo
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 async def test_compilation_follows_no_link_at_the_log_directory(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """Otherwise the user vcap, who may write to the parent directory, could choose a directory that root empties."""
+    """The user vcap may write to the parent directory. If root followed a link there, vcap could choose a directory
+    that root empties.
+    """
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "file").touch()

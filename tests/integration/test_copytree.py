@@ -1,5 +1,5 @@
-"""A copy of a tree by the real tar is exact, follows no links, changes nothing else, and can be repeated after a
-kill.
+"""Copying a directory tree with the real tar: the copy is exact, follows no links, changes nothing else, and can be
+completed after a kill.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def big(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Add a file to the source that is so large that tar is still reading it at the first progress report."""
+    """Add a large file to the source, so that tar is still reading it when it first reports progress."""
     monkeypatch.setattr(copytree, "REPORT_PERIOD_S", 0.0)
     path = pair[0] / "big"
     path.write_bytes(os.urandom(1 << 20) * 16)
@@ -48,9 +48,9 @@ def big(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.attack("a job tricks a disk migration into writing through its links")
 def test_tree_copy_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Contents, modes and links are equal, even if file names look like options of tar.
+    """Contents, modes and links are equal, even if file names look like tar options.
 
-    Former content of the target is removed without following its links.
+    Files that the target contained before are removed, without following links.
     """
     source, target = pair
     source.chmod(0o751)
@@ -97,7 +97,9 @@ def test_excluded_names_at_the_top_of_a_copy_are_left_alone(pair: tuple[Path, Pa
 @pytest.mark.attack("a job tricks a disk migration into writing through its links")
 @pytest.mark.usefixtures("big")
 def test_unfinished_copy_is_inaccessible_to_jobs(pair: tuple[Path, Path]) -> None:
-    """Otherwise a job could replace a subdirectory with a link, and tar would write to the link's target."""
+    """If a job could write to the copy, it could replace a subdirectory with a link, and tar would write to the link's
+    target.
+    """
     source, target = pair
     for directory in pair:
         directory.chmod(0o777)
@@ -149,9 +151,8 @@ def test_copy_error_names_a_file_that_changes_constantly(pair: tuple[Path, Path]
 
 @pytest.mark.attack("a job breaks a disk migration by creating a path or timestamp that cannot be copied")
 def test_copy_of_a_tree_deeper_than_path_max_fails(pair: tuple[Path, Path]) -> None:
-    """Any job can create such a tree.
-
-    The copy is not repeated, and the error contains only the first of tar's messages.
+    """Any job can create such a deep tree, so it must not keep the agent busy: the copy is not retried. The error
+    contains only the first of tar's messages.
     """
     source, target = pair
     phases = []
@@ -197,9 +198,8 @@ def test_deep_tree_is_copied_over_a_former_attempt(pair: tuple[Path, Path]) -> N
 def test_copy_of_a_tree_that_overflows_the_stack_of_tar_fails(
     pair: tuple[Path, Path], levels: int, message: str
 ) -> None:
-    """With 2100 levels tar reports an error.
-
-    With 20,000 it crashes without a message, so the error says how it ended.
+    """With 2100 levels, tar reports an error. With 20,000, it crashes without a message, so the error contains the
+    signal.
     """
     nest(pair[0], levels)
     try:
@@ -223,7 +223,9 @@ def test_copy_progress_increases_and_reaches_its_total(pair: tuple[Path, Path]) 
 
 
 def test_killed_copy_is_completed_by_the_next_one(tmp_path: Path) -> None:
-    """Copies are killed at twelve moments. The next one completes the target, and the source is unchanged."""
+    """The copy is killed at twelve different moments. Each time, the next copy completes the target, and the source is
+    unchanged.
+    """
     source, target = tmp_path / "from", tmp_path / "to"
     fill(source, as_root=ROOT)
     for number in range(400):
@@ -249,9 +251,9 @@ def test_killed_copy_is_completed_by_the_next_one(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("big")
 async def test_tar_is_killed_with_the_process_that_runs_it(pair: tuple[Path, Path]) -> None:
-    """Otherwise it would write at the same time as the next copy.
+    """A tar that kept running would write at the same time as the next copy.
 
-    It gets a signal, because it would not notice a closed pipe while another process holds the pipe open.
+    It is killed with a signal, because it would not notice a closed pipe while another process holds the pipe open.
     """
     source, target = pair
     reading, writing = os.pipe()
@@ -292,7 +294,9 @@ def commands_about(pair: tuple[Path, Path]) -> list[bytes]:
 
 @pytest.mark.root
 def test_ordinary_user_can_copy_to_a_volume_of_its_group() -> None:
-    """The user does not own the target, because a kubelet gives a pod's volumes to root and the pod's group."""
+    """The user does not own the target: the kubelet makes root the owner of a pod's volumes and gives them the pod's
+    group.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         source, target = Path(scratch, "source"), Path(scratch, "target")
         (source / "d").mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""The BOSH release of the CPI, unpacked, compiled, rendered and called as by a Director and ``bosh create-env``."""
+"""The BOSH release of the CPI is unpacked, compiled, rendered and called, as a Director and ``bosh create-env`` do
+it.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,13 @@ end
 template, properties = ARGV
 puts ERB.new(File.read(template), trim_mode: "-").result(Context.new(JSON.parse(properties)).bind)
 """
-"""A ruby program with ``p`` and ``if_p`` of bosh-template, as far as the templates use them."""
+"""A ruby program that renders templates. It has as much of bosh-template as the templates use: ``p`` and ``if_p``."""
 BARE: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
 @dataclass(frozen=True)
 class Installed:
-    """An installed release: its manifest, and the directories of the job and its packages."""
+    """An installed release: its manifest, the spec of its job, and the directories of jobs, packages and templates."""
 
     manifest: dict[str, Any]
     job: dict[str, Any]
@@ -73,7 +75,7 @@ class Installed:
             path.chmod(0o755 if "bin/" in place else 0o640)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Return the response of ``bin/cpi``, with the directories that create-env passes in two variables."""
+        """Call ``bin/cpi`` with the two variables in which create-env passes directories. Return the response."""
         request = {"method": method, "arguments": arguments, "context": {"director_uuid": "d", "request_id": "cpi-1"}}
         environment = {**BARE, "BOSH_PACKAGES_DIR": str(self.packages), "BOSH_JOBS_DIR": str(self.jobs)}
         done = subprocess.run(
@@ -95,7 +97,9 @@ def tarball(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def installed(tarball: Path, tmp_path: Path) -> Installed:
-    """Provide the release, unpacked and compiled without a network and without variables of this environment."""
+    """Provide the release, unpacked and compiled without a network and without the variables of the test's
+    environment.
+    """
     unpacked, job, source, packages = (tmp_path / name for name in ("release", "job", "source", "packages"))
     _unpack(tarball.read_bytes(), unpacked)
     _unpack((unpacked / "jobs/kubernetes_cpi.tgz").read_bytes(), job)
@@ -123,7 +127,9 @@ def _unpack(content: bytes, target: Path) -> None:
 
 
 def test_released_cpi_answers_info_in_an_empty_environment(installed: Installed) -> None:
-    """Each configuration key has a property, and the default values do not change the CPI's behaviour."""
+    """With no job properties set, the rendered cpi.json is equivalent to the CPI's built-in defaults, and every
+    property in the job spec has a description.
+    """
     installed.render({})
     response = installed.call("info")
 
@@ -135,10 +141,10 @@ def test_released_cpi_answers_info_in_an_empty_environment(installed: Installed)
 
 
 def test_cpi_job_properties_reach_the_cpi(installed: Installed) -> None:
-    """Properties of the manifest appear in the CPI's configuration.
+    """Properties of the job appear in the CPI's configuration.
 
-    If no bus is configured for the CPI, it uses that of the deployment. It also passes on the local blobstore that
-    bosh-deployment sets for every CPI, because an agent of create-env installs from there what the CLI has uploaded.
+    If no bus is configured for the CPI, the CPI uses the deployment's bus. The local blobstore, which bosh-deployment
+    sets for every CPI, is passed on to agents, because an agent of create-env installs what the CLI has uploaded there.
     """
     file = installed.jobs / "kubernetes_cpi/config/cpi.json"
     installed.render(
@@ -167,7 +173,7 @@ def test_cpi_job_properties_reach_the_cpi(installed: Installed) -> None:
 
 
 def test_cpi_release_needs_no_file_of_the_build_machine(installed: Installed) -> None:
-    """Its programs load shared libraries only from the package or the system."""
+    """The release's programs load shared libraries only from their own package or from the system."""
     python = installed.packages / "kubernetes_cpi/python"
     programs = [path for path in python.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
     said = subprocess.run(["ldd", *programs], env=BARE, capture_output=True, text=True).stdout

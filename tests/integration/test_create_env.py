@@ -1,4 +1,4 @@
-"""``bosh create-env`` and ``delete-env`` with a real agent, simulated by a client that sends the same requests.
+"""``bosh create-env`` and ``delete-env`` with a real agent. A client sends the requests of the CLI.
 
 The order of the requests is that of the bosh CLI (``deployment/vm/vm.go``, ``deployment/instance/instance.go``).
 """
@@ -214,7 +214,7 @@ async def test_create_env_and_delete_env_work_end_to_end(machine: CreateEnvVm) -
 
 @pytest.mark.attack("a reader finds secrets in the log")
 async def test_create_env_passwords_are_not_logged(machine: CreateEnvVm) -> None:
-    """The log has neither the password in the bus address nor those that callers send.
+    """The log contains neither the password of the bus address nor passwords that callers send.
 
     The agent refuses to switch from its HTTPS endpoint to a NATS bus.
     """

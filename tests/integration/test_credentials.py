@@ -18,13 +18,15 @@ MINUTE = 60.0
 
 @pytest.fixture(autouse=True)
 async def _written(instance: RunningAgent) -> None:
-    """Write the agent's settings without starting it, and admit both of the agent's users."""
+    """Write the agent's settings without starting the agent, and admit both of its bus users."""
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     instance.write_settings()
 
 
 class Secret:
-    """The agent's settings as the kubelet mounts a Secret: each version is in a new directory behind a link."""
+    """The agent's settings, mounted the way the kubelet mounts a Secret: each version is in a new directory, to which a
+    link points.
+    """
 
     def __init__(self, instance: RunningAgent) -> None:
         self._source = instance.scratch / "settings.json"
@@ -36,7 +38,7 @@ class Secret:
         self._source.symlink_to(self._mounted / "..data/settings.json")
 
     def put(self, cert: dict[str, str] | None = None) -> None:
-        """Mount a new version, with other credentials if given."""
+        """Mount a new version. ``cert`` replaces the credentials in it."""
         if cert is not None:
             self.document["env"]["bosh"]["mbus"]["cert"] = cert
         former = self._mounted / f"..{self._number}"
@@ -117,8 +119,8 @@ async def test_secret_replaces_the_directors_credentials_only_if_it_is_newer(ins
 async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
     instance: RunningAgent,
 ) -> None:
-    """This is needed if the bus is restored from a backup that is older than the rotation, and the CPI's credentials
-    have expired meanwhile.
+    """An operator may restore the bus from a backup that is older than the rotation. The bus then accepts only the
+    former credentials, and those from the CPI may have expired.
     """
     secret = Secret(instance)
     await instance.start_agent()
@@ -139,7 +141,9 @@ async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
 
 
 async def test_expiring_bus_certificate_is_reported(instance: RunningAgent) -> None:
-    """The log and ``status`` say which certificate expires and when. A CA with enough time left is not mentioned."""
+    """The log and ``status`` say which certificate expires and when. A CA that remains valid for long is not
+    mentioned.
+    """
     authority = instance.server.authority
     pair = authority.agent(AGENT, valid=(-99 * HOUR, HOUR))
     Secret(instance).put({"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key})
@@ -153,9 +157,8 @@ async def test_expiring_bus_certificate_is_reported(instance: RunningAgent) -> N
 
 @pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 async def test_invalid_certificate_from_the_director_is_rejected(instance: RunningAgent) -> None:
-    """The agent keeps its old credentials.
-
-    The Director must get an error, or it would assume that the new ones are in use.
+    """The agent keeps its old credentials and returns an error. Otherwise the Director would assume that the new ones
+    are in use.
     """
     await instance.start_agent()
 

@@ -53,9 +53,9 @@ async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path:
 
 
 async def test_program_runs_without_an_output_directory(tmp_path: Path) -> None:
-    """Its output goes to /dev/null instead.
+    """The output goes to /dev/null instead.
 
-    If a program cannot run, the error says whether the program or its interpreter is missing.
+    If a program cannot run, the error says whether the program itself or its interpreter is missing.
     """
     paths = Paths(tmp_path)
     paths.shim_run.mkdir(parents=True)
@@ -74,8 +74,8 @@ async def test_program_runs_without_an_output_directory(tmp_path: Path) -> None:
 
 
 async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
-    """A script of stackdriver-nozzle in gcp-tools-release recursively gives its working directory to vcap, which must
-    not be ``/``.
+    """A script of stackdriver-nozzle in gcp-tools-release runs a recursive chown on its working directory, which
+    therefore must not be ``/``.
     """
     nowhere = tmp_path / "empty"
     nowhere.mkdir()
@@ -90,7 +90,7 @@ async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) 
 
 
 async def test_script_can_read_its_job_relative_to_the_working_directory(tmp_path: Path) -> None:
-    """The errand smoke-tests in shared-redis-release relies on this to read ``../jobs/smoke-tests/config.json``."""
+    """The errand smoke-tests in shared-redis-release reads ``../jobs/smoke-tests/config.json``."""
     (tmp_path / "jobs/smoke-tests").mkdir(parents=True)
     (tmp_path / "jobs/smoke-tests/config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
@@ -102,7 +102,7 @@ async def test_script_can_read_its_job_relative_to_the_working_directory(tmp_pat
 
 
 async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
-    """The newest part is kept, and a process that appends to the file continues after it."""
+    """The newest part is kept, and a process that has the file open continues to append."""
     path, programs = output_of_web(tmp_path)
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * MAX_OUTPUT_BYTES + b"\nlast\n")
@@ -151,7 +151,7 @@ async def test_failure_reason_skips_shell_trace_lines(tmp_path: Path, printed: s
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
 async def test_ulimit_that_a_script_could_not_set_is_reported(tmp_path: Path, shell: str) -> None:
-    """The script itself continues with the lower limit, so nothing else would show it."""
+    """The script itself continues with the lower limit, so the problem would otherwise stay hidden."""
     programs = Programs(Paths(tmp_path))
     script = "ulimit -n 64; ulimit -n 100000; echo on"
     user = "nobody" if os.geteuid() == 0 else None

@@ -1,4 +1,4 @@
-"""The agent as a process: start, signals, exit codes, a second agent, late settings, and shutdown."""
+"""The agent as a process: start, signals, exit codes, a second agent, settings that arrive late, and shutdown."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ async def test_agent_exits_with_0_at_sigterm_and_leaves_the_jobs_running(instanc
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
 async def test_agent_raises_only_its_own_file_limit_and_dumps_no_core(instance: RunningAgent) -> None:
-    """The agent needs a descriptor for each process, but jobs keep the container's soft limit, as under the Go agent
-    and monit.
+    """The agent needs a descriptor for each process, so it raises its soft limit. Jobs keep the container's soft limit,
+    as under the Go agent and monit.
 
-    A core file of the agent would contain its private key. Jobs may still raise the core limit for themselves.
+    A core file of the agent would contain its private key, so the agent dumps none. Jobs may raise the core limit for
+    themselves.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     core = resource.getrlimit(resource.RLIMIT_CORE)
@@ -86,8 +87,8 @@ async def test_agent_waits_for_settings_that_are_missing_or_incomplete(instance:
 
 
 async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_one(instance: RunningAgent) -> None:
-    """A probe that waited for an answer would make Kubernetes kill a container whose agent temporarily gets no CPU
-    time.
+    """Kubernetes kills a container whose liveness probe fails. The probe must therefore not wait for an answer from the
+    agent, which may get no CPU time for a while.
     """
     await instance.start_agent()
     os.kill(instance.pid, signal.SIGSTOP)
@@ -105,7 +106,7 @@ async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_on
 async def test_exit_codes_distinguish_reasons_why_a_command_or_agent_cannot_run(
     instance: RunningAgent,
 ) -> None:
-    """69: there is no agent. 78: agent.json is invalid. 3: another agent is running, which continues."""
+    """69: no agent is running. 78: agent.json is invalid. 3: another agent is already running, and continues to run."""
     status, output = await instance.execute("status")
     assert status == 69
     assert "cannot ask the agent at" in output
@@ -190,7 +191,7 @@ async def test_s9_only_a_drain_for_shutdown_notifies_the_health_monitor(instance
 async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance: RunningAgent) -> None:
     """Before the first apply, instance fields are empty.
 
-    Afterwards, also after a restart, they come from the spec and the jobs.
+    Afterwards, even after a restart, they come from the spec and the jobs.
     """
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
@@ -234,9 +235,10 @@ async def test_agent_exits_with_1_after_an_unclean_stop(instance: RunningAgent) 
 
 
 async def test_agent_connects_once_the_bus_admits_it(instance: RunningAgent) -> None:
-    """Until then the readiness probe passes at level ``boot`` only.
+    """Until then, the readiness probe passes only at level ``boot``.
 
-    CPIs wait until the agent has booted, and the Director admits it to the bus only after create_vm has returned.
+    A CPI's create_vm waits until the agent has booted, and only after create_vm has returned does the Director admit
+    the agent to the bus.
     """
     port = instance.http = free_address()
     await instance.server.remove_agent(AGENT)
@@ -253,9 +255,9 @@ async def test_agent_connects_once_the_bus_admits_it(instance: RunningAgent) -> 
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
 async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_files(instance: RunningAgent) -> None:
-    """The private key is only in files that nobody but their owner can read.
+    """The private key is only in files that only their owner can read.
 
-    Partial files of writes that SIGKILL interrupted are removed at the next start.
+    Partial files that an interrupted write left behind are removed at the next start.
     """
     await instance.start_agent()
     mbus: dict[str, Any] = json.loads((instance.scratch / "settings.json").read_text())["env"]["bosh"]["mbus"]
@@ -287,7 +289,7 @@ async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_file
 
 
 async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: RunningAgent) -> None:
-    """The started agent then answers ``agent-shim call``, which sends a request like a Director's."""
+    """The agent started in this way then answers ``agent-shim call``, which sends requests as a Director does."""
     instance.command = COMMAND.replace(
         "-m agent_shim.cli run -C {config}",
         "-c 'import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))'"
@@ -304,7 +306,9 @@ async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: RunningAgen
 
 
 async def test_new_cpi_settings_apply_without_a_restart(instance: RunningAgent) -> None:
-    """New credentials are used for a new connection. Invalid ones are logged, and the agent keeps those that work."""
+    """The agent reconnects with the new credentials. Invalid credentials are logged, and the agent keeps those that
+    work.
+    """
     await instance.start_agent()
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     source = instance.scratch / "settings.json"
@@ -327,9 +331,8 @@ async def test_new_cpi_settings_apply_without_a_restart(instance: RunningAgent) 
 
 @pytest.mark.slow
 async def test_t7_bus_connection_survives_heavy_work(tmp_path: Path) -> None:
-    """The agent answers the server's pings during an errand, a compilation and log packing.
-
-    The server here pings every two seconds and drops clients that miss two pings.
+    """The agent still answers the server's pings while it runs an errand, compiles a package and packs logs. The server
+    in this test pings every two seconds and drops a client that misses two pings.
     """
     burn = "#!/bin/sh\nend=$(($(date +%s) + 11))\nwhile [ $(date +%s) -lt $end ]; do :; done\n"
     async with NatsServer(tmp_path, ping_interval=2.0) as server, contract_world(tmp_path / "agent") as inside:

@@ -1,4 +1,4 @@
-"""Disk requests of the Director, tested in a container that may mount volumes and in one that can only link to them."""
+"""The Director's disk requests, in a container that may mount volumes and in one that can only link to them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ each_way = by("links", "mounts")
 
 
 def mounted(instance: InstanceWithVolumes) -> list[mounts.Mount]:
-    """Return the mounts of this instance. Other tests may add mounts on this machine at the same time."""
+    """Return this instance's mounts, without those that other tests may add on this machine at the same time."""
     return [mount for mount in mounts.mounts() if mount.point.is_relative_to(instance.paths.base)]
 
 
@@ -45,7 +45,7 @@ def mounted(instance: InstanceWithVolumes) -> list[mounts.Mount]:
 async def test_restored_mount_clears_its_former_error(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the disk disappears again, the reported problem is not the error of the earlier attempt."""
+    """When the disk disappears later, the reported problem must not be the error of the earlier attempt."""
     await instance.mount("a")
 
     def refused(*_: object, **__: object) -> None:
@@ -81,9 +81,10 @@ async def test_locked_mount_options_do_not_fail_a_mount(
 async def test_volume_mounted_on_the_store_by_the_platform_counts_as_a_mounted_disk(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A volume that the platform mounted there is the instance's disk.
+    """A volume without a marker that the platform mounted at the store is treated as the instance's disk.
 
-    It does not count if its marker names an unmounted disk, or if it is the volume of a known disk.
+    This is not so if the volume's marker says that the disk is unmounted, or if the volume belongs to a disk that the
+    agent knows.
     """
     store = instance.paths.store
     instance.attach("z")
@@ -104,7 +105,7 @@ async def test_volume_mounted_on_the_store_by_the_platform_counts_as_a_mounted_d
 async def test_disk_stays_mounted_after_a_restart_unless_it_belongs_to_another_instance(
     instance: InstanceWithVolumes, marker: Marker | None, stays: bool
 ) -> None:
-    """A disk without a marker stays too, because older agents wrote none."""
+    """A disk without a marker stays mounted too, because older agents wrote no markers."""
     instance.id = "this"
     await instance.mount("a", "b")
     markers.remove(instance.volume("b"))
@@ -125,7 +126,9 @@ async def test_disk_stays_mounted_after_a_restart_unless_it_belongs_to_another_i
 async def test_first_disk_is_mounted_at_the_store_and_later_ones_at_the_migration_target(
     instance: InstanceWithVolumes,
 ) -> None:
-    """A third disk replaces the second one, as when a failed resize is repeated without an unmount in between."""
+    """A third disk replaces the second one, as happens when a failed resize is retried without an unmount in
+    between.
+    """
     instance.attach("a")
     assert (await instance.disks.list(), instance.disks.is_mounted) == ([], False)
 
@@ -155,7 +158,7 @@ async def test_first_disk_is_mounted_at_the_store_and_later_ones_at_the_migratio
 
 @each_way
 async def test_disk_requests_of_an_instance_without_disks_are_answered(instance: InstanceWithVolumes) -> None:
-    """The answers and errors are worded as by the Go agent."""
+    """The answers and error messages match the Go agent's."""
     assert await instance.disks.problem() == ""
     assert await instance.disks.list() == []
     with pytest.raises(ActionError, match=r"^Persistent disk with volume id 'x' could not be found$"):
@@ -238,7 +241,7 @@ async def test_disk_leased_by_another_agent_is_never_mounted(instance: InstanceW
 
 @each_way
 async def test_unmarked_disk_leased_by_another_agent_is_rejected(instance: InstanceWithVolumes) -> None:
-    """A disk with files but without a marker would otherwise be taken for the instance's former disk."""
+    """Without the lease check, a disk with files but without a marker would be taken for the instance's former disk."""
     former = instance.attach("a")
     (former / "data").write_text("precious")
     instance.attach("b")
@@ -266,7 +269,9 @@ async def test_disk_with_another_cid_is_rejected(instance: InstanceWithVolumes) 
 
 @each_way
 async def test_mounted_disk_is_not_replaced_because_of_a_marker_alone(instance: InstanceWithVolumes) -> None:
-    """Jobs use the files on the mounted disk, and no record says that the other disk has replaced it."""
+    """Jobs use the files on the mounted disk. The marker on the other disk is not enough to replace it, because no
+    record says that it was replaced.
+    """
     for cid in "ab":
         instance.attach(cid)
     await instance.disks.mount("b")
@@ -332,9 +337,8 @@ async def test_full_disk_is_mounted_without_a_marker_and_unmounted(
 
 @each_way
 async def test_read_only_disk_can_be_unmounted(instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marker on the disk cannot be removed and still assigns it to the store.
-
-    A record on the root file system overrides the marker, for the next agent too.
+    """The marker cannot be removed from the read-only disk, so it still assigns the disk to the store. A record on the
+    root file system overrides it, even after a restart of the agent.
     """
     await instance.mount("a")
 
@@ -361,10 +365,10 @@ async def test_read_only_disk_can_be_unmounted(instance: InstanceWithVolumes, mo
 async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_both(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If neither the disk nor the root file system can be written, the next agent would not know that the disk is
-    mounted.
+    """If neither the disk nor the root file system can be written, the mount is undone, because the next agent would
+    not know that the disk is mounted.
 
-    With a full root file system alone, the marker is enough.
+    If only the root file system is full, the marker is enough.
     """
     instance.attach("a")
     real, before = files.write_atomic, mounted(instance)
@@ -406,8 +410,8 @@ async def test_mount_that_silently_fails_is_reported(
 async def test_unmount_that_fails_and_cannot_be_recorded_is_reported(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mount cannot be removed, and the disk cannot be recorded as unmounted on its volume or on the root file
-    system.
+    """The unmount fails, and neither the volume nor the root file system can store that the disk was to be
+    unmounted.
     """
     instance.attach("a")
     real = files.write_atomic
@@ -435,7 +439,9 @@ async def test_unmount_that_fails_and_cannot_be_recorded_is_reported(
 async def test_failed_unmount_is_recorded_on_the_root_file_system(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The volume's marker cannot be written, but a record on the root file system says so, for the next agent too."""
+    """The marker on the volume cannot be written, so a record on the root file system says that the disk was to be
+    unmounted. The next agent reads it too.
+    """
     instance.attach("a")
 
     def refused(*_: object, **__: object) -> None:
@@ -458,7 +464,9 @@ async def test_failed_unmount_is_recorded_on_the_root_file_system(
 
 
 def at_the_store(instance: InstanceWithVolumes) -> None:
-    """Simulate a pod whose manifest mounts the volume at the store, which the disk hint then names."""
+    """Simulate a pod whose manifest mounts the volume at the store. The CPI's hint for the disk then names the
+    store.
+    """
     if instance.bind:
         mounts.bind(instance.attach("a"), instance.paths.store)
     instance.persistent["a"] = str(instance.paths.store)
@@ -537,8 +545,8 @@ async def test_dangling_link_at_the_store_is_replaced(instance: InstanceWithVolu
 
 @each_way
 async def test_replaced_disk_is_removed_from_the_store(instance: InstanceWithVolumes) -> None:
-    """This completes a migration that was interrupted after the new disk was marked and before it was mounted at the
-    store.
+    """A migration was interrupted after the new disk was marked, but before it was mounted at the store. The restarted
+    agent completes it.
     """
     for cid in "ab":
         instance.attach(cid)
@@ -572,7 +580,7 @@ async def test_disk_is_synced_before_it_is_unmounted(
 async def test_disk_at_the_migration_target_is_unmounted(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only processes that use this disk are waited for. The disk at the store stays mounted."""
+    """Only processes that use this disk delay the unmount. The disk at the store stays mounted."""
     await instance.mount("a", "b")
     looked_at: list[set[Path]] = []
 
@@ -656,9 +664,8 @@ async def test_unmount_ends_processes_of_jobs(instance: InstanceWithVolumes) -> 
 
 @each_way
 async def test_unmount_ends_processes_of_a_job_in_parallel(instance: InstanceWithVolumes) -> None:
-    """All get their signal before the first grace period ends.
-
-    One after the other would delay the request by minutes.
+    """All processes get SIGTERM before the first grace period ends. If they were ended one after the other, the request
+    would take minutes.
     """
     instance.timeouts = msgspec.structs.replace(instance.timeouts, grace=60.0)
     instance.start_agent()
@@ -690,7 +697,7 @@ async def test_unmount_ends_processes_of_a_job_in_parallel(instance: InstanceWit
 
 @each_way
 async def test_disks_are_mounted_again_in_a_recreated_container(instance: InstanceWithVolumes) -> None:
-    """They are mounted when the agent starts, and again by ``list_disk`` if they are missing."""
+    """The disks are mounted when the agent starts. If they are missing later, ``list_disk`` mounts them."""
     await instance.mount("a", "b")
     instance.write("data", "precious")
     instance.remake_container()
@@ -743,10 +750,8 @@ async def test_missing_disk_is_reported_as_a_problem(instance: InstanceWithVolum
 
 @each_way
 async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance: InstanceWithVolumes) -> None:
-    """A restarted agent leaves such a disk unmounted.
-
-    ``mount_disk`` mounts it, because a new VM gets this request before it knows the instance id with which disks are
-    marked.
+    """A restarted agent leaves a disk unmounted that is marked with another instance id. ``mount_disk`` still mounts
+    it, because a new VM gets this request before it learns its own instance id.
     """
     await instance.mount("a")
     instance.id = "i-2"
@@ -780,9 +785,8 @@ async def test_director_decides_between_two_disks_that_claim_the_store(instance:
 
 @each_way
 async def test_disk_of_an_older_agent_is_adopted(instance: InstanceWithVolumes) -> None:
-    """An agent without markers recorded its disk only in managed_disk_settings.json.
-
-    Its mount or link may be missing.
+    """Agents without markers recorded their disk only in managed_disk_settings.json. The disk's mount or link may be
+    missing.
     """
     instance.attach("a")
     instance.paths.managed_disk.write_text("a")
@@ -793,8 +797,8 @@ async def test_disk_of_an_older_agent_is_adopted(instance: InstanceWithVolumes) 
 
 @each_way
 async def test_resize_begun_by_an_older_agent_is_adopted(instance: InstanceWithVolumes) -> None:
-    """An agent without markers records the new disk as the managed one before anything is copied
-    (platform/linux_platform.go).
+    """An agent without markers records the new disk as the managed disk before it copies anything
+    (platform/linux_platform.go). The migration can nevertheless be completed.
     """
     instance.attach("a")
     instance.attach("b")
@@ -810,8 +814,8 @@ async def test_resize_begun_by_an_older_agent_is_adopted(instance: InstanceWithV
 
 @each_way
 async def test_unmarked_disk_with_files_is_mounted_at_the_store(instance: InstanceWithVolumes) -> None:
-    """It is the former disk of an agent without markers, whose container was recreated to attach the second, empty
-    disk.
+    """An agent without markers used the disk. Its container was then recreated to attach the second disk, which is
+    empty.
     """
     (instance.attach("a") / "data").write_text("precious")
     (instance.attach("b") / "lost+found").mkdir()
@@ -863,7 +867,7 @@ async def resizing(instance: InstanceWithVolumes) -> dict[str, object]:
 async def test_migration_copies_all_files_once(instance: InstanceWithVolumes, cids: tuple[str, ...]) -> None:
     """The request may or may not name the disks.
 
-    A repeated request changes nothing, other disks are rejected, and another migration may follow.
+    Repeating the request changes nothing. A request for other disks is rejected. A second migration may follow.
     """
     wanted = await resizing(instance)
 
@@ -997,8 +1001,8 @@ async def test_migration_copies_in_a_worker_and_reports_progress(instance: Insta
 
 @each_way
 async def test_unfinished_disk_copy_is_not_used_and_is_resumed(instance: InstanceWithVolumes) -> None:
-    """After a failed resize, the incomplete disk is unmounted, rejected by another instance, and completed when it is
-    mounted again.
+    """After a failed resize, the new disk is unmounted. Another instance refuses to mount it, and this instance
+    completes the copy when the disk is mounted again.
     """
     wanted = await resizing(instance)
     markers.write(instance.volume("b"), Marker("b", "target", source="a", generation=1))
@@ -1090,7 +1094,7 @@ async def test_migration_killed_at_any_step_is_completed(
 ) -> None:
     """After the restart, one of the two disks is at the store with all files.
 
-    A repeated migration completes the move to the new disk.
+    Repeating the migration completes the move to the new disk.
     """
     wanted = await resizing(instance)
     assert await migrate_until(step, instance) or step < MORE_THAN_ALL - 1
@@ -1114,7 +1118,7 @@ async def test_migration_killed_at_any_step_is_completed(
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))
 @each_way
 async def test_reverse_migration_killed_at_any_step_is_completed(instance: InstanceWithVolumes, step: int) -> None:
-    """The files move back to the old disk, so that each disk is at times marked as a copy of the other."""
+    """The files move back to the old disk, so each disk is at some time marked as a copy of the other."""
     await resizing(instance)
     await instance.disks.migrate("a", "b")
     instance.write("newer", "than the copy was")
@@ -1139,8 +1143,8 @@ async def test_reverse_migration_killed_at_any_step_is_completed(instance: Insta
 async def test_mount_and_unmount_killed_at_any_step_can_be_repeated(
     instance: InstanceWithVolumes, restart: Callable[[InstanceWithVolumes], None]
 ) -> None:
-    """The requests mount disks at the store and at the migration target, replace the second disk by a third, and
-    unmount both.
+    """A sequence of requests mounts disks at the store and at the migration target, replaces the second disk with a
+    third one, and unmounts both.
     """
     for cid in "abc":
         instance.attach(cid)
@@ -1237,7 +1241,7 @@ async def test_invalid_disk_association_is_named(
 
 @each_way
 async def test_dynamic_disks_are_waited_for_linked_and_unlinked(instance: InstanceWithVolumes) -> None:
-    """The CPI may attach the disk only after the request has arrived."""
+    """The agent waits for the disk, because the CPI may attach it only after the request has arrived."""
     instance.paths.dynamic_disks.mkdir()
     link = instance.paths.dynamic_disks / "a"
     instance.disks.timeouts = PATIENT

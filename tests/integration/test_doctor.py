@@ -1,4 +1,4 @@
-"""``agent-shim doctor``, run on the machine of the tests."""
+"""``agent-shim doctor``, run on the machine that runs the tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settled(base: Path, url: str, certificate: str, ca: str = "x", private_key: 
 
 
 def test_doctor_checks_everything_and_leaves_no_files(tmp_path: Path) -> None:
-    """The exit code says whether something is wrong. A check that cannot be made is reported as such."""
+    """The exit code says whether anything is wrong. Checks that cannot be made here are reported as such."""
     (tmp_path / "data").mkdir()
     before = sorted(tmp_path.rglob("*"))
 
@@ -73,7 +73,7 @@ def test_doctor_reports_an_expired_certificate_and_a_lost_address(tmp_path: Path
 
 
 async def test_doctor_probes_the_bus_without_a_connection_in_the_servers_log(tmp_path: Path) -> None:
-    """It completes the TLS handshake, but does not log in."""
+    """The doctor completes the TLS handshake but does not log in, so the server logs no error."""
     async with NatsServer(tmp_path / "bus") as server:
         cert = server.mbus("a1")
         settled(tmp_path, server.url, cert.certificate, ca=cert.ca, private_key=cert.private_key)

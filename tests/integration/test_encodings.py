@@ -1,4 +1,4 @@
-"""Commands that print characters which the encoding of the locale does not have."""
+"""Commands that print characters which the locale's encoding does not have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAIN = "import sys; sys.argv[0] = {!r}; from agent_shim.cli.main import main; sy
 
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[StandaloneTree]:
-    """Run an agent with two jobs whose output contains such characters. One writes them to its log, and the other
+    """Run an agent with two jobs whose output contains such characters. One job writes them to its log, and the other
     prints them and fails.
     """
     made = StandaloneTree(tmp_path)

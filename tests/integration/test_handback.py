@@ -53,7 +53,7 @@ async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance
 
 @pytest.mark.slow
 async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: RunningAgent) -> None:
-    """Otherwise monit would start them. A file for the Go agent says that they are stopped."""
+    """monit would start the jobs if it found such files. A file for the Go agent says that the jobs are stopped."""
     await instance.deploy(2, 1)
     await instance.director.run(AGENT, "stop")
     await instance.stop_agent()
@@ -70,9 +70,8 @@ async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: Running
 
 @pytest.mark.slow
 async def test_handback_reports_processes_that_monit_would_start(instance: RunningAgent) -> None:
-    """The report names processes that have died, and those that monit would consider dead.
-
-    While the agent runs, a handback is refused.
+    """The report names processes that have died, and processes that monit would consider dead. While the agent runs, a
+    handback is refused.
     """
     before = await instance.deploy(3)
     status, output = await instance.execute("handback")
@@ -110,7 +109,9 @@ async def test_handback_is_repeatable_and_changes_nothing_without_an_agent(insta
 
 
 def test_handback_removes_disk_markers(tmp_path: Path) -> None:
-    """The Go agent would copy the markers to other disks. It learns from a file which disk is at the store."""
+    """The Go agent would copy the markers to other disks, so they are removed. A file tells the Go agent which disk is
+    at the store.
+    """
     paths = Paths(tmp_path / "vcap")
     paths.bosh.mkdir(parents=True)
     store, other = tmp_path / "disk-1", tmp_path / "disk-2"
@@ -135,8 +136,8 @@ def test_handback_removes_disk_markers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "what"), [("supervisor_state", "jobs are"), ("settings_cache", "disks are")])
 def test_handback_is_refused_if_a_state_file_is_damaged(tmp_path: Path, name: str, what: str) -> None:
-    """Otherwise the backup would be removed and markers would stay on the disks, as happened when a damaged file was
-    treated as empty.
+    """A damaged file was once treated as empty. The handback then removed the backup of the state, but left the markers
+    on the disks.
     """
     paths = Paths(tmp_path / "vcap")
     paths.bosh.mkdir(parents=True)
@@ -154,7 +155,7 @@ def test_handback_is_refused_if_a_state_file_is_damaged(tmp_path: Path, name: st
 
 
 def test_handback_removes_state_of_former_agents(tmp_path: Path) -> None:
-    """State of agents with other ids may contain secrets, and no agent would ever remove it."""
+    """State of agents with other ids is removed because it may contain secrets and no agent would ever use it again."""
     paths = Paths(tmp_path / "vcap")
     (paths.mirror / state_backup.SET_ASIDE / "a-0").mkdir(parents=True)
     (paths.mirror / state_backup.SET_ASIDE / "a-0/update_settings.json").write_text("secret")

@@ -1,4 +1,6 @@
-"""The HTTP server of metrics, probes and monit with hostile clients: connection limits and ambiguous requests."""
+"""The HTTP server for metrics, probes and monit's API, with hostile clients: connection limits and ambiguous
+requests.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ async def where(heard: list[HttpRequest]) -> AsyncIterator[Where]:
     """Provide a server that accepts the same requests as monit's HTTP endpoint, and records them."""
 
     def answer(request: HttpRequest) -> HttpResponse:
-        # Require a password, because clients of another test may still connect to a port that its server had before.
+        # Ignore requests with a password, because a client of another test may still connect to a port that its server
+        # had before.
         if "authorization" not in request.headers:
             heard.append(request)
         return HttpResponse(200, b"here")
@@ -63,7 +66,7 @@ LENGTHS = {
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 async def test_http_body_too_large_is_rejected_by_its_headers(where: Where, length: bytes) -> None:
-    """A Content-Length above the limit is enough, however it is written. The server does not wait for the body."""
+    """A Content-Length above the limit is rejected in any notation. The server does not wait for the body."""
     answer = await ask(where, b"POST / HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n")
 
     assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
@@ -83,9 +86,8 @@ BEGINNINGS = {
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
 async def test_endless_http_request_is_cut_off_without_using_memory(where: Where, beginning: bytes) -> None:
-    """After the given beginning, the client sends fifty megabytes.
-
-    The connection is closed before memory grows by as much.
+    """The client sends fifty megabytes after the given beginning. The server closes the connection, and its memory does
+    not grow by a similar amount.
     """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, writer = await asyncio.open_connection(*where)
@@ -224,7 +226,9 @@ async def test_closed_http_connections_do_not_count_towards_the_limit(
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
 async def test_http_trailer_is_not_read_as_a_header(where: Where, heard: list[HttpRequest]) -> None:
-    """A proxy in front of the server may have checked the password only in the headers."""
+    """A proxy in front of the server may have checked the password only in the headers, so a password in a trailer must
+    not be used.
+    """
     head = b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
     assert (await ask(where, head + b"0\r\nAuthorization: Basic eDp4\r\nHost: b\r\n\r\n")).startswith(b"HTTP/1.1 200 ")

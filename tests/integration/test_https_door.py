@@ -1,4 +1,4 @@
-"""The HTTPS endpoint with clients that are slow, many, disconnected or hostile, and with certificates that change."""
+"""The HTTPS endpoint when clients are slow, numerous, disconnected or hostile, and when its certificate changes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ from tests.support.waiting import until
 
 
 class PingAgent:
-    """Answers ``ping`` at once and other requests once ``released`` is set.
-
-    Records which requests began and how they ended.
+    """Answers ``ping`` immediately, and other requests after ``released`` is set. Records which requests began and how
+    they ended.
     """
 
     def __init__(self) -> None:
@@ -122,7 +121,7 @@ async def test_interrupted_https_upload_leaves_no_file(bus: HttpsBus, tmp_path: 
 
 
 async def test_https_drain_waits_until_answers_are_sent(agent: PingAgent, tmp_path: Path) -> None:
-    """Without requests in progress, ``drain`` returns at once."""
+    """If no request is in progress, ``drain`` returns immediately."""
     async with AsyncExitStack() as stack:
         async with on_https(agent.handle, tmp_path) as bus:
             await bus.drain(60)
@@ -196,7 +195,7 @@ async def test_https_client_that_reads_nothing_is_disconnected(hasty: HttpsBus, 
 
 
 async def test_finished_https_connections_leave_no_objects_in_memory(bus: HttpsBus) -> None:
-    """The CLI polls every second, each time on a new connection."""
+    """Objects would accumulate, because the CLI polls every second, each time on a new connection."""
     for _ in range(30):
         assert await AgentClient(bus.port).value("ping") == "ping"
 
@@ -259,9 +258,10 @@ async def test_https_bodies_above_the_limit_are_rejected(hasty: HttpsBus, tmp_pa
 
 
 async def test_https_requests_beyond_64_mib_in_total_get_503(agent: PingAgent, tmp_path: Path) -> None:
-    """Otherwise one client with the password could occupy two gigabytes, with a body of 16 MiB on each connection.
+    """Without this limit, a client with the password could occupy two gigabytes by sending a body of 16 MiB on each
+    connection.
 
-    Once the others have ended, requests are answered again.
+    Once those connections have ended, requests are answered again.
     """
     async with on_https(agent.handle, tmp_path, requests=3000) as bus, AsyncExitStack() as stack:
         cli = AgentClient(bus.port)
@@ -302,7 +302,9 @@ async def test_unauthenticated_https_connections_do_not_evict_authenticated_ones
 async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
     agent: PingAgent, tmp_path: Path, begins_tls: bool
 ) -> None:
-    """Silent connections, with or without TLS, each hold a descriptor for ten seconds, so their number is limited."""
+    """Each silent connection, with or without TLS, holds a descriptor for ten seconds, so the number of such
+    connections is limited.
+    """
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         silent = []
         for _ in range(20):
@@ -323,7 +325,9 @@ async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
 async def test_https_connections_do_not_evict_the_handshake_of_another_address(
     agent: PingAgent, tmp_path: Path
 ) -> None:
-    """A slow client completes its TLS handshake although twenty connections from another address arrive meanwhile."""
+    """A slow client completes its TLS handshake, although twenty connections arrive from another address in the
+    meantime.
+    """
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
         for _ in range(20):
@@ -337,7 +341,9 @@ async def test_https_connections_do_not_evict_the_handshake_of_another_address(
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 async def test_flood_of_https_handshakes_does_not_lock_out_other_callers(agent: PingAgent, tmp_path: Path) -> None:
-    """Sixteen clients compete for eight connections. Each completes a TLS handshake, disconnects and starts again."""
+    """Sixteen clients compete for eight connections. Each of them repeatedly completes a TLS handshake and disconnects.
+    Other callers are still answered.
+    """
     done = 0
 
     async def stranger(port: int, context: ssl.SSLContext) -> None:
@@ -475,8 +481,8 @@ async def test_https_server_rejects_old_tls_versions(
 async def test_https_client_waiting_for_100_continue_gets_it_and_the_answer(
     bus: HttpsBus, caplog: pytest.LogCaptureFixture, to: tuple[str, str], body: bytes, status: int
 ) -> None:
-    """An authenticated client gets ``100 Continue`` and then the answer, and one without the password gets 401 at
-    once.
+    """A client with the password gets ``100 Continue`` and then the answer. A client without it gets 401
+    immediately.
     """
     cli = AgentClient(bus.port)
     async with cli.connected() as (reader, writer), asyncio.timeout(10):
@@ -614,7 +620,7 @@ async def test_endless_unauthenticated_https_request_is_not_kept_in_memory(
             while taken < most:
                 writer.write(again)
                 taken += len(again)
-                # Without this, drain() may never let the loop report that the connection is lost.
+                # Without this sleep, drain() may never let the event loop report that the connection is lost.
                 await asyncio.sleep(0)
                 async with asyncio.timeout(5):
                     await writer.drain()

@@ -1,4 +1,4 @@
-"""A test that hangs fails without affecting others, and its report shows where it waits. Its programs are killed."""
+"""If a test hangs, only that test fails. Its report shows where it waits, and its programs are killed."""
 
 from __future__ import annotations
 

@@ -48,9 +48,9 @@ ABSENT: Final = {
 or rare requests need them.
 """
 MEMORY: Final = 2.5
-"""Highest allowed memory, as a multiple of a bare interpreter. It was 2.2 when this was written.
+"""The highest allowed memory, as a multiple of a bare interpreter's. It was 2.2 when this was written.
 
-A library that an idle agent does not need increases it.
+It rises when the agent imports a library that it does not need while idle.
 """
 WAKES: Final = 10
 """Highest allowed number of wake-ups in one window.
@@ -59,10 +59,10 @@ It was 6 when this was written, 9 with a timer for bus pings, and 20 with heartb
 """
 WINDOW_S: Final = 10.0
 WINDOWS: Final = 4
-"""Number of measured windows.
+"""Number of windows in which wake-ups are counted.
 
-The one with the fewest wake-ups counts, because heartbeats and delays of the machine affect only some windows, whereas
-polling would affect all.
+The lowest count is compared with the limit, because heartbeats and delays of the machine affect only some of the
+windows, whereas polling would affect all of them.
 """
 
 _WATCHED = """
@@ -141,6 +141,6 @@ async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, m
 
 
 def _own(pid: int) -> int:
-    """Return the memory of a process in kB, without file pages, because these are shared with other interpreters."""
+    """Return the process's memory in kB, without pages of files, which it shares with other interpreters."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))

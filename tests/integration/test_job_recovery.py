@@ -1,4 +1,6 @@
-"""An agent in a new container starts the jobs of the previous container without a request, or reports why it cannot."""
+"""An agent in a new container starts the jobs of the previous container without being asked to, or reports why it
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ async def status(instance: RunningAgent) -> dict[str, Any]:
 
 
 async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instance: RunningAgent) -> None:
-    """The agent also restores links, files and run directories, and reports the same state to the Director."""
+    """The agent also restores links, files and run directories, and reports the same state to the Director as
+    before.
+    """
     await instance.start_agent()
     files_of = {"job-web": job(instance, "job-web", "sleep 0.2"), "job-worker": job(instance, "job-worker", "true")}
     await deploy(instance, files_of)
@@ -157,9 +161,9 @@ async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instanc
 async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(
     instance: RunningAgent, was_started: bool
 ) -> None:
-    """Pre-start does not run, because a Director runs it before it starts jobs.
+    """Pre-start does not run, because a Director runs pre-start itself before it starts jobs.
 
-    A start is stored before it is answered, so it takes effect even if the container ends right afterwards.
+    A start request is stored before it is answered, so it takes effect even if the container ends immediately after.
     """
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web", "true")}, start=was_started)
@@ -199,9 +203,10 @@ async def test_agent_that_was_shut_down_starts_no_jobs(instance: RunningAgent) -
 
 
 async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(instance: RunningAgent) -> None:
-    """Meanwhile the instance is failing, a warning contains the reason, and no job runs.
+    """In the meantime the instance is failing, a warning contains the reason, and no job runs.
 
-    When the Director starts the jobs, pre-start is not required, because the Director runs it first.
+    The Director's own start does not require a successful pre-start by the agent, because the Director runs pre-start
+    first.
     """
     allowed = instance.base / "data/allowed"
     await instance.start_agent()
@@ -234,7 +239,7 @@ async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(in
 
 
 async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_stop(instance: RunningAgent) -> None:
-    """After a restart of the agent, the script runs again, because its first run may have been incomplete.
+    """After a restart, the agent runs the script again, because the first run may have been incomplete.
 
     A stop request does not wait for the script but kills it.
     """
@@ -254,8 +259,8 @@ async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_st
 
     seen.unlink()
     hanging.unlink()
-    # Kill what remains of the script, because a process that still runs would show the next agent that the container is
-    # the same.
+    # Kill the rest of the script. If one of its processes survived, the next agent would assume that it is in the same
+    # container.
     with contextlib.suppress(ProcessLookupError):
         os.kill(first, signal.SIGKILL)
     await restart_container(instance)
@@ -271,7 +276,9 @@ async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_st
 
 @pytest.mark.parametrize("what", ["jobs/job-web", "packages/tool"])
 async def test_missing_job_files_are_reported_and_a_start_is_refused(instance: RunningAgent, what: str) -> None:
-    """The files may have been on a file system in memory. The Director's next deployment installs them again."""
+    """The files may be missing because they were on a file system in memory. The Director's next deployment installs
+    them again.
+    """
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await end_container(instance)
@@ -322,7 +329,9 @@ async def test_jobs_without_processes_are_running_after_recovery(instance: Runni
 
 
 async def test_lost_supervisor_state_is_rebuilt_from_the_spec(instance: RunningAgent) -> None:
-    """Otherwise the agent would not know the job, and would report "running" although none of its processes exists."""
+    """Without its state file, the supervisor would not know the job, and the agent would report "running" although no
+    process exists.
+    """
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await end_container(instance)
@@ -366,9 +375,8 @@ async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: R
 
 @pytest.mark.slow
 async def test_agent_that_lost_its_volume_ends_its_jobs_and_disconnects(instance: RunningAgent) -> None:
-    """Another agent takes over the volume if this one seems dead, for example after a minute of suspension.
-
-    From then on, this agent must not write to the volume.
+    """If an agent seems dead, for example because it was suspended for a minute, another agent may take over the
+    volume. The first agent must not write to the volume any more.
     """
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
@@ -398,8 +406,8 @@ async def test_agent_that_lost_its_volume_ends_its_jobs_and_disconnects(instance
 
 
 def with_more(document: Any) -> Any:
-    """Return the document with an additional member in every object, as a later version may write it with the same
-    schema.
+    """Return the document with an additional member in every object, as a later version might add without changing the
+    schema number.
     """
     if isinstance(document, dict):
         return {name: with_more(member) for name, member in document.items()} | {"of_a_later_version": [1, {"a": None}]}

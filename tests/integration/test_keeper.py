@@ -1,4 +1,6 @@
-"""Keepers with real processes: starting programs, ending all of their descendants, and reconnecting to a new agent."""
+"""Keepers with real processes: a keeper starts a program, ends all of its descendants, and accepts a connection from
+the next agent.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,18 @@ OPTIONS = """
 const char *__asan_default_options(void) { return "detect_leaks=0:log_path=%s"; }
 const char *__ubsan_default_options(void) { return "log_path=%s"; }
 """
-"""Source of the sanitizers' options.
+"""C source that sets options of the sanitizers.
 
-They are compiled in because a keeper has no environment, and its stderr is that of the program. Leak detection would
-need ptrace.
+The options are compiled in, because a keeper has no environment variables. Reports go to files, because its stderr
+belongs to the program. Leak detection is off, because it would need ptrace.
 """
 
 
 @pytest.fixture(scope="session")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a keeper that reports undefined behaviour and invalid memory accesses to files in its directory."""
+    """Build a keeper with sanitizers. If it has undefined behaviour or accesses invalid memory, it writes a report into
+    its directory.
+    """
     directory = tmp_path_factory.mktemp("sanitized")
     (directory / "options.c").write_text(OPTIONS.replace("%s", str(directory / "finding")))
     sources = [ROOT / f"{hatch_build.KEEPER}.c", directory / "options.c"]
@@ -57,10 +61,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["plain", "sanitized"], autouse=True)
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run each test with the normal keeper and with one that was built with sanitizers.
-
-    Fail if the latter reports anything.
-    """
+    """Run each test with the normal keeper and again with the keeper that has sanitizers. Fail if there is a report."""
     if request.param == "plain":
         yield
         return
@@ -98,7 +99,9 @@ async def end(kept: Keeper) -> None:
 
 
 async def test_hidden_daemon_is_ended_with_its_keeper(sockets: Path) -> None:
-    """The daemon has a session of its own, no environment, and no living parent but the keeper."""
+    """The daemon has its own session and no environment. Its parent has died, so that it has become a child of the
+    keeper.
+    """
     kept = await keeper.start(sockets, "hidden", shell(HIDDEN))
     assert (await kept.wait()).status == 0
     (daemon,) = await until_below(kept, 1)
@@ -135,7 +138,9 @@ async def test_program_runs_as_its_user_and_groups(
 
 
 def test_unknown_user_is_named_unless_the_agent_is_an_ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent without root runs all programs as its own user, so it does not look up the configured one."""
+    """An agent without root privileges runs all programs as its own user, so it does not look up the configured
+    user.
+    """
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(HostError, match="there is no user nosuch"):
         keeper.user("nosuch", None)
@@ -294,7 +299,7 @@ async def test_keeper_label_may_contain_any_bytes(sockets: Path) -> None:
 
 
 async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next agent would take a remaining socket for that of a killed keeper."""
+    """The next agent would mistake a remaining socket for that of a killed keeper."""
     failing = tmp_path / "keeper"
     failing.write_text("#!/bin/sh\nexit 24\n")
     failing.chmod(0o755)
@@ -307,7 +312,7 @@ async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, mon
 
 
 async def test_keeper_start_without_free_descriptors_leaves_no_socket(sockets: Path) -> None:
-    """The start is tried with zero, one, two and more free descriptors, so that it fails at each step."""
+    """The start is tried with zero, one, two and more free descriptors, so it fails at every step."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
@@ -453,7 +458,7 @@ async def test_damaged_specs_and_requests_do_not_break_the_keeper(
 ) -> None:
     """The keeper still answers, and exits on request.
 
-    Only the agent writes specs and requests, so this protects against bugs of the agent, not against attacks.
+    Only the agent writes specs and requests, so this protects against bugs in the agent, not against attacks.
     """
     chance = random.Random(seed)
     program = Program(["/bin/true", "a"], {"A": "b"}, umask=0o22, nice=1, limits={resource.RLIMIT_CORE: (0, 0)})

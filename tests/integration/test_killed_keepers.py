@@ -1,5 +1,5 @@
-"""Keepers that root or the agent's user has killed: a service does not count as stopped while its processes may still
-run.
+"""Keepers that root or the agent's user has killed. A service must not be reported as stopped while its processes may
+still be running.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def test_service_and_its_stop_fail_after_its_keeper_was_killed(world: JobT
 async def test_next_agent_detects_a_killed_keeper(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, set_back_s: int
 ) -> None:
-    """The detection must not depend on the machine's clock, which may have been set back."""
+    """The agent must detect this even if the machine's clock has been set back."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     with reaper.reaping():
@@ -82,7 +82,7 @@ async def test_next_agent_detects_a_killed_keeper(
 async def test_next_agent_recognizes_a_keeper_without_a_start_time_in_its_socket_name(
     world: JobTree, is_killed: bool
 ) -> None:
-    """Earlier revisions named the sockets in this way."""
+    """Earlier revisions named a keeper's socket without the start time."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     with reaper.reaping():
@@ -121,7 +121,9 @@ async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_
 
 
 async def test_agent_reconnects_to_a_keeper_after_another_client_has_replaced_it(world: JobTree) -> None:
-    """A keeper serves only its latest client, and root can connect to its socket."""
+    """A keeper serves only its latest client, and any process of root can connect to its socket. The agent must then
+    connect again.
+    """
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
@@ -172,7 +174,7 @@ async def test_next_agent_learns_the_exit_status_of_a_process_that_exited_meanwh
 
 
 async def test_next_agent_does_not_count_itself_as_an_orphan(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent's own parent may be process 1, as under systemd, to which orphans are reparented too."""
+    """Orphans are children of PID 1. Under systemd, the agent itself is a child of PID 1 too."""
     job = world.job("web")
     with reaper.reaping():
         async with world.supervisor() as supervisor:
@@ -213,7 +215,7 @@ async def test_stop_fails_while_a_process_of_a_keeper_killed_during_the_start_re
 async def test_stop_fails_while_a_keeper_start_hangs_and_the_start_is_not_repeated(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the program's file server does not respond, the program may still start once the server is back."""
+    """If the file server with the program does not respond, the program may still start once the server is back."""
     hanging = world.base / "keeper"
     hanging.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 600\n")
     hanging.chmod(0o755)

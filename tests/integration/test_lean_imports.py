@@ -1,4 +1,4 @@
-"""Imports that would cost memory or time are avoided until they are needed."""
+"""Imports that cost much memory or time are delayed until they are needed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ print(before, library.white(), "colorsys" in sys.modules)
     ids=["after the import", "by the import"],
 )
 def test_lazily_imported_module_is_imported_when_it_is_used(tmp_path: Path, text: str) -> None:
-    """This also works if a newer version of the importing library uses the module during its own import."""
+    """A newer version of the importing library may use the module during its own import, which must work too."""
     script = _STAND_IN.format(base=tmp_path, text=text)
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 

@@ -1,4 +1,4 @@
-"""The agent's log when svlogd reads its standard error, as on stemcells with runit."""
+"""The agent's log when its standard error goes to svlogd, as on stemcells with runit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 @pytest.mark.parametrize("holder", ["svlogd", "nobody"])
 def test_log_line_is_written_once_under_svlogd(tmp_path: Path, holder: str) -> None:
-    """svlogd locks its directory and writes its standard input there (runit, svlogd.c), so the agent must not write the
-    file too.
+    """svlogd writes its standard input to a file in the directory that it has locked (runit, svlogd.c), so the agent
+    must not write that file too.
     """
     code = (
         "import logging, sys; from pathlib import Path; from agent_shim.core import log\n"
@@ -33,7 +33,9 @@ def test_log_line_is_written_once_under_svlogd(tmp_path: Path, holder: str) -> N
 
 @pytest.mark.parametrize("end", ["return", "raise ValueError", "sys.exit(3)"])
 def test_last_request_is_logged_however_the_process_ends(tmp_path: Path, end: str) -> None:
-    """Log lines are normally written in the next iteration of the event loop, which does not come in these cases."""
+    """Log lines are normally written in the next iteration of the event loop. In these cases, there is no next
+    iteration.
+    """
     code = (
         "import asyncio, logging, sys; from pathlib import Path; from agent_shim.core import log\n"
         "log.setup(file=Path(sys.argv[1], 'current'))\n"

@@ -1,4 +1,4 @@
-"""The guard that reports a blocked event loop: what it counts as blocking and what it ignores."""
+"""The loop guard, which reports code that blocks the event loop: what it reports and what it ignores."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_loop_guard_reports_a_blocked_loop_with_its_stack(guard: Path, tmp
 
 
 async def test_loop_guard_ignores_a_busy_machine(guard: Path) -> None:
-    """Waiting for the CPU, or for another thread that holds the GIL, does not count as blocking."""
+    """The guard does not report a loop that waits for the CPU or for another thread that holds the GIL."""
     spin_for_ever = [sys.executable, "-c", "while True: pass"]
     # Start the children in threads, because Popen waits for exec, which would block the loop on a busy machine.
     children = [await asyncio.to_thread(subprocess.Popen, spin_for_ever) for _ in range(4)]
@@ -90,7 +90,7 @@ async def test_loop_guard_ignores_a_busy_machine(guard: Path) -> None:
 
 
 async def test_loop_guard_does_not_add_program_start_time_to_a_wait_for_the_gil(guard: Path) -> None:
-    """The time in which a program starts is exempt, and must not be added to a following wait for the GIL."""
+    """The guard ignores the time in which a program starts, and must not add it to a wait for the GIL that follows."""
 
     def start_and_wait() -> None:
         with loop_guard.spawning():

@@ -1,4 +1,4 @@
-"""A hundred processes of one agent, all of which are killed at once, as is the agent later."""
+"""One agent with a hundred processes. All processes are killed at the same time, and later the agent is killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def are_up(w: RunningAgent, starts: int) -> bool:
-    """Return whether each job was started this often and its latest process runs."""
+    """Return True if each job has been started this often and its latest process is running."""
     known = w.starts()
     if len(known) != JOBS or any(len(pids) != starts for pids in known.values()):
         return False

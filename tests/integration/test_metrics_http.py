@@ -1,4 +1,6 @@
-"""The HTTP server for metrics and probes over real sockets, with clients that are normal, slow, faulty or numerous."""
+"""The HTTP server for metrics and probes over real sockets, when clients behave normally, are slow, faulty or
+numerous.
+"""
 
 from __future__ import annotations
 
@@ -116,9 +118,10 @@ async def test_metrics_are_served_as_openmetrics_on_request(where: Where) -> Non
 
 
 async def test_health_and_readiness_endpoints_give_the_reason(where: Where, readiness: Readiness) -> None:
-    """An agent that is not ready answers 503 with the reason at the levels concerned, while the liveness probe passes.
+    """An agent that is not ready answers 503 with the reason at those levels that are not reached. The liveness probe
+    passes.
 
-    HEAD requests get the headers of GET.
+    HEAD requests get the same headers as GET.
     """
     readiness.answers["jobs"] = (False, "web is failing")
 
@@ -173,7 +176,7 @@ async def test_client_that_sends_a_body_to_metrics_receives_the_whole_error(wher
 
 @pytest.mark.parametrize("filler", [b"X: " + b"y" * 9000, b"X: y\r\n" * 2000])
 async def test_oversized_metrics_request_headers_are_rejected(where: Where, filler: bytes) -> None:
-    """After 8 KiB of headers, the server answers without waiting for their end."""
+    """When the headers exceed 8 KiB, the server answers without waiting for their end."""
     answer = await ask(where, b"GET /metrics HTTP/1.1\r\n" + filler)
 
     assert answer.startswith(b"HTTP/1.1 431 ")
@@ -193,7 +196,7 @@ async def test_metrics_client_that_closes_its_sending_half_gets_its_answer(where
 async def test_slow_metrics_client_is_disconnected(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limit is for the whole request, so sending single bytes does not extend it.
 
-    Other clients are served meanwhile.
+    Other clients are served in the meantime.
     """
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*where)
@@ -235,7 +238,7 @@ async def test_metrics_client_that_never_closes_is_disconnected(where: Where, mo
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_idle_metrics_connections_do_not_starve_a_probe(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If silent clients use all connections, the oldest one is closed so that a probe is answered at once."""
+    """If silent clients use all connections, the oldest one is closed so that a probe is answered immediately."""
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 600.0)
     idle = [await asyncio.open_connection(*where) for _ in range(http_server.MAX_CONNECTIONS + 10)]
     try:

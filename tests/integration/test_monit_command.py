@@ -61,8 +61,8 @@ async def test_monit_command_stops_starts_and_restarts_named_services(instance: 
 async def test_monit_command_unmonitors_and_monitors_groups_and_all_services(
     instance: RunningAgent,
 ) -> None:
-    """``monit quit`` is answered like monit's, but only unmonitors the services: neither processes nor the agent
-    end.
+    """``monit quit`` prints what monit would print, but only unmonitors the services. Neither the processes nor the
+    agent end.
     """
     assert (await monit(instance, "unmonitor -g nobody")) == (0, "")
     await until_summary(instance, "'job0'.* running$", "'job1'.* running$")

@@ -1,5 +1,5 @@
-"""The daemon that replaces monit, as a process: HTTP, mail, reloads, restarts and exits, with real jobs and a real mail
-server.
+"""The daemon that replaces monit, run as a process with real jobs and a real mail server: HTTP, mail, reloads, restarts
+and exits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ USER = "vcap:random-password"
 
 
 class MonitTree:
-    """A tree with the files of monit, and the daemon that uses it."""
+    """A tree with monit's files, and a daemon that uses it."""
 
     def __init__(self, base: Path, port: int, mail: int) -> None:
         self.world = JobTree(base)
@@ -49,7 +49,9 @@ class MonitTree:
         self.out = base / "out"
 
     def add(self, *names: str, start: str | None = None) -> None:
-        """Write job files as the Go agent does. It numbers them so that the last job gets 0000."""
+        """Write job files with the names that the Go agent gives them: they are numbered so that the last job gets
+        0000.
+        """
         for number, name in enumerate(reversed(names)):
             file = self.world.job(name, start or "echo $$ >$pidfile; echo $$ >>$log; exec sleep 600")
             (self.base / f"monit/job/{number:04}_{name}.monitrc").write_text(file.text)
@@ -82,9 +84,9 @@ class MonitTree:
         return 0, ""
 
     async def act(self, name: str, action: str, user: str = USER) -> int:
-        """Request an action and return the status.
+        """Request an action and return the HTTP status.
 
-        Repeat the request if its connection breaks, which happens on a busy machine.
+        The request is retried if its connection breaks, which happens on a busy machine.
         """
 
         async def answered() -> int | None:
@@ -299,7 +301,8 @@ async def test_monit_daemon_stops_and_starts_for_authorized_http_callers(vm: Mon
 async def test_monit_daemon_reload_adds_new_jobs_and_forgets_removed_ones(vm: MonitTree, how: str) -> None:
     """As under monit, the processes of a removed job keep running.
 
-    The incarnation increases with each reload, even within the same second, because the Go agent waits for that.
+    The incarnation increases with each reload, because the Go agent waits for an increase. This also works for two
+    reloads within the same second.
     """
     vm.add("web", "db")
     vm.start()
@@ -341,9 +344,9 @@ async def test_monit_daemon_exits_on_an_invalid_control_file_and_names_the_line(
 
 
 async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: MonitTree) -> None:
-    """monit would exit, and then nothing would supervise the jobs.
+    """monit would exit in this case, and then nothing would supervise the jobs.
 
-    After a reload of an invalid control file, the previous one stays in effect.
+    If a reload finds an invalid control file, the previous one stays in effect.
     """
     vm.add("web", "db")
     (vm.base / "monit/job/0000_db.monitrc").write_text("check process db\n  with pidfile nowhere\n")
@@ -366,9 +369,9 @@ async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: MonitTree
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_next_monit_daemon_adopts_running_jobs(vm: MonitTree, number: signal.Signals) -> None:
-    """Services that were stopped stay stopped, even if the daemon is killed right after its answer.
+    """Stopped services stay stopped, even if the daemon is killed right after it has answered the stop request.
 
-    Processes that died meanwhile are started again.
+    Processes that died in the meantime are started again.
     """
     vm.add("web", "worker", "db")
     vm.start()
@@ -388,8 +391,8 @@ async def test_next_monit_daemon_adopts_running_jobs(vm: MonitTree, number: sign
 
 
 async def test_monit_daemon_reads_and_writes_the_state_file_of_monit(vm: MonitTree) -> None:
-    """A service that monit 5.2.5 had unmonitored is not started (format: state.c), and monit would read changes of this
-    daemon.
+    """The daemon does not start a service that monit 5.2.5 had unmonitored (format: state.c), and stores its own
+    changes in monit's format.
     """
     vm.add("web", "db")
     state, left = vm.base / "monit/monit.state", [(b"web", 0, 0, 0, 1, 0), (b"db", 0, 0, 0, 0, 0)]
@@ -441,9 +444,8 @@ async def test_second_monit_daemon_exits_and_quit_ends_the_first(vm: MonitTree) 
 
 
 async def test_monit_daemon_runs_bpm_processes_with_the_bpm_option(vm: MonitTree) -> None:
-    """The daemon itself runs processes of bpm.yml.
-
-    The ``bpm`` command, which drain scripts call, sends requests to it.
+    """The daemon itself runs processes that are configured in bpm.yml. The ``bpm`` command, which drain scripts call,
+    sends its requests to the daemon.
     """
     config = "processes:\n- name: web\n  executable: /bin/sleep\n  args: ['600']\n"
     made = jobs.of_bpm(Paths(vm.base), "web", config)
@@ -495,7 +497,7 @@ async def test_monit_daemon_serves_status_summary_and_metrics(vm: MonitTree) -> 
 
 
 def test_monit_daemon_does_not_import_the_bus() -> None:
-    """Only an agent needs the modules for bus, actions, blobs and disks, which take much memory."""
+    """The modules for the bus, actions, blobs and disks use much memory, and only an agent needs them."""
     script = "import sys; import agent_shim.daemon.monit_daemon; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     ours = {name for name in loaded if name.startswith("agent_shim.services.")}

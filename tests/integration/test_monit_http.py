@@ -1,4 +1,6 @@
-"""monit's HTTP API: responses that the Go agent reads, requests of pxc's galera-agent, and access control."""
+"""monit's HTTP API: responses that the Go agent reads, requests that galera-agent in pxc-release sends, and access
+control.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def world(world: JobTree) -> JobTree:
 
 @contextlib.asynccontextmanager
 async def listening(world: JobTree, *files: JobFile) -> AsyncIterator[tuple[Supervisor, Where]]:
-    """Run a supervisor of these jobs. Yield it and the address of its API."""
+    """Run a supervisor with these jobs. Yield the supervisor and the address of its API."""
     async with world.checking(*files) as supervisor:
 
         async def ask(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,9 +110,9 @@ async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world:
 
 
 async def test_monit_xml_reports_other_checks_with_their_results(world: JobTree) -> None:
-    """A change is reported in ``status_hint`` too.
+    """A changed file is reported in ``status_hint`` too.
 
-    A system check of a job takes the place of monit's own system service.
+    A job's system check replaces monit's own system service.
     """
     path, pipe = world.base / "file", world.base / "pipe"
     path.touch()
@@ -142,7 +144,7 @@ async def test_monit_xml_reports_other_checks_with_their_results(world: JobTree)
                 *(("hostname", "127.0.0.1"), ("portnumber", str(port)), ("request", "/a%20b"), ("protocol", "HTTP")),
                 *(("type", "TCP"), ("responsetime", "-1.000")),
             ]
-            # Change the file repeatedly, because the next check may clear the failure before it can be read.
+            # Keep changing the file, because the next check may clear the failure before the test can read it.
             async with asyncio.timeout(30):
                 while (number(changing, "status"), number(changing, "status_hint")) != (16, 16):
                     with path.open("a") as file:
@@ -151,7 +153,7 @@ async def test_monit_xml_reports_other_checks_with_their_results(world: JobTree)
 
 
 async def test_monit_xml_of_dead_and_failing_services_has_status_and_message(world: JobTree) -> None:
-    """Each kind of failure sets the bit that monit uses for it, and messages may contain any character."""
+    """For each kind of failure, ``status`` has the same bit as in monit. Messages may contain any character."""
     files = [
         world.job("dead", "echo 'no ]]> <way>' >&2; exit 1"),
         JobFile("broken", "", "check process broken with <nonsense>"),
@@ -184,8 +186,8 @@ def of_galera(root: ET.Element, name: str) -> str:
 
 
 async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: JobTree) -> None:
-    """As galera-agent does, post the action, look for certain words in the response, and poll the status until it is
-    done.
+    """The test does the same as galera-agent: it posts the action, looks for certain words in the response, and polls
+    the status until the action is done.
     """
     async with listening(world, world.job("galera-init"), world.job("other")) as (supervisor, where):
         await in_state(supervisor, "galera-init", "running")
@@ -208,9 +210,9 @@ async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: 
 
 
 async def test_monit_http_actions_are_executed_or_rejected(world: JobTree) -> None:
-    """The status is 404 for an unknown service and 400 for an unknown action, as with monit.
+    """As in monit, the HTTP status is 404 for an unknown service and 400 for an unknown action.
 
-    Summary, status and HTML pages, which people request with curl, are served too.
+    Pages for people, such as summary, status and HTML, are served too.
     """
     async with listening(world, world.job("web")) as (supervisor, where):
         first = (await in_state(supervisor, "web", "running")).pid
@@ -236,7 +238,7 @@ async def test_monit_http_actions_are_executed_or_rejected(world: JobTree) -> No
         assert (await call(where, "/unknown", "action=start"))[0] == 404
         assert (await call(where, "/web", "action=explode"))[0] == 400
         assert (await call(where, "/web", "x=1"))[0] == 400
-        # The monit command prints these words from the HTML page.
+        # The monit command searches the HTML page for these words and prints them.
         assert "</h2>Invalid action<p>" in (await call(where, "/web", "action=explode"))[1]
         assert "</h2>You are not auth" in (await call(where, "/web", "action=stop", user=""))[1]
 

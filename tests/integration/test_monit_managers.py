@@ -28,9 +28,9 @@ IS_IN_GUEST: Final = pytest.mark.skipif(not guest.is_here(), reason="a part of .
 
 
 class Manager(NamedTuple):
-    """The shell commands that control a service with a service manager.
+    """Shell commands with which a service manager controls a service.
 
-    ``{service}`` is the directory of the service ``monit``, ``{services}`` its parent.
+    ``{service}`` is the directory of the service ``monit``, and ``{services}`` is its parent directory.
     """
 
     run: str
@@ -151,8 +151,8 @@ async def place(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 async def test_monit_daemon_keeps_processes_running_under_a_service_manager(place: MonitService) -> None:
-    """Processes survive a restart, a reload, ``monit quit``, a crash and a stop of the daemon, and none is started
-    twice.
+    """The daemon is restarted, reloaded, ended with ``monit quit``, killed and stopped. The jobs' processes survive all
+    of this, and none is started twice.
     """
     vm, manager = place.vm, place.manager
 
@@ -200,10 +200,11 @@ async def test_monit_daemon_keeps_processes_running_under_a_service_manager(plac
 @pytest.mark.vm
 @IS_IN_GUEST
 async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> None:
-    """The release's pre-start replaces monit in the stemcell's unit, and without the release monit runs again.
+    """The release's pre-start replaces monit in the stemcell's systemd unit. After the release has been removed, monit
+    runs again.
 
-    monit is simulated by this checkout's daemon without ``--http``. The jobs keep running, except when the test kills
-    all processes of the unit: then the daemon starts them again.
+    This checkout's daemon without ``--http`` stands in for monit. The jobs keep running, except when the test kills all
+    processes of the unit; the daemon then starts the jobs again.
     """
     vm = MonitTree(Path("/var/vcap"), *free_ports())
 
@@ -212,7 +213,9 @@ async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> N
         assert await asked.wait() == 0, command
 
     async def runs(*, is_ours: bool) -> None:
-        """Wait until both jobs run under the daemon of the release, or under the simulated monit."""
+        """Wait until both jobs run under the daemon of the release, or, if ``is_ours`` is False, under the stand-in for
+        monit.
+        """
 
         async def found() -> bool:
             with suppress(OSError, ValueError):

@@ -1,6 +1,7 @@
-"""How release scripts use ``monit``, each use as a separate script that calls this project's command.
+"""Scripts of releases that call ``monit``. Each way of using it is a test with its own script, which calls this
+project's command.
 
-The scripts are modelled on those of gorouter and silk (restart and wait, from a program that a rule runs), capi,
+The scripts are modelled on those in gorouter and silk (a program that a rule runs restarts a service and waits), capi,
 mariadb, logsearch, os-conf, kubo and fissile.
 """
 
@@ -47,9 +48,8 @@ async def answering(world: JobTree, *files: JobFile) -> AsyncIterator[Supervisor
 
 
 async def script(world: JobTree, body: str) -> None:
-    """Run a shell script with a function ``monit``, as an operator or a cron job would.
-
-    Fail if it does not exit with 0.
+    """Run a shell script that can call ``monit``, as an operator or a cron job would. Fail if it does not exit with
+    0.
     """
     monit = f'monit() {{ {world.base}/monit.sh "$@"; }}'
     path = world.script("operator", "run", f"set -e\n{monit}\n{body}\necho done >>$log")
@@ -80,7 +80,9 @@ until monit summary | grep "'archiver'" | grep running; do sleep 0.05; done
 
 
 async def test_monit_summary_line_ends_with_not_monitored(world: JobTree) -> None:
-    """Scripts search for ``not monitored *$`` before they call ``monitor`` and repeat ``start`` until it succeeds."""
+    """Scripts search the summary for ``not monitored *$`` before they call ``monitor``. They then call ``start`` until
+    it succeeds.
+    """
     async with answering(world, world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "worker", "running")).pid
         await script(
@@ -99,9 +101,8 @@ until monit summary | grep -Eq "^Process 'worker' +running$"; do sleep 0.05; don
 
 
 async def test_start_program_can_call_monit_summary(world: JobTree) -> None:
-    """The command must not wait for the start program that calls it.
-
-    The program wants to know which other jobs are on the instance.
+    """A start program calls ``monit summary`` to learn which other jobs are on the instance. The command must not wait
+    for the start program itself.
     """
     start = f"""
 {world.base}/monit.sh summary | grep -q "^Process[[:space:]]*'ipsec'" && echo with >>$log
@@ -140,7 +141,7 @@ echo restarted >>$log""",
 
 
 async def test_rule_program_can_restart_its_own_service_with_monit(world: JobTree) -> None:
-    """Stopping the service must not kill the program that requested it."""
+    """The stop must not kill the program that requested the restart."""
     rule = f'if memory > 1 kb for 3 cycles then exec "{world.base}/monit.sh restart dns"'
     async with answering(world, world.job("dns", None, "kill $(cat $pidfile)", rule)) as supervisor:
         before = (await in_state(supervisor, "dns", "running")).pid
@@ -150,7 +151,7 @@ async def test_rule_program_can_restart_its_own_service_with_monit(world: JobTre
 
 
 async def test_repeated_monit_reload_changes_nothing(world: JobTree) -> None:
-    """Some scripts call ``monit reload`` every minute, some with a name as a meaningless argument."""
+    """Some scripts call ``monit reload`` every minute, and some pass a name, which monit ignores."""
     async with answering(world, world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         await script(world, "for i in 1 2 3; do monit reload; monit reload web; done")

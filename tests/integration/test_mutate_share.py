@@ -1,5 +1,5 @@
-"""A fixed sample of mutants of the folders edges, services, actions and daemon, tested by the unit tests of these
-folders.
+"""A fixed sample of mutants in the folders edges, services, actions and daemon, tested with these folders' unit
+tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ TESTS = tuple(f"tests/unit/{folder}" for folder in FOLDERS)
 @pytest.mark.slow
 @pytest.mark.root
 def test_unit_tests_detect_most_of_the_mutants_that_they_reach(tmp_path: Path) -> None:
-    """Mutants on lines that the unit tests do not run are only counted. Later stages of ``./dev mutate`` test them."""
+    """Mutants in lines that no unit test runs are counted but not tested. Later stages of ``./dev mutate`` test
+    them.
+    """
     faulthandler.cancel_dump_traceback_later()  # the run may take longer than its limit
     argv = [sys.executable, "-m", "tools.chaos.mutate", *FOLDERS, "--share", "60", "--stages", "1", "--tests", *TESTS]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}

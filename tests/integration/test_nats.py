@@ -42,9 +42,9 @@ async def test_bus_requests_begin_in_order(tmp_path: Path) -> None:
 
 
 async def test_t3_bus_subscribes_only_to_its_own_subject() -> None:
-    """A real bus denies the agent any other subscription, such as an inbox.
+    """A real bus allows the agent no other subscription, for example to an inbox.
 
-    Two pings confirm the connection and the subscription.
+    The agent sends two pings. The answers confirm the connection and the subscription.
     """
     seen: list[str] = []
 
@@ -113,9 +113,8 @@ async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
     ids=["none", "blank", "injected", "too long", "a line too long", "a line too long in bytes"],
 )
 async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str, size: int) -> None:
-    """Its subject is invalid, or it is larger than the server accepts.
-
-    The connection and other replies are not affected.
+    """The reply is dropped because its subject is invalid or because it is larger than the server accepts. The
+    connection and other replies are not affected.
     """
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -134,8 +133,8 @@ async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str
     "subject", ["agent.agent", "agent.other", "director.>", "hm.agent.alert.other", "$SYS.REQ.SERVER.PING", ">"]
 )
 async def test_forged_reply_subject_reaches_no_other_client(tmp_path: Path, subject: str) -> None:
-    """A reply to the agent's own subject is not sent either, because the agent would then answer its own answers
-    forever.
+    """A reply to the agent's own subject is dropped too. Otherwise the agent would receive it as a request and answer
+    its own answers forever.
     """
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -172,7 +171,9 @@ async def test_other_agent_can_neither_send_us_requests_nor_publish_for_us(tmp_p
 async def test_flood_of_bus_requests_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    """Requests beyond a limit on their number or total size are dropped and counted, and later ones are answered."""
+    """Requests beyond the limit on their number or total size are dropped and counted. Later requests are answered
+    again.
+    """
     monkeypatch.setattr(nats, limit, value)
     async with talking(tmp_path) as talk:
         held = [asyncio.create_task(talk.director.value("agent", "sleep", 0.3)) for _ in range(10)]
@@ -190,7 +191,7 @@ async def test_flood_of_bus_requests_is_bounded(
 async def test_ping_is_answered_during_a_flood_of_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    """Otherwise the Director would consider a busy agent dead."""
+    """If pings were dropped too, the Director would consider a busy agent dead."""
     monkeypatch.setattr(nats, limit, value)
     async with talking(tmp_path) as talk:
         held = [asyncio.create_task(talk.director.value("agent", "sleep", 600)) for _ in range(10)]
@@ -205,7 +206,9 @@ async def test_ping_is_answered_during_a_flood_of_requests(
 
 
 async def test_messages_published_without_a_connection_are_not_sent_later(tmp_path: Path) -> None:
-    """Publishing raises an error instead, because for example an old heartbeat would be misleading."""
+    """Publishing raises an error instead, because a message that arrives late, such as an old heartbeat, would be
+    misleading.
+    """
     async with talking(tmp_path) as talk:
         await talk.server.remove_agent("agent")
         await until(lambda: not talk.bus.is_connected)
@@ -250,7 +253,7 @@ async def test_reply_is_dropped_once_the_director_has_given_up(tmp_path: Path) -
 
 
 async def test_message_published_right_before_a_disconnection_is_sent(tmp_path: Path) -> None:
-    """It is sent even if megabytes of other messages are waiting before it."""
+    """The message is sent even if megabytes of other messages are queued before it."""
     async with talking(tmp_path) as talk:
         async with on_bus(talk.server.mbus("agent")) as other:
             await connected(other)

@@ -1,4 +1,4 @@
-"""Bus connections that are refused, cut, silently lost or replaced: another connection always follows."""
+"""Bus connections that are refused, cut, silently lost or replaced. The agent always connects again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def replace_urls(mbus: Mbus, *urls: str) -> Mbus:
 
 
 async def test_t2_bus_retries_until_the_server_knows_the_agent(tmp_path: Path) -> None:
-    """nats-sync adds an agent only after it has booted, so the agent must not exit when it is refused, nor log much."""
+    """nats-sync adds an agent only after it has booted, so an agent that is refused must not exit and must not log
+    much.
+    """
     async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
         await until(lambda: bus.stats.attempts >= 5)
 
@@ -67,16 +69,15 @@ async def test_t2_bus_reconnects_when_a_dead_server_returns(tmp_path: Path) -> N
 
 @contextlib.asynccontextmanager
 async def behind(where: Path, **options: Any) -> AsyncIterator[tuple[NatsBus, Proxy]]:
-    """Run a bus that is connected to its server through a proxy. Yield both."""
+    """Run a bus that connects to its server through a proxy. Yield the bus and the proxy."""
     async with knowing(where) as server, Proxy(server.port) as proxy, on_bus(through(proxy, server), **options) as bus:
         await connected(bus)
         yield bus, proxy
 
 
 async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> None:
-    """If pings are not answered, the socket is closed at once.
-
-    Waiting for TLS's closing message would take half a minute.
+    """If pings are not answered, the socket is closed immediately. Waiting for TLS's closing message would take half a
+    minute.
     """
     async with behind(tmp_path, timing=replace(FAST, connect=0.2, ping=0.2)) as (bus, proxy):
         sockets = sockets_to(proxy.port)
@@ -93,10 +94,11 @@ async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> No
 
 
 async def test_bus_counts_as_reachable_while_its_server_answers(tmp_path: Path) -> None:
-    """The agent checks this before and after it sets packet filter rules, because the rules must not cut it off.
+    """Before and after the agent sets packet filter rules, it checks whether the bus is reachable, because the rules
+    must not cut it off.
 
-    If the server does not answer in time, the connection is closed, and the bus counts as unreachable until the next
-    connection is made.
+    If the server does not answer in time, the connection is closed. The bus is then unreachable until the agent has
+    connected again.
     """
     async with talking(tmp_path) as talk:
         assert await talk.bus.is_heard(20)
@@ -110,7 +112,9 @@ async def test_bus_counts_as_reachable_while_its_server_answers(tmp_path: Path) 
 
 
 async def test_bus_rereads_settings_while_no_server_is_reachable(tmp_path: Path) -> None:
-    """The bus may have another address by now, but a single failed attempt is not enough to assume that."""
+    """After several failed attempts, the agent reads its settings again, because the bus may have got another
+    address.
+    """
     async with knowing(tmp_path) as server:
         good = server.mbus("agent")
         gone = replace_urls(good, "nats://127.0.0.1:1")
@@ -127,7 +131,7 @@ async def test_bus_counts_as_reachable_while_its_server_refuses_the_agent(tmp_pa
 
 
 async def test_slow_network_keeps_the_bus_connection(tmp_path: Path) -> None:
-    """The answer to a ping may arrive after the next ping has been sent."""
+    """If the network is slow, the answer to a ping may arrive only after the next ping has been sent."""
     async with behind(tmp_path, timing=replace(FAST, ping=0.5, unanswered=3)) as (bus, proxy):
         proxy.delay = 0.4  # in each direction, so an answer takes longer than the interval between pings
         await asyncio.sleep(3)
@@ -136,7 +140,9 @@ async def test_slow_network_keeps_the_bus_connection(tmp_path: Path) -> None:
 
 
 async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) -> None:
-    """Neither the server nor the agent closes the connection because the agent could not answer for a while."""
+    """The agent cannot answer for a while, but neither the server nor the agent closes the connection for that
+    reason.
+    """
     async with talking(tmp_path) as talk:
         for _ in range(3):
             time.sleep(0.5)  # noqa: ASYNC251 - the test blocks the loop
@@ -147,8 +153,8 @@ async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) ->
 
 
 async def test_bus_reconnects_after_repeated_resets(tmp_path: Path) -> None:
-    """Each lost connection is freed at once, without the garbage collector, because it has half a megabyte of TLS
-    state.
+    """A lost connection has half a megabyte of TLS state. It is freed immediately, not only by the garbage
+    collector.
     """
     async with behind(tmp_path) as (bus, proxy):
         await asyncio.sleep(0.05)
@@ -271,9 +277,8 @@ async def test_bus_host_name_is_resolved_for_each_connection(tmp_path: Path, mon
 async def test_bus_reconnects_when_its_host_name_gets_another_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bus does so although the server at the old address still answers.
-
-    A failed lookup or a single different answer is not enough.
+    """The bus reconnects even if the server at the old address still answers. A failed lookup or a single different
+    answer is not a reason to reconnect.
     """
     old, new = "127.0.0.1", "127.0.0.2"
     async with (
@@ -296,8 +301,8 @@ async def test_bus_reconnects_when_its_host_name_gets_another_address(
 async def test_silent_name_server_does_not_delay_connections_or_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lookups run in separate threads, so neither the next attempt nor the exit nor other threaded work waits for
-    them.
+    """Lookups run in threads of their own, so they delay neither the next attempt nor the exit nor other work in
+    threads.
     """
     silence = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: silence.wait())
@@ -333,7 +338,7 @@ async def test_silent_name_server_does_not_delay_connections_or_exit(
 async def test_bus_without_a_usable_address_reports_an_error_and_continues(
     tmp_path: Path, urls: tuple[str, ...]
 ) -> None:
-    """Retrying cannot help, but the agent must not exit, because its jobs still need it."""
+    """The error cannot be resolved by retrying, but the agent must not exit, because its jobs still need it."""
     async with NatsServer(tmp_path) as server, on_bus(replace_urls(server.mbus("agent"), *urls)) as bus:
         await until(lambda: bus.stats.last_error != "")
         await asyncio.sleep(0.1)
@@ -355,7 +360,9 @@ async def test_bus_without_a_usable_address_reports_an_error_and_continues(
     ],
 )
 async def test_bus_address_is_reported_without_its_password(address: str, told: str) -> None:
-    """Passwords with ``/``, ``?`` or ``#``, which end the host name early, do not appear in the error either."""
+    """The error does not contain the password, even if it includes ``/``, ``?`` or ``#``, which end the host name
+    early.
+    """
     authority = Authority()
     pair = authority.agent("agent")
     async with on_bus(Mbus((f"nats://{address}",), authority.ca, pair.certificate, pair.private_key)) as bus:
@@ -367,8 +374,8 @@ async def test_bus_address_is_reported_without_its_password(address: str, told: 
 
 @pytest.mark.parametrize("part", ["_read_loop", "_flusher", "_wait_for_msgs"])
 async def test_bus_connection_with_a_dead_client_task_is_replaced(tmp_path: Path, part: str) -> None:
-    """nats-py still reports that it is connected if one of its tasks has died, although it no longer reads, sends or
-    delivers.
+    """If one of nats-py's tasks has died, nats-py no longer reads, sends or delivers, but still reports that it is
+    connected.
     """
     async with (
         knowing(tmp_path) as server,
@@ -403,7 +410,7 @@ async def test_bus_cancelled_at_any_step_leaves_nothing_behind(tmp_path: Path) -
 def test_t2_bus_pauses_grow_up_to_ten_seconds() -> None:
     """The pauses are 2, 4, 6, 8, 10 and 10 s, less a random part.
 
-    After a lost connection the next attempt comes soon, and after a refusal in about 1 s.
+    After a lost connection, the next attempt follows soon, and a new agent that is refused retries after about 1 s.
     """
     timing = BusTiming()
     for _ in range(100):

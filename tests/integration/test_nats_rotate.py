@@ -1,4 +1,4 @@
-"""Rotation of the bus credentials while requests arrive: none is lost, and none is executed twice."""
+"""Rotation of the bus credentials while requests arrive: no request is lost, and none is executed twice."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from tools.bench import rotation
 
 
 async def test_t11_rotation_loses_and_repeats_no_request(tmp_path: Path) -> None:
-    """Five clients send requests without a pause.
-
-    Each request is answered and executed once, although some arrive on both connections.
+    """Five clients send requests without a pause. Each request is executed and answered once, although some requests
+    arrive on the old and on the new connection.
     """
     handled: Counter[str] = Counter()
 
@@ -63,9 +62,9 @@ async def test_t11_rotation_loses_and_repeats_no_request(tmp_path: Path) -> None
 
 @pytest.mark.slow
 async def test_fifty_rotations_lose_no_reply_and_cause_no_pause() -> None:
-    """The users of the bus change as nats-sync changes them.
+    """Users of the bus are added and removed in the same way as by nats-sync.
 
-    A second client measures delays of the whole machine, which do not count.
+    A second client measures delays of the whole machine, which are added to the permitted pause.
     """
     faulthandler.cancel_dump_traceback_later()  # the rotations may take longer than its limit
     async with asyncio.timeout(600):
@@ -99,10 +98,10 @@ async def test_second_rotation_waits_until_the_first_has_closed_its_old_connecti
 
 @pytest.mark.attack("a request is delivered twice")
 async def test_request_delivered_twice_is_handled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second copy is recognized by its reply subject, because a Director uses each reply subject only once.
+    """The agent recognizes the second copy by its reply subject, because a Director uses each reply subject only once.
 
-    Requests of other clients, which may reuse a reply subject, are all handled. The agent remembers a limited number of
-    subjects for a limited time.
+    Other clients may reuse a reply subject, so all of their requests are handled. The agent remembers a limited number
+    of subjects for a limited time.
     """
     monkeypatch.setattr(nats, "MAX_SEEN", 3)
     handled: list[str] = []
@@ -200,7 +199,7 @@ async def test_rotation_without_a_reachable_server_accepts_the_credentials(tmp_p
 
 
 async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> None:
-    """The old address still answers, so the new one must be wrong."""
+    """The server at the old address still answers, so the agent assumes that the new address is wrong."""
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.4, step=1.0, longest=1.0)) as talk:
         wrong, before = replace(talk.server.mbus("agent"), urls=("nats://127.0.0.1:1",)), talk.bus.stats.attempts
         with pytest.raises(
@@ -214,7 +213,7 @@ async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> N
 
 @pytest.mark.attack("a neighbour in the place of the bus or a name server answers neither connections nor look-ups")
 async def test_rotation_to_many_silent_addresses_takes_no_longer_than_to_one(tmp_path: Path) -> None:
-    """Waiting for the timeout of each address would block all other tasks of the agent."""
+    """If the agent waited for each address in turn, all its other tasks would be blocked."""
     async with talking(tmp_path, timing=replace(FAST, connect=2.0, unreachable=0.5)) as talk:
         silent = socket.create_server(("127.0.0.1", 0), backlog=100)
         with silent:
@@ -237,7 +236,7 @@ async def test_next_connection_after_a_rotation_uses_the_new_credentials(tmp_pat
 
 
 async def test_exit_during_a_rotation_closes_both_connections(tmp_path: Path) -> None:
-    """The old connection stays open for a moment after the new one has been made."""
+    """The exit happens while the old connection is still open, shortly after the new one has been made."""
     async with talking(tmp_path) as talk:
         await asyncio.sleep(0.05)
         before = len(list(Path("/proc/self/fd").iterdir()))

@@ -30,7 +30,7 @@ class Hasty(BusTiming, frozen=True):
 
 
 def test_bus_retry_delays_and_timeouts_at_most_triple() -> None:
-    """They stay well below the 45 s for which a Director waits for an agent."""
+    """The delays and timeouts stay well below the 45 s for which a Director waits for an agent."""
     timing = BusTiming()
 
     assert [timing.handshake_timeout_s(slow) for slow in (0, 1, 2, 9)] == [10, 20, 30, 30]
@@ -42,8 +42,8 @@ def test_bus_retry_delays_and_timeouts_at_most_triple() -> None:
 
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
 async def test_bus_timeouts_grow_only_if_the_server_sends_info(how: str) -> None:
-    """If a server is absent or does not even greet, the timeouts stay short, because attempts cost it nothing, and it
-    may return at any moment.
+    """If a server is absent or does not even send its greeting, the timeouts stay short: attempts cost the server
+    nothing, and it may return at any moment.
     """
     taken: list[asyncio.StreamWriter] = []
 
@@ -77,7 +77,7 @@ async def test_bus_timeouts_grow_only_if_the_server_sends_info(how: str) -> None
 
 
 async def test_bus_connection_resets_the_longer_timeouts() -> None:
-    """The next outage starts with short timeouts and pauses again."""
+    """After a successful connection, the next outage starts with short timeouts and pauses again."""
     greeted, cut = 0, asyncio.Event()
 
     async def script(wire: ClientConnection) -> None:

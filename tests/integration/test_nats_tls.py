@@ -68,7 +68,7 @@ async def test_t1_server_with_a_wrong_certificate_is_rejected(tmp_path: Path, pa
 async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
     tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before each attempt the agent reads its settings again, which may contain new credentials."""
+    """Before each attempt, the agent reads its settings again, because they may contain new credentials."""
     async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")
         asked = []
@@ -88,7 +88,7 @@ async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
 
 
 async def test_unreadable_bus_credentials_are_read_again(tmp_path: Path) -> None:
-    """The agent does not exit because of an invalid private key, and reads the settings again, even if that fails
+    """An invalid private key does not make the agent exit. It reads the settings again, even if reading them fails
     once.
     """
     async with knowing(tmp_path, AUTHORITY) as server:
@@ -109,13 +109,13 @@ async def test_unreadable_bus_credentials_are_read_again(tmp_path: Path) -> None
 
 
 async def test_t1_certificates_of_a_director_are_accepted(tmp_path: Path) -> None:
-    """A real Director creates RSA keys of 3072 bits."""
+    """A real Director creates RSA keys with 3072 bits."""
     async with knowing(tmp_path, Authority(bits=3072)) as server, on_bus(server.mbus("agent", bootstrap=True)) as bus:
         await connected(bus)
 
 
 async def test_intermediate_ca_is_trusted_without_its_root(tmp_path: Path) -> None:
-    """As in Go, the CA in the settings need not be a root CA."""
+    """As with the Go agent, the CA in the settings need not be a root CA."""
     async with NatsServer(tmp_path, Authority(issuer=Authority("root"))) as server:
         await server.add_agent("agent")
         async with on_bus(server.mbus("agent")) as bus:

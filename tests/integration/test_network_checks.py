@@ -21,7 +21,7 @@ HTTP = Protocol("http", "/health")
 
 @contextlib.asynccontextmanager
 async def listener(talk: Talk) -> AsyncIterator[int]:
-    """Run this server on a loopback port. Yield the port."""
+    """Run ``talk`` as a server on a loopback port. Yield the port."""
 
     async def talk_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
@@ -33,7 +33,7 @@ async def listener(talk: Talk) -> AsyncIterator[int]:
 
 
 def saying(*parts: bytes, after: bytes = b"") -> Talk:
-    """Return a server that sends the parts one after the other once it has received ``after``."""
+    """Return a server that waits until it has received ``after``, and then sends the parts one after the other."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if after:
@@ -51,7 +51,9 @@ async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def asked(talk: Talk, protocol: Protocol = Protocol(), timeout: int = 5) -> str:  # noqa: B008 - frozen
-    """Return the fault that a check of this server finds, or "" if it finds none."""
+    """Run a network check against a server that behaves like ``talk``. Return the error message, or "" if the check
+    passes.
+    """
     async with listener(talk) as port:
         return await network_checks.probe(Connection("127.0.0.1", port, protocol=protocol, timeout=timeout))
 
@@ -63,7 +65,7 @@ def page(status: str, body: bytes = b"", *headers: str) -> Talk:
 
 @pytest.mark.parametrize("protocol", ["default", "mysql", "ssh"])
 async def test_port_check_passes_for_an_open_port(protocol: str) -> None:
-    """Without a protocol, or with one that the agent does not support, a connection is enough."""
+    """If the rule names no protocol, or one that the agent does not support, a connection is enough."""
     assert await asked(silence, Protocol(protocol)) == ""
 
 
@@ -81,13 +83,13 @@ async def test_port_check_names_a_closed_port() -> None:
     [("no-such-host.invalid", 1), ("no..such", 1), ("n" * 64, 1), ("127.0.0.1", 0x10001), ("::1", 1 << 40)],
 )
 async def test_port_check_of_an_unknown_host_fails(host: str, port: int) -> None:
-    """An invalid host or port is a failure of the check. An exception would end the rule checks of all jobs."""
+    """An invalid host or port must fail only this check. An exception would end the rule checks of all jobs."""
     assert f"cannot connect to {host} port {port}: " in await network_checks.probe(Connection(host, port))
     assert host in (await network_checks.echo(host, Echo(1)) or host)
 
 
 async def test_http_check_sends_the_request_of_monit() -> None:
-    """Path, Host header and User-Agent equal monit's, because access rules of servers depend on them."""
+    """Path, Host header and User-Agent match monit's, because servers may have access rules that depend on them."""
     heard: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -127,7 +129,7 @@ async def test_http_check_matches_content_and_checksum_of_the_page(protocol: Pro
 
 
 async def test_udp_check_fails_only_if_the_port_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UDP servers need not answer, so silence counts as success."""
+    """UDP servers need not answer, so the check passes if nothing arrives."""
     monkeypatch.setattr(network_checks, "REFUSAL_S", 0.2)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
@@ -164,7 +166,7 @@ async def test_ping_check_passes_for_a_host_that_answers() -> None:
 
 
 async def test_http_check_does_not_wait_for_the_body() -> None:
-    """If the rule expects no content, the status is enough, even if the page never ends."""
+    """If the rule does not check the content, the HTTP status is enough, even if the page never ends."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -175,7 +177,7 @@ async def test_http_check_does_not_wait_for_the_body() -> None:
 
 
 async def test_check_of_a_silent_port_ends_at_its_timeout() -> None:
-    """Of two checks of a server that never answers, only the one with the short timeout has failed."""
+    """Two checks wait for the same silent server. Only the check with the short timeout has failed."""
     patient = asyncio.create_task(asked(silence, HTTP, timeout=600))
 
     assert "no answer from 127.0.0.1 port" in await asked(silence, HTTP, timeout=1)
@@ -265,9 +267,9 @@ async def test_http_check_fails_from_status_400_as_in_monit(answer: bytes, fault
 
 
 async def test_http_check_reads_a_page_without_a_length() -> None:
-    """The page then ends when the server closes. As in monit, its checksum is not compared.
+    """The page then ends when the server closes the connection. As in monit, its checksum is not compared.
 
-    A timeout of zero means the default timeout.
+    A timeout of zero selects the default timeout.
     """
     text = b"HTTP/1.1 200 OK\r\n\r\nhello"
     slow = saying(*[bytes([byte]) for byte in text], after=b"\r\n\r\n")
@@ -278,7 +280,7 @@ async def test_http_check_reads_a_page_without_a_length() -> None:
 
 
 async def test_http_checksum_check_reads_an_endless_page_with_pauses() -> None:
-    """Without the pauses, a fast server could keep the agent busy until the check times out."""
+    """If the agent did not pause, a fast server could keep it busy until the check times out."""
     sent = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

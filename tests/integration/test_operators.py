@@ -35,9 +35,9 @@ def started(instance: RunningAgent, *words: str) -> tuple[process.Process, Path]
 
 
 async def test_status_and_probes_report_running_and_stopped_processes(instance: RunningAgent) -> None:
-    """In a pipe, the table is plain text, and ``--json`` prints JSON.
+    """If the output goes to a pipe, the table is plain text. ``--json`` prints JSON.
 
-    A process that an operator has stopped is shown as stopped, although the Director gets another state.
+    A process that an operator has stopped is shown as stopped, although a different state is reported to the Director.
     """
     code, page = await instance.execute("status")
     assert code == 0
@@ -95,11 +95,12 @@ async def test_status_watch_runs_until_interrupted_even_without_an_agent(instanc
 
 
 async def test_status_watch_keeps_the_terminal_scrollback(instance: RunningAgent) -> None:
-    """It uses the terminal's alternate screen, and prints no more lines than fit."""
+    """The command uses the terminal's alternate screen, and prints no more lines than fit on it."""
     master, slave = os.openpty()
     try:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 8, 40, 0, 0))
-        # Unset both with env, because readline may have set them in this process without changing os.environ.
+        # Unset LINES and COLUMNS with env, because readline may have set them in this process without changing
+        # os.environ.
         argv = ["env", "-u", "LINES", "-u", "COLUMNS", *shlex.split(COMMAND)[:3]]
         argv += ["status", "--watch", "--every", "0.05", "-b", str(instance.base)]
         environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
@@ -163,7 +164,9 @@ async def test_logs_command_shows_the_logs_of_a_job_and_of_the_agent(instance: R
 
 
 async def test_operator_actions_are_audited_with_the_calling_process(instance: RunningAgent) -> None:
-    """The audit lines are like those for requests over the bus. Queries such as ``status`` are not audited."""
+    """Operators' actions get the same audit lines as requests over the bus. Queries such as ``status`` are not
+    audited.
+    """
     orders = [("restart", "all"), ("call", "info"), ("stop", "nonexistent"), ("status",)]
     commands = [started(instance, *words)[0] for words in orders]
     async with asyncio.timeout(30):

@@ -25,7 +25,9 @@ async def world(tmp_path: Path) -> AsyncIterator[LocalAgent]:
 
 
 def traced(world: LocalAgent, job: str, drain: str) -> dict[str, str]:
-    """Return lifecycle scripts that record their call, and whether the job's process was running then."""
+    """Return lifecycle scripts. Each script records that it was called, and whether the job's process was running at
+    that time.
+    """
     trace = world.paths.base / "trace"
     alive = f"kill -0 $(cat {world.paths.run}/{job}/{job}.pid) 2>/dev/null && state=up || state=down"
     line = f"#!/bin/sh\n{alive}\necho {job} {{name}} $state >> {trace}\n"
@@ -78,9 +80,8 @@ async def test_orderly_stop_cuts_off_a_drain_beyond_the_grace_period(world: Loca
 
 
 async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world: LocalAgent) -> None:
-    """A drain script may wait for a process of its job, which no longer runs.
-
-    For example, a Director's drain script would wait for its stopped database until the grace period ends.
+    """A drain script may wait for a process of its job, but this process no longer runs. For example, the drain script
+    of a Director would wait for its stopped database until the grace period ends.
     """
     await started(world, web=traced(world, "web", "echo 0\n"))
     await world.value("stop")
@@ -93,7 +94,7 @@ async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world:
 
 
 async def test_process_ended_by_its_drain_script_is_not_restarted(world: LocalAgent) -> None:
-    """The drain scripts of many releases end the process themselves, which must not count as a crash."""
+    """The drain scripts of many releases end the process themselves. This must not be treated as a crash."""
     gate = world.paths.base / "gate"
     drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
     await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})
@@ -124,8 +125,8 @@ async def test_orderly_stop_names_killed_processes_and_counts_as_unclean(
 
 
 async def test_orderly_stop_ends_processes_outside_all_groups(world: LocalAgent) -> None:
-    """The Director does not see processes outside the group vcap. Its start request starts them nevertheless, as
-    monit's reload would, so they must also be stopped.
+    """The Director does not see processes outside the group vcap, but its start request starts them, as monit's reload
+    would. They must therefore be stopped too.
     """
     pidfiles = {name: world.paths.run / f"{name}/{name}.pid" for name in ("drained", "stopped")}
     files = {name: jobs.sleeper(world.paths, name) for name in pidfiles}

@@ -1,6 +1,6 @@
-"""Shell scripts of the overlay, run in a scratch directory. Programs that they call are replaced by recorders.
+"""The overlay's shell scripts, run in a scratch directory. Programs that the scripts call are replaced with recorders.
 
-The root ring runs the scripts with the real init, cron and agent, and the image ring runs them as process 1.
+The root tests run the scripts with the real init, cron and agent, and the image tests run them as PID 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
 @pytest.fixture
 def top(tmp_path: Path) -> Path:
-    """Create the overlay in a scratch directory, and change the absolute paths in its scripts to paths in that
+    """Copy the overlay to a scratch directory, and change the absolute paths in its scripts to paths in that
     directory.
     """
     home = tmp_path / "opt/agent_shim"
@@ -320,9 +320,8 @@ def test_resolvectl_puts_link_name_servers_first_until_reverted(top: Path, comma
 
 
 def test_resolvectl_lists_name_servers_and_replaces_a_resolv_conf_link(top: Path) -> None:
-    """A normal file is changed in place, because it may be a mount.
-
-    A link is replaced by a file, because in a container the file of systemd-resolved does not exist.
+    """A normal resolv.conf is changed in place, because it may be a mount. A link is replaced with a file, because its
+    target, a file of systemd-resolved, does not exist in a container.
     """
     resolvectl, file = top / "opt/agent_shim/stand-ins/resolvectl", top / "etc/resolv.conf"
     file.write_text(BEFORE)

@@ -1,4 +1,4 @@
-"""Jobs that try to make the agent kill processes of others, or to keep their own processes from being killed."""
+"""Jobs that try to make the agent kill other jobs' processes, or to save their own processes from being killed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ WAITS = "echo begun >>$log; until [ -s {victim} ]; do sleep 0.02; done; cp {vict
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_new_pidfile_naming_a_foreign_process_is_ignored(world: JobTree) -> None:
-    """A process that the agent did not start survives the stop.
+    """The process was not started by the agent, so it survives the stop.
 
-    The service does not count as running, and its status says why.
+    The service is reported as not running, with the reason.
     """
     victim, go = world.base / "victim", world.base / "go"
     outside = f"until [ -e {go} ]; do sleep 0.02; done; sleep 600 & echo $! >{victim}; wait"
@@ -50,7 +50,7 @@ async def test_new_pidfile_naming_a_foreign_process_is_ignored(world: JobTree) -
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_pidfile_naming_a_process_of_the_agent_is_ignored(world: JobTree) -> None:
-    """Jobs could otherwise make the agent kill its own sshd, scripts or workers."""
+    """If the agent trusted the pidfile, a job could make it kill its own sshd, scripts or workers."""
     victim = world.base / "victim"
     async with world.supervising(world.job("web", WAITS.format(victim=victim), "exit 0", timeout=1)) as supervisor:
         await until(world.lines)
@@ -65,8 +65,8 @@ async def test_pidfile_naming_a_process_of_the_agent_is_ignored(world: JobTree) 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_pidfile_naming_a_keeper_is_ignored(world: JobTree) -> None:
-    """Not even a keeper of the service itself counts as its process. The pid of an old pidfile may become that of a new
-    keeper.
+    """Even the service's own keeper is not accepted as its process. A new keeper may get the pid that an old pidfile
+    names.
     """
     job = world.job("web", "echo $PPID >$pidfile; " + LASTING, "exit 0", timeout=1)
     async with world.supervising(job) as supervisor:
@@ -187,9 +187,9 @@ async def test_job_with_a_terabyte_environment_starts_and_stops(world: JobTree) 
 @pytest.mark.attack("a job hides a process so that stopping the job misses it")
 @pytest.mark.parametrize("how", ["", "daemon", "wipe"])
 async def test_stop_ends_a_process_whose_main_thread_has_exited(world: JobTree, how: str) -> None:
-    """The kernel shows such a process as a zombie although its other threads run.
+    """The kernel shows such a process as a zombie although its other threads are running.
 
-    It may be the service's main process or another one.
+    The process may be the service's main process or another one.
     """
     child = world.base / "child"
     start = f"exec {program('leaderless.py', '$pidfile', how)}"
@@ -227,9 +227,8 @@ async def test_stop_ends_processes_below_a_subreaper_of_the_job(world: JobTree) 
 
 
 async def test_session_created_after_the_pidfile_was_written_belongs_to_the_service(world: JobTree) -> None:
-    """A daemon creates a session after it has written its pidfile.
-
-    If it is killed, its worker, which only this session identifies, is killed before the next start.
+    """A daemon creates a session only after it has written its pidfile. If the daemon is killed, its worker can be
+    recognized only by this session. The worker is killed before the next start.
     """
     go, child = world.base / "go", world.base / "child"
     job = world.job("web", f"echo start >>$log; rm -f {go}; exec {program('late_session.py', '$pidfile', go, child)}")
@@ -247,7 +246,7 @@ async def test_session_created_after_the_pidfile_was_written_belongs_to_the_serv
 
 
 async def test_stop_needs_no_descriptor_per_process(world: JobTree) -> None:
-    """A job may have more processes than the agent may open descriptors."""
+    """A job may have more processes than the agent can have open descriptors."""
     start = f"for n in $(seq 60); do sleep 600 & done; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, "exit 0")) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid

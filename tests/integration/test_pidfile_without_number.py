@@ -35,7 +35,7 @@ COUNTED = f"echo start >>$log; echo $$ >$pidfile; {LASTING}"
 
 @pytest.mark.parametrize("text", ["", "0\n", "-1\n", "abc\n", "99999999999999\n", "4194304\n", None])
 async def test_invalid_pidfile_restarts_the_service(world: JobTree, text: str | None) -> None:
-    """The former process is killed once the new one runs."""
+    """The old process is killed once the new one is running."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         if text is None:
@@ -56,7 +56,9 @@ async def test_invalid_pidfile_restarts_the_service(world: JobTree, text: str | 
 
 
 async def test_start_after_an_invalid_pidfile_may_keep_the_running_process(world: JobTree) -> None:
-    """The start program of cf-rabbitmq-release starts nothing if the process runs, and only writes its pid again."""
+    """If the process is already running, the start program of cf-rabbitmq-release does not start it again but only
+    writes its pid.
+    """
     start = "echo start >>$log; if [ -e $log.pid ]; then cp $log.pid $pidfile; "
     start += f"else echo $$ | tee $log.pid >$pidfile; {LASTING}; fi"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -98,7 +100,7 @@ async def test_foreign_pid_in_the_pidfile_of_a_running_service_is_ignored(world:
 
 
 async def test_pidfile_that_is_empty_for_a_moment_causes_no_restart(world: JobTree) -> None:
-    """The agent looks a second time, and by then the file contains the pid again."""
+    """The agent reads the file a second time before it acts. By then, the file contains the pid again."""
     world.timing = replace(world.timing, cycle=600, look=0.5)
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid

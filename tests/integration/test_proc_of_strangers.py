@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 
 async def test_process_arguments_are_read_up_to_a_limit(tmp_path: Path) -> None:
-    """Without privileges, a process can make its arguments and environment appear as large as its address space."""
+    """A process needs no privileges to make its arguments and environment appear as large as its address space."""
     huge = process.spawn(argv("huge_environ.py", tmp_path / "pid"), env={"MARK": "web"})
     await until(lambda: number_in(tmp_path / "pid"))
 
@@ -28,8 +28,8 @@ async def test_process_arguments_are_read_up_to_a_limit(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job hides a process so that stopping the job misses it")
 async def test_process_without_its_main_thread_is_read_through_another_thread(tmp_path: Path) -> None:
-    """If the main thread has exited, the kernel shows memory, files and environment only under the ids of other
-    threads.
+    """After the main thread has exited, the kernel shows memory, files and environment of the process only under the
+    ids of its other threads.
     """
     headless = process.spawn(argv("leaderless.py", tmp_path / "pid"), env={"MARK": "web"}, cwd=tmp_path)
     await until(lambda: number_in(tmp_path / "pid"))
@@ -57,7 +57,9 @@ async def test_process_without_its_main_thread_is_read_through_another_thread(tm
 
 
 def test_process_that_blocks_proc_reads_is_skipped_until_the_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other processes are read, and no second read of the blocked one is started before the first has ended."""
+    """The agent reads the other processes, and does not try to read the blocked one again before the first read has
+    ended.
+    """
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.2)
     let_go = threading.Event()
     looked_at = []
@@ -76,8 +78,8 @@ def test_process_that_blocks_proc_reads_is_skipped_until_the_read_ends(monkeypat
 
 
 def test_number_of_blocked_proc_readers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a thousand processes of a job block their readers, the agent uses only a few threads and does without the
-    others' data.
+    """If a thousand processes block their readers, the agent uses only a few threads for them and leaves out the data
+    of the remaining processes.
     """
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.05)
     let_go = threading.Event()
@@ -93,7 +95,7 @@ def test_number_of_blocked_proc_readers_is_bounded(monkeypatch: pytest.MonkeyPat
 
 
 def test_files_in_use_are_reported(tmp_path: Path) -> None:
-    """Only the requested paths are returned, and only on the given devices."""
+    """Only the paths in question are reported, and only on the given devices."""
     opened = tmp_path / "opened"
     with opened.open("w"):
         found = proc.uses([os.getpid()], lambda path: path == str(opened), {tmp_path.stat().st_dev})
@@ -105,7 +107,7 @@ def test_files_in_use_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").stat().st_size, reason="a kernel that counts no descriptors")
 def test_files_in_use_are_found_among_many_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job can have millions of descriptors at no cost, so the agent must not read the links of all."""
+    """A job can open millions of descriptors at no cost, so the agent must not read all of their links."""
     looked_at: list[str] = []
 
     def wanted(path: str) -> bool:

@@ -29,7 +29,9 @@ SH = "/bin/sh"
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Provide an environment with a variable that identifies the test's processes. Kill those that remain."""
+    """Provide an environment with a variable that identifies the test's processes. Processes that remain after the test
+    are killed.
+    """
     yield {"PATH": "/bin:/usr/bin", "TEST_OF": str(tmp_path)}
     end_marked("TEST_OF", str(tmp_path))
 
@@ -39,7 +41,7 @@ def shell(script: str) -> list[str]:
 
 
 async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str]) -> None:
-    """A waiter may come before or after the exit. Without any waiter, the process is reaped too."""
+    """A caller may begin to wait before or after the exit. A process for which nobody waits is reaped too."""
     child = process.spawn(shell("exit 7"), env=env)
 
     assert await child.wait() == 7
@@ -117,7 +119,7 @@ async def test_process_output_is_appended_to_a_regular_file_without_hard_links(
 ) -> None:
     """Other users cannot read the file.
 
-    Links, hard links and pipes are refused, even if the pipe has a reader.
+    The agent refuses to write to symbolic links, to files with hard links, and to pipes, even if the pipe has a reader.
     """
     log = tmp_path / "log"
     for _ in range(2):
@@ -220,7 +222,9 @@ asyncio.run(main())
 
 @pytest.mark.attack("a job joins the process group of another script, a worker or sshd")
 async def test_process_cannot_join_the_group_of_a_spawned_program(env: dict[str, str], tmp_path: Path) -> None:
-    """Otherwise a process left behind by a script could join the group of root's script and receive its signals."""
+    """Otherwise a process that an earlier script left behind could join the process group of root's script and receive
+    the signals that the agent sends to the group.
+    """
     victim = process.spawn(["/bin/sleep", "600"], env=env)
     joining = f"import os; os.setpgid(0, {victim.pid})"
     attacker = process.spawn([sys.executable, "-S", "-c", joining], env=env, stderr=tmp_path / "errors")
@@ -242,7 +246,9 @@ asyncio.run(main())
 
 @pytest.mark.attack("a job reads the agent's terminal or types into it")
 def test_spawned_process_has_no_access_to_the_agents_terminal() -> None:
-    """Otherwise it could read from the terminal, type commands into it, or stop the agent by writing to it."""
+    """With access to the terminal, the process could read from it, type commands into it, or stop the agent by writing
+    to it.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", SPAWNING])
@@ -277,7 +283,9 @@ async def test_terminate_sends_sigterm_before_sigkill(
 
 
 async def test_terminate_kills_the_rest_of_the_group_when_its_leader_exits(env: dict[str, str], tmp_path: Path) -> None:
-    """The other process ignores SIGTERM, and the grace period of a minute is not waited for."""
+    """The other process ignores SIGTERM, but is killed without waiting for the end of the grace period, which is a
+    minute.
+    """
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
     member = await until(lambda: number_in(pidfile))
@@ -300,9 +308,9 @@ async def test_cancelled_terminate_kills_the_process(env: dict[str, str], tmp_pa
 async def test_process_group_is_signalled_only_until_its_leader_is_reaped(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single call reaches members that fork meanwhile.
+    """A single call reaches members even if they fork at the same time.
 
-    After the leader has been reaped, another process could have its pid.
+    After the leader has been reaped, another process could get its pid.
     """
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "killpg", lambda *each: sent.append(each))
@@ -318,7 +326,7 @@ async def test_process_group_is_signalled_only_until_its_leader_is_reaped(
 
 @pytest.mark.attack("a job exits so that its process id is reused between the check and the signal")
 async def test_signal_never_reaches_another_process_with_the_same_pid(env: dict[str, str]) -> None:
-    """A process is identified by its start time too, because its pid may be reused after its exit."""
+    """A pid may be reused after its process has exited, so the agent identifies processes by pid and start time."""
     child = process.spawn(["/bin/sleep", "600"], env=env)
 
     assert not process.reap(child.pid)
@@ -336,7 +344,7 @@ async def test_signal_never_reaches_another_process_with_the_same_pid(env: dict[
 
 @pytest.mark.parametrize("how", ["signal", "terminate"])
 async def test_terminate_of_an_adopted_process_spares_its_group(env: dict[str, str], tmp_path: Path, how: str) -> None:
-    """The process is a member of a group that another process leads."""
+    """The adopted process belongs to a group that another process leads."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
     member = process.adopt(await until(lambda: number_in(pidfile)))
@@ -353,7 +361,7 @@ async def test_terminate_of_an_adopted_process_spares_its_group(env: dict[str, s
 
 
 async def test_adoption_returns_none_unless_the_process_lives(env: dict[str, str]) -> None:
-    """It returns None if the process has exited, is a zombie, or has another start time."""
+    """The result is None if the process has exited, is a zombie, or has another start time."""
     child = process.spawn(shell("exec sleep 600"), env=env)
     again = process.adopt(child.pid, child.start_ticks)
 
@@ -371,7 +379,7 @@ async def test_adoption_returns_none_unless_the_process_lives(env: dict[str, str
 
 
 async def test_exit_status_of_an_adopted_process_is_known_from_kernel_6_15(env: dict[str, str], tmp_path: Path) -> None:
-    """Older kernels do not report the status of processes that are not children, so it is None."""
+    """Older kernels report an exit status only for children, so the status of an adopted process is None."""
     pidfile = tmp_path / "pid"
     script = f"sh -c 'echo $$ >{pidfile}; while [ ! -e {pidfile}.go ]; do sleep 0.01; done; exit 5' & wait"
     parent = process.spawn(shell(script), env=env)
@@ -390,7 +398,9 @@ def _kernel() -> tuple[int, int]:
 
 
 async def test_reaper_loses_no_exit_status_of_children(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forty children exit at once, and all exit codes are reported although the SIGCHLD handler reaps too."""
+    """Forty children exit at the same time. Every exit code is reported, although the SIGCHLD handler reaps children
+    too.
+    """
     # Simulate a kernel that does not report the status of a process after it was reaped.
     monkeypatch.setattr(fcntl, "ioctl", Mock(side_effect=OSError))
     with reaper.reaping():
@@ -401,7 +411,7 @@ async def test_reaper_loses_no_exit_status_of_children(env: dict[str, str], monk
 
 
 async def test_orphan_is_reparented_to_the_agent_and_reaped(env: dict[str, str], tmp_path: Path) -> None:
-    """A daemon that has forked twice becomes a child of the agent, which then learns its exit status."""
+    """A daemon that has forked twice becomes a child of the agent, so the agent can read its exit status."""
     pidfile = tmp_path / "pid"
     with reaper.reaping():
         assert await process.spawn(argv("fork_twice.py", pidfile), env=env).wait() == 0
@@ -418,7 +428,9 @@ async def test_orphan_is_reparented_to_the_agent_and_reaped(env: dict[str, str],
 async def test_processes_are_managed_without_pidfd(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an old kernel or with a strict seccomp profile, the agent relies on start times and polling."""
+    """On old kernels or with a strict seccomp profile, pidfds are not available, so the agent uses start times and
+    polling.
+    """
 
     def refuse(pid: int) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -440,9 +452,8 @@ async def test_processes_are_managed_without_pidfd(
 
 
 def test_spawned_process_does_not_inherit_ignored_signals(tmp_path: Path) -> None:
-    """The agent's parent, such as nohup, may have made it ignore or block signals.
-
-    A job that inherited this could not be interrupted.
+    """The agent may have been started by a program such as nohup, which makes it ignore or block signals. A job that
+    inherited this could not be interrupted.
     """
     program = """
 import os, signal, subprocess
@@ -465,6 +476,7 @@ os.execv(sys.argv[1], sys.argv[1:])
     )
 
     _, blocked, _, ignored = done.stdout.split()
-    # Exclude the C library's two internal signals: since 3.13 subprocess uses posix_spawn, whose child ignores them.
+    # Exclude two internal signals of the C library. Since Python 3.13, subprocess uses posix_spawn, whose child ignores
+    # them.
     of_libc = 1 << 31 | 1 << 32 if sys.version_info >= (3, 13) else 0
     assert (int(blocked, 16), int(ignored, 16) & ~of_libc) == (0, 0)

@@ -1,4 +1,6 @@
-"""Jobs without a process that write 1 into their pidfile. As under monit, they count as running."""
+"""Jobs without a process whose start program writes 1 into the pidfile. As under monit, such jobs are reported as
+running.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ START = "echo start >>$log; echo 1 >>$pidfile"
 
 @pytest.fixture(autouse=True)
 def signalled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the processes and groups to which signals are sent, and do not send those for PID 1."""
+    """Record the processes and groups to which signals are sent. Signals to PID 1 are recorded but not sent."""
     meant: list[int] = []
 
     def note(send: Callable[[int, int], None], pid_of: Callable[[int], int]) -> Callable[[int, int], None]:
@@ -46,9 +48,8 @@ def _pid_of(pidfd: int) -> int:
 async def test_job_whose_pidfile_names_pid_1_runs_and_stops(
     world: JobTree, signalled: list[int], stop: str | None
 ) -> None:
-    """It starts again even if the pidfile remained after the stop.
-
-    Memory and CPU usage of PID 1 are not reported as the job's.
+    """The job can be started again even if its pidfile remained after the stop. The memory and CPU usage of PID 1 are
+    not reported as the job's.
     """
     stops = ["stop"] if stop else []
     async with world.supervising(world.job("rules", START, stop)) as supervisor:
@@ -103,7 +104,7 @@ async def test_restarted_agent_finds_a_job_running_whose_pidfile_names_pid_1(wor
 
 
 async def test_pid_1_in_a_pidfile_older_than_the_start_is_ignored(world: JobTree) -> None:
-    """The file was written in an earlier container, where pid 1 may have been a process of the job."""
+    """The file was written in an earlier container, in which PID 1 may have been a process of the job."""
     job = world.job("rules", "echo start >>$log; exit 1", None)
     world.pidfile("rules").parent.mkdir(parents=True, exist_ok=True)
     world.pidfile("rules").write_text("1\n")

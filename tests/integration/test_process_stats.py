@@ -11,7 +11,9 @@ from tests.support.waiting import until
 
 
 async def test_process_statistics_cover_its_tree(world: JobTree) -> None:
-    """Memory is the sum for the process and its children, in numbers that the CLI can decode."""
+    """The memory is the sum over the process and its children. The types of the numbers are those that the CLI can
+    decode.
+    """
     start = "sleep 600 & echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -39,7 +41,7 @@ async def test_memory_percentage_is_relative_to_the_container(world: JobTree, mo
 async def test_cpu_percentage_covers_the_time_since_the_last_query(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """100 % means all CPUs together. An idle process has a lower share than a busy one."""
+    """100 % means all CPUs together. A busy process has a higher value than an idle one."""
     monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 0.05)
     busy = world.job("busy", "echo $$ >$pidfile; while :; do :; done", "kill -9 $(cat $pidfile)")
     async with world.supervising(busy, world.job("idle")) as supervisor:
@@ -61,7 +63,7 @@ def _stat(pid: int) -> proc.Stat:
 
 
 async def test_unmonitored_process_has_no_statistics(world: JobTree) -> None:
-    """monit shows none either. The pid is still reported while the process runs."""
+    """As in monit, all statistics are zero. The pid is reported as long as the process runs."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()

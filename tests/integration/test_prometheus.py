@@ -1,5 +1,5 @@
-"""Agents with a real Prometheus (Debian package ``prometheus``): promtool accepts our files, and the alerting rules
-fire.
+"""A real Prometheus (Debian package ``prometheus``): promtool accepts this project's files, and the alerting rules fire
+for real agents.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def scratch() -> Iterator[Path]:
 
 
 def tool(name: str) -> str:
-    """Return the path of a program of the Debian package."""
+    """Return the path of a program in the Debian package."""
     found = shutil.which(name)
     assert found, f"{name} is missing: ./dev ci installs it (Debian package prometheus)"
     return found
@@ -95,7 +95,7 @@ def test_scrape_config_for_bosh_exporter_has_one_target_per_agent(scratch: Path)
 
 @dataclass
 class ScrapedAgent:
-    """A running agent, whose metrics are scraped at ``port``."""
+    """A running agent whose metrics are available at ``port``."""
 
     paths: Paths
     port: int
@@ -104,7 +104,7 @@ class ScrapedAgent:
 
 @asynccontextmanager
 async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIterator[ScrapedAgent]:
-    """Run an agent whose files are in ``scratch``. Its jobs end with it."""
+    """Run an agent whose files are in ``scratch``. When it ends, its jobs end too."""
     scratch.mkdir(exist_ok=True)
     port = free_port()
     written = scratch / "agent.json"
@@ -140,7 +140,9 @@ def laid(scratch: Path, files: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
-    """Run Prometheus with our rules, but with shorter waiting times and one scrape per second. Yield its port."""
+    """Run Prometheus with the project's rules, but with shorter waiting times and one scrape per second. Yield its
+    port.
+    """
     rules = yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())
     for group in rules["groups"]:
         group["interval"] = "1s"
@@ -175,7 +177,7 @@ async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
 
 
 def asked(port: int, path: str) -> bytes:
-    """Return a server's response, or an empty value while it does not listen."""
+    """Return a server's response, or an empty value if nothing listens on the port."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
             content: bytes = answer.read()

@@ -49,7 +49,7 @@ async def test_reaper_reaps_a_limited_number_per_loop_iteration() -> None:
 
 
 async def test_reaper_reaps_all_dead_children_including_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One SIGCHLD may stand for many exits, and children that exited before the block send none."""
+    """A single SIGCHLD may announce several exits, and children that exited before the block began send no signal."""
     answers = [True, True, False]
     monkeypatch.setattr(reaper, "reap_some", lambda: answers.pop(0))
     with reaper.reaping():
@@ -60,8 +60,8 @@ async def test_reaper_reaps_all_dead_children_including_earlier_ones(monkeypatch
 
 
 async def test_many_exits_do_not_displace_other_signals(capfd: pytest.CaptureFixture[str]) -> None:
-    """Thousands of SIGCHLD must not fill asyncio's wake-up pipe, which would lose SIGTERM and print a warning each
-    time.
+    """Thousands of SIGCHLD signals must not fill asyncio's wake-up pipe. If they did, SIGTERM would be lost, and
+    asyncio would print a warning for each signal.
     """
     before, heard = signal.getsignal(signal.SIGTERM), asyncio.Event()
     process.on_signal(signal.SIGTERM, heard.set)

@@ -1,4 +1,4 @@
-"""Those parts of ``./dev release`` that need no container."""
+"""The parts of ``./dev release`` that need no container."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def release(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_release_build_of_wheel_and_source_is_reproducible(tmp_path: Path) -> None:
-    """A second build gives the same files, and ``--compare`` names a file that differs.
-
-    Both archives have the marker py.typed, and the checksums are right.
+    """A second build produces identical files, and ``--compare`` names a file that differs. The wheel and the source
+    archive contain py.typed, and the checksums are right.
     """
     for place in ("first", "second"):
         parts = "--only=wheel", "--only=notes", f"--image={OWN[platform.machine()]}=base"
@@ -53,7 +52,7 @@ def test_release_build_of_wheel_and_source_is_reproducible(tmp_path: Path) -> No
 
 
 def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
-    """The digest of an OCI archive is that of its manifest, which stays the same when the image is pushed."""
+    """The digest of an OCI archive is the digest of its manifest, which does not change when the image is pushed."""
     index = {"manifests": [{"digest": "sha256:" + "a" * 64}]}
     (tmp_path / "index.json").write_text(json.dumps(index))
     with tarfile.open(tmp_path / "image.tar", "w") as archive:

@@ -1,4 +1,4 @@
-"""Rotation of job logs by the real worker while they are written."""
+"""Rotation of job logs by the real worker while programs write to them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rotator(logs: Path, limits: RotationLimits = SMALL, told: str = "") -> Rotat
 
 
 def rotated(logs: Path, path: str, most: int) -> copytruncate.Moved:
-    """Rotate one log. Return the numbers of bytes that were moved and lost."""
+    """Rotate one log. Return how many bytes were moved and how many were lost."""
     root = os.open(logs, os.O_RDONLY)
     try:
         return copytruncate.rotate(root, path, 7, most)
@@ -93,7 +93,9 @@ async def test_log_archives_are_renumbered_and_the_oldest_is_removed(logs: Path)
 
 
 async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
-    """Until the limit is met, the oldest archive of the job whose archives use the most space is removed."""
+    """Archives are removed until the total size is within the limit. Each time, the oldest archive of that job is
+    removed whose archives use the most space.
+    """
     for age, name in enumerate(["web/new.log.1.gz", "web/old.log.3.gz", "top.log.1.gz", "web/x.log"]):
         (logs / name).write_bytes(os.urandom(8192))
         os.utime(logs / name, (0, 1_000_000 - age))
@@ -127,8 +129,8 @@ for number in range(4000):
     numbers = sorted(log.parent.glob("web.log.*.gz"), key=lambda path: -int(path.name.split(".")[2]))
     lines = b"".join([*(gzip.decompress(path.read_bytes()) for path in numbers), log.read_bytes()]).splitlines()
 
-    # Lines that are written between the last read and the truncation are lost, and the first one may be cut. Their
-    # number depends on the scheduler, so only the gaps are counted.
+    # Lines that are written between the last read and the truncation are lost, and the first line after the gap may be
+    # cut. How many are lost depends on the scheduler, so the test counts only the gaps.
     whole = [line for line in lines if len(line) == 6]
     assert whole == sorted(set(whole))
     assert len(lines) - len(whole) <= len(numbers)
@@ -153,9 +155,11 @@ def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: 
 
 
 async def test_rotation_of_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The loss is logged and noted in the archive, and older archives of the job are kept.
+    """Only the end of the log is archived. The loss is logged and noted in the archive, and older archives of the job
+    are kept.
 
-    A log whose size the deployment allows is archived completely, even if it exceeds the limit for all archives.
+    If the log is not larger than the deployment allows, it is archived completely, even if it exceeds the limit for all
+    archives.
     """
     log, older, large = logs / "web/runaway.log", logs / "web/older.log.1.gz", logs / "web/large.log"
     older.write_bytes(os.urandom(400_000))
@@ -189,7 +193,9 @@ async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pyte
 
 
 def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log may grow by half while it is compressed, and is then truncated even if more is being written."""
+    """A log is truncated at the latest when it has grown by half during the compression, even if the program keeps
+    writing.
+    """
     log, size = logs / "web/web.log", 4 * files.CHUNK_BYTES
     log.write_bytes(b"x" * size)
     read = os.read
@@ -206,9 +212,8 @@ def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: p
 
 
 async def test_hole_left_by_a_non_appending_writer_is_not_counted(logs: Path) -> None:
-    """After the truncation, the program writes at its old position.
-
-    The hole before that is neither copied nor counted as size.
+    """After the truncation, the program continues to write at its old position, which leaves a hole at the beginning of
+    the file. The hole is neither copied nor included in the size.
     """
     log = logs / "web/web.log"
     with log.open("wb", buffering=0) as out:
@@ -226,9 +231,8 @@ async def test_hole_left_by_a_non_appending_writer_is_not_counted(logs: Path) ->
 
 
 async def test_deployment_log_size_overrides_the_configured_one(logs: Path) -> None:
-    """The deployment's size is ``properties.logging.max_log_file_size``.
-
-    If it is invalid, the configured size applies.
+    """The deployment sets the size with ``properties.logging.max_log_file_size``. If its value is invalid, the size in
+    the agent's configuration applies.
     """
     log = logs / "web/web.log"
     log.write_text("x" * 5000)
@@ -244,7 +248,9 @@ async def test_deployment_log_size_overrides_the_configured_one(logs: Path) -> N
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
 async def test_rotation_ignores_links_and_hard_links(logs: Path, tmp_path: Path) -> None:
-    """Otherwise a job could have any file of the machine read or truncated, or given to another owner."""
+    """If the agent followed links, a job could make it read or truncate any file on the machine, or change its
+    owner.
+    """
     secret = tmp_path / "secret"
     secret.write_text("s" * 1000)
     elsewhere = tmp_path / "elsewhere"
@@ -277,7 +283,7 @@ async def test_rotation_ignores_links_and_hard_links(logs: Path, tmp_path: Path)
 
 
 async def test_logrotate_rule_is_disabled_while_the_agent_rotates(logs: Path) -> None:
-    """The rule was installed by the Go agent. A handback enables it again."""
+    """The Go agent has installed a logrotate rule for the same logs. A handback enables the rule again."""
     rule = Paths(logs.parents[2]).logrotate_rule
     rule.parent.mkdir(parents=True)
     rule.write_text("the Go agent's")
@@ -299,8 +305,8 @@ async def test_logrotate_rule_is_disabled_while_the_agent_rotates(logs: Path) ->
 async def test_agent_does_not_rotate_if_logrotate_cannot_be_disabled(
     logs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both would rotate the same logs if ``/etc`` is read-only, so the agent leaves them to logrotate and logs a
-    warning.
+    """If ``/etc`` is read-only, the rule cannot be disabled, and the agent and logrotate would both rotate the same
+    logs. The agent therefore leaves the logs to logrotate and logs a warning.
     """
     rule = Paths(logs.parents[2]).logrotate_rule
     rule.parent.mkdir(parents=True)
@@ -334,7 +340,7 @@ def test_disabled_rotation_enables_the_logrotate_rule(tmp_path: Path, caplog: py
 
 
 async def test_log_that_cannot_be_rotated_does_not_stop_others(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its archive cannot be created because there is a directory with that name."""
+    """One log cannot be rotated because a directory has the name of its archive."""
     (logs / "web/bad.log").write_text("b" * 1000)
     (logs / "web/bad.log.2.gz").mkdir()
     (logs / "web/bad.log.1.gz").mkdir()
@@ -368,7 +374,7 @@ def test_log_sizes_are_written_as_for_logrotate(text: str, number: int | None) -
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")
 async def test_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its name is escaped in the agent's log, so that it cannot forge lines or control a terminal."""
+    """The name is escaped in the agent's log, so that it cannot forge lines or control a terminal."""
     caplog.set_level("INFO")
     evil = logs / "web" / os.fsdecode(b"\xff\n\x1b[2J.log")
     for path in (evil, logs / "web/good.log"):
@@ -385,9 +391,8 @@ async def test_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: p
 
 
 async def test_rotation_handles_hundreds_of_thousands_of_archives(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round removes a limited number of the oldest archives.
-
-    Empty archives use no space, so they are ignored.
+    """One round removes only a limited number of archives, the oldest first. Empty archives use no space, so they are
+    ignored.
     """
     monkeypatch.setattr(rotation, "MAX_REMOVED", 10)
     for number in range(500):
@@ -438,7 +443,7 @@ async def test_many_logs_of_one_job_do_not_block_the_rotation_of_others(
 @pytest.mark.parametrize("planted", ["second names", "archives of the future"])
 async def test_archives_of_one_job_do_not_displace_those_of_another(logs: Path, planted: str) -> None:
     """If all archives together exceed the limit, only archives of the job that uses the most space are removed, even if
-    they are newer. Archives with several hard links are not counted.
+    they are newer than those of other jobs. Archives with several hard links are not included in the total.
     """
     (logs / "zoo").mkdir()
     good = logs / "zoo/good.log.1.gz"

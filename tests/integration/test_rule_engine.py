@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 
 async def test_process_above_a_resource_limit_is_failing_and_keeps_running(world: JobTree) -> None:
-    """One alert with monit's words is sent, and the service is failing as long as the limit is exceeded."""
+    """One alert with monit's text is sent. The service is failing as long as the limit is exceeded."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb for 2 cycles then alert", "if children > 50 then alert")
     async with world.checking(job) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -67,8 +67,8 @@ async def states_until(supervisor: Supervisor, last: str) -> list[str]:
 
 
 async def test_process_is_starting_until_its_socket_answers(world: JobTree) -> None:
-    """Connection rules are checked right after the start, long before the first cycle, because the Director trusts the
-    first "running".
+    """The Director trusts the first "running". Connection rules are therefore checked right after the start, long
+    before the first cycle.
     """
     world.timing = replace(world.timing, cycle=60)
     there = world.base / "socket"
@@ -100,7 +100,7 @@ async def test_process_whose_socket_never_answers_is_never_running(world: JobTre
 
 
 async def test_rules_of_a_changed_monit_file_take_effect(world: JobTree) -> None:
-    """This works even if there were no rules before, when no task checks any."""
+    """Rules also take effect if there were none before, so that no task for checking rules was running."""
     async with world.checking(world.job("web", None, "exit 0")) as supervisor:
         await in_state(supervisor, "web", "running")
         await asyncio.sleep(2 * world.timing.cycle)
@@ -136,9 +136,9 @@ async def test_cpu_rule_measures_cpu_time_between_cycles(world: JobTree) -> None
 
 
 async def test_restart_by_a_rule_is_counted_as_a_restart(world: JobTree) -> None:
-    """The restarts count for a rule that limits them.
+    """A rule that limits the number of restarts takes these restarts into account.
 
-    The new process counts as running only after a check has passed.
+    The new process is reported as running only after it has passed a check.
     """
     statements = ("if memory > 1 kb then restart", "if 2 restarts within 9999 cycles then unmonitor")
     job = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $pidfile)", *statements)
@@ -159,7 +159,9 @@ async def test_restart_by_a_rule_is_counted_as_a_restart(world: JobTree) -> None
 
 
 async def test_restarted_process_does_not_inherit_failed_checks(world: JobTree) -> None:
-    """Each process must fail as often as the rule says before it is restarted."""
+    """A new process must fail as often as the rule requires before it is restarted, regardless of its predecessor's
+    failures.
+    """
     job = world.job("web", None, "kill $(cat $pidfile)", "if memory > 1 kb for 4 cycles then restart")
     async with world.checking(job) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
@@ -259,16 +261,15 @@ async def test_hanging_port_check_does_not_delay_other_checks(world: JobTree) ->
 
 
 async def test_check_result_applies_only_to_the_process_that_was_checked(world: JobTree) -> None:
-    """A process is killed during a check that would fail.
-
-    Its successor is started once, and is not restarted because of that check.
+    """A process is killed during a check that is going to fail. Its successor is started once, and is not restarted
+    because of the check of the old process.
     """
     asked: list[asyncio.Event] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = asyncio.Event()
         asked.append(first)
-        if len(asked) <= 2:  # the checks at the start and in the first cycle
+        if len(asked) <= 2:  # The first two connections come from the checks at the start and in the first cycle.
             await reader.read()  # do not answer until the check times out
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         writer.close()
@@ -297,7 +298,7 @@ async def test_check_result_applies_only_to_the_process_that_was_checked(world: 
 
 
 async def test_failing_service_recovers_when_its_port_opens(world: JobTree) -> None:
-    """The recovery is also reported as an event."""
+    """An event reports the recovery too."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} for 2 cycles then alert"
@@ -333,7 +334,9 @@ check device lost with path {world.base}/absent
 
 
 async def test_out_of_memory_kill_is_reported_as_such(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kill is recognized by the container's OOM counter, and the next exit by SIGKILL counts as an ordinary one."""
+    """The agent recognizes the kill by the container's OOM counter. The next exit caused by SIGKILL is reported as an
+    ordinary one.
+    """
     kills = [7]
     monkeypatch.setattr(cgroups, "oom_level", lambda *_: (2, Path("/")))
     monkeypatch.setattr(cgroups, "oom_kills_of", lambda *_: kills[0])
@@ -354,7 +357,9 @@ async def test_out_of_memory_kill_is_reported_as_such(world: JobTree, monkeypatc
 
 
 async def test_invalid_monit_file_is_reported_once_per_mistake(world: JobTree) -> None:
-    """The alert names place and reason. It is sent again only if the file has another mistake."""
+    """The alert contains the position and the reason. Another alert is sent only when the file contains a different
+    mistake.
+    """
     bad = JobFile("bad", "", "check nonsense")
     async with world.checking(bad, world.job("web")) as supervisor:
         found = [(each.service, each.event, each.action) for each in world.events]

@@ -1,7 +1,7 @@
-"""Rules from public releases, and checks of hosts and files, tested by their effect on state, alerts, programs and
-restarts.
+"""Rules from public releases, and checks of hosts and files. The tests compare the resulting states, alerts, program
+runs and restarts.
 
-Docstrings name the release whose monit file a test follows.
+If a test follows the monit file of a release, its docstring names the release.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 
 class Web:
-    """A web server that can be opened and closed on the same port."""
+    """A web server that can be stopped and started again on the same port."""
 
     def __init__(self) -> None:
         self.status = "200 OK"
@@ -94,7 +94,7 @@ async def test_check_host_of_a_dead_haproxy_fails_the_instance(world: JobTree, w
 
 
 async def test_check_host_is_starting_until_its_first_check(world: JobTree, web: Web) -> None:
-    """The Director believes the first ``running``, so it must not come before the check."""
+    """The Director trusts the first ``running``, so it must not be reported before the first check has passed."""
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then alert\n group vcap\n"
     async with world.supervising(JobFile("far", "", text)) as supervisor:
         await in_state(supervisor, "far", "running")
@@ -106,7 +106,9 @@ async def test_check_host_is_starting_until_its_first_check(world: JobTree, web:
 
 
 async def test_check_host_restarts_in_each_failing_cycle(world: JobTree, web: Web) -> None:
-    """app-autoscaler's scheduler has ``check host … if failed url … then restart``, here with and without programs."""
+    """The scheduler in app-autoscaler has ``check host … if failed url … then restart``, here with and without start
+    and stop programs.
+    """
     start, stop = (world.script("health", verb, f"echo {verb} >>$log") for verb in ("start", "stop"))
     text = f"""
     check host scheduler-health with address localhost
@@ -169,7 +171,7 @@ async def test_check_host_skips_port_checks_of_a_host_that_fails_ping(
 
 
 async def test_failed_url_check_restarts_a_process(world: JobTree, web: Web) -> None:
-    """The rule is that of swarm_manager in docker-boshrelease: ``if (failed url … ) then restart``."""
+    """The rule of swarm_manager in docker-boshrelease: ``if (failed url … ) then restart``."""
     await web.open()
     rule = f"if (failed url http://127.0.0.1:{web.port}/info and content != 'x' for 2 cycles) then restart"
     async with world.checking(world.job("manager", None, "kill $(cat $pidfile)", rule)) as supervisor:
@@ -183,7 +185,7 @@ async def test_failed_url_check_restarts_a_process(world: JobTree, web: Web) -> 
 
 
 async def test_closed_udp_port_restarts_a_process(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule is that of ingestor_syslog in logsearch: ``if failed port … type udp``."""
+    """The rule of ingestor_syslog in logsearch: ``if failed port … type udp``."""
     monkeypatch.setattr("agent_shim.supervisor.network_checks.REFUSAL_S", 0.1)
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind(("127.0.0.1", 0))
@@ -202,9 +204,8 @@ async def test_closed_udp_port_restarts_a_process(world: JobTree, monkeypatch: p
 
 
 async def test_changed_file_runs_a_program_with_monit_variables(world: JobTree) -> None:
-    """The rule is that of nginx in prometheus-boshrelease, ``if changed timestamp then exec``.
-
-    Its program runs once for each change.
+    """The rule of nginx in prometheus-boshrelease: ``if changed timestamp then exec``. The program runs once for each
+    change.
     """
     hosts = world.base / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
@@ -230,7 +231,7 @@ async def test_changed_file_runs_a_program_with_monit_variables(world: JobTree) 
 
 
 async def test_file_above_its_size_limit_is_failing(world: JobTree) -> None:
-    """The rule is that of queue in logsearch: ``if size > …``."""
+    """The rule of queue in logsearch: ``if size > …``."""
     dump = world.base / "dump.rdb"
     dump.write_bytes(bytes(100))
     text = f"check file dump with path {dump}\n if size > 1 kb for 2 cycles then alert\n group vcap\n"
@@ -248,7 +249,7 @@ async def test_file_above_its_size_limit_is_failing(world: JobTree) -> None:
 
 
 async def test_file_check_that_finds_a_directory_restarts(world: JobTree) -> None:
-    """monit applies this implicit rule to each check of a file, directory or FIFO."""
+    """monit implicitly applies this rule to every check of a file, directory or FIFO."""
     pid = world.base / "run"
     stop, start = (
         world.script("run", verb, body) for verb, body in (("stop", f"rmdir {pid}"), ("start", f"touch {pid}"))
@@ -265,8 +266,8 @@ async def test_file_check_that_finds_a_directory_restarts(world: JobTree) -> Non
 
 
 async def test_missing_file_is_created_by_its_start_program(world: JobTree) -> None:
-    """As under monit, no stop program is needed, for example in capi-release (nfs_mounter) and os-conf-release
-    (iptables).
+    """As under monit, a check without a stop program works too. There are such checks in capi-release (nfs_mounter) and
+    os-conf-release (iptables).
     """
     crontab = world.base / "crontab"
     start = world.script("mounter", "start", f"echo start >>$log; touch {crontab}")
@@ -295,7 +296,9 @@ async def test_directory_check_without_programs_fails_while_the_directory_is_mis
 
 
 async def test_match_rule_runs_its_program_for_each_new_line(world: JobTree) -> None:
-    """Lines written before the check started, incomplete lines, and lines of ``ignore match`` do not count."""
+    """Lines that were written before the check started, incomplete lines, and lines that match ``ignore match`` are
+    ignored.
+    """
     log = world.base / "app.log"
     log.write_text("error: old\n")
     body = 'echo "$MONIT_DESCRIPTION" >>$log'

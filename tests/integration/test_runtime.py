@@ -1,4 +1,4 @@
-"""Callbacks of the runtime, tested by their effect on bus, volume and jobs."""
+"""The callbacks of the agent's runtime, tested by their effects on the bus, the volume and the jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAMS = Path("tests/support/programs").resolve()
 
 
 def played(program: str, *arguments: object) -> str:
-    """Return the command of an agent that runs through ``program``, which modifies it."""
+    """Return the command for an agent that is run by ``program``, which modifies it first."""
     return shlex.join([sys.executable, str(PROGRAMS / program), *map(str, arguments), *shlex.split(COMMAND)[3:]])
 
 
@@ -105,7 +105,7 @@ async def test_reconnect_updates_the_packet_filter(instance: RunningAgent) -> No
 
 
 async def test_jobs_start_only_after_the_late_boot_steps(instance: RunningAgent) -> None:
-    """Jobs need, for example, the trusted CAs as soon as they start."""
+    """Jobs need the results of these steps, such as trusted CAs, as soon as they start."""
     prepared = instance.base / "data/prepared"
     await instance.deploy(more={"more": {"bin/pre-start": f"#!/bin/sh\ntouch {prepared}\n", "monit": ""}})
     await instance.kill_agent()
@@ -128,7 +128,7 @@ async def test_jobs_start_only_after_the_late_boot_steps(instance: RunningAgent)
 
 
 async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: RunningAgent) -> None:
-    """The Go agent's marker says that they are stopped, and there is no saved state of this supervisor."""
+    """There is no saved state of this supervisor, but a marker file of the Go agent says that the jobs are stopped."""
     await instance.deploy()
     await instance.run("stop")
     await instance.kill_agent()
@@ -145,7 +145,7 @@ async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: Running
 
 
 async def test_default_monit_password_of_the_go_agent_is_replaced(instance: RunningAgent) -> None:
-    """The Go agent's default is public. Once replaced, the password stays the same."""
+    """The Go agent's default password is public. The password that replaces it stays the same after a restart."""
     user = Paths(instance.base).monit_user
     user.parent.mkdir(parents=True)
     user.write_text(f"vcap:{GO_AGENT_PASSWORD}\n")
@@ -169,7 +169,8 @@ async def test_metrics_separate_running_from_waiting_tasks_and_sent_from_repeate
     await instance.deploy(more={"long": LONG})
     for times in (1.0, 2.0):
         os.kill(instance.pids()["job0"], signal.SIGKILL)
-        # Wait until the agent has seen the process, because an earlier exit would count as a failed start.
+        # Wait until the agent has seen the process. If the process exited earlier, this would be a failed start and not
+        # a restart.
         restarted = {'agent_shim_process_restarts_total{process="job0"}': times}
         await until_scraped(instance.http, {**restarted, 'agent_shim_process_up{process="job0"}': 1.0})
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""Job logs are escaped on a terminal, so that they cannot control it, and unchanged in a pipe."""
+"""Job logs are escaped if they are printed on a terminal, because they could control it. In a pipe, they are
+unchanged.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The last steps before a sandboxed program runs, as the program itself sees them.
+"""The last steps before a sandboxed program runs. The program itself reports their effects.
 
-The steps run in the child process, so they do not affect the process of the tests.
+The steps run in a child process, so they do not affect the test process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def order(**members: Any) -> sandbox_exec.ExecSpec:
 
 
 def in_memory(wanted: sandbox_exec.ExecSpec) -> int:
-    """Return a descriptor of a file in memory that contains the spec."""
+    """Write the spec to a file in memory, and return its descriptor."""
     descriptor = os.memfd_create("spec")
     os.write(descriptor, json.dumps(wanted).encode() + b"\n")
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -36,7 +36,7 @@ def in_memory(wanted: sandbox_exec.ExecSpec) -> int:
 
 
 async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None, dict[str, str]]:
-    """Run the program of this spec. Return its exit code and its output lines by name."""
+    """Run the program that the spec describes. Return its exit code and the values it printed, keyed by field name."""
     descriptor = in_memory(wanted)
     out = tmp_path / "out"
     status = await process.spawn([*sandbox.launcher(), "0"], env={}, stdin=descriptor, stdout=out, stderr=out).wait()
@@ -50,9 +50,8 @@ async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None
 
 @pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 async def test_sandboxed_program_has_no_capabilities_and_default_signals(tmp_path: Path) -> None:
-    """It cannot gain capabilities either.
-
-    Signals that Python ignores, such as SIGPIPE, have their default effect again.
+    """The program cannot gain capabilities either, and signals that Python ignores, such as SIGPIPE, have their default
+    effect again.
     """
     status, found = await run(tmp_path, order())
 
@@ -67,7 +66,8 @@ async def test_sandboxed_program_has_no_capabilities_and_default_signals(tmp_pat
 async def test_sandboxed_user_has_no_groups_and_only_requested_capabilities(tmp_path: Path) -> None:
     """Supplementary groups of the agent are dropped.
 
-    The requested capability is in all sets, and all others are removed even from the bounding set.
+    The requested capability is in all of the program's capability sets. All other capabilities are removed, even from
+    the bounding set.
     """
     wanted = capabilities.privileges().effective & {"NET_BIND_SERVICE"}
     numbers = [capabilities.NAMES.index(name) for name in wanted]
@@ -87,7 +87,7 @@ async def test_sandboxed_user_has_no_groups_and_only_requested_capabilities(tmp_
 
 
 async def test_privileged_sandbox_keeps_its_capabilities(tmp_path: Path) -> None:
-    """This is for processes with ``unsafe.privileged`` in bpm.yml."""
+    """Processes with ``unsafe.privileged`` in bpm.yml run in this way."""
     _, found = await run(tmp_path, order(keeps_privileges=True))
 
     assert found["NoNewPrivs"] == str(int(capabilities.privileges().no_new_privs))
@@ -95,7 +95,7 @@ async def test_privileged_sandbox_keeps_its_capabilities(tmp_path: Path) -> None
 
 
 async def test_sandbox_limits_are_capped_at_the_hard_limit(tmp_path: Path) -> None:
-    """A higher limit is replaced by the hard limit, and a warning is printed."""
+    """A limit above the hard limit is replaced with the hard limit, and a warning is printed."""
     _, found = await run(tmp_path, order(limits={"RLIMIT_NOFILE": 77, "RLIMIT_CORE": 4096}))
     assert found["Max open files"].split()[:2] == ["77", "77"]
     assert found["Max core file size"].split()[:2] == ["4096", "4096"]
@@ -113,7 +113,9 @@ async def test_sandbox_limits_are_capped_at_the_hard_limit(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", [0, 3])
 async def test_sandboxed_program_does_not_inherit_its_spec(tmp_path: Path, number: int) -> None:
-    """The descriptor of the spec must be closed, because the spec contains the program's restrictions."""
+    """The descriptor from which the spec was read must be closed, because the spec contains the program's
+    restrictions.
+    """
     out = tmp_path / "out"
     descriptor = in_memory(order(argv=["/bin/sh", "-c", "readlink /proc/$$/fd/*"], env={"PATH": "/bin"}))
     redirected = "0</dev/null" if number else ""
@@ -138,7 +140,7 @@ async def plainly(argv: Sequence[str], stdin: int) -> process.Process:
 
 
 async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path) -> None:
-    """If recording fails, the program is not executed."""
+    """If the pid cannot be recorded, the program is not executed."""
     marker = tmp_path / "marker"
     wanted = order(argv=["/bin/sh", "-c", f"echo >{marker}"])
     with pytest.raises(ValueError, match="full"):
@@ -150,7 +152,7 @@ async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path)
 
 
 async def test_sandbox_setup_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A volume on a file server that does not respond can block the mounts in the new namespace."""
+    """If a file server does not respond, mounting its volume in the new namespace can block."""
     started = []
 
     async def held(_: Sequence[str], stdin: int) -> process.Process:
@@ -168,12 +170,13 @@ async def test_sandbox_setup_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("inherited", "own"), [("-500", 0), ("0", 0), ("300", 300)])
 def test_sandboxed_job_does_not_inherit_the_agents_oom_protection(tmp_path: Path, inherited: str, own: int) -> None:
-    """A negative OOM score becomes 0. A positive one, with which the kernel kills the job first, is kept."""
+    """A negative OOM score becomes 0. A positive score makes the kernel kill the job first, so it is kept."""
     score = tmp_path / "oom_score_adj"
     score.write_text(inherited)
     sandbox_exec.reset_oom_score(str(score))
 
-    # Unlike in a kernel file, the new value is appended to the old one here, because it is written after the read.
+    # In this ordinary file, the new value is appended to the old one, because it is written after the read. In a kernel
+    # file, it would replace the old value.
     assert int(score.read_text().removeprefix(inherited) or inherited) == own
 
 
@@ -246,7 +249,7 @@ echo moved: $?
 
 @pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="the kernel has no Landlock")
 async def test_sandboxed_program_can_move_and_truncate_files_in_its_volume(tmp_path: Path) -> None:
-    """Landlock rules must also allow moving files between directories, and truncating them."""
+    """The Landlock rules must also allow the program to move files between directories and to truncate them."""
     shown = tmp_path / "shown"
     shown.mkdir()
     system = [sandbox.bind_mount(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc")]
@@ -277,7 +280,9 @@ async def test_sandbox_init_exits_like_its_program(tmp_path: Path, script: str, 
 
 
 async def test_sandbox_uses_the_first_executable_init(tmp_path: Path) -> None:
-    """The init gets ``--`` before the program, so that it does not take the program's options for its own."""
+    """The program is passed to the init after ``--``, so that the init does not take the program's options for its
+    own.
+    """
     (tmp_path / "text").write_text("")
     for name in ("first", "second"):
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name}: $*\n")

@@ -20,7 +20,7 @@ def sbom(*arguments: str) -> str:
 
 @pytest.mark.parametrize(("name", "file"), [("agent-shim", "runtime.lock"), ("bosh-kubernetes-cpi", "cpi.lock")])
 def test_sbom_contains_every_locked_package_with_its_hashes(name: str, file: str) -> None:
-    """The image and the CPI release are installed from these lock files."""
+    """The SBOM must match these lock files, because the image and the CPI release are installed from them."""
     lock = (ROOT / "requirements" / file).read_text()
     pinned = set(re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", lock, re.MULTILINE))
 

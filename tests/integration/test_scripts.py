@@ -39,7 +39,7 @@ def paths(tmp_path: Path) -> Paths:
 
 @pytest.fixture
 def runner(paths: Paths) -> Iterator[Scripts]:
-    """Provide a script runner. Kill processes that scripts left behind."""
+    """Provide a script runner. Processes that scripts leave behind are killed after the test."""
     yield patient(paths, 5)
     end_kept(paths)
     end_marked("TEST_OF", str(paths.base))
@@ -70,7 +70,9 @@ def log(paths: Paths, job: str, name: str) -> str:
 
 
 async def test_script_output_is_appended_to_the_job_logs(paths: Paths, runner: Scripts) -> None:
-    """Other users cannot read the logs, whose paths are the Go agent's (agent/script/generic_script.go)."""
+    """Other users cannot read the logs. The logs have the same paths as with the Go agent
+    (agent/script/generic_script.go).
+    """
     script(paths, "web", "pre-start", "echo out; echo err >&2")
 
     await runner.run_all("pre-start", ["absent"], {})
@@ -87,9 +89,10 @@ async def test_script_output_is_appended_to_the_job_logs(paths: Paths, runner: S
 
 
 async def test_script_runs_with_its_environment_directory_and_niceness(paths: Paths, runner: Scripts) -> None:
-    """It has the agent's environment with a fixed PATH, the root directory, niceness 5, no arguments and empty input.
+    """The script has the agent's environment with a fixed PATH, the root directory as working directory, niceness 5, no
+    arguments and empty input.
 
-    Variables of the request override both PATH and environment.
+    Variables in the request override PATH and the other variables.
     """
     script(paths, "web", "pre-start", 'echo "$PATH $KEPT $EXTRA $# $(pwd) $(nice)"; cat')
 
@@ -102,7 +105,9 @@ async def test_script_runs_with_its_environment_directory_and_niceness(paths: Pa
 
 
 async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, runner: Scripts) -> None:
-    """Each script here waits for another one to end. The error lists jobs in the order in which their scripts ended."""
+    """Each of these scripts waits for another one to end, so they must run in parallel. The error lists the jobs in the
+    order in which their scripts ended.
+    """
     wait = 'while [ ! -e "{}" ]; do sleep 0.01; done; sleep 0.2; touch {}; exit {}'
     done = [paths.tmp / name for name in "abcd"]
     script(paths, "a", "post-start", wait.format(done[1], done[0], 1))
@@ -117,7 +122,7 @@ async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, run
 
 
 async def test_script_error_has_the_last_line_of_each_failed_script(paths: Paths, runner: Scripts) -> None:
-    """The line is shortened, control characters are escaped, and output of an earlier run is not quoted."""
+    """The line is truncated, control characters are escaped, and output of an earlier run is not quoted."""
     script(paths, "dns", "pre-start", "echo first >&2; printf 'ip: \\033[1mnot permitted\\n\\n' >&2; exit 2")
     with pytest.raises(ActionError) as failed:
         await runner.run_all("pre-start", ["dns"], {})
@@ -132,8 +137,8 @@ async def test_script_error_has_the_last_line_of_each_failed_script(paths: Paths
 
 
 async def test_error_of_a_traced_script_quotes_the_log_that_it_wrote(paths: Paths, runner: Scripts) -> None:
-    """The pre-start of bosh-dns uses ``set -x`` and writes its errors to a separate log, so stderr does not contain the
-    reason.
+    """The pre-start of bosh-dns uses ``set -x`` and writes its errors to a separate log, so its stderr contains only
+    the trace.
     """
     own = paths.log / "dns/dns_setup.log"
     own.parent.mkdir(parents=True, exist_ok=True)
@@ -147,8 +152,8 @@ async def test_error_of_a_traced_script_quotes_the_log_that_it_wrote(paths: Path
 async def test_error_of_a_post_start_quotes_its_own_output_rather_than_logs_of_processes(
     paths: Paths, runner: Scripts
 ) -> None:
-    """Processes of the job may write to its other logs meanwhile, and the agent itself writes to ``bpm.log``. The
-    post-start of nats-tls writes its errors to stdout.
+    """The job's processes may be writing to its other logs at the same time, and the agent itself writes to
+    ``bpm.log``, so these logs are not quoted. The post-start of nats-tls writes its errors to stdout.
     """
     log = paths.log / "nats-tls"
     log.mkdir(parents=True, exist_ok=True)
@@ -165,7 +170,7 @@ async def test_error_of_a_post_start_quotes_its_own_output_rather_than_logs_of_p
 
 
 async def test_script_may_end_before_its_background_processes(paths: Paths, runner: Scripts) -> None:
-    """A child that still has the output open is neither waited for nor killed."""
+    """The agent neither waits for a child that still holds the output open nor kills it."""
     left = paths.tmp / "left"
     script(paths, "web", "pre-start", f"sleep 600 & echo $! >{left}")
 
@@ -194,7 +199,7 @@ async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts
 
 @pytest.mark.attack("a job tricks root into writing a script's output through a link or a hard link")
 async def test_script_log_that_is_a_link_is_not_followed(paths: Paths, runner: Scripts) -> None:
-    """Otherwise a user who may write to the log directory could redirect the writes of root."""
+    """If root followed the link, a user who may write to the log directory could make root write to any file."""
     script(paths, "web", "pre-start", "echo out")
     victim = paths.base / "victim"
     victim.write_text("safe")
@@ -216,7 +221,7 @@ async def drain(runner: Scripts, *jobs: str, cancelled: asyncio.Event | None = N
 
 
 async def test_static_drain_waits_for_the_returned_seconds(paths: Paths, runner: Scripts) -> None:
-    """After a positive result, the script is not called again."""
+    """After a script has printed a positive number, the agent does not call it again."""
     script(paths, "web", "drain", "echo 1")
     begun = time.monotonic()
 
@@ -247,7 +252,7 @@ async def errand(runner: Scripts, job: str = "smoke", cancelled: asyncio.Event |
 
 
 async def test_errand_returns_its_output_and_exit_code(paths: Paths, runner: Scripts) -> None:
-    """A failed errand is a result and not an error. A signal counts as 128 plus its number."""
+    """A failing errand is a result, not an error. If signal N kills it, its exit code is 128 + N."""
     script(paths, "smoke", "run", 'echo "out $# $PATH $KEPT $(pwd) $(nice)"; echo err >&2; exit 3')
 
     assert await errand(runner) == Errand(f"out 0 {scripts.PATH} yes / {os.nice(0)}\n", "err\n", 3)
@@ -257,7 +262,7 @@ async def test_errand_returns_its_output_and_exit_code(paths: Paths, runner: Scr
 
 
 async def test_cancelled_errand_that_ignores_sigterm_is_killed(paths: Paths, impatient: Scripts) -> None:
-    """It is killed after the grace period, and the Director still gets its result."""
+    """The errand is killed after the grace period, and the Director still gets its result."""
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"trap '' TERM; echo $$ >{started}; sleep 600")
     cancelled = asyncio.Event()
@@ -288,7 +293,7 @@ async def test_long_errand_output_is_truncated_in_the_reply_and_kept_on_disk(pat
 
 
 async def test_errand_output_does_not_follow_a_link(paths: Paths, runner: Scripts) -> None:
-    """A link in the place of the output file is replaced."""
+    """A link at the path of the output file is replaced."""
     script(paths, "smoke", "run", "echo out")
     victim = paths.base / "victim"
     victim.write_text("safe")
@@ -299,7 +304,7 @@ async def test_errand_output_does_not_follow_a_link(paths: Paths, runner: Script
 
 
 async def test_errand_ends_with_the_agent(paths: Paths, runner: Scripts) -> None:
-    """No temporary file remains."""
+    """The errand's process is killed and no temporary file remains."""
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"echo $$ >{started}; sleep 600")
     running = asyncio.create_task(errand(runner))

@@ -35,14 +35,14 @@ FISH = {
     "agent-shim check --as sett": ["settings"],
 }
 END = "\x01printf '<%s>' \x05 ; echo end\r"
-"""Keys that insert a command at the beginning of the typed line and press return. The command prints the words of the
-line.
+"""Keys that insert a command at the beginning of the typed line and press Return. The command prints the words of the
+completed line.
 """
 
 
 @pytest.fixture
 async def running(instance: RunningAgent) -> RunningAgent:
-    """Run an agent with two jobs, and provide an ``agent-shim`` program for the shells."""
+    """Provide a running agent with two jobs, and a program ``agent-shim`` that the shells find."""
     await instance.deploy(2)
     program = instance.scratch / "bin/agent-shim"
     program.parent.mkdir()
@@ -52,7 +52,7 @@ async def running(instance: RunningAgent) -> RunningAgent:
 
 
 def typed(shell: str, scratch: Path, keys: str) -> list[str]:
-    """Type these keys in a shell. Return the words that are then on the line."""
+    """Type these keys in a shell. Return the words on the line afterwards."""
     argv, begin = SHELLS[shell]
     assert shutil.which(argv[0]), f"{shell} is missing: ./dev ci installs it"
     environment = os.environ | {"PATH": f"{scratch}/bin:{os.environ['PATH']}", "TERM": "dumb", "HOME": str(scratch)}
@@ -106,7 +106,7 @@ def test_bash_and_zsh_complete_commands_and_options(
 
 @pytest.mark.parametrize(("shell", "key"), [("bash", "\x1b*"), pytest.param("zsh", "\t", marks=pytest.mark.slow)])
 async def test_bash_and_zsh_complete_service_names(shell: str, key: str, running: RunningAgent) -> None:
-    """Services are offered for ``stop``, and jobs for ``logs``. They are those of the agent that ``-b`` selects."""
+    """``stop`` completes services and ``logs`` completes jobs. The names come from the agent that ``-b`` selects."""
     names = sorted(running.pids())
     for command in ("stop", "logs"):
         line = f"agent-shim {command} -b {running.base} {names[0][:2]}{key}"

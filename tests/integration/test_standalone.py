@@ -1,4 +1,4 @@
-"""The agent without a Director: it deploys rendered jobs from a directory."""
+"""An agent without a Director, which deploys rendered jobs from a directory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StandaloneTree:
         return path.read_text().splitlines() if path.exists() else []
 
     def lay(self, name: str, files: Mapping[str, str]) -> None:
-        """Write files of a job or package, for example of ``jobs/web``, to the directory with rendered jobs."""
+        """Write files of a job or package, for example of ``jobs/web``, to the directory that the agent deploys."""
         for path, text in files.items():
             place = self.rendered / name / path
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -111,8 +111,8 @@ async def place(tmp_path: Path) -> AsyncIterator[StandaloneTree]:
 
 
 async def test_standalone_agent_deploys_jobs_like_a_director(place: StandaloneTree) -> None:
-    """It runs pre-start, start and post-start, links packages and writes instance names, and is ready only after all
-    that.
+    """The agent runs pre-start, start and post-start, links packages and writes instance names. Only then is it
+    ready.
     """
     place.job("web")
     place.lay("packages/tool", {"bin/tool": "x"})
@@ -136,9 +136,9 @@ async def test_standalone_agent_deploys_jobs_like_a_director(place: StandaloneTr
 
 
 async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: StandaloneTree) -> None:
-    """If the directory has changed, jobs that are missing from it are stopped and removed, and new ones deployed.
+    """If a job was removed from the directory, it is stopped and removed. If a job was added, it is deployed.
 
-    After ``drain``, as a preStop hook calls it, the next agent starts the jobs again.
+    After a ``drain``, which a preStop hook may call, the next agent starts the jobs again.
     """
     place.job("web")
     place.start()
@@ -181,7 +181,9 @@ async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: Stan
 
 
 def test_standalone_agent_deploys_jobs_of_a_config_map(tmp_path: Path) -> None:
-    """Links that the kubelet creates are followed, its other files are ignored, and scripts are made executable."""
+    """The kubelet provides the files as links. The agent follows these links, ignores the kubelet's other files, and
+    makes scripts executable.
+    """
     kept = tmp_path / "rendered/jobs/web/..2026_01_01"
     (kept / "bin").mkdir(parents=True)
     (kept / "bin/ctl").write_text("#!/bin/sh\n")
@@ -197,7 +199,7 @@ def test_standalone_agent_deploys_jobs_of_a_config_map(tmp_path: Path) -> None:
 
 
 def test_standalone_version_changes_only_with_the_files(tmp_path: Path) -> None:
-    """A file counts as changed if its modification time differs."""
+    """A file with a different modification time is treated as changed."""
     (tmp_path / "jobs/web").mkdir(parents=True)
     monit = tmp_path / "jobs/web/monit"
     monit.write_text("a")

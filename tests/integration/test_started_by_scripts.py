@@ -1,7 +1,7 @@
-"""Services whose processes were started by a script of the job, as by the pre-start of bosh-dns-release.
+"""Services whose processes were started by one of the job's scripts, as in bosh-dns-release.
 
-The pre-start runs the ctl scripts of three services as root and as vcap. When the services are started later, the ctl
-scripts find their processes and exit.
+There, the pre-start runs the ctl scripts of three services as root and as vcap. When the services are started later,
+the ctl scripts find the processes running and exit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def world(world: JobTree) -> JobTree:
 
 @contextlib.asynccontextmanager
 async def adopted(world: JobTree) -> AsyncIterator[tuple[Supervisor, list[int]]]:
-    """Let pre-start start the processes of three services, then start the services.
+    """Run a pre-start that starts the processes of three services, then start the services.
 
     Yield the supervisor and the pids of the processes and their children.
     """
@@ -65,8 +65,8 @@ async def adopted(world: JobTree) -> AsyncIterator[tuple[Supervisor, list[int]]]
 
 
 def dns(world: JobTree, pre_start: str = "") -> JobFile:
-    """Return a job with three services, and write its pre-start, which runs their ctl scripts unless another script is
-    given.
+    """Return a job with three services, and write its pre-start script. Unless ``pre_start`` is given, the script runs
+    the services' ctl scripts.
     """
     is_root = os.geteuid() == 0
     lines, ctls = [], []
@@ -90,7 +90,7 @@ async def run_script(world: JobTree, supervisor: Supervisor, name: str, job: str
 
 
 def pids(world: JobTree) -> list[int]:
-    """Return the pids of the three services' processes and children that exist so far."""
+    """Return the pids of those processes and children of the three services that exist so far."""
     files = [path for name in NAMES for path in (world.pidfile(name), world.base / f"{name}.child")]
     return [pid for path in files if (pid := number_in(path))]
 
@@ -101,7 +101,9 @@ async def started(world: JobTree) -> list[int]:
 
 
 async def test_processes_started_by_pre_start_belong_to_the_services(world: JobTree) -> None:
-    """They are not started again, and a stop of a service kills its process and child, whatever their user."""
+    """The agent does not start the processes again. A stop of a service kills its process and its child, whatever user
+    they run as.
+    """
     async with adopted(world) as (supervisor, found):
         for name in NAMES:
             shown = info(supervisor, name)
@@ -123,7 +125,7 @@ async def test_processes_started_by_pre_start_belong_to_the_services(world: JobT
 
 
 async def test_killed_process_of_pre_start_is_restarted(world: JobTree) -> None:
-    """Processes of the other services keep running, although all have the same keeper.
+    """The processes of the other services keep running, although all of them have the same keeper.
 
     The child of the killed process ends when all jobs are stopped.
     """
@@ -137,7 +139,7 @@ async def test_killed_process_of_pre_start_is_restarted(world: JobTree) -> None:
 
 
 async def test_next_agent_recognizes_processes_started_by_pre_start(world: JobTree) -> None:
-    """The next agent finds them below the keeper of the script."""
+    """The next agent finds the processes below the keeper of the pre-start script."""
     job = dns(world)
     async with world.supervising() as supervisor:
         await run_script(world, supervisor, "pre-start")
@@ -152,7 +154,9 @@ async def test_next_agent_recognizes_processes_started_by_pre_start(world: JobTr
 
 
 async def test_stop_ends_processes_left_by_a_failed_pre_start(world: JobTree) -> None:
-    """The Director stops all jobs before it repeats pre-start, which could otherwise find a port or lock in use."""
+    """The Director stops all jobs before it runs pre-start again. If a process survived the stop, pre-start could find
+    a port or lock in use.
+    """
     other = world.base / "other.number"
     job = dns(world, f"setsid sleep 600 & echo $! >{other}; exit 1")
     async with world.supervising() as supervisor:
@@ -184,8 +188,8 @@ esac
 async def test_deployment_after_a_failed_pre_start_runs_one_server_that_never_restarts(
     world: JobTree, is_named: bool
 ) -> None:
-    """In such a deployment, bosh-dns's health check once restarted 36 times, because the process of the first pre-start
-    still had its port.
+    """In a real deployment, the process of the failed pre-start kept its port, and bosh-dns's health check was
+    restarted 36 times.
     """
     port, failed = free_port(), world.base / "failed"
     ctl = world.script("health", "ctl", SERVER_CTL.format(server=shlex.join([sys.executable, "-c", SERVER]), port=port))
@@ -216,7 +220,7 @@ async def test_deployment_after_a_failed_pre_start_runs_one_server_that_never_re
 
 
 def is_open(port: int) -> bool:
-    """Return whether a server listens on this port."""
+    """Return True if a server listens on this port."""
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
 

@@ -1,6 +1,6 @@
-"""Damaged or hostile files in place of those that the agent reads at its start.
+"""Damaged or hostile files in place of the files that the agent reads when it starts.
 
-It starts nevertheless, or says in one line why it cannot.
+The agent starts nevertheless, or says in one line why it cannot.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from agent_shim.services.state_backup import StateBackup, backup_files
 from tests.support.instance import AGENT, RunningAgent
 
 MAX_MB = 130
-"""Highest allowed peak memory of the agent in MB. An idle agent needs a third of it."""
+"""The highest allowed peak memory of the agent in MB, three times as much as an idle agent needs."""
 
 GATES = ("bosh/agent_shim.json", "data/bosh/agent_shim.json", "bosh/agent_shim.lock")
-"""Files that are read first and decide whether others are read, so each is tested alone."""
+"""Files that are tested one at a time, because the agent reads them first and may then not read the others."""
 OTHERS = (
     *("bosh/settings.json", "bosh/update_settings.json", "bosh/former_mbus.json", "bosh/spec.json", "bosh/tasks.json"),
     *("bosh/persistent_disk_hints.json", "bosh/managed_disk_settings.json", "bosh/shut_down"),
@@ -32,9 +32,8 @@ OTHERS = (
     *("data/bosh/supervisor.json", "etc/hosts"),
 )
 COPIES = tuple(f"data/bosh/{file.path.name}" for file in backup_files(Paths(Path("/"))))
-"""Backup copies, which are read on a new root file system.
-
-The start ends at the first one that is not a regular file.
+"""Backup copies, which the agent reads on a new root file system. It exits at the first copy that is not a regular
+file.
 """
 
 

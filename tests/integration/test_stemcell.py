@@ -56,8 +56,8 @@ def test_light_stemcell_needs_a_digest(tmp_path: Path) -> None:
 
 
 def test_licences_are_read_from_the_copyright_files() -> None:
-    """The licence comes from the fields of a machine-readable file or, in other files, from references to common
-    licences.
+    """For a machine-readable file, the licence comes from its fields. For other files, it comes from references to
+    common licences.
     """
     found = licences(
         [

@@ -1,5 +1,5 @@
-"""The overlay applied to scratch root file systems: an empty one, one like a Debian image or stemcell, and hostile
-ones.
+"""The overlay, applied to scratch root file systems: an empty one, some that resemble a Debian image or a stemcell, and
+hostile ones.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ def applied(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> l
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, float]]:
-    """Return inode, mode and change time of everything below ``root``.
-
-    A change of the owner changes the change time.
+    """Return the inode, mode and change time of every file and directory below ``root``. The change time also changes
+    with the owner.
     """
     found = {}
     for path in sorted(root.rglob("*")):
@@ -74,9 +73,9 @@ def debian(tmp_path: Path) -> Path:
 
 
 def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
-    """Directories, files and links have the paths, modes, contents and owners of the manifest.
+    """Directories, files and links have the paths, modes, contents and owners that the manifest lists.
 
-    A second run changes nothing, and a run over an older overlay updates its files.
+    Applying the overlay again changes nothing. Applying it over an older overlay updates the files.
     """
     put(debian, "var/lib/dpkg/status", "Package: sysv\nVersion: 300\n\nPackage: systemd\nVersion: 254.1-3\n\n")
     applied(debian)
@@ -92,7 +91,8 @@ def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
     if os.geteuid() == 0:  # only root can change owners
         assert ((debian / "home/vcap").stat().st_uid, (debian / "home/vcap").stat().st_gid) == (1000, 1000)
         assert (debian / "opt/agent_shim/launch").stat().st_uid == 0
-    # Scripts of pxc and others call this program. If it failed, they would fall back to methods that do not exist here.
+    # Scripts of pxc and other releases call this program. If it failed, they would try other methods, which do not
+    # exist here.
     done = subprocess.run([debian / "var/vcap/bosh/etc/bosh-enable-monit-access", "1000"], capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
@@ -105,8 +105,8 @@ def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
 
 @pytest.mark.root
 def test_overlay_permits_net_raw_to_ping_only_if_it_lacks_privileges(debian: Path) -> None:
-    """The capability is permitted but not effective. If it were effective, ping would not start in a container without
-    it, where it can use ICMP sockets instead.
+    """The capability is permitted but not effective. If it were effective, ping would not start in a container that
+    lacks it, although it could use ICMP sockets there.
     """
     permitted = struct.pack("<5I", 0x02000000, 1 << 13, 0, 0, 0)
     effective = struct.pack("<5I", 0x02000001, 1 << 13, 0, 0, 0)
@@ -126,9 +126,9 @@ def test_overlay_permits_net_raw_to_ping_only_if_it_lacks_privileges(debian: Pat
 
 
 def test_overlay_adds_users_and_groups(debian: Path) -> None:
-    """The user vcap gets its uid and groups and no password, and existing entries stay.
+    """The user vcap gets its uid and groups, but no password. Existing entries stay.
 
-    The user ``ubuntu``, which has the same uid in Ubuntu's images, is removed from all files.
+    In Ubuntu's images, the user ``ubuntu`` has the same uid. It is removed from all files.
     """
     put(debian, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\nubuntu:x:1000:1000::/nowhere:/bin/bash\n")
     put(debian, "etc/group", "root:x:0:\nadm:x:4:syslog,ubuntu\naudio:x:29:pulse\nubuntu:x:1000:\n")
@@ -148,7 +148,9 @@ def test_overlay_adds_users_and_groups(debian: Path) -> None:
 
 @pytest.mark.parametrize(("version", "knows"), [("252.39-1~deb12u1", False), ("1:257.9-1", True), (None, False)])
 def test_overlay_omits_unit_keys_unknown_to_older_systemd(debian: Path, version: str | None, knows: bool) -> None:
-    """The version is read from dpkg's status file. Without systemd, the keys are omitted too."""
+    """The overlay reads systemd's version from dpkg's status file. If systemd is not installed, the keys are omitted
+    too.
+    """
     package = f"systemd\nVersion: {version}" if version else "dpkg\nVersion: 300"
     put(debian, "var/lib/dpkg/status", f"Package: {package}\n\n")
     applied(debian)
@@ -159,11 +161,11 @@ def test_overlay_omits_unit_keys_unknown_to_older_systemd(debian: Path, version:
 
 
 def test_overlay_removes_replaced_programs_cron_lists_and_build_traces(debian: Path) -> None:
-    """Runit services of replaced programs, which are links or directories, are removed, as is a list of users who may
-    not use cron.
+    """The overlay removes runit services of the programs that it replaces, whether they are links or directories, and a
+    list of users who may not use cron.
 
-    So are logs of apt and dpkg, and the resolver configuration and host name of the build machine, which mmdebstrap
-    copies. A link such as machine-id belongs to the distribution and stays.
+    It also removes logs of apt and dpkg, and the resolver configuration and host name of the build machine, which
+    mmdebstrap copies. A link such as machine-id belongs to the distribution and stays.
     """
     put(debian, "etc/service/agent/run", "#!/bin/sh")
     (debian / "etc/service/monit").symlink_to("/etc/sv/monit")
@@ -211,7 +213,7 @@ def test_overlay_reuses_a_directory_created_concurrently(debian: Path, monkeypat
 
 
 def test_overlay_dry_run_changes_nothing(debian: Path) -> None:
-    """It lists all changes that a real run then makes."""
+    """A dry run lists every change that a real run then makes."""
     before = snapshot(debian)
     said = applied(debian, "--dry-run")
 
@@ -241,7 +243,7 @@ def test_overlay_applies_to_an_empty_root(tmp_path: Path, built: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [(), ("--dry-run",)])
 def test_overlay_without_the_agent_program_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """Otherwise the image would have links to programs that do not exist."""
+    """Without the program, the image would contain links to files that do not exist."""
     result = apply(tmp_path, *arguments)
 
     assert result.returncode == 1
@@ -263,7 +265,9 @@ STEMCELL_PATH = 'PATH="/usr/bin:/usr/games:/var/vcap/bosh/bin"'
     ],
 )
 def test_agent_commands_are_in_the_path_of_every_base_image(debian: Path, before: str, after: list[str]) -> None:
-    """Ubuntu's image has a PATH in /etc/environment, Debian's does not, and a stemcell's is already right."""
+    """Ubuntu's image has a PATH in /etc/environment, Debian's has none, and a stemcell's contains the directory
+    already.
+    """
     put(debian, "etc/environment", before)
     applied(debian)
 
@@ -304,7 +308,7 @@ def test_overlay_lists_development_tools_and_static_libraries(debian: Path) -> N
 
 
 def test_overlay_on_a_stemcell_keeps_its_settings(debian: Path) -> None:
-    """A stemcell's own agent.json, version, lists and programs such as chpst stay.
+    """The stemcell's own agent.json, version, lists, and programs such as chpst stay.
 
     Programs that the overlay replaces are renamed, so that they can be restored.
     """
@@ -358,7 +362,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_built_overlay_installs_the_agent_program(debian: Path, built: Path) -> None:
-    """Nothing of an older program remains, and a second run changes nothing."""
+    """No file of an older program remains. Applying the overlay again changes nothing."""
     put(debian, "opt/agent_shim/lib/module.py", "old")
     put(debian, "opt/agent_shim/lib/gone.py", "old")
     for arguments in (("--dry-run",), ()):
@@ -402,10 +406,11 @@ def test_overlay_reports_why_it_cannot_be_applied_to_a_root(debian: Path) -> Non
 
 
 def test_overlay_resolves_links_inside_the_image(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Absolute links and ``..`` lead to the same files as in the running image, and nothing outside is written.
+    """Absolute links and ``..`` lead to the same files as in the running image, and nothing outside the image is
+    written.
 
-    The overlay must open the image's directory once and go from there, because a path that begins with ``/var`` or
-    ``/opt`` would follow links of this image.
+    The overlay must open the image's directory once and resolve all paths from there. Otherwise paths that begin with
+    ``/var`` or ``/opt`` could lead through links in the image to files outside.
     """
     outside = tmp_path_factory.mktemp("outside")
     descriptor = os.open(outside, os.O_RDONLY | os.O_DIRECTORY)

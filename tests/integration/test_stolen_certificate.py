@@ -1,7 +1,8 @@
-"""What a thief with an agent's certificate can and cannot do on a real bus while that agent is connected.
+"""A thief connects to a real bus with a stolen agent certificate while the agent is connected: what is possible and
+what is not.
 
-The bus gives the thief the permissions of its victim: it can read requests to that agent and answer them. It cannot
-keep requests from the agent, or reach anyone but the Director and the Health Monitor.
+The bus gives the thief the permissions of the agent. The thief can read requests to this agent and answer them, but can
+neither keep requests from the agent nor reach anyone except the Director and the Health Monitor.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ LONG_S = 20.0
 @pytest.mark.attack("another agent uses a stolen certificate")
 @pytest.mark.parametrize("subject", ["agent.agent", "agent.agent thieves"], ids=["subscription", "queue group"])
 async def test_stolen_certificate_can_read_requests_but_not_intercept_them(tmp_path: Path, subject: str) -> None:
-    """A thief who joins a queue group takes no request away from the agent, because only members of a group share their
-    messages.
+    """Members of a queue group share their messages. The agent is not a member, so a thief who joins a group takes no
+    request away from it.
     """
     async with talking(tmp_path) as talk:
         heard: list[str] = []
@@ -104,7 +105,9 @@ async def test_stolen_certificate_can_answer_before_the_agent(tmp_path: Path) ->
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 async def test_stolen_certificate_client_that_never_reads_delays_no_request(tmp_path: Path) -> None:
-    """The server closes only the thief's connection, and all requests and replies of the agent arrive."""
+    """The server closes only the thief's connection. The agent still receives all requests, and all its replies
+    arrive.
+    """
     async with talking(tmp_path) as talk:
         async with joined(talk.server.mbus("agent"), ("agent.agent",), lambda *_: None) as thief:
             assert thief.writer is not None
@@ -120,10 +123,11 @@ async def test_stolen_certificate_client_that_never_reads_delays_no_request(tmp_
 
 @pytest.mark.attack("another agent uses the CPI's certificate after the credentials were changed")
 async def test_stolen_first_certificate_is_useless_after_the_rotation(tmp_path: Path) -> None:
-    """The Director's ``update_settings`` replaces the certificate of the CPI, whose user is then removed.
+    """The CPI's certificate is the first one. The Director replaces it with ``update_settings``, and the CPI's user is
+    then removed from the bus.
 
-    A stolen certificate with the name of the current user stays valid after a rotation, because the bus compares only
-    names. Only a new CA ends this.
+    A stolen certificate with the name of the current user stays valid even after a rotation, because the bus compares
+    only names. Only a new CA makes it invalid.
     """
     async with talking(tmp_path) as talk:
         heard: list[object] = []
@@ -158,9 +162,8 @@ async def test_stolen_certificate_cannot_claim_another_name(tmp_path: Path) -> N
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 async def test_two_agents_with_the_same_id_both_answer(tmp_path: Path) -> None:
-    """This happens while the former container of an instance still runs.
-
-    Both stay connected, and the first reply counts.
+    """Two agents have the same id while the former container of an instance is still running. Both stay connected, and
+    the Director uses the first reply.
     """
     async with talking(tmp_path) as talk, on_bus(talk.server.mbus("agent")) as twin:
         await connected(twin)

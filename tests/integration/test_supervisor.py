@@ -37,9 +37,8 @@ from tests.support.waiting import until
     ids=["becomes the daemon", "forks it twice", "stays beside it"],
 )
 async def test_start_program_may_daemonize_in_any_way(world: JobTree, start: str | None) -> None:
-    """The pidfile names the service's process.
-
-    A start program that does not return is neither waited for nor killed.
+    """The service's process is the one that the pidfile names. If the start program does not return, the agent neither
+    waits for it nor kills it.
     """
     async with world.supervising(world.job("web", start)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -50,7 +49,9 @@ async def test_start_program_may_daemonize_in_any_way(world: JobTree, start: str
 
 
 async def test_service_is_starting_until_its_process_exists(world: JobTree) -> None:
-    """The Director polls right after the start and trusts the first "running"."""
+    """The Director polls right after the start and trusts the first "running", so the agent must not report it too
+    early.
+    """
     start = program("fork_twice.py", world.pidfile("web"), 0.2)
     async with world.supervising(world.job("web", start)) as supervisor:
         states = set()
@@ -63,8 +64,8 @@ async def test_service_is_starting_until_its_process_exists(world: JobTree) -> N
 
 
 async def test_start_program_environment_equals_that_of_monit(world: JobTree) -> None:
-    """As under monit, it has PATH and MONIT_ variables only, a new session, empty input, umask 022 and the
-    directory /.
+    """As under monit, the start program has only PATH and MONIT_ variables, a new session, empty input, umask 022 and
+    the directory /.
     """
     start = "env >$log.new; umask >>$log.new; pwd >>$log.new; wc -c >>$log.new; ps -o sid= -p $$ >>$log.new"
     start += "; echo $$ >>$log.new; mv $log.new $log; echo $$ >$pidfile; exec sleep 600"
@@ -108,7 +109,7 @@ async def test_failed_start_reports_the_last_line_of_output(world: JobTree, star
 
 @pytest.mark.parametrize("end", ["success", "stop", "unmonitor"])
 async def test_repeated_start_failure_is_reported_again_only_after_a_change(world: JobTree, end: str) -> None:
-    """As under monit, further failures are silent until the service has run, or was stopped or unmonitored."""
+    """As under monit, further failures are not reported until the service has run, or was stopped or unmonitored."""
     start = f"[ -e {world.base}/good ] || exit 3; rm {world.base}/good; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
         await until(lambda: info(supervisor, "web").restarts >= 2)
@@ -128,7 +129,9 @@ async def test_repeated_start_failure_is_reported_again_only_after_a_change(worl
 
 
 async def test_failed_ulimit_of_a_start_program_is_reported_while_its_process_runs(world: JobTree) -> None:
-    """If ``ulimit`` exceeds the container's limit, the process runs with the lower limit, and the status says so."""
+    """If ``ulimit`` asks for more than the container's limit, the process runs with the lower limit, and the status
+    reports this.
+    """
     drop = "setpriv --bounding-set=-sys_resource" if os.geteuid() == 0 else ""
     start = f"{drop} sh -c 'ulimit -n 64; ulimit -n 100000'; sleep 600 & echo $! >$pidfile"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -141,9 +144,8 @@ async def test_failed_ulimit_of_a_start_program_is_reported_while_its_process_ru
 
 
 async def test_slow_start_program_continues_and_its_process_is_adopted(world: JobTree) -> None:
-    """As with monit 5.2.5, the start is reported as failed after its timeout, and the process is found later.
-
-    The start program is not run a second time meanwhile.
+    """As with monit 5.2.5, the start is reported as failed after its timeout, and the process is found later. In the
+    meantime, the start program is not run a second time.
     """
     world.timing = msgspec.structs.replace(FAST, cycle=0.5)
     start = "echo began >>$log; sleep 2; echo $$ >$pidfile; exec sleep 600"
@@ -198,9 +200,8 @@ async def test_late_pidfile_is_adopted_without_a_second_start(world: JobTree) ->
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_stale_pidfile_is_ignored(world: JobTree) -> None:
-    """A pidfile written before the start names another process now.
-
-    That process does not count as the service and gets no signal.
+    """The pidfile was written before the start, so the process that it names now is not the service's. The agent does
+    not signal that process.
     """
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("web").write_text(f"{stranger.pid}\n")
@@ -219,7 +220,7 @@ async def test_stale_pidfile_is_ignored(world: JobTree) -> None:
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_new_pidfile_with_a_foreign_pid_is_ignored(world: JobTree) -> None:
-    """The service does not count as running if its script writes the pid of a process that it has not started."""
+    """If a script writes the pid of a process that it has not started, the service is not reported as running."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     await until(lambda: clock.boot_ticks() > stranger.start_ticks)
     job = world.job("web", f"echo {stranger.pid} >$pidfile", "exit 0", timeout=1)
@@ -300,7 +301,7 @@ async def test_dependencies_start_first_and_stop_last(world: JobTree) -> None:
 
 
 async def test_independent_processes_start_in_parallel(world: JobTree) -> None:
-    """Each start program waits until the other one has begun."""
+    """Each start program waits until the other one has begun, so they must run at the same time."""
     start = "touch $log.$name; while [ ! -e $log.{} ]; do sleep 0.01; done; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("a", start.format("b")), world.job("b", start.format("a"))) as supervisor:
         await in_state(supervisor, "a", "running")
@@ -336,7 +337,7 @@ async def test_invalid_monit_file_counts_as_one_failing_process(world: JobTree) 
 
 
 async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(world: JobTree) -> None:
-    """They are started, but neither reported, counted, nor stopped by the Director's stop."""
+    """These processes are started, but the Director's requests neither report, count nor stop them."""
     files = [world.job("web"), world.job("own", group="group other"), world.job("ill", "exit 1", group="")]
     async with world.supervising(*files) as supervisor:
         own = await in_state(supervisor, "own", "running")
@@ -354,9 +355,8 @@ async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(wor
 
 
 async def test_stop_runs_the_stop_program(world: JobTree) -> None:
-    """The stop ends when both the stop program and the process have ended.
-
-    A marker file says that the jobs are stopped until the next start, even without an agent.
+    """The stop is complete when the stop program and the process have ended. A marker file then says that the jobs are
+    stopped until the next start, even while no agent is running.
     """
     stop = "kill $(cat $pidfile); sleep 0.1; echo done >>$log"
     async with world.supervising(world.job("web", None, stop)) as supervisor:
@@ -398,9 +398,8 @@ async def test_instance_is_starting_as_soon_as_a_start_is_requested(world: JobTr
 
 
 async def test_stop_is_answered_after_the_pending_save(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the agent crashes right after its answer, the saved state must already say that all jobs are stopped.
-
-    The save may still be running when the last process exits.
+    """If the agent crashes right after its answer, the saved state must already say that all jobs are stopped. A save
+    may still be in progress when the last process exits, so the answer waits for it.
     """
     write, leave = files.write_atomic, Service.has_left
 
@@ -452,7 +451,7 @@ def _ticks(pid: int) -> int:
     ids=["the process goes on", "the program hangs"],
 )
 async def test_stop_kills_what_remains_after_the_stop_timeout(world: JobTree, start: str | None, stop: str) -> None:
-    """Both a process and a stop program that do not end get SIGTERM and then SIGKILL."""
+    """A process and a stop program that do not end get SIGTERM and later SIGKILL."""
     async with world.supervising(world.job("web", start, stop, timeout=1)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -466,9 +465,9 @@ async def test_stop_kills_what_remains_after_the_stop_timeout(world: JobTree, st
 async def test_stop_works_without_a_stop_program_and_without_a_running_process(
     world: JobTree, stop: str | None, said: list[str]
 ) -> None:
-    """Unlike monit, the agent kills a process that has no stop program.
+    """If a job has no stop program, the agent kills the process, unlike monit.
 
-    If a drain has already ended the process, the stop program still runs, because it may do more.
+    If a drain has already ended the process, the stop program still runs, because it may have other tasks.
     """
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -483,7 +482,9 @@ async def test_stop_works_without_a_stop_program_and_without_a_running_process(
 
 
 async def test_process_of_a_check_without_start_program_is_not_signalled(world: JobTree) -> None:
-    """Such a check watches a system process, so the stop program is run, but the agent does not kill the process."""
+    """Such a check watches a process of the system. A stop runs the stop program, but the agent itself does not kill
+    the process.
+    """
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("sys").write_text(f"{stranger.pid}\n")
     stop = world.script("sys", "stop", "echo $$ >>$log; exec sleep 600")
@@ -503,7 +504,7 @@ async def test_process_of_a_check_without_start_program_is_not_signalled(world: 
 @pytest.mark.attack("a job hides a process so that stopping the job misses it")
 @pytest.mark.parametrize("how", ["", "wipe"])
 async def test_no_process_of_a_job_survives_its_stop(world: JobTree, how: str) -> None:
-    """The job has a process in another session, in one case also without an environment."""
+    """The job has a process in another session. In one of the cases, this process also has no environment."""
     child = world.base / "child"
     start = f"exec {program('new_session.py', '$pidfile', child, how)}"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -532,7 +533,9 @@ async def test_children_of_a_killed_process_are_ended_before_its_successor_start
 
 
 async def test_child_forked_right_before_an_exit_is_killed_before_the_successor_starts(world: JobTree) -> None:
-    """The child has no environment, and it starts in the same clock tick in which its parent is reaped."""
+    """The child has no environment and starts in the same clock tick in which its parent is reaped, so it is hard to
+    recognize.
+    """
     child = world.base / "child"
     forks = f"env -i sleep 600 & echo $! >{child}; kill -9 $$"
     start = f"trap '{forks}' USR1; echo $$ >$pidfile; [ -e {child} ] && {LASTING}; while :; do sleep 0.01; done"
@@ -559,7 +562,9 @@ async def test_stop_during_a_start_ends_the_start_program(world: JobTree) -> Non
 
 
 async def test_stop_ends_before_the_director_gives_up(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The monit file may allow more time than the Director waits, so SIGKILL is sent earlier."""
+    """The monit file may allow the stop more time than the Director waits, so SIGKILL is sent earlier than the file
+    says.
+    """
     assert 0 < supervisors.KILL_SHARE < 1
     monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # so that even a busy machine stays within the limit
     start = f"exec {program('ignore_term.sh', '$pidfile')}"
@@ -595,7 +600,7 @@ def _lose(_: tuple[int, int], sig: int) -> bool:
 
 
 async def test_a12_stop_of_an_unkillable_process_fails(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is worded as by the Go agent."""
+    """The error message matches the Go agent's."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(Keeper, "kill", AsyncMock())
     monkeypatch.setattr(keeper, "KILL_TIMEOUT_S", 0.1)
@@ -633,9 +638,8 @@ async def test_start_requested_during_a_stop_runs_after_it(world: JobTree) -> No
 
 
 async def test_unmonitored_process_keeps_running(world: JobTree) -> None:
-    """The Director unmonitors before a drain.
-
-    Until the stop or start, nothing is restarted, and the instance is failing.
+    """The Director unmonitors all services before a drain. Until the stop or the next start, nothing is restarted, and
+    the instance is failing.
     """
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -676,7 +680,9 @@ async def test_apply_between_starts_does_not_affect_processes(world: JobTree) ->
 
 
 async def test_exception_in_a_service_task_ends_the_supervisor(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the service would silently stay unsupervised. The agent restarts instead."""
+    """If the exception were ignored, the service would stay unsupervised without anybody noticing. The agent restarts
+    instead.
+    """
 
     async def fail(self: ProcessFinder, spec: ProcessSpec) -> str:
         raise RuntimeError(f"a bug about {spec.name}")
@@ -691,7 +697,9 @@ async def test_exception_in_a_service_task_ends_the_supervisor(world: JobTree, m
 
 
 async def test_stop_spares_a_process_that_a_service_of_another_group_watches(world: JobTree) -> None:
-    """The Director's stop does not include that service, so its process must keep running."""
+    """The Director's stop does not include the service in the other group, so the process that this service watches
+    must keep running.
+    """
     jobs = [world.job("web"), world.job("other", "exit 1", group="group other")]
     script = world.script("other", "pre-start", "setsid sleep 600 & echo $! >$pidfile")
     async with world.supervising() as supervisor:

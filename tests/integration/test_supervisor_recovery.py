@@ -1,4 +1,4 @@
-"""The supervisor after a restart of the agent: it continues the supervision without restarting a job."""
+"""A new supervisor after a restart of the agent continues to supervise the jobs without restarting them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def pids(supervisor: Supervisor) -> dict[str, int]:
 
 
 async def test_next_agent_adopts_processes_of_any_origin(world: JobTree) -> None:
-    """Processes are adopted whether they are children of the start program or daemons, and the state is restored at
-    once.
-    """
+    """Children of a start program and daemons are all adopted, and the saved state is restored immediately."""
     files = [
         world.job("web", "echo $name >>$log; echo $$ >$pidfile; exec sleep 600"),
         world.job("worker", f"echo $name >>$log; {program('fork_twice.py', world.pidfile('worker'))}"),
@@ -63,9 +61,8 @@ async def test_next_agent_adopts_processes_of_any_origin(world: JobTree) -> None
 
 
 async def killed_agent(world: JobTree, *files: JobFile) -> dict[str, int]:
-    """Let an agent in another process start the jobs, and kill it with SIGKILL.
-
-    Return the pids of the jobs' processes by name.
+    """Let an agent in another process start the jobs, then kill this agent with SIGKILL. Return the pid of each job's
+    process.
     """
     (world.base / "files.json").write_bytes(msgspec.json.encode(files))
     agent = process.spawn(
@@ -83,7 +80,7 @@ async def killed_agent(world: JobTree, *files: JobFile) -> dict[str, int]:
 
 
 async def test_killed_agent_does_not_affect_jobs(world: JobTree) -> None:
-    """The next agent adopts all processes, and restarts one that exits afterwards."""
+    """The next agent adopts all processes. If one of them exits later, it is restarted."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("a"), world.job("b"), world.job("c"))
         async with world.supervisor() as supervisor:
@@ -98,7 +95,7 @@ async def test_killed_agent_does_not_affect_jobs(world: JobTree) -> None:
 
 
 async def test_process_that_died_without_an_agent_is_restarted(world: JobTree) -> None:
-    """As after any crash, the new process has to settle before it counts as running."""
+    """As after any crash, the new process must settle before it is reported as running."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
         await in_state(supervisor, "worker", "running")
@@ -116,7 +113,7 @@ async def test_process_that_died_without_an_agent_is_restarted(world: JobTree) -
 async def test_running_start_program_is_not_started_again_by_the_next_agent(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start program survives the agent's exit, and the next agent waits for its process."""
+    """The start program survives the agent's exit. The next agent waits for the process that it starts."""
     waits = asyncio.Event()
     real = ProcessFinder.arrival
 
@@ -143,7 +140,7 @@ async def test_running_start_program_is_not_started_again_by_the_next_agent(
 
 @pytest.mark.parametrize(("request_", "state"), [("stop", "stopped"), ("restart", "running")])
 async def test_interrupted_stop_is_completed_by_the_next_agent(world: JobTree, request_: str, state: str) -> None:
-    """If the stop was part of a restart, the start follows."""
+    """If the stop was part of a restart, the next agent also starts the service again."""
     async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await (supervisor.stop(wait=False) if request_ == "stop" else supervisor.restart_one("web"))
@@ -157,9 +154,7 @@ async def test_interrupted_stop_is_completed_by_the_next_agent(world: JobTree, r
 
 
 async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world: JobTree) -> None:
-    """The Director unmonitors the processes before a drain, which must not be disturbed if the agent is restarted
-    meanwhile.
-    """
+    """The Director unmonitors the processes before a drain. A restart of the agent must not disturb the drain."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
@@ -172,7 +167,7 @@ async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world:
 
 
 async def test_settling_period_continues_under_the_next_agent(world: JobTree) -> None:
-    """A restart of the agent must not make a process that has just crashed count as running."""
+    """If a process has just crashed, restarting the agent must not make it appear as running."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         kill((await in_state(supervisor, "web", "running")).pid)
@@ -187,7 +182,7 @@ async def test_settling_period_continues_under_the_next_agent(world: JobTree) ->
 async def test_new_container_ignores_saved_pids_when_it_starts_the_jobs(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes that have these pids by chance are neither adopted nor signalled."""
+    """If other processes have got these pids by chance, they are neither adopted nor signalled."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -214,10 +209,10 @@ async def test_new_container_ignores_saved_pids_when_it_starts_the_jobs(
 async def test_supervisor_starts_no_process_while_it_is_on_hold(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """Meanwhile the jobs count as starting, or as failing once the reason for the hold is known, and they may be
-    stopped.
+    """During the hold, the jobs are reported as starting, or as failing once the reason for the hold is known. They can
+    be stopped.
 
-    When the hold ends, the jobs that should run are started.
+    When the hold ends, the jobs that should be running are started.
     """
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -252,7 +247,7 @@ async def test_supervisor_starts_no_process_while_it_is_on_hold(
 
 
 async def test_held_supervisor_adopts_running_processes(world: JobTree) -> None:
-    """The hold applies only to processes that would have to be started."""
+    """The hold only delays starting processes. A process that is still running is adopted."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         worker = (await in_state(supervisor, "worker", "running")).pid
@@ -267,9 +262,9 @@ async def test_held_supervisor_adopts_running_processes(world: JobTree) -> None:
 
 
 async def test_new_container_with_the_same_pids_is_recognized(world: JobTree) -> None:
-    """If the containers of a pod share pids, only the new root file system shows that the container is new.
+    """The containers of a pod may share their pids. Then only the new root file system shows that the container is new.
 
-    The monit files for operators are restored.
+    The monit files for operators are restored too.
     """
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
@@ -348,7 +343,7 @@ async def test_stop_that_could_not_be_saved_survives_a_restart(world: JobTree) -
 
 
 async def test_next_agent_completes_a_stop_of_which_only_the_marker_was_written(world: JobTree) -> None:
-    """The agent was killed during a stop of which only the marker file existed yet."""
+    """The agent was killed during a stop, when it had only written the marker file."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
     world.paths.stopped_marker.touch()
@@ -360,7 +355,9 @@ async def test_next_agent_completes_a_stop_of_which_only_the_marker_was_written(
 
 
 async def test_stop_that_cannot_be_recorded_fails(world: JobTree) -> None:
-    """An operator started a job after the last stop, so the marker file does not prove that it was stopped again."""
+    """The marker file dates from an earlier stop, after which an operator started the job. It therefore does not prove
+    that the job was stopped again.
+    """
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -411,7 +408,9 @@ async def test_supervisor_state_that_could_not_be_saved_is_saved_later(
 
 
 async def test_stop_program_runs_only_after_the_stop_is_saved(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, if the agent were killed in between, the next one would restart the process as if it had crashed."""
+    """If the stop program ran before the save and the agent were killed in between, the next agent would restart the
+    process as if it had crashed.
+    """
     at_save: list[str] = []
     real = files.write_atomic
 

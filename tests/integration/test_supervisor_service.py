@@ -34,9 +34,9 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 
 @pytest.mark.parametrize("start", [None, program("fork_twice.py", "$pidfile")], ids=["a child", "forked twice"])
 async def test_killed_process_is_restarted_at_once_with_its_exit_status(world: JobTree, start: str | None) -> None:
-    """All intervals are ten minutes in this test, so a restart that depended on polling would be too late.
+    """All polling intervals are ten minutes in this test, so the restart must not depend on polling.
 
-    A daemon that has forked twice is a child of the agent, so its exit status is known too.
+    A daemon that has forked twice becomes a child of the agent, so its exit status is known too.
     """
     world.timing = replace(world.timing, backoff_first=600, look=600, settle=600)
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -66,9 +66,10 @@ ap-mongodb-shard-release does.
 
 
 async def test_start_program_that_replaces_its_first_daemon_is_not_interrupted(world: JobTree) -> None:
-    """The service is failing in between, but the start program is not run again.
+    """The service is failing while the first daemon has ended and the second has not started, but the start program is
+    not run again.
 
-    monit, which checks every ten seconds, would hardly notice the gap.
+    monit checks only every ten seconds, so it would hardly notice the gap.
     """
     world.timing = replace(world.timing, cycle=600)
     async with world.supervising(world.job("web", TWO_DAEMONS)) as supervisor:
@@ -90,13 +91,13 @@ echo $$ >$pidfile
 sh -c 'until [ -e $0.next ]; do sleep 0.02; done; echo $$ >$0; {LASTING}' $pidfile &
 until [ -e $pidfile.ready ]; do sleep 0.02; done
 """
-"""A start program that writes its own pid and exits, while its child writes the final pid later, as nginx does in
-broker-nginx of shared-redis-release.
+"""A start program that writes its own pid and exits. Its child writes the final pid later. nginx in broker-nginx of
+shared-redis-release behaves like this.
 """
 
 
 async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: JobTree) -> None:
-    """On a busy machine this takes seconds. The keeper knows that a process of the service still runs."""
+    """On a busy machine, this takes seconds. The keeper knows that a process of the service is still running."""
     world.timing = replace(world.timing, cycle=600)
     async with world.supervising(world.job("web", SLOW_DAEMON)) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
@@ -111,7 +112,7 @@ async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: 
 
 
 async def test_start_program_that_outlives_its_process_is_replaced_after_a_cycle(world: JobTree) -> None:
-    """Before that, the start program, which still runs, could start another process."""
+    """Until then, the start program, which is still running, could start another process itself."""
     lingering = "echo start >>$log; sleep 600 & echo $! >$pidfile; exec sleep 700"
     async with world.supervising(world.job("web", lingering)) as supervisor:
         await killed(supervisor, "web")
@@ -164,7 +165,7 @@ async def test_restarted_process_is_not_called_running_before_it_has_settled(wor
 
 
 async def test_zombie_process_of_a_service_counts_as_dead(world: JobTree) -> None:
-    """A parent that does not reap its children could otherwise hide the exit."""
+    """If the agent waited until a zombie is reaped, a parent that does not reap its children could hide the exit."""
     start = f"{sys.executable} -c '"
     start += 'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'
     start += 'open(sys.argv[1],"w").write(f"{pid}\\n")\ntime.sleep(600)\' $pidfile'
@@ -182,7 +183,7 @@ async def test_zombie_process_of_a_service_counts_as_dead(world: JobTree) -> Non
 async def test_successor_named_by_the_pidfile_is_adopted(
     world: JobTree, cycle: float, told: list[tuple[str, str]]
 ) -> None:
-    """A daemon that replaces itself and rewrites its pidfile is not restarted.
+    """If a daemon replaces itself with another process and rewrites its pidfile, the service is not restarted.
 
     The change is reported if the old process had run for more than one cycle.
     """
@@ -206,7 +207,9 @@ async def test_successor_named_by_the_pidfile_is_adopted(
 
 
 async def test_service_without_a_stop_program_is_not_restarted(world: JobTree) -> None:
-    """monit does not restart it either. If another program starts a process, it is adopted."""
+    """As under monit, the service is not restarted. If another program starts a process for it, the agent adopts the
+    process.
+    """
     async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         assert found.unheeded == ("restart when it ends (it has no stop program)",)
@@ -234,7 +237,7 @@ async def test_service_without_a_stop_program_is_not_restarted(world: JobTree) -
 async def test_passive_service_is_started_on_request_but_not_restarted(
     world: JobTree, statement: str, why: str
 ) -> None:
-    """This is tested with ``mode passive``, and with a rule that only sends an alert if the process is missing."""
+    """The test uses ``mode passive`` and a rule that only sends an alert if the process is missing."""
     async with world.supervising(world.job("web", COUNTED, STOP, statement)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         kill(found.pid)
@@ -249,7 +252,9 @@ async def test_passive_service_is_started_on_request_but_not_restarted(
 
 
 async def test_rule_for_a_missing_process_may_run_a_program(world: JobTree) -> None:
-    """The program runs in each cycle while the process is missing, and its processes do not belong to the service."""
+    """The program runs in each cycle in which the process is missing. Processes that the program starts do not belong
+    to the service.
+    """
     script = world.script("web", "tell", "echo told $MONIT_SERVICE >>$log")
     job = world.job("web", None, "exit 0", f'if does not exist then exec "{script}"')
     async with world.supervising(job) as supervisor:
@@ -302,9 +307,9 @@ async def all_in(supervisor: Supervisor, state: str, *names: str) -> None:
 
 
 async def test_single_service_stops_and_starts_with_its_dependants(world: JobTree) -> None:
-    """Scripts stop a single service before a backup and start it afterwards.
+    """Scripts stop a single service before a backup and start it afterwards. Its dependants stop and start too.
 
-    Prerequisites that are stopped are started first, and other services keep running.
+    If services that it depends on are stopped, they are started first. Other services keep running.
     """
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
@@ -332,7 +337,7 @@ async def test_single_service_stops_and_starts_with_its_dependants(world: JobTre
 
 
 async def test_crash_restarts_the_dependants(world: JobTree) -> None:
-    """As in monit, this includes indirect dependants, because they may still be connected to the dead process."""
+    """As in monit, indirect dependants are restarted too, because they may still be connected to the dead process."""
     files = [*await chain(world), world.job("e", COUNTED, STOP, "depends on a, c")]
     async with world.supervising(*files) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d", "e")
@@ -359,7 +364,9 @@ async def test_stop_by_a_rule_stops_the_dependants(world: JobTree) -> None:
 
 
 async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world: JobTree) -> None:
-    """``unmonitor`` includes the dependants, and ``monitor`` the prerequisites."""
+    """``unmonitor`` also unmonitors the service's dependants, and ``monitor`` also monitors the services that it
+    depends on.
+    """
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         await supervisor.unmonitor_one("b")
@@ -374,7 +381,9 @@ async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world:
 
 
 async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(world: JobTree) -> None:
-    """monit finds the service dead in the next cycle, and then restarts all of its dependants, monitored or not."""
+    """As in monit, the next cycle finds the service dead. All of its dependants are then restarted, whether monitored
+    or not.
+    """
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         before = info(supervisor, "c").pid
@@ -393,7 +402,7 @@ async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(wor
 
 
 async def test_crash_restarts_unmonitored_dependants(world: JobTree) -> None:
-    """As in monit, the dependants are also monitored from then on."""
+    """As in monit, the dependants are monitored again after the restart."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         await supervisor.unmonitor_one("c")
@@ -418,7 +427,7 @@ async def test_file_check_restarts_while_its_file_is_missing(world: JobTree) -> 
     """
     async with world.supervising(JobFile("rules", "", text)) as supervisor:
         await in_state(supervisor, "rules", "running")
-        # The state is "starting" because this supervisor runs no checks, so the first one is never made.
+        # The state is "starting" because this supervisor does not check rules, so not even the first check is made.
         assert [(told.name, told.state, told.mem_kb) for told in supervisor.processes()] == [("rules", "starting", 0)]
         flag.unlink()
         await until(lambda: world.lines() == ["start", "stop", "start"])

@@ -26,7 +26,7 @@ from tests.support.serving import serving
 
 FAST = TransferTiming(stall=0.4, least=1024, hesitate=0.05, pause=0.01)
 SURE = msgspec.structs.replace(FAST, stall=30)
-"""Timeouts that are long enough that a server on a busy machine does not count as stalled."""
+"""Timeouts long enough that a server on a busy machine is not mistaken for a stalled one."""
 BLOB = os.urandom(200_000)
 SECRET = "sig=s3cr3t"
 
@@ -73,9 +73,8 @@ def open_files() -> int:
 
 
 async def test_url_is_requested_unchanged(server: BlobServer, transfer: Transfer) -> None:
-    """A signature is valid only for the exact spelling of a URL.
-
-    Additional headers are sent too.
+    """The URL may contain a signature, which is valid only for the exact spelling of the URL. Additional headers are
+    sent too.
     """
     query = "a=%2f%2F&b=1+2%20&c=~%7e&X=%3d=&sig=a%2Bb%3D"
     assert await got(transfer, f"{server.url}/b?{query}", extra="header") == BLOB
@@ -94,9 +93,9 @@ async def test_url_is_requested_unchanged(server: BlobServer, transfer: Transfer
 async def test_response_body_is_read_to_its_end_without_decoding(
     server: BlobServer, tmp_path: Path, how: str, blob: bytes
 ) -> None:
-    """The digest is that of the bytes sent, even if the server declares an encoding.
+    """The digest is computed from the bytes that were sent, even if the server declares an encoding.
 
-    A slow transfer is tolerated as long as its current rate is high enough.
+    A slow transfer may continue as long as its current rate is high enough.
     """
     server.blobs["/b"] = blob
     server.plan = [how]
@@ -157,7 +156,7 @@ async def test_stalled_get_times_out(server: BlobServer, tmp_path: Path, how: st
 async def test_unreachable_host_or_proxy_is_named(
     transfer: Transfer, monkeypatch: pytest.MonkeyPatch, url: str, text: str
 ) -> None:
-    """This includes invalid URLs. The proxy is named without its password."""
+    """Invalid URLs are reported in the same way. A proxy is named without its password."""
     said = await failure(transfer, url)
 
     assert said.startswith(text)
@@ -189,7 +188,7 @@ async def put(transfer: Transfer, url: str, data: bytes, where: Path, **headers:
 async def test_put_sends_the_length_of_the_file(
     server: BlobServer, transfer: Transfer, tmp_path: Path, continues: bool
 ) -> None:
-    """It does so whether or not the server answers ``100 Continue``, and for an empty file too."""
+    """The length is sent whether or not the server answers ``100 Continue``, and also for an empty file."""
     server.continues = continues
     await put(transfer, f"{server.url}/new?{SECRET}", BLOB, tmp_path, extra="header", ACCEPT="text/plain")
     await put(transfer, f"{server.url}/empty", b"", tmp_path)
@@ -208,7 +207,7 @@ async def test_put_sends_the_length_of_the_file(
 async def test_error_of_a_rejected_put_contains_the_status(
     server: BlobServer, transfer: Transfer, tmp_path: Path, how: str
 ) -> None:
-    """The server may answer before it has read the file. A redirect counts as a rejection."""
+    """The server may answer before it has read the whole file. A redirect is an error too."""
     server.plan = [how]
     with pytest.raises(BlobError) as caught:
         await put(transfer, f"{server.url}/new?{SECRET}", os.urandom(5_000_000), tmp_path)
@@ -219,7 +218,7 @@ async def test_error_of_a_rejected_put_contains_the_status(
 
 
 async def test_put_waits_for_a_slow_answer(server: BlobServer, transfer: Transfer, tmp_path: Path) -> None:
-    """After the upload, a server may take longer to answer than a transfer may stall."""
+    """A server may need more time to answer after the upload than the transfer itself may stall."""
     server.plan = [http.THINK]
     await put(transfer, f"{server.url}/new", BLOB, tmp_path)
 
@@ -245,7 +244,7 @@ async def test_put_times_out_if_the_server_does_not_read_or_answer(
 
 @pytest.mark.attack("a neighbour poses as the blobstore")
 async def test_configured_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Certificates that only the system's CAs have signed are then rejected."""
+    """If a CA is configured, certificates signed by one of the system's CAs are rejected."""
     authority, system = Authority("blobstore-ca"), Authority("system-ca")
     (tmp_path / "system.pem").write_text(system.ca)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "system.pem"))
@@ -305,7 +304,7 @@ async def test_download_of_an_endless_blob_fails_before_the_disk_is_full(
 async def test_invalid_request_url_is_rejected_without_retries(
     server: BlobServer, tmp_path: Path, url: str, headers: dict[str, str]
 ) -> None:
-    """Three attempts with pauses once kept the agent from handling other requests."""
+    """In the past, the request was tried three times with pauses, which kept the agent from handling other requests."""
     async with Transfer("", SURE, tmp_path) as transfer:
         with pytest.raises(LastingError, match="the URL or a header cannot be used$"):
             await transfer.download(url.format(url=server.url), headers, hashlib.sha256())
@@ -325,7 +324,7 @@ async def test_invalid_ca_is_reported(tmp_path: Path, ca: str) -> None:
 async def test_proxy_variables_are_used_with_their_password(
     server: BlobServer, transfer: Transfer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The password is sent for plain requests and for tunnels."""
+    """The password of the proxy is sent for plain requests and for tunnels."""
     monkeypatch.setattr("agent_shim.bulk.routes.is_excepted", lambda *_: False)
     authority = Authority("blobstore-ca")
     async with (

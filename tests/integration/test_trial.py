@@ -1,6 +1,6 @@
-"""``./dev try-kubernetes`` with recorders in place of kind, kubectl, bosh and other programs.
+"""``./dev try-kubernetes`` with recorders in place of programs such as kind, kubectl and bosh.
 
-The trial depends on the output of only one bosh command, ``bosh int``.
+The output of only one bosh command, ``bosh int``, affects the trial.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def played(tmp_path: Path) -> TrialRuns:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrialRuns, str]:
-    """Run a trial to its end. Return it and its output."""
+    """Run a trial to its end. Return the runs and the output."""
     made = TrialRuns(tmp_path_factory.mktemp("trial"))
     done = made.run()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -131,9 +131,8 @@ def test_trial_creates_node_director_and_deployment_in_order(whole: tuple[TrialR
 def test_trial_director_gets_release_stemcell_and_node_address(
     whole: tuple[TrialRuns, str],
 ) -> None:
-    """Its manifest uses the bpm release of bosh-deployment, and the runtime config is changed for pods.
-
-    The password is not printed.
+    """The Director's manifest uses the bpm release from bosh-deployment, and the runtime config is adapted to pods. The
+    password is not printed.
     """
     played, said = whole
     (create,) = [call for call in played.calls() if call[1] == "create-env"]

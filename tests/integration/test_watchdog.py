@@ -35,8 +35,8 @@ def logged(instance: RunningAgent, text: str) -> list[dict[str, Any]]:
 
 
 def poison(instance: RunningAgent, pids: dict[str, int]) -> Path:
-    """Replace the pidfile of the first job with a FIFO, which blocks its reader, and kill the job so that the pidfile
-    is read.
+    """Replace the pidfile of the first job with a FIFO, which blocks its reader, and kill the job's process so that the
+    agent reads the pidfile.
     """
     pidfile = instance.base / PIDFILE
     pidfile.unlink()

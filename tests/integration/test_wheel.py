@@ -30,9 +30,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requirements(wheel: Path, extra: str = "") -> set[str]:
-    """Return the names of the distributions that pip would install with the wheel, according to their metadata.
-
-    Raises an error if one is not installed here.
+    """Return the distributions that pip would install with the wheel, according to their metadata. Raises an error if
+    one of them is not installed here.
     """
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
@@ -52,9 +51,10 @@ def requirements(wheel: Path, extra: str = "") -> set[str]:
 
 
 def installed(wheel: Path, place: Path, extra: str = "") -> Path:
-    """Create an environment with the wheel and its requirements. Return its directory of programs.
+    """Create an environment with the wheel and its requirements. Return the directory with its programs.
 
-    pip installs only the wheel. Its requirements become links to those of this environment, so no registry is needed.
+    pip installs only the wheel. The requirements become links to this environment's packages, so that no registry is
+    needed.
     """
     venv.create(place, with_pip=False, symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "install", "--quiet", "--no-index"]
@@ -114,7 +114,7 @@ def test_every_module_of_the_wheel_can_be_imported(programs: Path) -> None:
 
 
 def test_wheel_installs_completion_and_manual(programs: Path) -> None:
-    """They are installed where shells and ``man`` look for them."""
+    """They are installed in the directories where shells and ``man`` look for them."""
     installed_files = {
         "bash-completion/completions/agent-shim": "agent-shim.bash",
         "zsh/site-functions/_agent-shim": "_agent-shim",
@@ -154,9 +154,10 @@ def test_commands_of_the_wheel_run(programs: Path, tmp_path: Path) -> None:
 
 
 def test_wheel_installs_one_command(programs: Path) -> None:
-    """On a workstation, the names `monit`, `bpm` and `bosh-agent` could hide other programs.
+    """The wheel does not install the names `monit`, `bpm` and `bosh-agent`, because on a workstation they could hide
+    other programs.
 
-    The image has links with these names, under which the command acts accordingly.
+    The image has links with these names. If the command is called through such a link, it behaves like that program.
     """
     assert {path.name for path in programs.glob("*")} & {"agent-shim", "bosh-agent", "bpm", "monit"} == {"agent-shim"}
     for name in ("bosh-agent", "bpm", "monit"):
@@ -182,7 +183,9 @@ def test_demo_runs_from_the_wheel_with_the_demo_extra(wheel: Path, tmp_path: Pat
 
 
 def test_daily_tests_run_the_code_of_the_wheel() -> None:
-    """This test and processes that it starts import from the unpacked wheel and not from the checkout."""
+    """The test process and the processes that it starts import the agent from the unpacked wheel and not from the
+    checkout.
+    """
     unpacked = os.environ.get("AGENT_SHIM_UNPACKED_WHEEL")
     if unpacked is None:
         pytest.skip("only ./dev test unpacks the wheel")

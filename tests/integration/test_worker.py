@@ -1,4 +1,6 @@
-"""The worker process: its work, its files after a failure or kill, and the absence of secrets."""
+"""The worker process: what it does, which files it leaves after a failure or kill, and where its secrets must not
+appear.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def package(paths: Paths, name: str, source: BlobRef) -> UnpackTarget:
 
 
 def tree(path: Path) -> dict[str, tuple[int, bytes]]:
-    """Return mode and content of each file below a directory."""
+    """Return the mode and content of each file below a directory."""
     found = sorted(path.rglob("*"))
     return {str(p.relative_to(path)): (stat.S_IMODE(p.stat().st_mode), p.read_bytes()) for p in found if p.is_file()}
 
@@ -148,7 +150,7 @@ async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, serv
 async def test_worker_runs_a_limited_number_of_transfers_in_parallel(
     paths: Paths, server: BlobServer, parallel: int
 ) -> None:
-    """The limit is configured with ``env.bosh.parallel``, and 0 counts as 1."""
+    """``env.bosh.parallel`` sets the limit, and 0 means 1."""
     data = tgz({"a": b"a"})
     server.delay = 0.05
     targets = []
@@ -162,7 +164,7 @@ async def test_worker_runs_a_limited_number_of_transfers_in_parallel(
 
 
 async def test_failed_bundle_of_a_worker_does_not_affect_the_others(paths: Paths) -> None:
-    """Errors are worded as by the Go agent, and no partial bundle is left."""
+    """Error messages match the Go agent's, and no partial bundle is left."""
     good = kept(paths, tgz({"a": b"a"}))
     evil = kept(paths, tgz({"../../evil": b"x"}))
     missing = BlobRef("missing", digest="00")
@@ -197,7 +199,9 @@ async def test_failed_bundle_of_a_worker_does_not_affect_the_others(paths: Paths
 async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the agent would wait two minutes for each of possibly hundreds of packages."""
+    """If each download had its own timeout, the agent would wait two minutes for each of possibly hundreds of
+    packages.
+    """
     monkeypatch.setattr(installs, "PATIENCE_S", 0.0)
     good = kept(paths, tgz({"a": b"a"}))
     targets = [package(paths, "first", good), package(paths, "missing", BlobRef("missing", digest="00"))]
@@ -235,7 +239,9 @@ async def test_worker_keeps_a_bundle_installed_meanwhile_and_replaces_sources(
 @pytest.mark.attack("a job replaces a blob of its local blobstore with a link")
 @pytest.mark.parametrize("planted", ["lease", "link"])
 async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_path: Path, planted: str) -> None:
-    """If a job had a lease (fcntl) on a blob, opening this file would block for 45 s. Links are refused as well."""
+    """If a job holds a lease (fcntl) on a blob, opening the blob would block for up to 45 s, so the worker refuses the
+    blob. It refuses links as well.
+    """
     source, store = kept(paths, tgz({"file": b"content"})), tmp_path / "store"
     store.mkdir()
     (paths.blobs / source.blob_id).rename(store / (source.blob_id if planted == "lease" else "other"))
@@ -261,7 +267,9 @@ async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_p
 @pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
 @pytest.mark.slow
 async def test_stalled_download_is_abandoned_and_retried(paths: Paths, server: BlobServer) -> None:
-    """With the real timeouts, the server first stalls in the middle and then sends very slowly."""
+    """With the real timeouts, the server first stalls in the middle of the blob, and the next time sends it very
+    slowly.
+    """
     store = Blobstore("dav", {"endpoint": server.url})
     data = os.urandom(200_000)
     server.blobs = {f"/{hashlib.sha1(b'b').hexdigest()[:2]}/b": data}
@@ -298,8 +306,8 @@ async def test_failed_worker_action_reports_the_error_and_leaves_no_files(
 async def test_worker_packs_and_uploads_logs(
     paths: Paths, tmp_path: Path, server: BlobServer, started: list[process.Process]
 ) -> None:
-    """The upload is reported as a step, counted as failed if it is cancelled, and done by the worker that packed the
-    logs.
+    """The upload is reported as a step, and runs in the worker that packed the logs. If it is cancelled, it is counted
+    as failed.
     """
     (tmp_path / "logs").mkdir()
     path, told = paths.tmp / "logs.tgz", list[str]()
@@ -366,7 +374,7 @@ async def begun(paths: Paths, server: BlobServer, started: list[process.Process]
 async def test_worker_terminated_while_unpacking_removes_its_files(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """Unpacking runs in a thread, which cannot be cancelled but notices that its file was closed."""
+    """Unpacking runs in a thread, which cannot be cancelled. It stops because its file is closed."""
     source = kept(paths, tgz({f"f{number}": os.urandom(2000) for number in range(5000)}, compress=bytes))
     task = asyncio.create_task(install(paths, package(paths, "p", source)))
     await until(lambda: left_half_made(paths))
@@ -382,7 +390,7 @@ async def test_worker_terminated_while_unpacking_removes_its_files(
 async def test_worker_killed_at_any_moment_leaves_no_partial_bundle(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """Every directory with the name of an installed bundle is complete."""
+    """Afterwards, every directory that has the name of an installed bundle must be complete."""
     sources = [kept(paths, tgz({f"f{n}": os.urandom(3000) for n in range(150)}, compress=bytes)) for _ in range(3)]
     chance = random.Random(7)
     for _ in range(12):
@@ -403,7 +411,7 @@ async def test_worker_killed_at_any_moment_leaves_no_partial_bundle(
 async def test_killed_worker_leaves_no_partial_archive(
     paths: Paths, started: list[process.Process], tmp_path: Path
 ) -> None:
-    """The archive may be large, and would otherwise remain until the next boot."""
+    """A partial archive may be large, and would otherwise stay on the disk until the next boot."""
     (tmp_path / "logs").mkdir()
     with (tmp_path / "logs/large").open("wb") as sparse:
         sparse.truncate(16 << 30)
@@ -476,7 +484,7 @@ class Guess(msgspec.Struct, tag=True):
 
 @pytest.mark.attack("a worker answers another request, or dies at any moment")
 async def test_invalid_worker_request_is_reported_without_its_text() -> None:
-    """The error has only its type and place, because the message could quote a secret."""
+    """The error contains only the exception's type and place, because its message could quote a secret."""
     with pytest.raises(ActionError) as caught:
         await workers.work(Guess(CANARY))  # type: ignore[arg-type]
 
@@ -493,8 +501,8 @@ async def test_invalid_worker_request_is_reported_without_its_text() -> None:
 async def test_worker_has_no_secrets_in_arguments_environment_or_files(
     paths: Paths, server: BlobServer, started: list[process.Process]
 ) -> None:
-    """This also checks that the worker cannot dump core, and that a cancelled one ends at once without leaving
-    files.
+    """The test also checks that the worker cannot dump core, and that a cancelled worker exits immediately without
+    leaving files.
     """
     task = await begun(paths, server, started)
     seen = Path(f"/proc/{started[0].pid}")
@@ -514,7 +522,9 @@ async def test_worker_has_no_secrets_in_arguments_environment_or_files(
 
 
 def test_worker_does_not_lower_an_inherited_oom_score() -> None:
-    """The agent of a Burstable pod can have 990. If its worker had less, the kernel would kill the agent first."""
+    """The agent of a Burstable pod may have the OOM score 990. If its worker had a lower score, the kernel would kill
+    the agent first.
+    """
     code = (
         "import os; from pathlib import Path; from agent_shim.bulk import worker; "
         "score = Path('/proc/self/oom_score_adj'); score.write_text('990'); worker.become_worker(os.getppid()); "
@@ -527,7 +537,7 @@ def test_worker_does_not_lower_an_inherited_oom_score() -> None:
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_failed_worker_transfer_is_reported_without_secrets(paths: Paths, server: BlobServer) -> None:
-    """Neither the error that the worker returns nor the representation of a request contains them."""
+    """The secrets are neither in the error that the worker returns nor in the representation of a request."""
     server.plan = ["403"]
     (paths.tmp / "file").write_bytes(b"data")
     url = f"http://me:{CANARY}@{server.host}/b?sig={CANARY}"

@@ -1,4 +1,4 @@
-"""The pool of worker processes: how workers are reused, and what happens if one cannot start or dies."""
+"""The pool of worker processes: when a worker is reused, and what happens if a worker cannot start or dies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def packing(tmp_path: Path, name: str = "archive") -> Pack:
 
 
 async def test_worker_is_reused_for_later_requests(tmp_path: Path, started: list[process.Process]) -> None:
-    """It survives a failed request and exits when the pool closes."""
+    """The worker survives a failed request, and exits when the pool is closed."""
     async with Workers() as pool:
         await pool.work(packing(tmp_path))
         with pytest.raises(ActionError):
@@ -47,10 +47,8 @@ async def test_worker_is_reused_for_later_requests(tmp_path: Path, started: list
 
 
 async def test_concurrent_requests_use_separate_workers(tmp_path: Path, started: list[process.Process]) -> None:
-    """Afterwards only one of the workers is kept.
-
-    If it dies while idle, which happens when memory is short, another one is started. A request with another niceness
-    also gets another one.
+    """Afterwards, only one of the workers is kept. If it dies while idle, which can happen when memory is short, the
+    next request starts another one. A request with a different niceness also gets a new worker.
     """
     async with Workers() as pool:
         await asyncio.gather(pool.work(packing(tmp_path)), pool.work(packing(tmp_path, "second")))
@@ -69,7 +67,7 @@ async def test_concurrent_requests_use_separate_workers(tmp_path: Path, started:
 async def test_idle_worker_exits(
     tmp_path: Path, started: list[process.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An idle worker exits to free its memory. The next request starts a new one."""
+    """The exit frees the worker's memory. The next request starts a new worker."""
     monkeypatch.setattr(workers, "STAY_S", 0.0)
     async with Workers() as pool:
         await pool.work(packing(tmp_path))
@@ -143,7 +141,7 @@ async def test_cancelled_worker_is_killed_and_its_files_are_removed(
 
 
 def test_worker_whose_parent_is_gone_exits() -> None:
-    """The parent may die before the worker has asked the kernel for a signal at its parent's death."""
+    """The worker asks the kernel for a signal when its parent dies. The parent may already be dead at that time."""
     with pytest.raises(SystemExit) as caught:
         worker.become_worker(1)
 
@@ -151,7 +149,7 @@ def test_worker_whose_parent_is_gone_exits() -> None:
 
 
 async def test_blob_transfers_are_counted_by_outcome(counted: Transfers, tmp_path: Path) -> None:
-    """Bytes are counted only for blobs that were transferred. Work other than transfers is not counted at all."""
+    """Bytes are counted only for blobs that were transferred completely. Other work is not counted at all."""
     base, path = str(tmp_path), tmp_path / "blob"
     path.write_bytes(b"12345")
     await workers.work(Put(base, Blobstore(), str(path)))
