@@ -48,14 +48,14 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 @pytest.fixture
 async def pod(tmp_path: Path) -> AsyncIterator[PodInstance]:
-    """Provide an instance that can be given one container after another. It starts without a container."""
+    """Provide an instance on which tests can start one container after another. It begins without a container."""
     async with pods(tmp_path) as made:
         yield made
 
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    """Provide a bus and a Director to which tests can add agents. It starts without agents."""
+    """Provide a bus and a Director to which tests can add agents. There are no agents at first."""
     async with fleets(tmp_path) as made:
         yield made
 

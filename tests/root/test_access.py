@@ -1,5 +1,5 @@
-"""Operator access: the agent sets up users, keys and passwords from the settings and from requests over the bus, and
-OpenSSH logs in.
+"""Operator access: the agent sets up users, keys and passwords from its settings and from requests over the bus, and
+operators log in with OpenSSH.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ for entry in Path("/proc").glob("[0-9]*"):
 print(sorted(touched))
 """
 ALL_FOR_VCAP: Final = struct.pack("<I" + 5 * "HHI", 2, 1, 7, 0, 2, 7, VCAP, 4, 7, 0, 16, 7, 0, 32, 7, 0)
-"""A default ACL that grants vcap all rights, as far as the group permissions of the mode allow them."""
+"""A default ACL that grants vcap all rights, limited by the group permissions in the mode."""
 NAMES_ANOTHER = "cat /var/vcap/data/victim >$pidfile"
 MANY: Final = jobs.process(
     Paths(),
@@ -99,8 +99,8 @@ check process stopped{number}
 
 
 def liar(start: str) -> dict[str, str]:
-    """Return a job whose start program writes the pid of an unrelated process to its pidfile. Its stop program ends
-    nothing.
+    """Return a job whose start program writes the pid of an unrelated process to its pidfile. Its stop program does the
+    same and ends no process.
     """
     return jobs.process(Paths(), "liar", start, stop=start, within="with timeout 1 seconds")
 
@@ -113,9 +113,9 @@ def number_of(pod: PodInstance, pattern: str) -> int:
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize("victim", ["the agent", "process 1", "another job"])
 async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: PodInstance, victim: str) -> None:
-    """Neither a start nor a stop of the job signals the named process, and the job does not count as running.
+    """Neither a start nor a stop of the job signals the named process, and the job is not reported as running.
 
-    PID 1 is an exception. As in monit, a job that names it counts as running without a process.
+    PID 1 is an exception. As in monit, a job whose pidfile names PID 1 is reported as running without a process.
     """
     await pod.start()
     files_of = {"web": jobs.sleeper(Paths(), "web"), "liar": liar(NAMES_ANOTHER)}
@@ -139,9 +139,8 @@ async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: PodInsta
 
 @pytest.mark.attack("a job makes a dead service appear to be running by putting an operator's process in its pidfile")
 async def test_pidfile_written_by_vcap_cannot_claim_an_operators_program(pod: PodInstance) -> None:
-    """The program runs as root and its arguments contain the job's directory, but the agent has not started it.
-
-    The job counts as failing, and the Director's stop succeeds without ending the program.
+    """The program runs as root, and its arguments contain the job's directory, but the agent has not started it. The
+    job is reported as failing, and the Director's stop succeeds without killing the program.
     """
     await pod.start()
     pod.machine.run("tail -f /var/vcap/data/log --retry >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
@@ -186,9 +185,10 @@ async def test_script_fails_if_its_log_path_is_not_a_regular_file(pod: PodInstan
 
 @pytest.mark.attack("a job replaces its error log with a link to the settings or with a FIFO")
 async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: PodInstance) -> None:
-    """A sandboxed process replaces its error log and then exits, so that the agent shows the last line of the log.
+    """Sandboxed processes replace their error logs with a pipe, a link to the agent's settings or a link to a pipe, and
+    exit. The agent then reports the last line of each error log.
 
-    Neither ``status`` nor the alert to the Health Monitor may contain a line of the agent's settings.
+    Neither ``status`` nor the alert to the Health Monitor may contain a line of the settings.
     """
     pod.env = {"note": CANARY}
     planted = {
@@ -275,8 +275,8 @@ async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: PodInstance)
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: PodInstance) -> None:
-    """Otherwise a job's start script, which runs as root, would write its pidfile through a link that another job
-    planted.
+    """If a job planted a link there, the start script of another job, which runs as root, would write its pidfile
+    through the link.
     """
     planted = {"link": "ln -s /var/vcap/data/elsewhere", "file": "touch", "pipe": "mkfifo"}
     await pod.start()
@@ -314,8 +314,8 @@ async def test_object_planted_at_the_agents_run_directory_does_not_prevent_its_s
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: Path) -> None:
-    """The error names the link and its owner. Links owned by root are followed, because images and operators create
-    such links.
+    """Links owned by root are followed, because images and operators create them. For any other link, the error names
+    the link and its owner.
     """
     for name in ("victim", "victim/there", "way", "way/of_a_job"):
         (tmp_path / name).mkdir()
@@ -336,7 +336,7 @@ def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 @pytest.mark.parametrize("planted", ["link", "link on the way", "link of root that was moved", "link of root"])
 def test_reads_follow_only_links_that_root_placed(tmp_path: Path, planted: str) -> None:
-    """A link counts as placed by root if it is owned by root and in a directory that only root can write to.
+    """Root has placed a link if root owns it and it is in a directory to which only root can write.
 
     The test reads a pidfile and a file that a monit rule names.
     """
@@ -433,10 +433,10 @@ async def test_job_cannot_read_secrets_of_the_agent(pod: PodInstance) -> None:
 
 
 async def test_thousands_of_job_processes_do_not_block_the_loop(pod: PodInstance) -> None:
-    """Reading the process table takes a tenth of a second with 6000 processes. ``status``, ``get_state`` and a stop do
-    that.
+    """With 6000 processes, reading the process table takes a tenth of a second. ``status``, ``get_state`` and a stop
+    have to read it.
 
-    A callback may sleep longer than usual here, because the kernel holds the lock of the process table while thousands
+    Here, a callback may sleep longer than usual, because the kernel holds the lock of the process table while thousands
     of processes exit.
     """
     await pod.start()
@@ -449,7 +449,8 @@ async def test_thousands_of_job_processes_do_not_block_the_loop(pod: PodInstance
         assert (await pod.run("get_state", "full"))["job_state"] == "running"
     await pod.run("stop")
 
-    # Zombies do not count as living. They exist for a while because the agent reaps a few of them per turn of its loop.
+    # pgrep does not count zombies here. They remain for a while, because the agent reaps only a few per turn of its
+    # event loop.
     assert pod.machine.run(f"{living} || true") == "0\n"
     pod.machine.run("until ! pgrep -u vcap perl >/dev/null; do sleep 0.1; done")
     assert re.findall("the event loop was blocked: a callback computed.*", pod.log) == []
@@ -499,9 +500,10 @@ async def test_job_cannot_create_the_run_directory_of_sshd(pod: PodInstance) -> 
 @pytest.mark.parametrize("planted", ["set-group-id", "access list"])
 @pytest.mark.parametrize("kind", ["log", "archive"])
 def test_root_logs_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, kind: str, planted: str) -> None:
-    """The log directory of a bpm job belongs to vcap, and logs of root's scripts may contain secrets.
+    """The log directory of a bpm job belongs to vcap, but logs of root's scripts may contain secrets.
 
-    The job sets the set-group-id bit or a default ACL, so that new logs and archives there would become readable to it.
+    The job sets the set-group-id bit or a default ACL on the directory to get read access to new logs and archives in
+    it.
     """
     place = tmp_path / "log"
     place.mkdir(0o750)
@@ -528,8 +530,8 @@ def test_root_logs_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, 
 
 @pytest.mark.attack("a job forges the marker of its disk")
 def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) -> None:
-    """Some provisioners create volumes with mode 0777. The agent changes the mode, because a forged marker that names
-    another disk would make the mount fail.
+    """Some provisioners create volumes with mode 0777, which the agent changes. Otherwise a job could forge a marker
+    that names another disk, and the mount would fail.
     """
     volume = tmp_path / "volume"
     volume.mkdir()

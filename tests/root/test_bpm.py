@@ -302,7 +302,7 @@ def run(inside: Inside, level: int, body: str) -> Any:
 
 @pytest.fixture(scope="module")
 def known() -> dict[int, Any]:
-    """Cache the observations of jobs by level, because all tests use the same."""
+    """Provide a cache for the jobs' observations at each level, which all tests share."""
     return {}
 
 
@@ -446,7 +446,7 @@ def test_bpm_masks_kernel_paths(look: Callable[[int], Any]) -> None:
 def test_bpm_job_cannot_escape_its_isolation(look: Callable[[int], Any], level: int) -> None:
     """A job cannot reach other processes, mount anything or change its user.
 
-    Level 3 has no such isolation, which shows that the attempts of the job would otherwise work.
+    At level 3, which has no such isolation, the job can signal other processes. This shows that its attempts are real.
     """
     assert look(level)["web"]["does"] == []
     assert "signal" in look(3)["web"]["does"]
@@ -540,11 +540,11 @@ return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reaso
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_bpm_volume_may_be_the_root_directory(inside: Inside, level: int, is_writable: bool) -> None:
-    """The machine's root directory is visible to the job, but the paths that bpm itself mounts keep their own rights.
-    The job's directory, for example, stays read-only.
+    """The machine's root directory is visible to the job, but the paths that bpm itself mounts keep their own access
+    rights. The job's directory, for example, stays read-only.
 
-    With Landlock, a writable root directory makes everything writable, because rules cannot restrict a path below one
-    that is already granted.
+    With Landlock, a writable root directory makes everything writable, because Landlock cannot restrict a path below a
+    directory to which it has granted access.
     """
     said, errors, reason = run(inside, level, VOLUME_OF_EVERYTHING.replace("IS_WRITABLE", str(is_writable).lower()))
 
@@ -581,9 +581,9 @@ return [await supervisor.bpm.run(BpmCall("start", "web", name), [], {}) for name
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_job_can_run_packages_of_a_standalone_directory(inside: Inside, level: int) -> None:
-    """A standalone directory is deployed without a Director, and packages are links into it.
+    """Without a Director, the agent deploys a directory, and packages are links into this directory.
 
-    The job can run its packages but cannot read other files of the directory.
+    The job can run its packages but cannot read other files in the directory.
     """
     assert run(inside, level, PACKAGE_IN_PLACE) == [0, 1]
 
@@ -702,7 +702,7 @@ return [before == adopted, log("web").splitlines()[-1], left, commands]
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_restarted_agent_adopts_an_isolated_bpm_process(inside: Inside, level: int) -> None:
-    """The pidfile identifies the process. A stop by the new agent still ends all processes in its sandbox."""
+    """The new agent identifies the process by its pidfile, and a stop still ends all processes in its sandbox."""
     same, last, left, commands = run(inside, level, NEXT_AGENT)
 
     assert same
@@ -718,7 +718,7 @@ return list(await sandbox.isolation())
 
 
 def test_bpm_isolation_level_follows_the_privileges_of_the_container(inside: Inside) -> None:
-    """Without CAP_SYS_ADMIN the probe finds level 2, and gives the reason why level 1 is not possible."""
+    """Without CAP_SYS_ADMIN, the probe returns level 2 and the reason why level 1 is not possible."""
     assert inside(ISOLATION)[:2] == [1, ""]
     without = inside(ISOLATION, "setpriv", "--bounding-set", "-sys_admin")
     assert without[:2] == [2, "create namespaces: Operation not permitted"]
@@ -752,9 +752,9 @@ return [codes, init]
 
 @pytest.mark.parametrize("inits", [list(sandbox.INITS), []])
 def test_first_process_of_a_bpm_namespace_is_an_init(inside: Inside, inits: list[str]) -> None:
-    """The namespace uses the container's init program if there is one, otherwise the agent's own.
+    """The namespace uses the container's init program if there is one, and otherwise the agent's own.
 
-    Either forwards signals, reaps orphans and exits with the status of the program.
+    Both forward signals, reap orphans and exit with the program's exit status.
     """
     codes, init = run(inside, 1, INIT.replace("INITS", repr(inits)))
 

@@ -56,9 +56,8 @@ return [sorted(set(log("web").splitlines())), log("web", "stderr"), sorted(refus
 @pytest.mark.parametrize("target", ["/var/vcap/jobs/other/config", "/etc"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_swapped_with_a_link_shows_no_other_files(inside: Inside, level: int, target: str) -> None:
-    """The volume is swapped while root checks, opens or mounts it.
-
-    The job either sees its own directory or does not run.
+    """The job repeatedly swaps the volume while root checks, opens and mounts it. It either sees its own directory or
+    is not run.
     """
     said, errors, refused = run(inside, level, EXCHANGING.replace("TARGET", target))
 
@@ -89,7 +88,7 @@ return [log("web"), info("web").reason, before == Path("/proc/self/mountinfo").r
 
 
 def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
-    """Return the setup of a job whose volume is a link to files of another user."""
+    """Return the body of a test in which the volume of a job is a link to files of another user."""
     return PLANTED.replace("VOLUME", volume).replace("OWNER", str(owner)).replace("MORE", more)
 
 
@@ -169,9 +168,8 @@ return [log("web"), (paths.sys / "log/web/NAME").stat().st_uid]
 @pytest.mark.parametrize("name", ["bpm.log", "web.stderr.log"])
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_root_log_moved_to_a_bpm_log_path_is_not_given_to_the_job(inside: Inside, level: int, name: str) -> None:
-    """The job moves a log of root's post-start script to the path of its own log.
-
-    The next start of the process must not change its owner to vcap, because the job could then read it.
+    """The job moves a log of root's post-start script to the path of its own log. When its process starts the next
+    time, the agent must not make vcap the owner of this file, because the job could then read it.
     """
     said, owner = run(inside, level, MOVING.replace("NAME", name))
 
@@ -224,10 +222,10 @@ return log("web").splitlines()
 @pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_process_inherits_no_descriptor_of_the_agent(inside: Inside, level: int) -> None:
-    """It has no open descriptors apart from its standard streams.
+    """The process has no open descriptors apart from its standard streams.
 
-    The test also checks that files and sockets of other jobs are hidden at level 1 only, because Landlock has no rules
-    for changing modes and connecting to sockets.
+    The test also checks that files and sockets of other jobs are hidden only at level 1, because Landlock cannot
+    prevent changes of modes and connections to sockets.
     """
     descriptors, *done = run(inside, level, REACHES.replace("REACHING", repr(REACHING)))
 
@@ -298,8 +296,8 @@ bind 'set enable-bracketed-paste off'
 
 
 def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tuple[bytes, Any]]) -> tuple[str, bool]:
-    """Return the output of ``bpm shell`` for typed input, and whether the operator's terminal has its original modes
-    again.
+    """Return what ``bpm shell`` prints when ``typed`` is typed, and True if the operator's terminal has its original
+    modes again.
     """
     body = SHELL.replace("PLANTED_RC", repr(rc)).replace("OPERATOR", repr(operator)).replace("TYPED", repr(typed))
     found = run(inside, level, body)
@@ -310,8 +308,8 @@ def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tup
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or keeps running after it")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_cannot_inject_input_into_the_operators_terminal(inside: Inside, level: int) -> None:
-    """A planted .bashrc pushes a command into the terminal's input (TIOCSTI). It reaches the job's shell instead of the
-    operator's.
+    """A .bashrc that the job has planted pushes a command into the terminal's input (TIOCSTI). The command must reach
+    the job's shell and not the operator's.
     """
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo BA''CK; read line; echo got:$line; echo EN''D"
     seen, same = in_shell(inside, level, PUSHING, operator, [(b"BACK", b"operator\n")])

@@ -1,7 +1,7 @@
 """Jobs modelled on real releases (bosh-dns, haproxy and nginx), run with the real programs at each isolation level.
 
-They rely on more than their bpm.yml: they list the names of all jobs, the process in the pidfile is the parent of the
-actual program, daemons that fork are its descendants, and a drain script ends them by pid.
+Besides their bpm.yml, the jobs rely on other properties: they can list the names of all jobs, the actual program is a
+child of the process in the pidfile, daemons that fork stay its descendants, and a drain script can end them by pid.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ return outcome
 
 
 def deployed(inside: Inside, level: int, body: str) -> Any:
-    """Run ``body`` with an agent that serves ``bpm``, and return the ``outcome`` that it has recorded."""
+    """Run ``body`` with an agent that serves ``bpm``. Return the ``outcome`` that ``body`` has recorded."""
     lines = body.strip().splitlines()
     text = AGENT.replace("    BODY", "\n".join(f"    {line}" for line in lines))
     found = run(inside, level, text)
@@ -167,7 +167,7 @@ await supervisor.stop(wait=True)
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bosh_dns_runs_under_bpm(inside: Inside, level: int) -> None:
-    """It lists the jobs, reads their links and the instance's health, listens on a low port and writes to its
+    """bosh-dns lists the jobs, reads their links and the instance's health, listens on a low port and writes to its
     directory.
     """
     found = deployed(inside, level, BOSH_DNS)

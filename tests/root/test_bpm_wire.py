@@ -50,8 +50,8 @@ kill -INT -$!; wait $!; echo $?
 
 
 def release() -> dict[str, str | bytes]:
-    """Return a job whose pre-start starts a process, whose post-start lists processes, and whose drain ends one by its
-    pid.
+    """Return a job whose pre-start starts a process, whose post-start lists processes, and whose drain kills a process
+    by its pid.
     """
     return {
         "monit": MONIT,

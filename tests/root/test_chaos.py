@@ -1,4 +1,4 @@
-"""The short cases of ``./dev chaos``, which runs the long ones as well."""
+"""The short cases of ``./dev chaos``."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_chaos_case_keeps_all_invariants(case: str, tmp_path: Path) -> None:
 
 
 def test_chaos_kill_is_reported_even_if_the_work_finished_first(tmp_path: Path) -> None:
-    """A process can finish its work before the tracer reports that it was killed. Otherwise the case would wait for a
-    reply from a dead agent.
+    """A process can finish its work before the tracer reports that the process was killed. If the report were lost, the
+    case would wait for a reply from a dead agent.
     """
     program = "import sys; sys.stdin.readline(); open(sys.argv[1], 'w')"
     argv = [sys.executable, "-c", program, str(tmp_path / "state.json")]
@@ -55,7 +55,7 @@ def test_chaos_kill_is_reported_even_if_the_work_finished_first(tmp_path: Path) 
 
 
 def test_tracer_fails_all_calls_from_a_given_number_on(tmp_path: Path) -> None:
-    """This simulates a full disk: calls that need space fail with ENOSPC, while a file can still be deleted."""
+    """The failures simulate a full disk: calls that need space fail with ENOSPC, but files can still be deleted."""
     program = """import os, sys
 sys.stdin.readline()
 file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)

@@ -1,6 +1,6 @@
-"""The helper program of attachment pods, which mounts disks into running VMs, tested with real mounts.
+"""The program that attachment pods run to mount disks into running VMs, tested with real mounts.
 
-Each test has a node, a VM that sees one directory of the node, and helpers that may get killed.
+Each test has a node, a VM that sees one directory of the node, and helpers, which run this program and may get killed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ echo ready && exec sh -i 2>/dev/null
 
 
 class AttachmentNode:
-    """A node in its own mount namespace, and a VM in another one that receives mounts below `bosh/vm`."""
+    """A node with its own mount namespace, and a VM with another one, in which mounts below ``bosh/vm`` appear."""
 
     def __init__(self, directory: Path, *, userns: bool = False) -> None:
         self.place, self.seen, self.spare = (directory / name for name in ("node", "seen", "spare"))
@@ -91,9 +91,10 @@ class AttachmentNode:
         return self.helper("attach", str(self.place / "disk"), self.target, "uid")
 
     def detach(self, attachment: subprocess.Popen[str], patience: float = 0.5) -> str:
-        """Run a helper that unmounts the disk of an attachment.
+        """Run a helper that unmounts the disk that ``attachment`` has mounted.
 
-        Return its output followed by "done" if it has reported success, or by its exit code.
+        Return the helper's output, followed by "done" if the helper has reported success, and otherwise by its exit
+        code.
         """
         pid = str(attachment.pid)
         sign = self.place / "done"
@@ -178,7 +179,7 @@ def test_disk_is_attached_to_and_detached_from_a_running_vm(site: AttachmentNode
 
 
 def test_helpers_finish_in_time_with_the_cpu_that_they_request(site: AttachmentNode) -> None:
-    """On a node whose CPUs are all busy, the kernel gives a container what it requests and no more. The test limits the
+    """On a node whose CPUs are all busy, a container gets only the CPU time that it requests. The test limits the
     helpers to that.
     """
     with own_cgroups("helper") as places:
@@ -244,7 +245,9 @@ def test_attach_does_not_follow_a_link_that_the_vm_put_at_the_disk_directory(
 
 
 def test_disk_is_not_left_mounted_in_a_directory_that_the_vm_moved(site: AttachmentNode) -> None:
-    """The helper unmounts the disk again, because a later detach would not find the mount at the new path."""
+    """The helper unmounts the disk again. Otherwise the disk would stay mounted, because a later detach would look for
+    it at its old path.
+    """
     moving = "os.rename(program.sys.argv[-2], program.sys.argv[-2] + '-moved')"
     mount = f"real = program.mount\ndef mount(*args):\n    {moving}\n    real(*args)\nprogram.mount = mount\n"
     site.program = PROGRAM.replace("program.main(", f"{mount}program.main(")
@@ -372,8 +375,8 @@ sys.stdin.read()
 @pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
 @pytest.mark.parametrize("way", ["in a thread's namespace", "as a clone in a descriptor", "as a clone for a directory"])
 def test_disk_mounted_outside_all_mount_tables_is_not_reported_unmounted(site: AttachmentNode, way: str) -> None:
-    """The VM keeps the disk with open_tree or unshare, so that it can still write to it although no mount table shows
-    it.
+    """The VM keeps a mount of the disk with open_tree or unshare. It can still write to the disk, although no mount
+    table shows the mount.
     """
     attachment = site.attach()
     program = CLONE if "clone" in way else THREAD
@@ -401,8 +404,8 @@ exec unshare -m sh -c 'umount "$0" "${0%/*}/disk-1" && echo ready && exec cat' "
 
 
 def test_open_files_on_other_mounts_of_the_device_do_not_block_a_detach(site: AttachmentNode) -> None:
-    """A disk can be a directory of a file system. Files that are open in another directory of it are not on the
-    disk.
+    """A disk can be a directory of a larger file system. Files that are open in another directory of this file system
+    do not keep the disk busy.
     """
     subprocess.run(site.on_node("sh", "-ec", PARTS, str(site.place)), check=True)
     attachment = site.attach()
@@ -452,8 +455,8 @@ def until_zombie(pid: int) -> None:
 
 
 def test_failed_detach_of_a_bound_disk_never_hides_its_files(site: AttachmentNode) -> None:
-    """The helper does not unmount the disk first and mount it again after the failure, because processes of the VM
-    would see an empty directory in between.
+    """The helper must not unmount the disk and mount it again after a failure, because in between processes of the VM
+    would see an empty directory.
     """
 
     def numbers() -> list[str]:
@@ -483,7 +486,7 @@ def test_renamed_disk_directory_does_not_block_a_detach(site: AttachmentNode) ->
 def test_empty_directories_of_deleted_vms_are_removed_later(site: AttachmentNode, tmp_path: Path) -> None:
     """The kubelet creates a directory for each VM that can have disks attached while it runs.
 
-    A helper later removes those that are empty and no longer used.
+    A helper later removes the directories that are empty and no longer used.
     """
     for name in ("gone", "full"):
         subprocess.run(site.on_node("mkdir", "-p", f"{site.place}/bosh/{name}"), check=True)
@@ -500,8 +503,8 @@ def test_empty_directories_of_deleted_vms_are_removed_later(site: AttachmentNode
 def test_mount_table_shared_by_many_processes_is_read_once(
     site: AttachmentNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise an attachment would take six seconds on a node with a job of a hundred processes and sixteen thousand
-    mounts.
+    """Reading the table for each process would take six seconds on a node with sixteen thousand mounts and a job of a
+    hundred processes.
     """
     crowd = [site.process("sh", "-c", "echo ready; exec sleep 999") for _ in range(5)]
     jailed = site.process("unshare", "-m", "sh", "-c", "echo ready; exec sleep 999")
@@ -534,8 +537,8 @@ print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 
 @pytest.mark.parametrize("whose", ["neighbour", "vm"])
 def test_attach_helper_needs_little_memory_for_a_large_mount_table(site: AttachmentNode, whose: str) -> None:
-    """Otherwise an unprivileged process could create so many mounts in a user namespace that all helpers on its node
-    exceed their memory limit.
+    """An unprivileged process can create very many mounts in a user namespace. If a helper needed memory for each
+    mount, all helpers on the node would exceed their memory limit.
     """
     site.program = PROGRAM.replace("program.main(sys.argv[4:])", MEASURED)
     subprocess.run(site.on_node("mkdir", f"{site.place}/bosh/gone"), check=True)
@@ -623,11 +626,11 @@ def test_attachment_tolerates_process_names_that_are_not_valid_text(tmp_path: Pa
 
 @pytest.mark.attack("root in a container of the CPI poses as another VM with a user namespace or a name")
 def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: AttachmentNode) -> None:
-    """The disk gets the ids of the VM's user namespace, even if a job has created another one. Otherwise none of its
-    files would belong to root in the VM, and the VM could not write.
+    """A job in the VM may have created a user namespace. The disk must nevertheless be mounted with the ids of the VM's
+    namespace, because otherwise its files would not belong to root in the VM and the VM could not write to them.
     """
     job = site.in_user_namespace()
-    # The test needs different start times, which have the resolution of clock ticks.
+    # The two processes must have different start times, which are measured in clock ticks.
     while attachment_program.start_of(job) == attachment_program.start_of(site.vm.pid):
         job = site.in_user_namespace()
     site.pids.insert(0, job)
@@ -638,7 +641,9 @@ def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: Attachm
 
 
 def test_init_of_a_jobs_pid_namespace_is_not_taken_for_pid_1() -> None:
-    """A reboot of the VM must end only PID 1 of the container, so that the agent can stop the jobs in order."""
+    """A reboot of the VM must send signals only to PID 1 of the container, so that the agent can stop the jobs in
+    order.
+    """
     nested = "unshare --pid --fork --kill-child sleep 999 & exec sleep 999"
     container = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", nested])
     try:

@@ -1,7 +1,7 @@
 """A persistent disk under each supported CPI: attached, mounted, resized, detached, and moved to another instance.
 
 A real agent runs in real containers, which the CPI restarts or recreates between any two requests of the Director.
-After each request and each restart, ``list_disk`` is correct and no file has changed. Needs root.
+After each request and each restart, ``list_disk`` must be correct and no file may have changed.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ class CpiInstance:
 
     @property
     def jobs_reach_disks(self) -> bool:
-        """Return whether jobs can enter the store. They cannot if it is a link into a directory that is closed to them.
+        """Return True if jobs can enter the store. They cannot if the store is a link into a directory that is closed
+        to them.
 
-        Without mounts, this is the case under SAP's CPI because of the path at which it attaches disks.
+        This happens under SAP's CPI if the container may not mount, because of the path at which the CPI attaches
+        disks.
         """
         return not (self.pod.prefix and self.cpi.place.startswith(cpis.BOSH))
 
@@ -86,7 +88,7 @@ class CpiInstance:
             await self.remake(loses_data=self.cpi.attaches == "by recreation")
 
     async def remake(self, *, loses_data: bool) -> None:
-        """Kill the container and start another one, which gets the files that the CPI carries over."""
+        """Kill the container and start another one with the files that the CPI preserves."""
         pod = self.pod
         saved = {path: raw for path in self.cpi.saves if (raw := _content(pod.machine.root / path.lstrip("/")))}
         pod.kill()
@@ -127,7 +129,7 @@ class CpiInstance:
     async def unmount_and_detach(self, cid: str) -> None:
         """Unmount and detach a disk as the Director does (unmount_disk_step.rb, detach_disk_step.rb).
 
-        It unmounts only disks that ``list_disk`` returns.
+        A disk is unmounted only if ``list_disk`` returns it.
         """
         if cid in await self.pod.run("list_disk"):
             reply = await self.pod.run("unmount_disk", cid)
@@ -136,9 +138,9 @@ class CpiInstance:
         await self.detach(cid)
 
     async def holds(self, *listed: str) -> None:
-        """Check that exactly these disks are mounted, and repeat the check after an event.
+        """Check that exactly these disks are mounted, and check again after an event.
 
-        The first one must be on the store with the expected content.
+        The first disk must be on the store and have the expected content.
         """
         await self._holds(*listed)
         await self.happens()
@@ -189,7 +191,9 @@ async def write_to_store(one: CpiInstance, cid: str, *, as_root: bool) -> None:
 async def test_disk_moves_to_a_recreated_vm_with_its_content(
     tmp_path: Path, cpi: CpiTraits, prefix: tuple[str, ...]
 ) -> None:
-    """The Director sends create_vm, attach and mount, then unmount, detach, create_vm, attach and mount."""
+    """The Director sends create_vm and attaches and mounts the disk. It then unmounts and detaches the disk, and does
+    the same with a new VM.
+    """
     async with site(tmp_path, cpi, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -277,9 +281,10 @@ async def test_volume_mounted_on_the_store_by_a_manifest_is_used(tmp_path: Path,
 
 
 async def test_host_names_resolve_after_warden_unmounted_the_hosts_file(tmp_path: Path) -> None:
-    """As its last step, Warden unmounts /etc/hosts while the agent is already running, which uncovers the image's file.
+    """As the last step of starting a container, Warden unmounts /etc/hosts, so the image's file becomes visible. The
+    agent is already running by then.
 
-    The agent must then add the host name and localhost again, because sudo and compilations look up both.
+    The agent must add the host name and localhost to this file again, because sudo and compilations look up both names.
     """
     async with made(tmp_path, cpis.WARDEN_WITH_SYSTEMD) as pod:
         await pod.start()

@@ -88,8 +88,8 @@ async def attach(cli: AgentClient, cid: str) -> None:
 
 
 async def test_create_env_resizes_a_disk_and_delete_env_removes_all(env: VmWithVolumes) -> None:
-    """create-env attaches a disk and then deploys a job that writes to it. A second create-env moves the data to a
-    larger disk, and delete-env unmounts it.
+    """create-env attaches a disk and deploys a job that writes to the disk. A second create-env moves the data to a
+    larger disk, and delete-env unmounts that disk.
     """
     cli = env.cli
     await attach(cli, "disk-1")

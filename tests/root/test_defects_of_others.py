@@ -1,7 +1,8 @@
-"""One test for each known fault that the Go agent or monit has in containers, and that this agent must not have.
+"""Known faults of the Go agent or monit in containers. Each test checks that this agent does not have the fault that
+its docstring describes.
 
-The docstrings describe the fault. The last test covers the order in which monit executes actions. A real agent runs in
-a container with real mounts. Needs root.
+The last test is not about a fault but about the order in which monit executes actions. A real agent runs in a container
+with real mounts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ MONIT = f"{sys.executable} -m agent_shim.cli.monit"
 
 
 async def with_disks(pod: PodInstance, *cids: str) -> None:
-    """Start a container and mount these disks one after the other. The first contains a file with its name."""
+    """Start a container and mount these disks one after the other. The first disk gets a file that contains its
+    name.
+    """
     for cid in cids:
         pod.attach(cid)
     (pod.volume(cids[0]) / "whose").write_text(cids[0])
@@ -34,7 +37,7 @@ async def with_disks(pod: PodInstance, *cids: str) -> None:
 
 
 def mounts(pod: PodInstance) -> dict[str, str]:
-    """Return the names of the volumes by the mount point at which the agent has mounted them."""
+    """Return the names of the volumes that the agent has mounted, keyed by mount point."""
     lines = pod.machine.run("findmnt -rno TARGET,FSROOT").splitlines()
     found = [line.split() for line in lines if line.startswith("/var/vcap/store")]
     assert len(found) == len({place for place, _ in found}), "something is mounted twice"
@@ -47,7 +50,7 @@ def managed(pod: PodInstance) -> str:
 
 
 async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: PodInstance) -> None:
-    """The Go agent mounts the disk on the migration target as well if it gets mount_disk twice."""
+    """If the Go agent gets mount_disk twice for the same disk, it also mounts the disk on the migration target."""
     await with_disks(pod, "disk-1")
 
     await pod.run("mount_disk", "disk-1")
@@ -57,7 +60,9 @@ async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: Pod
 
 
 async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: PodInstance) -> None:
-    """When it mounts a second disk, the Go agent records it as the managed one before anything is copied to it."""
+    """The Go agent records a second disk as the managed disk as soon as it is mounted, before anything is copied to
+    it.
+    """
     await with_disks(pod, "disk-1", "disk-2")
 
     assert mounts(pod) == {"store": "disk-1", "store_migration_target": "disk-2"}
@@ -101,8 +106,8 @@ async def test_disk_is_mounted_and_listed_after_a_restart(pod: PodInstance) -> N
 
 
 async def test_agent_boots_after_its_disk_was_removed(pod: PodInstance) -> None:
-    """The Go agent never clears the file that names the mounted disk, so it fails at each boot after the disk was
-    removed.
+    """The Go agent never clears the file that names the mounted disk. Once the disk has been removed, it fails at each
+    boot.
     """
     pod.keeps_root = True
     await with_disks(pod, "disk-1")
@@ -116,8 +121,8 @@ async def test_agent_boots_after_its_disk_was_removed(pod: PodInstance) -> None:
 
 
 async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: PodInstance) -> None:
-    """The Go agent tries to rename a new file to the kubelet's /etc/hosts (EBUSY), so bosh-dns never sees new
-    records.
+    """/etc/hosts is a mount of the kubelet. The Go agent fails when it tries to rename a new file to that path (EBUSY),
+    so bosh-dns never sees new records.
     """
     pod.start_container()
     line = f"10.1.2.3\t{socket.gethostname()}"
@@ -136,8 +141,8 @@ async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: PodInstance) -> None
 
 
 async def test_uptimes_are_not_negative_under_lxcfs(pod: PodInstance) -> None:
-    """lxcfs replaces /proc/uptime with the container's uptime. monit compares it with process start times, which are
-    those of the host, and reports negative ages.
+    """lxcfs makes /proc/uptime show the container's uptime. monit subtracts process start times, which are relative to
+    the host's boot, and reports negative ages.
     """
     pod.start_container()
     (pod.machine.root / "mnt/uptime").write_text("0.50 0.50\n")
@@ -173,9 +178,9 @@ async def summary(pod: PodInstance, words: str) -> None:
 
 
 async def test_monit_start_during_a_pending_stop_is_executed_afterwards(pod: PodInstance) -> None:
-    """An action stays pending until its program has ended, and the service is not monitored until then.
+    """An action is pending until its program has ended, and the service is not monitored during that time.
 
-    monit executes one further action afterwards, and so does the agent.
+    monit then executes one further action, and the agent must do the same.
     """
     files = {**jobs.sleeper(Paths(), "web"), "bin/ctl": SLOW_TO_STOP}
     await pod.start()

@@ -1,4 +1,4 @@
-"""All requests that a Director sends to create an instance, answered by an agent that runs as root on its own
+"""All requests that a Director sends to create an instance. They are answered by an agent that runs as root on a test
 machine.
 """
 

@@ -1,4 +1,4 @@
-"""Copies of disks between file systems that differ in what they can store: ACLs, extended attributes, holes."""
+"""Copies between disks whose file systems differ in what they can store: ACLs, extended attributes, holes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
 def test_disk_copy_keeps_what_the_target_can_store_and_reports_the_rest(
     tmp_path: Path, make: Callable[[Path], Path], lost: tuple[str, ...], kinds: list[str]
 ) -> None:
-    """The copy is then copied to ext4, which shows that nothing else was lost."""
+    """The copy is copied once more, to ext4, to show that nothing else was lost."""
     source = mount_ext4(tmp_path / "source", tmp_path / "source.image")
     fill(source, as_root=True)
     odd = Path(os.fsdecode(os.fsencode(source) + b"/new\nline \xff"))
@@ -96,8 +96,8 @@ def test_disk_copy_keeps_what_the_target_can_store_and_reports_the_rest(
 
 @alone
 def test_disk_copy_reports_an_attribute_too_large_for_the_target(tmp_path: Path) -> None:
-    """On ext4 all attributes of a file share one block. If it is full, the error is that of a full disk, but the copy
-    must not fail because of it.
+    """On ext4, all attributes of a file share one block. If this block is full, the error is the same as for a full
+    disk, but the copy must not fail because of it.
     """
     source = mount_tmpfs(tmp_path / "source")
     (source / "file").write_text("x")
@@ -125,8 +125,8 @@ def test_disk_copy_fails_if_the_disk_is_too_full_for_an_attribute(tmp_path: Path
 
 @alone
 def test_disk_copy_reports_files_whose_attributes_cannot_be_listed(tmp_path: Path) -> None:
-    """Linux returns at most 64 KiB of attribute names, but a file on tmpfs can have more. Its content is copied without
-    them.
+    """The kernel returns at most 64 KiB of attribute names, but a file on tmpfs can have more. The file is then copied
+    without its attributes.
     """
     source, target = mount_tmpfs(tmp_path / "source"), mount_tmpfs(tmp_path / "target")
     (source / "file").write_text("x")

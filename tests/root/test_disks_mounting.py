@@ -1,4 +1,6 @@
-"""Persistent disks with real volumes that are bind-mounted, linked without any capability, or mounted by a manifest."""
+"""Persistent disks on real volumes, which are bind-mounted, linked if the agent has no capabilities, or mounted by a
+manifest.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def subpath(point: Path) -> None:
 
 
 KINDS = pytest.mark.parametrize("make", [mount_tmpfs, ext4, overlay, subpath])
-"""Each volume is mounted at a path that contains blanks."""
+"""The volumes are mounted at paths that contain spaces."""
 
 
 def by_mounts(scratch: Path) -> InstanceWithVolumes:
@@ -167,9 +169,9 @@ async def test_disk_resize_works_as_an_ordinary_user(tmp_path: Path) -> None:
 
 
 def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
-    """Provisioners may create volumes with modes that keep users of jobs out.
+    """A provisioner may have created the volume with a mode that denies access to the users of jobs.
 
-    The agent changes the mode only once, so that a job can restrict it afterwards.
+    The agent changes the mode only once, so a job can restrict it later.
     """
     volume = tmp_path / "volume"
     volume.mkdir(mode=0o750)
@@ -194,9 +196,9 @@ async def test_plain_directory_is_not_accepted_as_a_volume(instance: InstanceWit
 
 
 def of_the_node(scratch: Path, *, bind: bool) -> tuple[InstanceWithVolumes, Path]:
-    """Return an instance and a directory of the node in which disk ``a`` is not mounted yet.
+    """Return an instance, and the directory of the node on which disk ``a`` will be mounted.
 
-    This is what an instance sees before a CPI has finished a live attachment.
+    The instance sees this directory until the CPI has finished a live attachment.
     """
     instance = InstanceWithVolumes(scratch, bind=bind, system=True)
     on_node = mount_tmpfs(scratch / "node/disks") / "a"
@@ -209,8 +211,8 @@ def of_the_node(scratch: Path, *, bind: bool) -> tuple[InstanceWithVolumes, Path
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_path: Path, bind: bool) -> None:
-    """An instance sees such a directory between mkdir and mount of a live attachment. Files written there would stay on
-    the node.
+    """While a CPI attaches a disk to a running VM, the instance sees such a directory after mkdir and before mount.
+    Files written to it would stay on the node.
     """
     instance, on_node = of_the_node(tmp_path, bind=bind)
 
@@ -232,7 +234,9 @@ async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_pat
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_disk_whose_mount_disappeared_is_reported_as_missing(tmp_path: Path, bind: bool) -> None:
-    """The missing mount uncovers a directory of the node, in which jobs must not be started."""
+    """When the mount disappears, the node's directory below it becomes visible. No job may be started with this
+    directory.
+    """
     instance, on_node = of_the_node(tmp_path, bind=bind)
     mount_tmpfs(on_node)
     await instance.disks.mount("a")
@@ -322,8 +326,8 @@ def mounted_on(place: Path) -> int:
 
 
 def manifest(instance: InstanceWithVolumes) -> None:
-    """Mount the disk on the store before the agent starts, as a kubelet does for a StatefulSet, and name that path as
-    its hint.
+    """Mount the disk on the store before the agent starts, as a kubelet does for a StatefulSet, and set the disk's hint
+    to that path.
     """
     mounts.bind(instance.volume("a"), instance.paths.store)
     instance.persistent["a"] = str(instance.paths.store)
@@ -364,8 +368,8 @@ async def test_migration_covers_a_disk_mounted_by_a_manifest(instance: InstanceW
 
 @by("mounts")
 async def test_disk_swap_interrupted_over_a_mount_of_the_manifest_is_completed(instance: InstanceWithVolumes) -> None:
-    """The markers are those of an agent that was killed after the copy and before the new disk was mounted at the
-    store.
+    """The agent was killed after the copy, before it mounted the new disk at the store. The markers are those of this
+    moment.
     """
     for cid in "ab":
         instance.attach(cid)
@@ -384,10 +388,10 @@ async def test_disk_swap_interrupted_over_a_mount_of_the_manifest_is_completed(i
 @pytest.mark.parametrize("read_only", [False, True])
 @alone
 async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path: Path, read_only: bool) -> None:
-    """The manifest mounts the volume on the store as well as at the path of its hint, and the container may not unmount
-    it.
+    """The manifest mounts the volume at the store as well as at the path in the disk's hint, and the container may not
+    unmount it.
 
-    The agent records in the disk's marker that the Director has unmounted it.
+    The agent records in the disk's marker that the Director has unmounted the disk.
     """
     instance = InstanceWithVolumes(tmp_path, bind=False)
     instance.attach("a", mount_tmpfs)
@@ -416,8 +420,8 @@ async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path:
 @pytest.mark.parametrize("seconds", [-(2**40), 2**33])
 @alone
 def test_migration_tolerates_times_that_the_new_disk_cannot_store(tmp_path: Path, seconds: int) -> None:
-    """A job can set any time, but ext4 with small inodes stores times only up to 2038. The copy must not fail because
-    of that.
+    """A job can give a file any time, but ext4 with small inodes can store times only up to 2038. The copy must not
+    fail because of that.
     """
     source = mount_tmpfs(tmp_path / "source")
     target = mount_ext4(tmp_path / "target", tmp_path / "image", 16 << 20, "-I", "128")
@@ -446,8 +450,8 @@ def test_migration_to_a_full_disk_fails_with_its_message(tmp_path: Path) -> None
 POINTS = int(os.environ.get("SHIM_TEST_KILLS", "6"))
 FILES = int(os.environ.get("SHIM_TEST_FILES", "300"))
 SIZE = int(os.environ.get("SHIM_TEST_BYTES", str(8 << 20)))
-"""The number of kills, the number of files, and the total size of the files in bytes. Slow runs use 50, 10000 and
-2147483648.
+"""The number of kills, the number of files, and the total size of the files in bytes. For a slow run, set them to 50,
+10000 and 2147483648.
 """
 
 

@@ -1,4 +1,6 @@
-"""A Director's recorded disk requests for a recreated VM and a resize get the same replies as from the Go agent."""
+"""A Director's disk requests for a recreated VM and for a resize were recorded with the Go agent. This agent gives the
+same replies.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def attach(point: Path) -> None:
 
 
 async def ask(instance: InstanceWithVolumes, step: RecordedRequest) -> Any:
-    """Call an action with a request's arguments, in which hints name the volumes of this test."""
+    """Call the action that was requested, with its arguments. Hints are replaced with volumes of this test."""
     volumes = instance.scratch / "volumes of others"
     arguments = json.loads(json.dumps(step.arguments).replace('"/dev/', f'"{volumes}/'))
     action = ACTIONS[step.method]

@@ -31,7 +31,7 @@ def status(pod: PodInstance) -> dict[str, Any]:
 
 
 async def metric(pod: PodInstance, name: str) -> float | None:
-    """Return a value from the metrics page, which is cached for a second, or None if it is missing."""
+    """Return a value from the metrics page, or None if it is missing. The page is cached for a second."""
 
     def read() -> str:
         with urllib.request.urlopen(f"http://{pod.http}/metrics", timeout=10) as page:
@@ -42,7 +42,7 @@ async def metric(pod: PodInstance, name: str) -> float | None:
 
 
 async def test_migration_progress_is_shown_in_status_and_metrics(pod: PodInstance) -> None:
-    """They show progress only while the worker copies files."""
+    """``status`` and the metrics show the progress only while the worker copies files."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         pod.http = f"127.0.0.1:{free.getsockname()[1]}"
@@ -80,7 +80,9 @@ async def test_migration_progress_is_shown_in_status_and_metrics(pod: PodInstanc
 async def test_vitals_include_the_persistent_disk_while_it_is_mounted(
     pod: PodInstance, prefix: tuple[str, ...]
 ) -> None:
-    """Vitals always include the system and ephemeral disks. All percentages of space and inodes are strings."""
+    """Vitals always contain the system and ephemeral disks too. All percentages, for space and for inodes, are
+    strings.
+    """
     pod.prefix = prefix
     pod.attach("disk-1")
     await pod.start()
@@ -97,8 +99,8 @@ async def test_vitals_include_the_persistent_disk_while_it_is_mounted(
 
 
 async def test_vitals_include_a_volume_that_only_the_manifest_mounts(pod: PodInstance) -> None:
-    """The volume is on the store, but the Director has never sent a request for it and the agent writes nothing
-    to it.
+    """A manifest mounts the volume at the store. The Director has never requested it, and the agent must not write to
+    it.
     """
     (pod.scratch / "volume").mkdir()
     pod.seen["/var/vcap/store"] = pod.scratch / "volume"
@@ -111,7 +113,7 @@ async def test_vitals_include_a_volume_that_only_the_manifest_mounts(pod: PodIns
 
 
 async def test_start_is_refused_while_the_disk_is_missing(pod: PodInstance) -> None:
-    """Both the error and ``status`` give the reason, and no process of a job runs."""
+    """The error and ``status`` give the reason, and no process of a job is running."""
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
@@ -131,7 +133,7 @@ async def test_start_is_refused_while_the_disk_is_missing(pod: PodInstance) -> N
 
 
 async def with_a_job_on_its_disk(pod: PodInstance) -> None:
-    """Deploy a job, and make vcap the owner of its disk's root directory, as many pre-start scripts do."""
+    """Deploy a job, and make vcap the owner of the root directory of the job's disk, as many pre-start scripts do."""
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
@@ -169,8 +171,8 @@ async def test_disk_marker_forged_by_vcap_is_ignored(pod: PodInstance) -> None:
     ],
 )
 async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: PodInstance, wrong: Marker, reason: str) -> None:
-    """A job that runs as root can forge any marker. The agent then starts no job, because jobs would otherwise write to
-    the container's own file system.
+    """A job that runs as root can forge any marker. The agent then does not mount the disk, and starts no job, because
+    jobs would write to the container's own file system.
     """
     await with_a_job_on_its_disk(pod)
     markers.write(pod.volume("disk-1"), wrong)
@@ -186,8 +188,8 @@ async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: PodInstance, wr
 
 @pytest.mark.attack("a request names a directory that is not a disk")
 async def test_directory_of_the_container_is_not_accepted_as_a_disk(pod: PodInstance) -> None:
-    """If the agent accepted such a path, the store would show files of the machine, and an unmount would end
-    every job.
+    """If the agent accepted such a path as a disk, the store would contain files of the machine, and unmounting the
+    disk would kill every job.
     """
     await pod.start()
     for place in ["/", "/run", "/dev", "/proc", "/sys/fs", "/tmp", "/var/vcap", "/var/vcap/data"]:

@@ -1,4 +1,6 @@
-"""Volumes that are shown at a second path. The tests' mounts are invisible to other processes."""
+"""Volumes that are bind-mounted or linked at a second path. The tests mount in a private namespace, so other processes
+do not see the mounts.
+"""
 
 from __future__ import annotations
 
@@ -204,8 +206,8 @@ def test_processes_that_keep_a_mount_busy_are_named(tmp_path: Path, how: str, te
 
 @alone
 def test_mount_holders_do_not_include_the_agent_itself(tmp_path: Path) -> None:
-    """The agent has files on a volume open while it copies them, and must not name itself as a process that keeps it
-    busy.
+    """While the agent copies files of a volume, it has them open itself. It must not name itself as a process that
+    keeps the volume busy.
     """
     volume = mount_tmpfs(tmp_path / "volume")
     with (volume / "file").open("w"):
@@ -246,9 +248,9 @@ def test_loop_device_that_keeps_a_mount_busy_is_named(tmp_path: Path) -> None:
 
 
 def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every container of a node sees all its loop devices.
+    """Every container sees all loop devices of its node.
 
-    A single one whose backing file had such a name used to prevent every unmount.
+    A single loop device whose backing file had such a name used to prevent every unmount.
     """
     shown = tmp_path / "block/loop0/loop/backing_file"
     shown.parent.mkdir(parents=True)
@@ -262,7 +264,9 @@ def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monke
 
 @alone
 def test_deep_directory_tree_of_an_image_layer_is_removed(tmp_path: Path) -> None:
-    """The tree cannot be renamed before its removal (EXDEV), and a job can nest thousands of directories in it."""
+    """Such a tree must be removed where it is, because it cannot be renamed first (EXDEV). A job can nest thousands of
+    directories in it.
+    """
     layers = mount_tmpfs(tmp_path / "layers")
     (layers / "lower/jobs/web/bin").mkdir(parents=True)
     (layers / "lower/jobs/web/bin/ctl").touch()

@@ -1,4 +1,4 @@
-"""The doctor's findings in containers with many, few and no privileges."""
+"""What the doctor reports in containers with all, some and no privileges."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_doctor_reports_missing_write_access_of_vcap(box: Machine) -> None:
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_doctor_reports_another_process_on_the_agents_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If another process has the port, the agent runs without it. The doctor used to report that the agent listened
-    there.
+    """The agent runs without its metrics port if another process has it. The doctor used to report this process as the
+    agent.
     """
     thief = subprocess.Popen(
         ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", THIEF], stdin=PIPE, stdout=PIPE, text=True

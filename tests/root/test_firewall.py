@@ -1,4 +1,6 @@
-"""Packet filter rules that keep jobs, but no other process, away from the message bus. Each pod has its own network."""
+"""Packet filter rules that keep jobs, but no other process, from connecting to the message bus. Each pod has its own
+network.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ table ip mesh {{
 
 
 class Netted(PodInstance):
-    """A pod that reaches its bus through ``proxy``, which listens on ``gateway``."""
+    """A pod that connects to its bus through ``proxy``, which listens on ``gateway``."""
 
     proxy: Proxy
 
@@ -71,10 +73,10 @@ class Netted(PodInstance):
         return done.returncode == 0
 
     async def firewall(self, **wanted: Any) -> dict[str, Any]:
-        """Return the agent's report as soon as it contains ``wanted`` and the address of the bus.
+        """Wait until the agent's report contains ``wanted`` and the address of the bus, and return it.
 
-        The request runs in a thread, because this event loop also runs the proxy. If the proxy stopped, the agent would
-        abandon its connection.
+        The request runs in a thread, because this event loop also runs the proxy. If the loop were blocked, the agent
+        would lose its connection.
         """
         command = f"{sys.executable} -m agent_shim.cli status --json"
         async with asyncio.timeout(60):
@@ -124,8 +126,8 @@ async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: Netted) 
 
 
 async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Netted) -> None:
-    """When the agent tests whether its rules work, it must not drop connections before the handshake is complete. Each
-    would be logged as an error for every VM.
+    """When the agent tests whether its rules work, its test connections must complete the handshake. Otherwise the
+    server would log an error for each of them, and that for every VM.
     """
     pod.start_container()
     await pod.start_agent()
@@ -139,8 +141,8 @@ async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Nette
 
 @pytest.mark.attack("root in a container removes the packet filter rules")
 async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Netted) -> None:
-    """Root in the container deletes the rules. The agent restores them when it connects again, and after a minute at
-    the latest.
+    """If root in the container deletes the rules, the agent restores them when it connects again, and at the latest
+    after a minute.
     """
     await pod.start()
     await pod.firewall(enforced=True)
@@ -156,7 +158,7 @@ async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Nette
 
 
 async def test_handback_removes_only_the_agents_packet_filter_rules(pod: Netted) -> None:
-    """Only the table of this agent is removed, not that of the BOSH agent."""
+    """The agent removes only its own table, not the Go agent's."""
     await pod.start()
     await pod.firewall(enforced=True)
     pod.machine.run("nft add table inet bosh_agent")

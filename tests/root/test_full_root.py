@@ -1,4 +1,4 @@
-"""Agents on a small, real root file system or data volume that is full or read-only."""
+"""Agents on a small, real file system that is full or read-only: the root file system or the data volume."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def make_read_only(place: Path) -> None:
 
 
 async def test_agent_starts_on_a_full_root_file_system(instance: RunningAgent, mounted: Callable[[str], Path]) -> None:
-    """The agent answers on the full file system. Once there is space again, the next agent recognizes the container, so
-    it does not start the jobs again.
+    """The agent answers even while the file system is full. Once there is space again, it stores that it knows this
+    container, so the next agent does not start the jobs again.
     """
     root, data = mounted(""), mounted("data")
     await instance.start_agent()
@@ -79,7 +79,7 @@ async def test_agent_starts_on_a_full_root_file_system(instance: RunningAgent, m
     assert "Traceback" not in instance.log_text()
     pids = await instance.deploy(1)
     stamp = root / "bosh/agent_shim.json"
-    # Wait until the agent has repeated the write that failed.
+    # Wait until the agent has retried the write that failed.
     await until(lambda: stamp.exists() and stamp.stat().st_size)
     await instance.kill_agent()
 
@@ -94,15 +94,15 @@ async def test_agent_starts_on_a_full_root_file_system(instance: RunningAgent, m
 async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
     instance: RunningAgent, mounted: Callable[[str], Path], fault: Callable[[Path], None]
 ) -> None:
-    """The agent stays stopped during the fault and after it, and refuses a start meanwhile."""
+    """The jobs stay stopped during the fault and after it. A start is refused while the fault lasts."""
     data = mounted("data")
     pids = await instance.deploy(1)
     fault(data)
     await instance.run("stop")
     await instance.kill_agent()
     if fault is fill:
-        # The stop has removed the pidfile, which freed space. A running agent could take some of it for a moment, while
-        # it tries to save its state.
+        # The stop has removed the pidfile and thus freed space. The running agent may have taken some of it for a
+        # moment when it tried to save its state.
         fill(data)
     await instance.start_agent()
     with pytest.raises(RpcRemoteError, match=r"cannot write .*supervisor\.json"):

@@ -1,7 +1,7 @@
 """The real Go agent with Debian's monit, before and after this agent. Run with ``./dev test-go-agent BINARY``.
 
-The Go agent's test platform does not change the machine. monit listens on 127.0.0.1:2822, where the Go agent expects
-it, so the port must be free and no other test may run at the same time.
+The Go agent's test platform does not change the machine. It expects monit at 127.0.0.1:2822, so this port must be free
+and no other test may run at the same time.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ async def deploy(pod: PodInstance) -> dict[str, Any]:
 
 
 async def reload_when_asked(pod: PodInstance) -> None:
-    """Keep restarting monit. The Go agent relies on a service manager for that, which its test platform lacks."""
+    """Restart monit whenever the Go agent asks for that. Normally a service manager does it, but the Go agent's test
+    platform has none.
+    """
     log, seen = pod.scratch / "go.log", 0
     while True:
         await asyncio.sleep(0.1)
@@ -108,7 +110,7 @@ async def reload_when_asked(pod: PodInstance) -> None:
 
 
 async def running(pod: PodInstance, seconds: float = 60) -> dict[str, Any]:
-    """Return the state once all jobs run. monit needs a few cycles for that."""
+    """Wait until all jobs are running, for which monit needs a few cycles, and return the state."""
     async with asyncio.timeout(seconds):
         while True:
             try:
@@ -121,9 +123,10 @@ async def running(pod: PodInstance, seconds: float = 60) -> dict[str, Any]:
 
 
 async def keep_credentials(pod: PodInstance) -> None:
-    """Send update_settings as a Director does to rotate the credentials of a new instance, but with the present ones.
+    """Send update_settings as a Director does to rotate the credentials of a new instance, but with the credentials
+    that are in use.
 
-    This is done while our agent runs, because the Go agent would exit and rely on its service manager to restart it.
+    This must be done while our agent is running. The Go agent would exit and rely on its service manager to restart it.
     """
     settings = json.loads((pod.machine.vcap / "bosh/warden-cpi-agent-env.json").read_text())
     mbus = settings["env"]["bosh"]["mbus"]
@@ -158,7 +161,9 @@ async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: PodInstance) 
 
 
 async def test_jobs_of_the_go_agent_continue_under_this_agent_and_back(pod: PodInstance) -> None:
-    """The supervisor changes four times. All processes are still those that monit started."""
+    """The jobs are supervised alternately by monit and by this agent, with four changes. All processes are still those
+    that monit started.
+    """
     with go_agent_and_monit(pod):
         await ready(pod)
         theirs = await deploy(pod)

@@ -18,7 +18,9 @@ LONG = "x" * 65
 
 
 def say(made: Machine, before: str, expression: str) -> list[str]:
-    """Return the value of ``expression`` in a new UTS namespace, and the host name there."""
+    """Evaluate ``expression`` in a new UTS namespace. Return its value, and the host name in the namespace
+    afterwards.
+    """
     code = f"import socket; from agent_shim.host import hostname; print({expression}); print(socket.gethostname())"
     inside = f"hostname {RUNTIME}; {before}; cd {CODE}; exec {sys.executable} -c {shlex.quote(code)}"
     return made.run(f"echo {RUNTIME} >/etc/hostname; unshare --uts sh -c {shlex.quote(inside)}").splitlines()

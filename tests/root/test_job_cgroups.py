@@ -1,4 +1,4 @@
-"""Job cgroups in each hierarchy of this machine's kernel."""
+"""Job cgroups in each cgroup hierarchy of this machine's kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ while True:
 
 
 def test_cgroup_probe_leaves_no_cgroup_behind() -> None:
-    """Otherwise the next probe of the same process would fail."""
+    """A remaining cgroup would make the next probe of the same process fail."""
     job_cgroups.offered()
 
     assert [

@@ -26,7 +26,7 @@ WITHOUT_MOUNTS = ("setpriv", "--bounding-set=-sys_admin", "--")
 def writer(name: str) -> dict[str, str | bytes]:
     """Return a job that writes a line to the persistent disk in its pre-start and at each start.
 
-    The pre-start also creates a file in /etc, which a new container has lost.
+    The pre-start also creates a file in /etc, which is missing in a new container.
     """
     files = jobs.sleeper(Paths(), name)
     ctl = files["bin/ctl"].replace("start)", f"start) echo {name} >>/var/vcap/store/events;")
@@ -124,7 +124,9 @@ async def test_reboot_with_the_same_root_file_system_starts_jobs_without_pre_sta
 
 
 async def test_recreated_vm_mounts_its_disk_but_starts_no_job_until_an_apply(pod: PodInstance) -> None:
-    """The Docker and Kubernetes CPIs attach the disk before the Director sends any request, so the boot mounts it."""
+    """The Docker and Kubernetes CPIs attach the disk before the Director sends any request, so the agent mounts it at
+    boot.
+    """
     await with_a_disk(pod)
     spec = await deploy(pod, "web")
     events(pod)
@@ -158,8 +160,7 @@ async def test_jobs_wait_for_a_disk_that_appears_late(pod: PodInstance) -> None:
     await pod.until("failing")
     assert events(pod) == []
 
-    # Let the disk appear as under CPIs that run mount inside the container instead of attaching the disk before it
-    # starts.
+    # Some CPIs attach a disk by running mount inside the running container. Let the disk appear in the same way.
     pod.machine.run("mkdir -p /var/vcap/bosh/disks/disk-1 /mnt/late")
     pod.volume("disk-1").joinpath(".agent_shim/lease.json").unlink()
     for path in sorted(pod.volume("disk-1").rglob("*")):
@@ -196,8 +197,8 @@ async def test_second_container_does_not_mount_a_disk_that_the_first_still_uses(
 
 
 async def test_job_files_lost_with_a_tmpfs_are_reported_as_missing(pod: PodInstance) -> None:
-    """With ``env.bosh.job_dir.tmpfs`` no disk contains the jobs' files, so the Director must apply the spec again after
-    the container has been restarted.
+    """With ``env.bosh.job_dir.tmpfs``, no disk contains the jobs' files. After the container has been restarted, the
+    Director must therefore apply the spec again.
 
     If only the agent is restarted, the files are still there and the processes keep running.
     """
@@ -264,10 +265,11 @@ IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}
 
 @pytest.mark.parametrize("why", ["the container may not mount", "the manifest mounts them"])
 async def test_jobs_restart_if_memory_directories_are_ordinary_ones(pod: PodInstance, why: str) -> None:
-    """If the container may not mount, the boot logs that it skipped the mounts of ``job_dir.tmpfs`` and
+    """If the container may not mount, the agent logs at boot that it skipped the mounts of ``job_dir.tmpfs`` and
     ``run_dir.tmpfs``.
 
-    Directories that a manifest mounts are used as they are. In both cases the jobs' files survive a restart.
+    If a manifest mounts these directories, the agent uses them as they are. In both cases, the jobs' files survive a
+    restart.
     """
     pod.env = IN_MEMORY
     is_refused = why == "the container may not mount"

@@ -1,4 +1,4 @@
-"""Keepers end fork storms in a PID namespace with a process limit, which is what a container has."""
+"""Keepers end fork storms in a PID namespace that, like a container, has a process limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.root
 
 USER = 54_321
-"""The uid of a user without other processes, because the limit counts all processes of a user."""
+"""The uid of a user who has no other processes, because the limit applies to all processes of a user together."""
 PROCESSES = 120
 
 KILL = """
@@ -44,7 +44,9 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def storm() -> Iterator[Path]:
-    """Compile the program that forks, in a directory that other users can enter, unlike those of pytest."""
+    """Compile the program that forks and provide its path. Other users can enter its directory, unlike the directories
+    of pytest.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")

@@ -1,7 +1,7 @@
-"""The supervisor and a monit 5.2.5 report the same states and run the same programs when a checked resource changes.
+"""When a checked resource changes, the supervisor and monit 5.2.5 report the same states and run the same programs.
 
-``MONIT_525`` is the path of the program, which stemcells have at ``/var/vcap/bosh/bin/monit-actual``. Without it, the
-tests are skipped.
+``MONIT_525`` is the path of monit 5.2.5, which on stemcells is ``/var/vcap/bosh/bin/monit-actual``. Without this
+variable, the tests are skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ needs_monit = pytest.mark.skipif(not MONIT, reason="no monit 5.2.5: set MONIT_52
 
 
 Bits = dict[str | None, tuple[str | None, ...]]
-"""Values of each service in the XML status, from which the Go agent derives its state."""
+"""The values in the XML status, by service, from which the Go agent derives the state of the service."""
 
 
 def figures(document: str) -> Bits:
@@ -44,9 +44,10 @@ def figures(document: str) -> Bits:
 
 
 class Side:
-    """One of the two programs, with the directory of its checked files and functions that return its reports.
+    """One of the two programs, monit or the supervisor. It has a directory with the checked files and functions that
+    return its reports.
 
-    ``words`` gives the state of each service as in ``monit summary``.
+    ``words`` returns the state of each service as ``monit summary`` shows it.
     """
 
     def __init__(self, where: Path, words: Callable[[], dict[str, str]], bits: Callable[[], Bits]) -> None:
@@ -61,7 +62,9 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def both(tmp_path: Path, text: str) -> AsyncIterator[tuple[Side, Side]]:
-    """Run monit and a supervisor with the same monit file. ``DIR`` stands for the directory of either."""
+    """Run monit and a supervisor with the same monit file. In the file, ``DIR`` stands for the program's own
+    directory.
+    """
     theirs, ours = tmp_path / "monit", tmp_path / "w"
     theirs.mkdir()
     world = JobTree(ours, replace(FAST, cycle=CYCLE_S))
@@ -123,7 +126,7 @@ def named(text: str, where: Path) -> str:
 
 
 async def agree(sides: tuple[Side, Side], words: dict[str, str], lines: list[str]) -> None:
-    """Wait until both programs report these states, the same XML values and exactly these lines in their logs."""
+    """Wait until both programs report these states and equal XML values, and their logs contain exactly these lines."""
     said: list[object] = []
     async with asyncio.timeout(PATIENCE_S):
         try:
@@ -148,7 +151,7 @@ def run(line: str) -> str:
 
 @needs_monit
 async def test_file_checks_give_the_same_results_as_monit(tmp_path: Path) -> None:
-    """Permissions, checksums and existence are changed to values that fail the checks and back again."""
+    """Permissions, checksums and existence of files are changed so that the checks fail, and then changed back."""
     text = f"""
     check file size with path DIR/size
       if size > 10 b for 2 cycles then {run("$MONIT_EVENT")} else if recovered then {run("$MONIT_EVENT")}
@@ -176,7 +179,9 @@ async def test_file_checks_give_the_same_results_as_monit(tmp_path: Path) -> Non
 
 @needs_monit
 async def test_change_checks_run_programs_as_monit_does(tmp_path: Path) -> None:
-    """A changed timestamp runs the program once. A line that matches a pattern fails the service for one cycle."""
+    """If a timestamp changes, the program runs once. If a line matches a pattern, the service is failing for one
+    cycle.
+    """
     text = f"""
     check file size with path DIR/size
       if changed timestamp then {run("$MONIT_SERVICE $MONIT_EVENT: $MONIT_DESCRIPTION")}
@@ -188,7 +193,7 @@ async def test_change_checks_run_programs_as_monit_does(tmp_path: Path) -> None:
         fine = {"size": "accessible", "mode": "accessible"}
         await agree(sides, fine, [])
         for side in sides:
-            # monit notices a change only if it comes in a later second than the previous one.
+            # monit notices a change only if the previous change was in an earlier second.
             while int(time.time()) == int((side.where / "size").stat().st_ctime):
                 await asyncio.sleep(0.02)
             os.utime(side.where / "size", (1, 1))

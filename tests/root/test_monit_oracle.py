@@ -1,6 +1,6 @@
-"""Our parser accepts the same files as the distribution's monit, a newer version than the 5.2.5 of stemcells.
+"""Our parser accepts the same files as the monit of the Linux distribution, which is newer than the 5.2.5 on stemcells.
 
-The files use only syntax that is the same in both versions.
+The test files contain only syntax that both versions treat in the same way.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def statements(random: random.Random) -> Iterator[str]:
     for number in range(random.randrange(3)):
         kind = random.choice(sorted(HEADS))
         yield f"check {random.choice(HEADS[kind])}".format(f"name-{number}")
-        # Leave out modes in a check of the system, which newer versions of monit accept, but 5.2.5 does not.
+        # Do not set a mode in a check of the system, because newer versions of monit accept it but 5.2.5 does not.
         options = [option for option in OPTIONS if not (kind == "system" and option.startswith("mode"))]
         yield from random.sample(options, random.randrange(4))
         # A check of a host needs at least one test.
@@ -171,9 +171,9 @@ def statements(random: random.Random) -> Iterator[str]:
 
 
 def spelled(random: random.Random) -> str:
-    """Return a random file with varying whitespace and comments between statements.
+    """Return a random file with varying whitespace and comments between the statements.
 
-    A dependency list must end with its line.
+    A list of dependencies must end at the end of its line.
     """
     text = ""
     for statement in statements(random):
@@ -182,7 +182,7 @@ def spelled(random: random.Random) -> str:
 
 
 def ours(text: str) -> str:
-    """Return our parser's error for a file on its own, or ""."""
+    """Return our parser's error for a file, or "" if it accepts the file."""
     try:
         return "\n".join(map(str, parser.problems([parser.parse(text, origin="ours")])))
     except ConfigError as exc:
@@ -191,7 +191,7 @@ def ours(text: str) -> str:
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Callable[[str], str]:
-    """Provide a function that returns monit's error for a file, or ""."""
+    """Provide a function that returns monit's error for a file, or "" if monit accepts it."""
     monit = shutil.which("monit")
     assert monit, "no monit to compare with: apt-get install monit"
     control = tmp_path / "monitrc"

@@ -1,8 +1,9 @@
-"""An unmodified Go agent runs the same deployment with this supervisor in monit's place and with monit 5.2.5.
+"""An unmodified Go agent runs the same deployment once with monit 5.2.5 and once with this supervisor in place of
+monit.
 
-Run with ``MONIT_525=… ./dev test-monit-place BINARY``. Each machine has its own network, so the supervisors can listen
-on monit's port. The Go agent's test platform does not change the machine and has no password for monit. A loop restarts
-monit whenever it exits, as runit does, and a task kills it when the Go agent waits for a reload.
+Run with ``MONIT_525=… ./dev test-monit-place BINARY``. Each machine has its own network, so each supervisor can listen
+on monit's port. The Go agent's test platform does not change the machine and has no password for monit. The test
+replaces runit: a loop restarts monit whenever it exits, and a task kills monit when the Go agent waits for a reload.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class SupervisedMachine:
             await asyncio.sleep(0.05)
             text = log.read_text(errors="replace") if log.exists() else ""
             asked, actions = text.count(RELOADS), len(ACTION.findall(text))
-            # The Go agent logs such a line every second until monit has reloaded. The first one of an action means that
-            # monit must be killed. After ten more lines it must be killed again.
+            # While the Go agent waits for a reload, it logs such a line every second. The first line of an action means
+            # that monit must be killed. If ten more lines follow, it must be killed again.
             if asked > seen and (actions != last or asked - killed >= 10):
                 killed, last = asked, actions
                 with suppress(OSError, ValueError):
@@ -115,7 +116,9 @@ class SupervisedMachine:
                 end(one, 9)  # type: ignore[arg-type]
 
     async def state(self) -> dict[str, Any]:
-        """Return the Go agent's answer to ``get_state``, or an empty one if it has none because monit is reloading."""
+        """Return the Go agent's answer to ``get_state``, or an empty one if it cannot answer because monit is
+        reloading.
+        """
         try:
             found: dict[str, Any] = await self.pod.director.value(AGENT, "get_state", "full", timeout=5)
         except (RpcTimeoutError, RpcRemoteError):
@@ -153,9 +156,7 @@ async def place(netted: Netted, request: pytest.FixtureRequest) -> AsyncIterator
 
 async def test_monit_daemon_serves_the_go_agent_through_a_deployment(place: SupervisedMachine) -> None:
     """The deployment consists of an apply, a start, a killed process with its alert, a stop, and a start with one job
-    less.
-
-    The test prints how long each step took.
+    fewer. The test prints how long each step took.
     """
     pod, monitor, figures = place.pod, HealthMonitor(), place.figures
     await pod.director.wait_until_ready(AGENT, timeout=90)
@@ -225,9 +226,9 @@ BPM_JOBS: Final = {
 
 @pytest.mark.skipif(not BPM, reason="no bpm: set BPM to a directory with bpm, runc and tini")
 async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: SupervisedMachine) -> None:
-    """The pidfile and the cgroup of a process stay the same when the supervisor is killed and restarted.
+    """When the supervisor is killed and restarted, the pidfile and the cgroup of a process stay the same.
 
-    A killed process gets a new container, and after a stop none is left.
+    A process that is killed gets a new container. After a stop, no container is left.
     """
     pod = place.pod
     pidfile = pod.vcap / "data/sys/run/bpm/web/web.pid"

@@ -1,7 +1,7 @@
-"""The job of ``agent-shim-monit-release`` replaces a stemcell's monit and restores it while 50 processes keep running.
+"""The job of ``agent-shim-monit-release`` replaces a stemcell's monit and restores it, while 50 processes keep running.
 
-``MONIT_525`` is the path of a monit 5.2.5, because newer versions have another format of the state file. In place of
-the release's package, which takes minutes to build, the job uses this checkout.
+``MONIT_525`` is the path of monit 5.2.5. A newer version cannot be used, because it has another format of the state
+file. In place of the release's package, which takes minutes to build, the job uses this checkout.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ KILLED: Final = """#!/bin/bash
 set -T
 trap '[ $((++steps)) -lt {step} ] || kill -9 $$' DEBUG
 """
-"""Prepended to a script so that it kills itself before its ``step``-th command."""
+"""Code that is prepended to a script, so that the script kills itself before its ``step``-th command."""
 NEVER: Final = 1 << 30
 
 
@@ -127,7 +127,7 @@ class MonitVm:
         self.reload()
 
     def open_to_jobs(self) -> list[Path]:
-        """Check the interpreter that root runs and its parent directories. Return those to which jobs can write."""
+        """Check the interpreter that root runs and its parent directories. Return the paths that jobs can write to."""
         line = next(line for line in (TEMPLATES / "run").read_text().splitlines() if line.startswith("python="))
         program = self.vcap / line.removeprefix("python=/var/vcap/")
         way = [program, *(path for path in program.parents if path.is_relative_to(self.vcap))]
@@ -137,7 +137,9 @@ class MonitVm:
         self.machine.run("PATH=/var/vcap/bosh/bin:$PATH; sv kill monit; sv start monit")
 
     def pre_start(self, step: int = 0) -> bool:
-        """Run the pre-start, and kill it before this step if one is given. Return True if it completed."""
+        """Run the pre-start, and kill it before command number ``step`` if that is not 0. Return True if the pre-start
+        completed.
+        """
         text = (TEMPLATES / "pre-start").read_text()
         script = self.vcap / "data/pre-start"
         script.write_text(KILLED.format(step=step) + text if step else text)
@@ -147,7 +149,7 @@ class MonitVm:
         return code == 0
 
     def supervisor(self) -> str:
-        """Return which program answers on monit's port: ``ours``, ``monit`` or ""."""
+        """Return the name of the program that answers on monit's port: ``ours``, ``monit``, or "" if none does."""
         command = "curl -s --max-time 5 'http://127.0.0.1:2822/_status?format=text&level=summary' || true"
         said = self.machine.run(command)
         if "job0'" not in said:
@@ -215,8 +217,8 @@ def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Moni
 
 
 def test_monit_release_pre_start_can_be_killed_before_each_command(vm: MonitVm) -> None:
-    """After each kill, either monit or its replacement runs, and so do all processes. The pre-start can then be
-    repeated.
+    """After each kill, either monit or its replacement is running, and so are all processes. The pre-start can then be
+    rerun.
     """
     until(lambda: vm.supervisor() == "monit")
     step, is_whole = 0, False

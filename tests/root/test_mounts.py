@@ -1,4 +1,4 @@
-"""Mounts and unmounts on the test's own machine."""
+"""Mounts and unmounts on a test machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ for place in (source, target):
 
 
 def test_bind_mount_shows_its_source_until_unmounted(inside: Inside) -> None:
-    """The mount table names the source correctly although its path contains a blank.
-
-    A mount that is made read-only leaves the source writable.
+    """The mount table has the correct source although its path contains a space. If the mount is made read-only, the
+    source stays writable.
     """
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)

@@ -26,7 +26,7 @@ def records(fleet: Fleet, version: int, *pairs: tuple[str, str]) -> list[Any]:
 
 
 def resolved(machine: Machine, name: str) -> str:
-    """Return the addresses that the C library finds in the hosts file for a name, separated by spaces."""
+    """Return the addresses, separated by spaces, that the C library finds for a name in the hosts file."""
     found = machine.run(f"getent -s hosts:files ahosts {name} || true")
     return " ".join(sorted({line.split()[0] for line in found.splitlines()}))
 
@@ -62,7 +62,7 @@ async def test_a26_programs_resolve_dns_records_of_the_director(fleet: Fleet) ->
 
 
 async def test_cloud_config_name_servers_are_used_from_boot_on(fleet: Fleet) -> None:
-    """They replace the name servers of the container runtime."""
+    """The name servers in the cloud config replace those of the container runtime."""
     network = NETWORKS["default"] | {"dns": ["192.0.2.53", "192.0.2.54"], "default": ["dns", "gateway"]}
     machine = await fleet.add(AGENT, {"default": network})
 

@@ -32,7 +32,7 @@ print(msgspec.json.encode([network.default_address(), network.default_address(ip
 
 
 def found(routes: str) -> list[dict[str, str] | None]:
-    """Return the default addresses for IPv4 and IPv6 with these routes."""
+    """Return the default IPv4 and IPv6 addresses that the agent finds with these routes."""
     shell = ["unshare", "--net", "sh", "-c", LINKS + routes + ASK, "sh", sys.executable]
     answer: list[dict[str, str] | None] = json.loads(
         subprocess.run(shell, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -41,9 +41,7 @@ def found(routes: str) -> list[dict[str, str] | None]:
 
 
 def test_default_address_is_the_one_on_the_default_routes_interface() -> None:
-    """The test adds other routes whose destinations start with zeros, such as 0.0.0.0/1, which are not default
-    routes.
-    """
+    """Other routes may have destinations that start with zeros, such as 0.0.0.0/1, but are not default routes."""
     routes = """
 ip route add 0.0.0.0/1 via 10.1.0.1
 ip route add default via 10.0.0.1

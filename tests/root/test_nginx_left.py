@@ -1,4 +1,5 @@
-"""If the nginx master is killed, its workers keep the port open. The next master must get it nevertheless.
+"""If nginx's master process is killed, its workers keep the port open, but the next master must be able to listen on
+it.
 
 Uses Debian's nginx.
 """

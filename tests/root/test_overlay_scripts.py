@@ -81,8 +81,8 @@ async def until(pod: PodInstance, command: str) -> None:
 
 
 def tool(pod: PodInstance, command: str) -> str:
-    """Run a shell command with the stand-ins in PATH. Return its stdout and stderr, followed by a line with its exit
-    code.
+    """Run a shell command with the overlay's replacement programs in PATH. Return its stdout and stderr, followed by a
+    line with its exit code.
     """
     return pod.machine.run(f"export PATH=/opt/tools:$PATH; ({command}) 2>&1; echo $?")
 
@@ -99,9 +99,8 @@ def number(pod: PodInstance) -> str:
 
 
 async def test_agent_disabled_by_a_release_still_supervises_its_jobs(pod: PodInstance) -> None:
-    """The job disable_agent of os-conf stops the agent's service.
-
-    On a VM, monit then keeps supervising the jobs, so the agent must do that as well.
+    """The job disable_agent of os-conf stops the agent's service. On a VM, monit then continues to supervise the jobs,
+    so this agent must do that too.
     """
     with init(pod):
         before = await with_a_job(pod)
@@ -199,7 +198,7 @@ async def test_container_shutdown_stops_the_jobs_in_order(pod: PodInstance) -> N
     ],
 )
 async def test_service_commands_answer_like_the_real_programs(pod: PodInstance, command: str, wanted: str) -> None:
-    """The exit codes and messages equal those of systemctl, service and sv, and services change as requested."""
+    """The exit codes and messages match those of systemctl, service and sv, and the services change as requested."""
     if shutil.which("cron") is None:
         pytest.skip("needs the package cron")
     with init(pod):
@@ -261,9 +260,7 @@ exec /opt/agent_shim/init/finish
 
 
 def test_pid_1_sends_sigterm_to_remaining_processes_before_it_exits(tmp_path: Path) -> None:
-    """The kernel kills remaining processes when PID 1 exits. With SIGTERM they can complete their writes before
-    that.
-    """
+    """When PID 1 exits, the kernel kills the remaining processes. SIGTERM lets them complete their writes first."""
     with machine(tmp_path) as box:
         box.run(INSTALL)
 

@@ -1,4 +1,6 @@
-"""No unrelated process gets a signal meant for a job, although the test has pids reused as fast as possible."""
+"""A signal for a job must never reach an unrelated process, even though the test makes the kernel reuse pids as fast as
+possible.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def test_process_with_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
     """
     seed = os.environ.get("SHIM_PID_REUSE_SEED", "6")
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(tmp_path / "world"), str(ROUNDS), seed]
-    # The shell becomes PID 1, so that orphans of other programs become its children and not those of the test program.
+    # The shell is PID 1, so orphans of other programs become its children and not children of the test program.
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     done = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside],

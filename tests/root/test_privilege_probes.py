@@ -1,4 +1,4 @@
-"""Each of the doctor's probes, run with and without the privilege that it tests."""
+"""Each of the doctor's privilege probes, with and without the privilege that it tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Programs of a release do not inherit environment variables, descriptors, signal settings and so on from the parent of
-the agent.
+"""Programs of a release must not inherit environment variables, descriptors, signal settings and so on from the agent's
+parent.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ umask >$to.umask
 readlink /proc/$$/cwd >$to.directory
 mv $to.status $to
 """
-"""Records everything that the program has inherited in several files. The one without a suffix is created last.
+"""A script that records in several files everything that it has inherited. The file without a suffix is created last.
 
-dash blocks signals while it starts a program, so the script reads its own status before it starts any.
+dash blocks signals while it starts a program, so the script reads its own status before it starts any program.
 """
 PROGRAMS: Final = {
     "bin/pre-start": "",
@@ -80,7 +80,8 @@ processes:
 """
 OWN: Final = ("LISTEN_", "NOTIFY_", "WATCHDOG_", "CREDENTIALS_", "MALLOC_", "AGENT_SHIM_")
 PYTHONS_OWN: Final = 3 << 31
-"""Bits of the signals 32 and 33, which the C library uses internally and which newer Pythons leave blocked in children.
+"""Bits of the signals 32 and 33, which the C library uses internally and which newer versions of Python leave blocked
+in children.
 """
 
 
@@ -134,7 +135,7 @@ DIRECTORIES = {"caged": "/var/vcap/jobs/web", "packaging": "/var/vcap/data/compi
 
 
 def expected(name: str) -> dict[str, object]:
-    """Return what each program should inherit. Root keeps its groups, and the OOM score is that of the container."""
+    """Return what each program should inherit. Root keeps its groups, and the OOM score is the container's."""
     return {
         "variables": [],
         "descriptors": ["0", "1", "2"],

@@ -1,4 +1,4 @@
-"""Programs on a new pseudo-terminal, which replaces each stream that the operator has on a terminal."""
+"""Programs on a new pseudo-terminal. It replaces each of the program's streams that is a terminal of the operator."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ class Operator:
         return self.report.read_text()
 
     def ended(self) -> tuple[int, list[int | None]]:
-        """Wait until the script has ended.
+        """Wait until the script has ended. Return its exit code and a list.
 
-        Return its exit code, and for each time that ``pseudo_terminal`` asked for the command line, the descriptor that
-        it passed: that of the operator's terminal, or None without a terminal.
+        Each time ``pseudo_terminal`` asked for the command line, it passed the descriptor of the operator's terminal,
+        or None without a terminal. The list contains these values.
         """
         self.eventually(lambda: self.seen() is not None and self.running.poll() is not None)
         self.seen()
@@ -164,7 +164,7 @@ def test_only_terminal_streams_are_replaced_by_the_new_terminal(operator: Operat
 
 
 def test_program_without_terminal_streams_gets_its_own_session(operator: Operator) -> None:
-    """Otherwise it could open the operator's terminal as /dev/tty."""
+    """If the program stayed in the operator's session, it could open the operator's terminal as /dev/tty."""
     operator.call('echo $(cut -d " " -f 6 /proc/$$/stat) $$ >&3; cat; exit 7', ())
     out, _ = operator.running.communicate(b"input")
 
@@ -195,7 +195,7 @@ def test_terminal_session_reports_a_program_that_cannot_run(operator: Operator, 
 
 
 def test_program_in_a_terminal_session_ignores_no_signal(operator: Operator) -> None:
-    """The session must undo that Python ignores some signals, such as SIGPIPE."""
+    """Python ignores some signals, such as SIGPIPE, which the session must undo for its program."""
     operator.call("grep SigIgn /proc/self/status >&3")
     operator.ended()
     ignored = int(operator.told().split()[1], 16)
@@ -216,7 +216,7 @@ def test_terminal_session_forwards_raw_keys_and_restores_the_modes(operator: Ope
 
 
 def test_terminal_session_leaves_piped_input_to_the_program(operator: Operator) -> None:
-    """If only outputs are terminals, the session does not read keys from the operator's terminal and keeps its
+    """If only the outputs are terminals, the session neither reads keys from the operator's terminal nor changes its
     modes.
     """
     operator.call("read line; echo up >&3; echo got:$line; read line", (1, 2))
@@ -271,7 +271,7 @@ def test_stopped_program_in_a_terminal_session_gets_sighup(operator: Operator) -
 
 
 def test_program_that_ignores_the_hang_up_is_killed_after_a_grace_period(operator: Operator) -> None:
-    """It has some seconds to write its remaining output."""
+    """The program has some seconds to write its remaining output."""
     operator.call("trap 'echo last words' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     operator.running.send_signal(signal.SIGTERM)
@@ -325,7 +325,7 @@ def test_line_ends_of_a_program_with_piped_input_are_translated_once(operator: O
 
 
 def test_children_that_keep_the_terminal_open_do_not_delay_the_end_of_a_session(operator: Operator) -> None:
-    """All output of the program itself appears before the end."""
+    """The session ends when the program ends, after all output of the program itself has appeared."""
     operator.call("trap '' HUP; (echo $$ >&3; exec sleep 1000) & seq 20000; exit 3")
 
     assert operator.ended()[0] == 3

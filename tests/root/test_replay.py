@@ -22,7 +22,7 @@ pytestmark = pytest.mark.root
 DISKS = ("disk-eb459bf16855", "disk-eff69e932e70")
 
 ALIKE = ("configuration_hash", "id", "index", "networks", "persistent_disk")
-"""Two states of an instance with equal values for these keys belong to the same deployment."""
+"""If two states of an instance have equal values for these keys, they belong to the same deployment."""
 
 LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "list_disk"})
 
@@ -74,8 +74,8 @@ class ReplayedMachines:
             await self._deploy(states[len([step for step in before if step.method == "get_state"]) - 1])
 
     async def _catch_up(self, step: RecordedRequest) -> None:
-        """Deploy what a recorded state contains but the replayed steps have not deployed, because the recording has
-        gaps.
+        """Deploy what a recorded state contains but no replayed step has deployed. This is needed because the recording
+        has gaps.
         """
         if step.method != "get_state" or step.reply is None or not step.reply["value"]["configuration_hash"]:
             return
@@ -101,7 +101,9 @@ class ReplayedMachines:
             await self.replays[state["agent_id"]].play(step)
 
     async def _deploy_again(self, agent_id: str) -> None:
-        """Apply the final spec again. It must neither change what the Director compares nor restart a process."""
+        """Apply the final spec again. This must neither change the values that the Director compares nor restart a
+        process.
+        """
         director, spec = self.fleet.director, self.replays[agent_id].final_spec
         before = await director.run(agent_id, "get_state")
         if not spec or before["job_state"] != "running":
@@ -141,7 +143,9 @@ def test_each_recorded_message_is_replayed() -> None:
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter[0])
 async def test_recorded_deployment_gets_the_answers_of_the_go_agent(fleet: Fleet, chapter: tuple[str, ...]) -> None:
-    """Three instances and their errands are replayed request by request, from the first deploy to the delete."""
+    """The requests for three instances and their errands are replayed one by one, from the first deployment to the
+    deletion.
+    """
     history = list(steps(*sorted((CORPUS / "director").glob("*.jsonl"))))
     played = ReplayedMachines(fleet, history, [step for step in history if step.recording in chapter])
     (fleet.scratch / DISKS[0]).mkdir()

@@ -1,4 +1,4 @@
-"""Programs that run in new namespaces or behind Landlock rules, and programs that enter the namespaces of a job."""
+"""Programs that run in new namespaces or with Landlock rules, and programs that enter a job's namespaces."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ places = [
 
 @pytest.fixture
 def told(inside: Inside) -> Callable[[str], Any]:
-    """Provide a function that runs a body on the machine, which has volumes and can run programs as vcap."""
+    """Provide a function that runs a test body on a machine with volumes. The body can run programs as vcap."""
     return lambda body: inside(SETUP + VOLUMES + body)
 
 
@@ -148,7 +148,9 @@ def test_sandbox_mounts_grant_only_the_requested_rights(told: Callable[[str], An
 
 
 def test_sandbox_landlock_rules_grant_only_the_requested_rights(told: Callable[[str], Any]) -> None:
-    """Without mounts, a device in a writable directory can be opened, because Landlock has no rules for devices."""
+    """There are no mounts in this case, and Landlock has no rules for devices, so a device in a writable directory can
+    be opened.
+    """
     status, text = told(f"return await said({RIGHTS!r}, binds=[*places, NULL])")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED | {"has devices writable", "has devices open"})
@@ -184,7 +186,9 @@ async def entered(pid, script, **members):
 
 
 def test_program_that_enters_a_sandbox_is_as_confined_as_its_job(told: Callable[[str], Any]) -> None:
-    """It has the same view of files, processes and user as the job, and no further privileges."""
+    """The program sees the same files and processes as the job, runs as the same user, and has no further
+    privileges.
+    """
     script = (
         "ls /volume; grep -E '^(Uid|Groups|Cap(Prm|Eff|Bnd|Amb)|NoNewPrivs)' /proc/self/status;"
         "ls /proc | grep ^1$; readlink /proc/self/ns/*"
@@ -256,7 +260,7 @@ return [await running.wait(), text.read()]
 
 @pytest.mark.parametrize("name", ["plain", "two words", "back\\slash"])
 def test_shared_sandbox_volume_is_bound_only_once(told: Callable[[str], Any], name: str) -> None:
-    """Otherwise each start of a job would add another mount."""
+    """If the volume were bound again, each start of a job would add another mount."""
     found = told(f"""
 import subprocess
 from agent_shim.host import mounts, sandbox_exec

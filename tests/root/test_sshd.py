@@ -1,4 +1,6 @@
-"""OpenSSH logs in as users created by ``ssh`` requests, to a server that the agent has started in a private network."""
+"""Users that ``ssh`` requests have created log in with OpenSSH. The agent has started the server, in a private
+network.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ pytestmark = [
 ]
 
 DIES = ["setpriv", "--pdeathsig", "KILL"]
-"""Prefix of a command whose process must end when the test's child process is killed."""
+"""Prefix for commands whose process must end when the test's child process is killed."""
 
 _AGENT = """
 from types import SimpleNamespace
@@ -43,7 +45,7 @@ agent = SimpleNamespace(users=users, sshd=sshd, settings=settings)
 
 @dataclass
 class Alone:
-    """The machine with a private network, in which each request is answered by a newly started agent."""
+    """A machine with a private network. Each request is answered by an agent that has just been started."""
 
     box: Machine
     inside: Inside
@@ -129,7 +131,7 @@ def alone(
 
 
 def test_ssh_setup_lets_an_operator_log_in(alone: Alone) -> None:
-    """The container has no host key and no running server before. The operator can use sudo."""
+    """At first, the container has no host key and no running server. The operator can use sudo."""
     for path in (alone.box.root / "etc/ssh").glob("ssh_host_*"):
         path.unlink()
     found = alone.setup("bosh_jane")
@@ -145,8 +147,8 @@ def test_ssh_setup_lets_an_operator_log_in(alone: Alone) -> None:
 
 
 def test_sshd_started_at_boot_has_a_host_key(alone: Alone) -> None:
-    """The settings' ``authorized_keys`` make the agent start sshd at boot, before a request could create the
-    host key.
+    """If the settings contain ``authorized_keys``, the agent starts sshd at boot. It must create the host key then,
+    because no request may have done so.
     """
     key = alone.key.with_suffix(".pub").read_text()
     for path in (alone.box.root / "etc/ssh").glob("ssh_host_*"):
@@ -186,7 +188,9 @@ def test_failed_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> Non
 
 
 def test_sshd_runs_while_a_user_may_log_in(alone: Alone) -> None:
-    """All users share one server. It ends when the last user is removed, even by a restarted agent."""
+    """All users share one server. It is stopped when the last user is removed, even if the agent has been restarted in
+    between.
+    """
     key = alone.setup("bosh_one")["host_public_key"]
     assert alone.setup("bosh_two")["host_public_key"] == key
     assert len(alone.servers()) == 1
@@ -275,7 +279,9 @@ def test_sshd_admits_only_operators(alone: Alone, user: str) -> None:
 
 
 def _at_home(entry: list[str], user: str) -> list[str]:
-    """Return a line of passwd. If it is the given user's, give them a home directory and a shell for the login."""
+    """Return a line of passwd. If it is the line of the given user, set a home directory and a shell with which the
+    user can log in.
+    """
     return [*entry[:5], f"/var/vcap/home/{user}", "/bin/bash"] if entry[0] == user else entry
 
 
@@ -292,7 +298,7 @@ def test_sshd_rejects_passwords(alone: Alone) -> None:
 
 
 def test_sshd_listens_on_the_configured_port(alone: Alone) -> None:
-    """The port comes from agent.json. A second request does not start another server on it."""
+    """The port is set in agent.json. A second request does not start a second server."""
     key = alone.setup("bosh_port", port=2222)["host_public_key"]
 
     assert alone.login("bosh_port", key, "echo yes", port=2222).stdout == "yes\n"
@@ -333,7 +339,9 @@ def test_existing_ssh_server_of_the_image_is_used(alone: Alone, stranger: Callab
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
-    """Docker allows all users to listen on port 22. Without this error, the operator would see a wrong host key."""
+    """Docker allows all users to listen on port 22. If the agent mistook a job for the SSH server, the operator would
+    get a wrong host key without an explanation.
+    """
     code = (
         "import os, socket, time; os.setresuid(1234, 1234, 1234);"
         "s = socket.create_server(('0.0.0.0', 2022)); print('up', flush=True); time.sleep(99)"
@@ -353,8 +361,8 @@ def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
-    """A clean-up ends only the agent's own server. A thousand processes with its name that ignored SIGTERM used to
-    delay each clean-up by half an hour.
+    """A clean-up stops only the agent's own server. In the past, a thousand processes with the same name that ignored
+    SIGTERM delayed each clean-up by half an hour.
     """
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     code = f"{ignore}print('up', flush=True); time.sleep(99)"
@@ -374,7 +382,7 @@ def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
 
 def test_failed_sshd_is_reported_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
     """The error contains the server's message."""
-    stranger("127.0.0.1")  # A server that clients outside cannot reach must not count as an existing SSH server.
+    stranger("127.0.0.1")  # A server that clients outside cannot reach must not be mistaken for an existing SSH server.
     error = alone.agent(
         "from agent_shim.services import sshd as module\n"
         "module.CONFIG += 'NoSuchOption yes\\n'\n"
@@ -401,7 +409,7 @@ def test_container_without_sshd_is_reported_and_leaves_no_user(alone: Alone) -> 
 
 
 def test_sshd_that_is_being_stopped_is_replaced(alone: Alone) -> None:
-    """A request during the stop gets a new server, even if the old one takes long to end."""
+    """A request that arrives during the stop gets a new server, even if the old one takes a long time to exit."""
     alone.agent(
         "import signal\n"
         "from agent_shim.host import proc\n"
@@ -420,7 +428,9 @@ def test_sshd_that_is_being_stopped_is_replaced(alone: Alone) -> None:
 
 
 def test_concurrent_ssh_requests_share_one_server(alone: Alone) -> None:
-    """Ten concurrent set-ups start one server. It keeps running if ten clean-ups are concurrent with another set-up."""
+    """Ten concurrent set-ups start only one server. If ten clean-ups run at the same time as another set-up, the server
+    keeps running.
+    """
     key = alone.key.with_suffix(".pub").read_text()
     alone.agent(f"await asyncio.gather(*(ssh(agent, 'setup', SshParams(f'bosh_n{{i}}', {key!r})) for i in range(10)))")
     assert len(alone.servers()) == 1
@@ -435,7 +445,7 @@ def test_concurrent_ssh_requests_share_one_server(alone: Alone) -> None:
 
 
 def test_sshd_that_does_not_listen_is_ended(alone: Alone) -> None:
-    """Otherwise the next request would mistake it for a working server."""
+    """If it kept running, the next request would mistake it for a working server."""
     server = alone.key.with_name("deaf")
     server.write_text("#!/bin/sh\nexec sleep 4711\n")
     server.chmod(0o755)

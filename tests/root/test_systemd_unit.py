@@ -14,11 +14,13 @@ pytestmark = pytest.mark.root
 
 UNIT = ROOT / "systemd" / "agent-shim.service"
 PROGRAMS = ("/opt/agent_shim/launch", "/opt/agent_shim/bin/agent-shim")
-"""Programs that exist only in the image, which the tests replace with /bin/true before they check a unit."""
+"""Programs that exist only in the image. The tests replace them with /bin/true before they check a unit."""
 
 
 def verify(directory: Path, text: str, name: str = UNIT.name) -> str:
-    """Return the output of systemd-analyze for a unit. It may report problems although its exit code is 0."""
+    """Return the output of systemd-analyze for a unit. Its exit code is not checked, because it may report problems and
+    still exit with 0.
+    """
     if shutil.which("systemd-analyze") is None:
         pytest.fail("systemd-analyze is missing: apt-get install --no-install-recommends systemd")
     unit = directory / name
@@ -35,5 +37,5 @@ def test_systemd_unit_is_valid(tmp_path: Path, name: str) -> None:
 
 
 def test_systemd_unit_check_detects_an_unknown_key(tmp_path: Path) -> None:
-    """Without this, the other test would also succeed if systemd-analyze did not report such problems."""
+    """This shows that the other test would fail if the unit file had such a problem."""
     assert "Unknown key" in verify(tmp_path, UNIT.read_text().replace("KillMode=", "KilMode="))

@@ -33,7 +33,7 @@ def pod(pod: PodInstance) -> PodInstance:
 async def test_takeover_from_monit_and_back_restarts_no_process(pod: PodInstance) -> None:
     """After two takeovers and two handbacks, all processes are still those that monit started.
 
-    If one dies while no supervisor is running, the agent starts only that one.
+    If a process dies while no supervisor is running, the agent starts only this process again.
     """
     machine = pod.machine
     leave_as_the_go_agent(machine)
@@ -83,9 +83,8 @@ async def test_jobs_stopped_by_the_go_agent_stay_stopped(pod: PodInstance) -> No
 
 
 async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: PodInstance) -> None:
-    """This state consists of the spec, the disk, an unfinished task and the settings that extend those of the CPI.
-
-    A handback leaves the same files.
+    """The Go agent's state consists of the spec, the disk, an unfinished task, and settings from the Director that
+    extend those from the CPI. A handback leaves the same files.
     """
     pod.kill()
     pod.attach("disk-1")

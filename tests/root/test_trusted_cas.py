@@ -34,7 +34,7 @@ def place(box: Machine) -> Iterator[None]:
 
 @pytest.fixture
 def fake(box: Machine) -> Iterator[None]:
-    """Replace the command that updates the CA bundle by ``/mnt/fake``, to which the test writes a script."""
+    """Replace the command that updates the CA bundle with ``/mnt/fake``, to which the test writes a script."""
     box.write("/mnt/fake", "", mode=0o755)
     box.run(f"mount --bind /mnt/fake {COMMAND}")
     yield
@@ -71,7 +71,7 @@ def names(box: Machine) -> list[str]:
 
 
 def test_trusted_cas_replace_those_of_the_previous_request(box: Machine, inside: Inside) -> None:
-    """Only CAs that belong to the image stay."""
+    """CAs that belong to the image stay."""
     (box.root / PLACE / "own.crt").write_text(THIRD.ca)
     assert inside(install(FIRST, SECOND)) is None
     assert names(box) == ["bosh-trusted-cert-1.crt", "bosh-trusted-cert-2.crt", "own.crt"]
@@ -87,8 +87,8 @@ def test_trusted_cas_replace_those_of_the_previous_request(box: Machine, inside:
 
 
 def test_invalid_trusted_ca_is_reported_and_skipped(box: Machine, inside: Inside) -> None:
-    """As with the Go agent, the other CAs are installed. An invalid certificate in the bundle would prevent some
-    clients from reading any.
+    """As with the Go agent, the other CAs are installed. If the invalid certificate were put into the bundle, some
+    clients could not read any certificate.
     """
     bad = "-----BEGIN CERTIFICATE-----\nbm9uc2Vuc2U=\n-----END CERTIFICATE-----\n"
     said = inside(TELLING + install(FIRST, SECOND, between=bad).replace("return await", "await") + "\nreturn said")
@@ -111,7 +111,9 @@ def test_repeated_ca_bundle_is_not_installed_again(box: Machine, inside: Inside)
 
 
 def test_new_container_installs_the_trusted_cas_again(box: Machine, inside: Inside) -> None:
-    """The stored state says that the CAs are installed, but the new container's trust store is that of the image."""
+    """The stored state says that the CAs are installed, but a new container has the image's trust store, without these
+    CAs.
+    """
     inside(install(FIRST))
     box.run(f"rm /{PLACE}/* && {COMMAND} -f >/dev/null")
     assert not is_trusted(box, FIRST)

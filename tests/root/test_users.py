@@ -1,4 +1,6 @@
-"""Users that the agent creates for SSH, and the keys and passwords of vcap, on the test's own machine."""
+"""The SSH users that the agent creates, and vcap's keys and password, on a test machine with its own /etc
+(``tests.support.machine``).
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def groups_of(box: Machine, user: str) -> set[str]:
 
 
 def test_user_tools_cannot_change_the_machine_outside(box: Machine) -> None:
-    """Otherwise a test could remove users or files of the machine on which the tests run."""
+    """If these tools could write outside, a test could remove users or files of the machine on which the tests run."""
     homes = {line.split(":")[5] for line in (box.root / "etc/passwd").read_text().splitlines()}
 
     assert homes == {"/nonexistent", "/home/vcap"}
@@ -111,7 +113,7 @@ def test_concurrent_ssh_requests_each_create_their_user(box: Machine, inside: In
 
 
 def test_ssh_cleanup_removes_matching_users(box: Machine, inside: Inside) -> None:
-    """Their home directories are removed as well. Users without the prefix stay even if the pattern matches them."""
+    """The users' home directories are removed too. Users without the prefix stay, even if the pattern matches them."""
     for user in ("bosh_x1", "bosh_x2", "bosh_y1"):
         inside(setup(user))
 
@@ -131,17 +133,15 @@ STAYING = {
     "killing": [["setsid", sys.executable, "-S", "-c", KILLING]],
     "filling": [["setsid", sys.executable, "-S", "-c", FILLING, "/var/vcap/bosh_ssh/bosh_stays"]] * 2,
 }
-"""Commands of processes that make it hard to remove their user.
-
-They leave their session and fork endlessly, kill every process that switches to their user, or keep creating files in
-the home directory.
+"""Commands for processes that make it hard to remove their user: they leave their session and fork endlessly, kill
+every process that switches to their user, or keep creating files in the home directory.
 """
 
 
 @pytest.mark.attack("an SSH user has processes that survive the clean-up")
 @pytest.mark.parametrize("commands", STAYING.values(), ids=STAYING.keys())
 def test_processes_of_a_removed_ssh_user_end(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
-    """Otherwise they would belong to the next user who gets the same uid."""
+    """Remaining processes would belong to the next user who gets the same uid."""
     inside(setup("bosh_stays"))
     number, home = box.run("id -u bosh_stays").strip(), "/var/vcap/bosh_ssh/bosh_stays"
     as_user = ["setpriv", "--reuid", "bosh_stays", "--regid", "bosh_stays", "--clear-groups"]
@@ -223,7 +223,7 @@ def test_authorized_keys_of_vcap_replace_the_previous_ones(box: Machine, inside:
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_keys_of_vcap_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
-    """Otherwise vcap could have root create files in directories that only root may write to."""
+    """If root followed the link, vcap could make root create files in directories that only root may write to."""
     box.run("rm -rf /home/vcap/.ssh && mkdir -m 700 /etc/victim && ln -s /etc/victim /home/vcap/.ssh")
     try:
         error = inside(f"{USERS}await users.authorize_vcap(['ssh-rsa AAAA'])")
@@ -236,8 +236,8 @@ def test_keys_of_vcap_are_not_written_through_a_link(box: Machine, inside: Insid
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_keys_of_an_operator_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
-    """Before the same user is set up again, they could put a link to a directory of root or to another user's keys
-    there.
+    """An operator who is set up a second time could have replaced the directory with a link to one of root's
+    directories or to another user's keys.
     """
     inside(setup("bosh_sly"))
     as_sly = "setpriv --reuid=bosh_sly --regid=bosh_sly --clear-groups"
@@ -261,7 +261,7 @@ def test_keys_of_an_operator_are_not_written_through_a_link(box: Machine, inside
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 @pytest.mark.parametrize("planted", ["mkfifo", "mkdir", "ln -s /etc/led-to"])
 def test_object_planted_at_the_authorized_keys_does_not_block(box: Machine, inside: Inside, planted: str) -> None:
-    """A FIFO used to block each boot until a timeout."""
+    """In the past, a FIFO at this path blocked each boot until a timeout."""
     box.run("rm -rf /home/vcap/.ssh")
     as_vcap = "setpriv --reuid=vcap --regid=vcap --clear-groups"
     box.run(f"cd /home/vcap && {as_vcap} mkdir .ssh && {as_vcap} {planted} .ssh/authorized_keys.new")
@@ -274,8 +274,8 @@ def test_object_planted_at_the_authorized_keys_does_not_block(box: Machine, insi
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machine, inside: Inside) -> None:
-    """A process of vcap sends SIGSTOP to the process that writes vcap's keys. The agent used to wait a minute for each,
-    in which no other user could be created.
+    """A process of vcap sends SIGSTOP to the process that writes vcap's keys. In the past, the agent waited a minute
+    for each such process, and could create no other user in that time.
     """
     stopping = box.popen([*AS_VCAP, "setsid", sys.executable, "-S", "-c", KILLING.replace("9", "19")])
     try:

@@ -15,9 +15,10 @@ BOOT = "from agent_shim.daemon import boot\nawait boot.boot([boot.tree_step(Path
 
 
 def test_boot_keeps_owners_that_it_cannot_change(box: Machine, inside: Inside) -> None:
-    """The boot creates its directories with the usual modes, but root owns all of them. It logs that only once.
+    """The boot creates its directories with the usual modes, but all of them belong to root. It logs this only once.
 
-    Bundles are unpacked as well. A file that could not be given to its group is only readable to root.
+    Bundles are unpacked too. If a file should belong to a group but the agent cannot set the group, only root can read
+    the file.
     """
     script = """
 import logging
