@@ -56,7 +56,7 @@ def install(world: LocalAgent, provider: str, *argv: str) -> None:
     path.chmod(0o755)
 
 
-async def through(world: LocalAgent, source: str, digest: str) -> str:
+async def compile_two_packages(world: LocalAgent, source: str, digest: str) -> str:
     """Compile a package with its source from the blobstore, and a second one that depends on the first.
 
     Return the blob id of the first compiled package.
@@ -94,7 +94,7 @@ async def test_command_blobstore_stores_and_fetches_packages_and_logs(tmp_path: 
     async with made(tmp_path, env={"bosh": {"blobstores": blobstores}}) as world:
         program = str(PROGRAMS / "bosh_blobstore_directory.py")
         install(world, provider, sys.executable, "-I", program, str(store), json.dumps(options))
-        await through(world, "source", DIGEST)
+        await compile_two_packages(world, "source", DIGEST)
         (world.paths.log / "a.log").write_text("line\n")
         logs = await world.value("fetch_logs", "job", None)
 
@@ -204,7 +204,7 @@ async def test_command_blobstore_works_with_an_s3_store(tmp_path: Path) -> None:
         async with made(tmp_path, env={"bosh": {"blobstores": blobstores}}) as world:
             program = str(PROGRAMS / "bosh_blobstore_s3.py")
             install(world, "s3", str(ROOT / ".tools/bin/python"), "-I", program)
-            blob_id = await through(world, "source", DIGEST)
+            blob_id = await compile_two_packages(world, "source", DIGEST)
             assert s3("GET", f"{bucket}/{blob_id}")[:2] == b"\x1f\x8b"
 
             (world.paths.log / "big.log").write_bytes(os.urandom(20 << 20))  # uploaded in more than one part

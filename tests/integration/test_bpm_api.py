@@ -90,7 +90,7 @@ async def test_bpm_run_passes_variables_and_volumes_and_returns_the_exit_code(
     run.assert_awaited_once_with(ANY, [Volume(extra, writable=True, shared=True), Volume(more)], {})
 
 
-async def test_bpm_run_ends_with_its_caller(world: JobTree, bpm: Bpm) -> None:
+async def test_bpm_run_is_ended_on_request(world: JobTree, bpm: Bpm) -> None:
     log = world.paths.sys / "log/web/errand.stdout.log"
     running = asyncio.create_task(ask(bpm, "run", "errand", env=["NAME=up", "WAITS=yes"]))
     await until(lambda: log.exists() and log.read_text() == "up\n")
@@ -120,7 +120,7 @@ async def test_bpm_run_ends_with_its_caller(world: JobTree, bpm: Bpm) -> None:
         ("frobnicate", {}, "unknown command 'frobnicate'"),
     ],
 )
-async def test_bpm_error_messages_equal_those_of_the_original_bpm(
+async def test_bpm_error_messages_match_the_original_bpm(
     bpm: Bpm, verb: str, members: dict[str, Any], error: str
 ) -> None:
     found = await bpm_api.answer(bpm, {"verb": verb, "job": "web", "process": "web", **members})

@@ -462,7 +462,7 @@ async def test_bpm_hook_ends_when_its_start_is_cancelled(world: JobTree) -> None
         ),
     ],
 )
-async def test_failed_bpm_start_is_reported_in_the_words_of_bpm(world: JobTree, config: str | None, why: str) -> None:
+async def test_failed_bpm_start_error_matches_the_original_bpm(world: JobTree, config: str | None, why: str) -> None:
     file = job(world, "exec sleep 600")
     if config is None:
         (world.paths.jobs / "web/bin/web").unlink()
@@ -731,7 +731,7 @@ os.execv("/bin/sleep", ["sleep", "600"])
 
 
 @needs_landlock
-async def test_isolated_bpm_process_sees_only_the_paths_of_bpm(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_isolated_bpm_process_sees_only_its_own_files(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """At isolation level 2, a process can open only its own files, and can neither signal nor read other processes."""
     monkeypatch.setattr(bpm_runner, "SCRATCH", ("/dev", "/proc"))  # not /tmp, where the scratch tree is
     script = world.paths.jobs / "web/look.py"

@@ -71,7 +71,7 @@ def mode_of(path: Path) -> int:
         (Bundle("package", "p", "v.1"), "v.1"),
     ],
 )
-def test_bundle_path_equals_that_of_the_go_agent(paths: Paths, bundles: Bundles, bundle: Bundle, hashed: str) -> None:
+def test_bundle_path_matches_the_go_agent(paths: Paths, bundles: Bundles, bundle: Bundle, hashed: str) -> None:
     """The directory name is the SHA-1 of ``VERSION-DIGEST``. For a package that was compiled on this machine, it is the
     SHA-1 of the version alone.
     """
@@ -341,7 +341,7 @@ async def test_only_the_first_copy_of_a_blob_is_deleted(paths: Paths, bundles: B
     assert not (paths.blobs / "id").exists()
 
 
-async def test_small_blob_is_read_and_oversized_one_is_rejected(paths: Paths, bundles: Bundles) -> None:
+async def test_small_blob_is_read_and_oversized_blob_is_rejected(paths: Paths, bundles: Bundles) -> None:
     """Only small blobs are read into memory. No temporary file remains in either case."""
     (paths.blobs / "id").write_bytes(b"data")
     assert await bundles.fetch_small(BlobRef("id", digest=sha1(b"data")), DUMMY) == b"data"

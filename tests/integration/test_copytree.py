@@ -195,9 +195,7 @@ def test_deep_tree_is_copied_over_a_former_attempt(pair: tuple[Path, Path]) -> N
 
 
 @pytest.mark.parametrize(("levels", "message"), [(2100, "File name too long"), (20_000, "tar ended with")])
-def test_copy_of_a_tree_that_overflows_the_stack_of_tar_fails(
-    pair: tuple[Path, Path], levels: int, message: str
-) -> None:
+def test_copy_of_a_tree_that_overflows_tars_stack_fails(pair: tuple[Path, Path], levels: int, message: str) -> None:
     """With 2100 levels, tar reports an error. With 20,000, it crashes without a message, so the error contains the
     signal.
     """

@@ -205,7 +205,7 @@ async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance:
         for then in ("running", "stopped"):
             await instance.stop_agent()
             await instance.start_agent()
-            later.append((await monitor.wait_for("heartbeat", AGENT, told_of(spec["id"], then))).body)
+            later.append((await monitor.wait_for("heartbeat", AGENT, heartbeat_with(spec["id"], then))).body)
             await instance.run("stop")
 
     told = ("deployment", "job", "index", "job_state", "node_id", "number_of_processes")
@@ -216,7 +216,7 @@ async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance:
     ]
 
 
-def told_of(node_id: str, job_state: str) -> Callable[[Any], bool]:
+def heartbeat_with(node_id: str, job_state: str) -> Callable[[Any], bool]:
     """Return a function that recognizes a heartbeat with this node id and job state."""
     return lambda body: (body["node_id"], body["job_state"]) == (node_id, job_state)
 

@@ -78,7 +78,7 @@ async def test_locked_mount_options_do_not_fail_a_mount(
 
 
 @each_way
-async def test_volume_mounted_on_the_store_by_the_platform_counts_as_a_mounted_disk(
+async def test_volume_mounted_on_the_store_by_the_platform_is_treated_as_a_disk(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A volume without a marker that the platform mounted at the store is treated as the instance's disk.
@@ -362,7 +362,7 @@ async def test_read_only_disk_can_be_unmounted(instance: InstanceWithVolumes, mo
 
 
 @each_way
-async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_both(
+async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_either(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If neither the disk nor the root file system can be written, the mount is undone, because the next agent would
@@ -1240,7 +1240,7 @@ async def test_invalid_disk_association_is_named(
 
 
 @each_way
-async def test_dynamic_disks_are_waited_for_linked_and_unlinked(instance: InstanceWithVolumes) -> None:
+async def test_dynamic_disk_is_linked_when_it_appears_and_can_be_unlinked(instance: InstanceWithVolumes) -> None:
     """The agent waits for the disk, because the CPI may attach it only after the request has arrived."""
     instance.paths.dynamic_disks.mkdir()
     link = instance.paths.dynamic_disks / "a"

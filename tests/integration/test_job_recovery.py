@@ -238,7 +238,7 @@ async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(in
     assert len(events(instance)) == seen
 
 
-async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_stop(instance: RunningAgent) -> None:
+async def test_hanging_pre_start_is_rerun_by_the_next_agent_and_killed_by_a_stop(instance: RunningAgent) -> None:
     """After a restart, the agent runs the script again, because the first run may have been incomplete.
 
     A stop request does not wait for the script but kills it.

@@ -184,7 +184,7 @@ async def test_next_agent_finds_keepers_and_exits_that_it_missed(sockets: Path) 
     assert await keeper.find(sockets) == ([], {})
 
 
-async def test_keeper_start_names_the_path_where_it_cannot_create_its_socket(tmp_path: Path) -> None:
+async def test_keeper_start_error_names_the_directory_of_its_socket(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     place = tmp_path / "file/keepers"
     why = f"^cannot run /bin/sh: cannot make a socket in {place}: Not a directory$"
@@ -203,7 +203,7 @@ async def test_keeper_without_children_waits_for_an_agent(sockets: Path) -> None
     assert list(sockets.iterdir()) == []
 
 
-async def test_keeper_does_not_report_the_exit_of_an_earlier_process_with_the_pid(sockets: Path) -> None:
+async def test_keeper_does_not_report_the_exit_of_an_earlier_process_with_the_same_pid(sockets: Path) -> None:
     kept = await keeper.start(sockets, "reuse", shell("sleep 0 & wait; exec sleep 1000"))
     program = kept.state.program
     await kept.kill()

@@ -157,7 +157,7 @@ async def test_stop_fails_while_another_client_repeatedly_replaces_the_agent_at_
         assert is_alive(hidden)
 
 
-async def test_next_agent_learns_the_exit_status_of_a_process_that_exited_meanwhile(world: JobTree) -> None:
+async def test_next_agent_learns_the_exit_status_of_a_process_that_exited_without_an_agent(world: JobTree) -> None:
     with reaper.reaping():
         async with world.supervisor() as supervisor:
             await supervisor.configure([world.job("web", None, None)])
@@ -173,7 +173,9 @@ async def test_next_agent_learns_the_exit_status_of_a_process_that_exited_meanwh
             await supervisor.stop(wait=True)
 
 
-async def test_next_agent_does_not_count_itself_as_an_orphan(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_next_agent_does_not_mistake_itself_for_an_orphan(
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Orphans are children of PID 1. Under systemd, the agent itself is a child of PID 1 too."""
     job = world.job("web")
     with reaper.reaping():
@@ -212,7 +214,7 @@ async def test_stop_fails_while_a_process_of_a_keeper_killed_during_the_start_re
         kill(child)
 
 
-async def test_stop_fails_while_a_keeper_start_hangs_and_the_start_is_not_repeated(
+async def test_stop_fails_while_a_keeper_start_hangs_and_the_start_is_not_retried(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the file server with the program does not respond, the program may still start once the server is back."""

@@ -155,7 +155,9 @@ async def test_forged_reply_subject_reaches_no_other_client(tmp_path: Path, subj
 
 @pytest.mark.attack("another agent reads requests, replies or inboxes of others, or publishes in their name")
 @pytest.mark.parametrize("subject", ["agent.agent", "director.x.agent.y", "hm.agent.heartbeat.agent"])
-async def test_other_agent_can_neither_send_us_requests_nor_publish_for_us(tmp_path: Path, subject: str) -> None:
+async def test_other_agent_can_neither_send_requests_to_an_agent_nor_publish_for_it(
+    tmp_path: Path, subject: str
+) -> None:
     async with talking(tmp_path) as talk:
         await talk.server.add_agent("other")
         async with joined(talk.server.mbus("other"), ("agent.other",), lambda *_: None) as other:

@@ -93,7 +93,7 @@ async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> No
         assert bus.stats.connects == 2
 
 
-async def test_bus_counts_as_reachable_while_its_server_answers(tmp_path: Path) -> None:
+async def test_bus_is_reachable_while_its_server_answers(tmp_path: Path) -> None:
     """Before and after the agent sets packet filter rules, it checks whether the bus is reachable, because the rules
     must not cut it off.
 
@@ -124,7 +124,7 @@ async def test_bus_rereads_settings_while_no_server_is_reachable(tmp_path: Path)
             assert bus.stats.attempts == REREAD_AFTER_FAILURES + 2
 
 
-async def test_bus_counts_as_reachable_while_its_server_refuses_the_agent(tmp_path: Path) -> None:
+async def test_bus_is_reachable_while_its_server_refuses_the_agent(tmp_path: Path) -> None:
     async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
         assert await bus.is_heard(20)
         assert not bus.is_connected
@@ -183,7 +183,7 @@ def _descriptors() -> int:
 
 
 @pytest.mark.parametrize("is_greeted", [False, True])
-async def test_bus_pauses_between_connections_that_are_dropped_at_once(is_greeted: bool) -> None:
+async def test_bus_pauses_between_connections_that_are_dropped_immediately(is_greeted: bool) -> None:
     """A server that closes each new connection is not flooded with attempts."""
 
     async def slam(wire: ClientConnection) -> None:
@@ -453,7 +453,7 @@ async def test_early_bus_refusals_are_retried_quickly(tmp_path: Path) -> None:
             assert late.stats.attempts == 1
 
 
-async def test_silent_address_of_a_host_name_leaves_time_for_the_others(
+async def test_bus_tries_the_next_address_of_a_host_name_if_the_first_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If packets to the first address are lost, the same attempt continues with the next address."""

@@ -25,7 +25,7 @@ from tests.support.waiting import until
 from tools.bench import rotation
 
 
-async def test_t11_rotation_loses_and_repeats_no_request(tmp_path: Path) -> None:
+async def test_t11_rotation_loses_and_duplicates_no_request(tmp_path: Path) -> None:
     """Five clients send requests without a pause. Each request is executed and answered once, although some requests
     arrive on the old and on the new connection.
     """

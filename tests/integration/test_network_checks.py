@@ -50,7 +50,7 @@ async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     await reader.read()
 
 
-async def asked(talk: Talk, protocol: Protocol = Protocol(), timeout: int = 5) -> str:  # noqa: B008 - frozen
+async def run_check(talk: Talk, protocol: Protocol = Protocol(), timeout: int = 5) -> str:  # noqa: B008 - frozen
     """Run a network check against a server that behaves like ``talk``. Return the error message, or "" if the check
     passes.
     """
@@ -66,7 +66,7 @@ def page(status: str, body: bytes = b"", *headers: str) -> Talk:
 @pytest.mark.parametrize("protocol", ["default", "mysql", "ssh"])
 async def test_port_check_passes_for_an_open_port(protocol: str) -> None:
     """If the rule names no protocol, or one that the agent does not support, a connection is enough."""
-    assert await asked(silence, Protocol(protocol)) == ""
+    assert await run_check(silence, Protocol(protocol)) == ""
 
 
 async def test_port_check_names_a_closed_port() -> None:
@@ -96,12 +96,12 @@ async def test_http_check_sends_the_request_of_monit() -> None:
         heard.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
 
-    assert await asked(talk, Protocol("http", "/x?y=1", hostheader="web.example")) == ""
+    assert await run_check(talk, Protocol("http", "/x?y=1", hostheader="web.example")) == ""
     assert heard[0].startswith(b"GET /x?y=1 HTTP/1.1\r\nHost: web.example\r\n")
     assert b"\r\nUser-Agent: monit/5.2.5\r\n" in heard[0]
-    assert await asked(talk, Protocol("http")) == ""
+    assert await run_check(talk, Protocol("http")) == ""
     assert heard[1].startswith(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:")
-    assert await asked(talk, Protocol("http", '/a b"%20?c', credentials="me:secret")) == ""
+    assert await run_check(talk, Protocol("http", '/a b"%20?c', credentials="me:secret")) == ""
     assert heard[2].startswith(b"GET /a%20b%22%2520?c HTTP/1.1\r\n")
     assert b"\r\nAuthorization: Basic bWU6c2VjcmV0\r\n" in heard[2]
 
@@ -120,7 +120,7 @@ async def test_http_check_sends_the_request_of_monit() -> None:
 )
 async def test_http_check_matches_content_and_checksum_of_the_page(protocol: Protocol, said: str) -> None:
     """The expected content is a regular expression, which may be negated. The checksum is MD5 or SHA-1."""
-    why = await asked(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel", b"lo"), protocol)
+    why = await run_check(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel", b"lo"), protocol)
 
     assert why.endswith(said) if said else why == ""
 
@@ -173,14 +173,14 @@ async def test_http_check_does_not_wait_for_the_body() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nx")
         await reader.read()
 
-    assert await asked(talk, HTTP, timeout=600) == ""
+    assert await run_check(talk, HTTP, timeout=600) == ""
 
 
 async def test_check_of_a_silent_port_ends_at_its_timeout() -> None:
     """Two checks wait for the same silent server. Only the check with the short timeout has failed."""
-    patient = asyncio.create_task(asked(silence, HTTP, timeout=600))
+    patient = asyncio.create_task(run_check(silence, HTTP, timeout=600))
 
-    assert "no answer from 127.0.0.1 port" in await asked(silence, HTTP, timeout=1)
+    assert "no answer from 127.0.0.1 port" in await run_check(silence, HTTP, timeout=1)
     assert not patient.done()
     patient.cancel()
     await asyncio.wait([patient])
@@ -198,11 +198,11 @@ async def test_send_expect_check_follows_its_dialogue() -> None:
         heard = await reader.readuntil(b"\r\n")
         writer.write(b"gone" if heard == b"go\0\r\n" else b"what?")
 
-    assert await asked(talk, Protocol("generic", dialogue=words)) == ""  # type: ignore[arg-type]
+    assert await run_check(talk, Protocol("generic", dialogue=words)) == ""  # type: ignore[arg-type]
     wrong = Protocol("generic", dialogue=(("expect", "other"),))
-    assert "does not answer 'other'" in await asked(saying(b"ready\n"), wrong)
+    assert "does not answer 'other'" in await run_check(saying(b"ready\n"), wrong)
     twice = Protocol("generic", dialogue=(("expect", "ready"), ("expect", "ready")))
-    assert "does not answer 'ready'" in await asked(saying(b"ready\n"), twice)
+    assert "does not answer 'ready'" in await run_check(saying(b"ready\n"), twice)
 
 
 async def test_unix_socket_check_fails_for_missing_and_full_sockets(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ LONG = b"A: b\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
 )
 async def test_http_check_fails_from_status_400_as_in_monit(answer: bytes, fault: str) -> None:
     """Unusual but readable headers do not fail the check, because that would restart a working service."""
-    why = await asked(saying(answer, after=b"\r\n\r\n"), HTTP)
+    why = await run_check(saying(answer, after=b"\r\n\r\n"), HTTP)
 
     assert fault in why if fault else why == ""
 
@@ -274,9 +274,9 @@ async def test_http_check_reads_a_page_without_a_length() -> None:
     text = b"HTTP/1.1 200 OK\r\n\r\nhello"
     slow = saying(*[bytes([byte]) for byte in text], after=b"\r\n\r\n")
 
-    assert await asked(slow, HTTP, timeout=0) == ""
-    assert await asked(saying(text), Protocol("http", content="lo$")) == ""
-    assert await asked(saying(text), Protocol("http", checksum="0" * 32)) == ""
+    assert await run_check(slow, HTTP, timeout=0) == ""
+    assert await run_check(saying(text), Protocol("http", content="lo$")) == ""
+    assert await run_check(saying(text), Protocol("http", checksum="0" * 32)) == ""
 
 
 async def test_http_checksum_check_reads_an_endless_page_with_pauses() -> None:
@@ -292,6 +292,6 @@ async def test_http_checksum_check_reads_an_endless_page_with_pauses() -> None:
             await writer.drain()
             sent += 1 << 16
 
-    assert "no answer" in await asked(talk, Protocol("http", "/", checksum="0" * 32), timeout=1)
+    assert "no answer" in await run_check(talk, Protocol("http", "/", checksum="0" * 32), timeout=1)
     at_once, later = network_checks.PROMPT_READS, 1 / network_checks.READ_PAUSE_S
     assert sent < (at_once + later) * network_checks.CHUNK + (16 << 20), "with room for the buffers of the kernel"

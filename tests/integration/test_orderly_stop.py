@@ -112,7 +112,7 @@ async def test_process_ended_by_its_drain_script_is_not_restarted(world: LocalAg
 DEAF = "trap '' TERM; echo $$ >$pidfile; while :; do sleep 0.1; done"
 
 
-async def test_orderly_stop_names_killed_processes_and_counts_as_unclean(
+async def test_orderly_stop_that_kills_processes_names_them_and_is_unclean(
     world: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_shim.supervisor.supervisor.KILL_SHARE", 0.05)

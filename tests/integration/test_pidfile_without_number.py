@@ -131,7 +131,7 @@ async def test_restarted_agent_ends_a_process_with_an_invalid_pidfile(world: Job
         await supervisor.stop(wait=True)
 
 
-def test_unreadable_pidfile_does_not_count_as_invalid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_pidfile_is_not_treated_as_invalid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pid"
     path.write_text("")
     assert process_record.is_void(path)

@@ -99,7 +99,7 @@ async def test_failed_spawn_names_the_program_and_the_reason(
         ("echo no first line\n", 0o755, "Exec format error", errno.ENOEXEC),
     ],
 )
-async def test_spawn_of_a_file_that_is_not_executable_fails_at_once(
+async def test_spawn_of_a_non_executable_file_fails_immediately(
     env: dict[str, str], tmp_path: Path, text: str | None, mode: int, why: str, number: int
 ) -> None:
     program = tmp_path / "program"

@@ -10,7 +10,7 @@ from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
 
-async def test_process_statistics_cover_its_tree(world: JobTree) -> None:
+async def test_process_statistics_include_its_descendants(world: JobTree) -> None:
     """The memory is the sum over the process and its children. The types of the numbers are those that the CLI can
     decode.
     """
@@ -38,9 +38,7 @@ async def test_memory_percentage_is_relative_to_the_container(world: JobTree, mo
         assert told.mem_percent == pytest.approx(told.mem_kb / 1024 * 100)
 
 
-async def test_cpu_percentage_covers_the_time_since_the_last_query(
-    world: JobTree, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cpu_percentage_is_measured_since_the_last_query(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 % means all CPUs together. A busy process has a higher value than an idle one."""
     monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 0.05)
     busy = world.job("busy", "echo $$ >$pidfile; while :; do :; done", "kill -9 $(cat $pidfile)")

@@ -121,7 +121,7 @@ def test_rendered_templates_can_use_yaml_and_json_without_require(tmp_path: Path
         ),
     ],
 )
-def test_template_error_names_its_place(tmp_path: Path, conf: str, said: str) -> None:
+def test_template_error_names_the_file_and_line(tmp_path: Path, conf: str, said: str) -> None:
     done = render(manifest(tmp_path), release(tmp_path / "r", conf), "--out", tmp_path / "out")
 
     assert done.returncode == 78
@@ -360,7 +360,7 @@ def test_render_error_names_a_binary_template(tmp_path: Path) -> None:
         ("a: \0", "manifest.yml: character 4: special characters are not allowed\n"),
     ],
 )
-def test_manifest_error_names_its_place(tmp_path: Path, text: str, said: str) -> None:
+def test_manifest_error_names_the_file_and_position(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "manifest.yml").write_text(text)
     done = render(tmp_path / "manifest.yml", release(tmp_path / "r"), "--out", tmp_path / "out")
 
@@ -383,7 +383,7 @@ INSTANCE = """\
 """
 
 
-def test_render_options_set_the_instance(tmp_path: Path) -> None:
+def test_render_options_set_instance_properties(tmp_path: Path) -> None:
     options = {"--index": 1, "--address": "10.0.0.7", "--az": "z9"}
     patterns = {"--addresses": "{group}-{index}.{az}.{deployment}", "--group-address": "{group}.{network}"}
     words = [word for option in (options | patterns).items() for word in option]
@@ -416,7 +416,7 @@ def test_render_options_set_the_instance(tmp_path: Path) -> None:
         ({"AGENT_SHIM_ADDRESS": "::1", "AGENT_SHIM_AZ": "z3"}, "front-0 0 z3 true ::1 ::1 0"),
     ],
 )
-def test_render_variables_set_the_instance(tmp_path: Path, environment: dict[str, str], text: str) -> None:
+def test_render_variables_set_instance_properties(tmp_path: Path, environment: dict[str, str], text: str) -> None:
     source = release(tmp_path / "r", INSTANCE.splitlines()[0])
     done = render(manifest(tmp_path), source, "--out", tmp_path / "out", **environment)
 
@@ -436,7 +436,7 @@ def test_render_variables_set_the_instance(tmp_path: Path, environment: dict[str
         ({"AGENT_SHIM_BOOTSTRAP": "1"}, "AGENT_SHIM_BOOTSTRAP is neither true nor false: 1"),
     ],
 )
-def test_render_rejects_an_invalid_instance(tmp_path: Path, environment: dict[str, str], said: str) -> None:
+def test_render_rejects_invalid_instance_properties(tmp_path: Path, environment: dict[str, str], said: str) -> None:
     done = render(manifest(tmp_path), release(tmp_path / "r"), "--out", tmp_path / "out", **environment)
 
     assert done.returncode == 78

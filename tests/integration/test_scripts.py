@@ -149,9 +149,7 @@ async def test_error_of_a_traced_script_quotes_the_log_that_it_wrote(paths: Path
     assert str(failed.value).endswith(" dns: dns_setup.log: cannot bind")
 
 
-async def test_error_of_a_post_start_quotes_its_own_output_rather_than_logs_of_processes(
-    paths: Paths, runner: Scripts
-) -> None:
+async def test_post_start_error_quotes_the_scripts_output_and_not_process_logs(paths: Paths, runner: Scripts) -> None:
     """The job's processes may be writing to its other logs at the same time, and the agent itself writes to
     ``bpm.log``, so these logs are not quoted. The post-start of nats-tls writes its errors to stdout.
     """

@@ -63,7 +63,7 @@ async def test_service_is_starting_until_its_process_exists(world: JobTree) -> N
         assert number_in(world.pidfile("web"))
 
 
-async def test_start_program_environment_equals_that_of_monit(world: JobTree) -> None:
+async def test_start_program_environment_matches_monit(world: JobTree) -> None:
     """As under monit, the start program has only PATH and MONIT_ variables, a new session, empty input, umask 022 and
     the directory /.
     """
@@ -318,7 +318,7 @@ async def test_dependant_of_a_failed_service_is_still_started(world: JobTree) ->
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 
-async def test_invalid_monit_file_counts_as_one_failing_process(world: JobTree) -> None:
+async def test_invalid_monit_file_is_reported_as_one_failing_process(world: JobTree) -> None:
     """Other jobs run, but the instance is failing."""
     files = [world.job("web"), JobFile("bad", "", "check process bad with pidfile"), world.job("worker")]
     async with world.supervising(*files) as supervisor:

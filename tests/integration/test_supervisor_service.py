@@ -33,7 +33,9 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 
 
 @pytest.mark.parametrize("start", [None, program("fork_twice.py", "$pidfile")], ids=["a child", "forked twice"])
-async def test_killed_process_is_restarted_at_once_with_its_exit_status(world: JobTree, start: str | None) -> None:
+async def test_killed_process_is_restarted_immediately_and_its_exit_status_reported(
+    world: JobTree, start: str | None
+) -> None:
     """All polling intervals are ten minutes in this test, so the restart must not depend on polling.
 
     A daemon that has forked twice becomes a child of the agent, so its exit status is known too.
@@ -146,7 +148,7 @@ async def test_process_exit_is_logged_with_its_reason_and_fields(
     }
 
 
-async def test_restarted_process_is_not_called_running_before_it_has_settled(world: JobTree) -> None:
+async def test_restarted_process_is_not_reported_as_running_before_it_has_settled(world: JobTree) -> None:
     """The Director trusts the first "running", so quick restarts must not hide a crash loop."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -164,7 +166,7 @@ async def test_restarted_process_is_not_called_running_before_it_has_settled(wor
         assert [e.event for e in world.events] == ["Does not exist", "Exists"]
 
 
-async def test_zombie_process_of_a_service_counts_as_dead(world: JobTree) -> None:
+async def test_zombie_process_of_a_service_is_treated_as_dead(world: JobTree) -> None:
     """If the agent waited until a zombie is reaped, a parent that does not reap its children could hide the exit."""
     start = f"{sys.executable} -c '"
     start += 'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'

@@ -80,7 +80,7 @@ async def test_watchdog_does_not_end_an_agent_whose_loop_runs_again(instance: Ru
     assert not instance.agent.is_over
 
 
-async def test_watchdog_does_not_count_a_stopped_agent_as_blocked(instance: RunningAgent) -> None:
+async def test_watchdog_does_not_kill_a_suspended_agent(instance: RunningAgent) -> None:
     """A container may be frozen or a machine suspended for longer than the limit."""
     instance.command = naive("patient")
     await instance.start_agent()

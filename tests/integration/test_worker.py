@@ -163,7 +163,7 @@ async def test_worker_runs_a_limited_number_of_transfers_in_parallel(
     assert server.busiest == max(parallel, 1)
 
 
-async def test_failed_bundle_of_a_worker_does_not_affect_the_others(paths: Paths) -> None:
+async def test_failed_bundle_does_not_affect_other_bundles_in_the_same_worker(paths: Paths) -> None:
     """Error messages match the Go agent's, and no partial bundle is left."""
     good = kept(paths, tgz({"a": b"a"}))
     evil = kept(paths, tgz({"../../evil": b"x"}))
@@ -215,7 +215,7 @@ async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
     assert (paths.data_packages / "first/digest/a").exists()
 
 
-async def test_worker_keeps_a_bundle_installed_meanwhile_and_replaces_sources(
+async def test_worker_keeps_a_concurrently_installed_bundle_and_replaces_sources(
     paths: Paths,
 ) -> None:
     """A bundle that another worker has installed in the meantime has the same content, so it is kept.

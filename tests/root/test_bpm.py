@@ -479,7 +479,9 @@ sandbox.isolation = lambda: isolation(memory=False, processes=False)
 @pytest.mark.attack("a bpm process exceeds its memory or process limit")
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("has_cgroups", [True, False])
-def test_bpm_process_above_its_memory_limit_is_killed_and_named(inside: Inside, level: int, has_cgroups: bool) -> None:
+def test_bpm_process_above_its_memory_limit_is_killed_and_reported(
+    inside: Inside, level: int, has_cgroups: bool
+) -> None:
     """The kernel or the agent's watchdog kills only the process that exceeds its limit.
 
     The process is restarted, and the alert contains how much memory it used.

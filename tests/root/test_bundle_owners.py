@@ -62,7 +62,7 @@ print(json.dumps({
 """
 
 
-def test_bundle_owners_and_modes_equal_those_of_the_go_agent(tmp_path: Path) -> None:
+def test_bundle_owners_and_modes_match_the_go_agent(tmp_path: Path) -> None:
     """Files that jobs may read belong to the group vcap, and all other files belong to the group root, whatever the
     archive says.
     """

@@ -640,7 +640,7 @@ def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: Attachm
     assert site.in_vm(f"stat -c %u {site.seen}/disk-1/file") == "0"
 
 
-def test_init_of_a_jobs_pid_namespace_is_not_taken_for_pid_1() -> None:
+def test_init_of_a_jobs_pid_namespace_is_not_mistaken_for_pid_1_of_the_container() -> None:
     """A reboot of the VM must send signals only to PID 1 of the container, so that the agent can stop the jobs in
     order.
     """

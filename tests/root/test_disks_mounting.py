@@ -346,7 +346,7 @@ async def test_disk_without_a_hint_is_the_volume_mounted_on_the_store(instance: 
 
 
 @by("mounts")
-async def test_migration_covers_a_disk_mounted_by_a_manifest(instance: InstanceWithVolumes) -> None:
+async def test_disk_mounted_by_a_manifest_can_be_migrated(instance: InstanceWithVolumes) -> None:
     instance.attach("a")
     instance.attach("b")
     manifest(instance)
@@ -387,7 +387,7 @@ async def test_disk_swap_interrupted_over_a_mount_of_the_manifest_is_completed(i
 
 @pytest.mark.parametrize("read_only", [False, True])
 @alone
-async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path: Path, read_only: bool) -> None:
+async def test_volume_also_mounted_by_the_manifest_is_reported_as_unmounted(tmp_path: Path, read_only: bool) -> None:
     """The manifest mounts the volume at the store as well as at the path in the disk's hint, and the container may not
     unmount it.
 
@@ -435,7 +435,7 @@ def test_migration_tolerates_times_that_the_new_disk_cannot_store(tmp_path: Path
 
 
 @alone
-def test_migration_to_a_full_disk_fails_with_its_message(tmp_path: Path) -> None:
+def test_migration_error_reports_a_full_disk(tmp_path: Path) -> None:
     source = mount_tmpfs(tmp_path / "source")
     (source / "big").write_bytes(bytes(1) * (20 << 20))
     (source / "next").write_text("x")

@@ -42,7 +42,7 @@ async def ask(instance: InstanceWithVolumes, step: RecordedRequest) -> Any:
 
 
 @alone
-async def test_recorded_disk_requests_get_the_answers_of_the_go_agent(tmp_path: Path) -> None:
+async def test_recorded_disk_requests_get_the_go_agents_answers(tmp_path: Path) -> None:
     recorded = disk_steps()
     machines = {agent_id: number for number, agent_id in enumerate(dict.fromkeys(step.agent_id for step in recorded))}
     assert len(machines) == 2

@@ -98,7 +98,7 @@ def test_privilege_probe_fails_only_without_its_privilege(
     assert (uid == 0) == (prefix != UNPRIVILEGED)
 
 
-def test_privilege_probe_with_an_exception_counts_as_failed(inside: Inside) -> None:
+def test_privilege_probe_that_raises_an_exception_fails(inside: Inside) -> None:
     """The caller gets an error number, even if the probe raised another exception or was killed."""
     codes = inside("""
 import errno, signal

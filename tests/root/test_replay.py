@@ -142,7 +142,7 @@ def test_each_recorded_message_is_replayed() -> None:
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter[0])
-async def test_recorded_deployment_gets_the_answers_of_the_go_agent(fleet: Fleet, chapter: tuple[str, ...]) -> None:
+async def test_recorded_deployment_gets_the_go_agents_answers(fleet: Fleet, chapter: tuple[str, ...]) -> None:
     """The requests for three instances and their errands are replayed one by one, from the first deployment to the
     deletion.
     """

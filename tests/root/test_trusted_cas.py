@@ -70,7 +70,7 @@ def names(box: Machine) -> list[str]:
     return sorted(path.name for path in (box.root / PLACE).iterdir())
 
 
-def test_trusted_cas_replace_those_of_the_previous_request(box: Machine, inside: Inside) -> None:
+def test_trusted_cas_replace_the_previous_ones(box: Machine, inside: Inside) -> None:
     """CAs that belong to the image stay."""
     (box.root / PLACE / "own.crt").write_text(THIRD.ca)
     assert inside(install(FIRST, SECOND)) is None
@@ -98,7 +98,7 @@ def test_invalid_trusted_ca_is_reported_and_skipped(box: Machine, inside: Inside
     assert [is_trusted(box, each) for each in (FIRST, SECOND)] == [True, True]
 
 
-def test_repeated_ca_bundle_is_not_installed_again(box: Machine, inside: Inside) -> None:
+def test_unchanged_cas_are_not_installed_again(box: Machine, inside: Inside) -> None:
     """Directors send the same CAs to every machine whenever settings change, so the agent skips those that are
     installed.
     """
