@@ -106,7 +106,7 @@ def write(args: argparse.Namespace) -> list[str]:
                 deployment=manifest.name,
                 group=group,
                 manifest=deployment.read_text(args.manifest),
-                releases=[_below_here(release) for release in args.releases],
+                releases=_below_here(args.releases),
                 image=args.image,
                 renderer=args.renderer,
                 ports=kubernetes.ports(list(zip(declared, provided, strict=True))),
@@ -147,14 +147,18 @@ def warn(warnings: Sequence[str]) -> None:
         sys.stderr.write(f"warning: {warning}\n")
 
 
-def _below_here(release: Path) -> str:
-    """Return the path of a release for the Dockerfile. It must be below the current directory, which is the build
-    context.
+def _below_here(releases: Sequence[Path]) -> list[str]:
+    """Return the paths of the releases for the Dockerfile. They must be below the current directory, because that is
+    the build context, and their names must differ, because they are copied into one directory.
     """
-    path = os.path.relpath(release)
-    if path.startswith(".."):
-        raise ConfigError(f"cannot copy {release} into an image: run the command in a directory above it")
-    return path
+    found: dict[str, str] = {}
+    for release in releases:
+        path = os.path.relpath(release)
+        if path == "." or path.startswith(".."):
+            raise ConfigError(f"cannot copy {release} into an image: run the command in a directory above it")
+        if (other := found.setdefault(Path(path).name, path)) != path:
+            raise ConfigError(f"cannot copy {other} and {path} into an image: they have the same name; rename one")
+    return list(found.values())
 
 
 def _is_privileged(files: Mapping[str, str]) -> bool:

@@ -289,6 +289,26 @@ def test_render_kubernetes_warns_about_missing_packages(tmp_path: Path, monkeypa
     assert done.stderr.startswith("warning: web needs the package web: use a compiled release (")
 
 
+@pytest.mark.parametrize(
+    ("releases", "said"),
+    [
+        (["../r"], "cannot copy ../r into an image: run the command in a directory above it"),
+        (["."], "cannot copy . into an image: run the command in a directory above it"),
+        (["a/r", "b/r"], "cannot copy a/r and b/r into an image: they have the same name; rename one"),
+    ],
+)
+def test_render_kubernetes_rejects_releases_that_the_image_cannot_contain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, releases: list[str], said: str
+) -> None:
+    given, here = manifest(tmp_path), tmp_path / "here"
+    for place in (tmp_path / "r", here, here / "a/r", here / "b/r"):
+        release(place)
+    monkeypatch.chdir(here)
+    done = render(given, *releases, "--kubernetes", "--out", "out")
+
+    assert (done.returncode, done.stderr) == (78, f"agent-shim: {said}\n")
+
+
 def test_render_passes_only_properties_of_the_job_spec(tmp_path: Path) -> None:
     conf = "<%= p('other', 'none') %> <%= properties.extra.to_h.keys %> <%= ''.blank? %>"
     given = manifest(tmp_path, properties={"other": 1, "extra": {"b": 1, "a": 2}})
