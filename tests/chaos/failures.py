@@ -122,8 +122,9 @@ def _messages(function: Function) -> Iterator[str]:
 
 
 def _rendered(node: ast.AST, assigned: Mapping[str, ast.AST]) -> Iterator[str]:
+    """Yield a text once for each sample, or nothing if all of the text is variable."""
     parts = list(_parts(node, assigned))
-    for sample in SAMPLES:
+    for sample in SAMPLES if any(parts) else ():
         yield "".join(sample if part is None else part for part in parts)
 
 

@@ -49,7 +49,7 @@ CRASHES: Final = (
         "agent_shim/core/keep_running.py",
         "if is_vital and len(recent) > MAX_FAILURES and now - recent[0] <= FAILURE_PERIOD_S:",
         "if True:",
-        "the agent exited|did not answer a ping|did not count a failure",
+        "I1:|the agent exited|did not answer a ping|did not count a failure",
     ),
     Saboteur(
         "C-01",

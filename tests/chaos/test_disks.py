@@ -598,8 +598,8 @@ async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: 
                 await asyncio.sleep(0.05)
                 state = await stand.call("get_state")
     except TimeoutError:
-        seen = f"job_state is {state['job_state']} and {len(stand.live())} of 2 jobs run"
-        raise NotHeldError(f"{where}: {seen}") from None
+        found = f"job_state is {state['job_state']} and {len(stand.live())} of 2 jobs run"
+        raise NotHeldError(f"{where}: {found}") from None
     if answers.get("start"):
         expect(state["job_state"] == "running", f"{where}: the started jobs do not run")
     elif answers.get("stop") and "start" not in answers:

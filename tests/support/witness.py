@@ -157,7 +157,9 @@ class Witness:
         found += await asyncio.to_thread(self.changed, before)
         found += await self._worked()
         if len(stand.ends) != stand.expected_ends:
-            found.append(f"I1: the agent exited {len(stand.ends)} times instead of {stand.expected_ends}: {stand.ends}")
+            found.append(
+                f"I1: expected {stand.expected_ends} exits of the agent, but saw {len(stand.ends)}: {stand.ends}"
+            )
         found = [one for one in found if one.partition(":")[0] not in stand.omitted]
         return found or [one for one in await self._beats(before) if one.partition(":")[0] not in stand.omitted]
 
