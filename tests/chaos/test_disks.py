@@ -78,9 +78,7 @@ async def test_apply_on_a_failing_disk_is_refused_until_the_disk_recovers(stand:
     await stand.stop()
     expect(not stand.live(), "jobs are still running after the stop")
     told = " / ".join(error.rpartition(": ")[2] for error in errors)
-    stand.tell(
-        f"refused: {told}; a heartbeat arrived within {beat:.0f} s; each apply succeeded when the disk worked again"
-    )
+    stand.tell(f"refused: {told}; a heartbeat within {beat:.0f} s; each apply succeeded when the disk worked again")
 
 
 def loop_device(stand: Stand, megabytes: int) -> str:
