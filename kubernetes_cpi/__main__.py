@@ -10,14 +10,14 @@ import sys
 from typing import Final, NoReturn
 
 ALLOCATIONS_BEFORE_COLLECTION: Final = 100_000
-"""Threshold of the garbage collector. The imports allocate fewer objects and keep all of them, so no collection runs
-during them.
+"""Number of allocations that triggers a garbage collection. The imports stay below it and keep all objects that they
+allocate, so a collection during the imports would only waste time.
 """
 
 
 def take_stdout() -> int:
-    """Reserve standard output for the response, and redirect output of libraries and child processes to standard
-    error.
+    """Reserve standard output for the response, and redirect everything that libraries and child processes print there
+    to standard error.
     """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process exits
@@ -28,18 +28,20 @@ def take_stdout() -> int:
 
 
 def run() -> NoReturn:
-    """Run the CPI as the whole process.
+    """Run the CPI and exit the process.
 
-    ``python -c`` is used instead of ``-m`` because it starts without ``runpy`` and its imports.
+    The CPI job calls this function with ``python -c`` instead of ``-m``, which would import ``runpy`` and its
+    dependencies.
     """
     gc.set_threshold(ALLOCATIONS_BEFORE_COLLECTION)
     main()
-    # The response is already written, and a regular interpreter shutdown would take longer than a whole `has_vm` call.
+    # The response is already written, and a regular shutdown of the interpreter would take longer than a whole `has_vm`
+    # call.
     os._exit(0)
 
 
 COMMANDS: Final = ("doctor", "leftovers")
-"""Commands for operators. Without one of them, the program serves a request of a Director."""
+"""Commands for operators. Without a command, the program serves one request from a Director."""
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Attachments: pods that bind a disk into a running VM.
+"""Attachments: helper pods that bind a disk into a running VM.
 
-The VM keeps its address, processes and data. An attachment mounts the claim and binds it below a directory of the node
-that is also mounted into the VM. It exits only after the disk is unmounted, so deleting the attachment cannot remove a
-disk that is in use.
+Attaching a disk this way leaves the VM's address, processes and data unchanged. An attachment mounts the claim and
+binds it below a directory of the node that is also mounted into the VM. It exits only after the disk is unmounted, so
+deleting the attachment cannot remove a disk that is in use.
 """
 
 from __future__ import annotations
@@ -25,27 +25,31 @@ DISK: Final = "/disk"
 TARGET: Final = "/target"
 TARGET_MOUNT: Final = {"name": "target", "mountPath": TARGET, "mountPropagation": "Bidirectional"}
 WAIT_UNTIL_DONE: Final = {"exec": {"command": ["/bin/sh", "-c", "until [ -e /tmp/done ]; do sleep 0.02; done"]}}
-"""A postStart hook that returns once the helper has created /tmp/done. The kubelet then reports the pod as ready, about
-a second earlier than it would report that the pod has exited.
+"""A postStart hook that returns once the helper has created /tmp/done. The kubelet then reports the pod as ready. This
+takes about a second less than it would take to report that the pod has exited.
 """
 GRACE_S: Final = 365 * 24 * 3600
-"""Grace period of an attachment, which waits until the VM no longer uses the disk and must not be killed before
-that.
+"""Grace period of an attachment. It is long because an attachment must not be killed while it waits for the VM to stop
+using the disk.
 """
 KINDS: Final = (names.KIND_ATTACHMENT, names.KIND_DETACHMENT, names.KIND_REBOOT, names.KIND_BOUND)
 TRIES: Final = 3
 CPU: Final = "50m"
-"""CPU request of a helper. On a busy node, an unmount takes 0.8 s with it, 4 s with 10m, and 49 s with 1m."""
+"""CPU request of a helper pod. On a busy node, an unmount takes 0.8 s with this request, 4 s with 10m, and 49 s with
+1m.
+"""
 CPU_OF_ATTACHMENT: Final = "10m"
-"""CPU request of an attachment, which only sleeps while the disk is attached. The mount takes 3.5 s with it."""
+"""CPU request of an attachment, which only sleeps while the disk is attached. Mounting a disk takes 3.5 s with this
+request.
+"""
 POLICY: Final = "PodSecurity|denied the request"
-"""Regular expression for refusals by Pod Security or a webhook. Their status 403 does not identify them, because quotas
-and missing permissions have the same status.
+"""Regular expression for refusals by Pod Security or a webhook. Their status, 403, does not identify them, because
+exceeded quotas and missing permissions are reported with 403 as well.
 """
 
 
 def manifest(session: Session, vm: Object, disk: str) -> Object:
-    """Return the attachment of a disk to the pod of a VM, on the VM's node."""
+    """Return the manifest of the attachment pod that binds a disk into a VM, on the VM's node."""
     cid = vm["metadata"]["name"]
     pod = _helper(
         session,
@@ -66,13 +70,13 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
 
 
 def refusal(session: Session, namespace: str, vm: Object) -> str:
-    """Return the cluster's reason for refusing to attach disks to a VM like this one, or "" if it would admit them."""
+    """Return the cluster's reason for refusing live attachments to a VM like this one, or "" if it would admit them."""
     metadata, spec = {**vm["metadata"], "uid": ""}, {**vm["spec"], "nodeName": "any"}
     body = manifest(session, {**vm, "metadata": metadata, "spec": spec}, "disk-of-a-question")
     try:
         session.client.try_create(PODS, namespace, body)
     except ApiError as exc:
-        # A webhook without dry-run support answers 400, a policy answers 403 or 422.
+        # A webhook without dry-run support answers 400, an admission policy answers 403 or 422.
         if exc.status in (http.client.BAD_REQUEST, http.client.FORBIDDEN, http.client.UNPROCESSABLE_ENTITY):
             return str(exc)
         raise
@@ -91,13 +95,13 @@ def attach(session: Session, vm: Object, disk: str) -> None:
         raise CpiError(f"cannot attach the disk {disk} to {cid}: no node runs the VM", ok_to_retry=True)
     body = manifest(session, vm, disk)
     for _ in range(TRIES):
-        made = _made(session, namespace, body)
+        made = _create_or_find(session, namespace, body)
         if pods.is_ready(made):
             return
         if not pods.is_ending(made):
             break
         if not pods.until_gone(session, namespace, body["metadata"]["name"], session.config.timeouts.unmount):
-            raise CpiError(_held(session, namespace, cid, disk))
+            raise CpiError(_unmount_timeout(session, namespace, cid, disk))
     try:
         pods.until_ready(session, namespace, made, timeout_s=session.config.timeouts.create_vm)
     except VMCreationFailedError as exc:
@@ -108,9 +112,9 @@ def attach(session: Session, vm: Object, disk: str) -> None:
 def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None:
     """Unmount a disk of a running VM with a helper pod.
 
-    Raises ``CpiError`` while the VM uses the disk; the attachment then stays as it is.
+    Raises ``CpiError`` if the VM still uses the disk after `timeouts.unmount`; the attachment then stays unchanged.
 
-    Deleting the attachment would also unmount the disk, but a deletion cannot be undone if the VM uses the disk.
+    Deleting the attachment would also unmount the disk, but a deletion that finds the disk in use cannot be cancelled.
     """
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
     if not attachment["spec"].get("nodeName"):
@@ -131,7 +135,7 @@ def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None
 
 
 def bound(session: Session, vm: Object) -> None:
-    """Stop root of a VM's user namespace from filling the node's disk through the directory in which live disks are
+    """Prevent root in a VM's user namespace from filling the node's disk through the directory in which live disks are
     mounted.
 
     This must happen before the VM runs its first job.
@@ -148,7 +152,9 @@ def bound(session: Session, vm: Object) -> None:
 
 
 def end(session: Session, vm: str, disk: str) -> None:
-    """End the attachment of a disk that is unmounted or whose VM is gone."""
+    """Delete the attachment of a disk that is already unmounted or whose VM is gone, and wait for its container to
+    exit.
+    """
     namespace, name = session.namespace_of(vm), names.attachment(vm, disk)
     if session.client.delete(PODS, namespace, name) is None:
         return
@@ -157,7 +163,7 @@ def end(session: Session, vm: str, disk: str) -> None:
     except CpiError as exc:
         raise CpiError(f"cannot detach the disk {disk} from {vm}: {exc}") from exc
     if not has_ended:
-        raise CpiError(_held(session, namespace, vm, disk))
+        raise CpiError(_unmount_timeout(session, namespace, vm, disk))
 
 
 def find(session: Session, vm: str, disk: str) -> Object | None:
@@ -168,21 +174,21 @@ def find(session: Session, vm: str, disk: str) -> Object | None:
 
 
 def of(session: Session, vm: str) -> list[Object]:
-    """Return all attachments and other helpers of a VM."""
+    """Return all helper pods of a VM, including its attachments."""
     selector = f"{names.VM}={vm},{names.KIND} in ({','.join(KINDS)})"
     return list(session.client.list(PODS, session.namespace_of(vm), labels=selector))
 
 
 def disks_of(attachments: Sequence[Object]) -> list[str]:
-    """Return the disks of these attachments, including attachments that are being deleted but wait for the VM to stop
-    using the disk.
+    """Return the disks of these attachments. This includes attachments that are being deleted but still wait for the VM
+    to stop using the disk.
     """
     kept = [pod for pod in attachments if not pods.has_stopped(pod)]
     return [claim for pod in kept for claim in manifests.claims_of(pod)]
 
 
 def end_all(session: Session, vm: str) -> bool:
-    """End the helper pods of a VM whose pod is gone. Return False if it has none."""
+    """Delete the helper pods of a VM whose pod is gone. Return True if there were any."""
     namespace, found = session.namespace_of(vm), of(session, vm)
     for pod in found:
         session.client.delete(PODS, namespace, pod["metadata"]["name"])
@@ -200,14 +206,16 @@ def end_all(session: Session, vm: str) -> bool:
 
 
 def reboot(session: Session, vm: Object) -> None:
-    """Restart the VM: a helper pod ends its process 1, and the kubelet restarts the container on the same data."""
+    """Restart the VM. A helper pod ends PID 1 of the VM's container, and the kubelet restarts the container with the
+    same data.
+    """
     cid, namespace, uid = vm["metadata"]["name"], vm["metadata"]["namespace"], vm["metadata"]["uid"]
     grace = vm["spec"].get("terminationGracePeriodSeconds", 0)
     name = f"reboot-{names.tail(cid)}"
     before = _restarts(vm)
     pods.end(session, namespace, name, grace_s=0, is_name_needed=True)
     body = _helper(session, vm, cid, name, names.KIND_REBOOT, ["reboot", uid, str(grace)])
-    _made(session, namespace, body)
+    _create_or_find(session, namespace, body)
     deadline = time.monotonic() + grace + session.config.timeouts.create_vm
     try:
         for state in session.client.follow(PODS, namespace, cid, deadline):
@@ -217,16 +225,16 @@ def reboot(session: Session, vm: Object) -> None:
                 return
             helper = session.client.find(PODS, namespace, name)
             if helper and helper.get("status", {}).get("phase") == "Failed":
-                raise CpiError(f"cannot reboot {cid}: {_last_words(helper)}")
+                raise CpiError(f"cannot reboot {cid}: {_failure_reason(helper)}")
         raise CpiError(f"cannot reboot {cid}: its agent no longer answers; see `kubectl describe pod {cid}`")
     finally:
         pods.end(session, namespace, name, grace_s=0)
 
 
 def _run(session: Session, namespace: str, body: Object, timeout_s: float) -> None:
-    """Run a helper below `disks.host_path` and remove it.
+    """Run a helper pod that has the directory `disks.host_path` mounted, and delete the pod when it is done.
 
-    Raises ``CpiError`` with its last line of output if it fails.
+    Raises ``CpiError`` with the helper's last line of output if it fails.
     """
     name = body["metadata"]["name"]
     container = body["spec"]["containers"][0]
@@ -234,11 +242,11 @@ def _run(session: Session, namespace: str, body: Object, timeout_s: float) -> No
     container["volumeMounts"].append(TARGET_MOUNT)
     container["lifecycle"] = {"postStart": WAIT_UNTIL_DONE}
     pods.end(session, namespace, name, grace_s=0, is_name_needed=True)
-    made = _made(session, namespace, body)
+    made = _create_or_find(session, namespace, body)
     try:
         ended = pods.until_done(session, namespace, made, timeout_s=timeout_s + session.config.timeouts.helper)
         if ended["status"].get("phase") == "Failed":
-            raise CpiError(_last_words(ended))
+            raise CpiError(_failure_reason(ended))
     finally:
         pods.end(session, namespace, name, grace_s=0)
 
@@ -249,7 +257,10 @@ def _target(session: Session) -> Object:
 
 
 def _helper(session: Session, like: Object, cid: str, name: str, kind: str, arguments: Sequence[str]) -> Object:
-    """Return a privileged pod that runs the program from the VM's image, on the node of the VM or of its attachment."""
+    """Return a privileged pod on the node of ``like``, which is the VM or its attachment.
+
+    The pod runs the attachment program (``PROGRAM``) from the VM's image, unless `disks.helper_image` is set.
+    """
     spec = like["spec"]
     disks = session.config.disks
     cpu = CPU_OF_ATTACHMENT if kind == names.KIND_ATTACHMENT else CPU
@@ -285,8 +296,8 @@ def _helper(session: Session, like: Object, cid: str, name: str, kind: str, argu
 
 
 def _add_program(spec: Object, like: Object) -> None:
-    """If the stemcell of the pod ``like`` is unmodified, mount the agent's program into the helper as well, because the
-    image does not contain it.
+    """If the stemcell of the pod ``like`` is unmodified, mount the agent into the helper pod as well, because the image
+    contains neither the agent nor its Python.
     """
     name = manifests.AGENT_VOLUME
     spec["volumes"] += [one for one in like.get("volumes") or [] if one["name"] == name]
@@ -296,8 +307,8 @@ def _add_program(spec: Object, like: Object) -> None:
         spec["initContainers"] = [{**one, "securityContext": {"runAsUser": 0}} for one in copiers]
 
 
-def _made(session: Session, namespace: str, body: Object) -> Object:
-    """Create a helper, or return the existing one."""
+def _create_or_find(session: Session, namespace: str, body: Object) -> Object:
+    """Create a helper pod, or return the existing pod of that name."""
     try:
         return session.client.ensure(PODS, namespace, body)[0]
     except ApiError as exc:
@@ -306,7 +317,7 @@ def _made(session: Session, namespace: str, body: Object) -> Object:
         raise CpiError(f"{exc}{hint}", ok_to_retry=exc.ok_to_retry) from exc
 
 
-def _held(session: Session, namespace: str, vm: str, disk: str) -> str:
+def _unmount_timeout(session: Session, namespace: str, vm: str, disk: str) -> str:
     try:
         told = session.client.log_of(namespace, names.attachment(vm, disk), 1).strip()
     except CpiError as exc:
@@ -321,7 +332,7 @@ def _restarts(vm: Object) -> int:
     return sum(int(one.get("restartCount", 0)) for one in vm.get("status", {}).get("containerStatuses") or [])
 
 
-def _last_words(pod: Object) -> str:
+def _failure_reason(pod: Object) -> str:
     statuses = pod.get("status", {}).get("containerStatuses") or [{}]
     ended = statuses[0].get("state", {}).get("terminated") or {}
     return str(ended.get("message") or ended.get("reason") or "its helper failed")

@@ -15,13 +15,13 @@ from kubernetes_cpi.session import Session
 
 
 def keep(session: Session, namespace: str, group: str) -> None:
-    """Adapt the budget of a group to its VMs.
+    """Set the budget of a group according to the number of its VMs.
 
-    Does nothing if the cluster has no budgets or the account may not use them.
+    Does nothing if the cluster does not support budgets or the account may not use them.
     """
     try:
         for _ in range(claims.ATTEMPTS):
-            if _is_kept(session, namespace, group):
+            if _try_update(session, namespace, group):
                 return
         log.say(f"cannot update the PodDisruptionBudget of the group {group}: other calls keep changing it")
     except ApiError as exc:
@@ -30,10 +30,10 @@ def keep(session: Session, namespace: str, group: str) -> None:
         log.say(f"no PodDisruptionBudget: {exc}")
 
 
-def _is_kept(session: Session, namespace: str, group: str) -> bool:
-    """Adapt the budget once. Return False if another call changed the budget meanwhile."""
+def _try_update(session: Session, namespace: str, group: str) -> bool:
+    """Try once to update the budget. Return False if another call changed it at the same time."""
     name = f"group-{group}"
-    # Read the budget before counting the VMs, so that a change in between is detected as a conflict.
+    # Read the budget before counting the VMs, so that a concurrent change of the budget is detected as a conflict.
     found = session.client.find(BUDGETS, namespace, name)
     session.check_ours(found, names.KIND_BUDGET, CpiError)
     selector = {names.GROUP: group, names.KIND: names.KIND_VM}

@@ -1,8 +1,8 @@
-"""Claims of persistent disks, and how each is reserved for one VM at a time.
+"""PersistentVolumeClaims of disks, and the record of which VM holds each disk.
 
-An annotation of the claim names the VM that holds the disk. Each change of it is conditional on the claim's
-`resourceVersion`, so if two calls for one disk run concurrently, one of them fails with a conflict. Whether a VM still
-uses a disk is determined from the pods themselves.
+An annotation of the claim names the VM that holds the disk. Each change of this annotation is conditional on the
+claim's `resourceVersion`, so if two calls for one disk run concurrently, one of them fails with a conflict. The
+annotation does not show whether a VM still uses a disk; that is determined from the pods.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from kubernetes_cpi.errors import ApiError, CpiError, DiskNotFoundError, InputEr
 from kubernetes_cpi.session import Session
 
 ATTEMPTS: Final = 10
-"""How often a change is attempted if other calls change the claim first."""
+"""How often a change is attempted if other calls keep changing the object."""
 
 
 class InUseError(CpiError):
-    """Another pod has the disk mounted."""
+    """The disk is mounted or held by another pod or VM."""
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A disk that a VM may mount as soon as the VMs in ``lingering``, which are already detaching it, have unmounted
-    it.
-    """
+    """A disk that a VM now holds. The VMs in ``lingering`` have detached the disk but still have it mounted."""
 
     lingering: list[str]
     detached_from: str
-    """The VM that last began to detach the disk."""
+    """The VM that last detached the disk, or ""."""
 
 
 def annotation(claim: Object, key: str) -> str:
@@ -50,7 +48,9 @@ def find(session: Session, disk: str) -> Object | None:
 
 
 def get(session: Session, disk: str) -> Object:
-    """Return the claim of a disk. ``DiskNotFoundError`` if ``find`` returns None."""
+    """Return the claim of a disk. Raises ``DiskNotFoundError`` if it does not exist, is being deleted or has lost its
+    volume.
+    """
     claim = find(session, disk)
     if claim is None:
         raise DiskNotFoundError(
@@ -61,7 +61,7 @@ def get(session: Session, disk: str) -> Object:
 
 
 def check_same_namespace(session: Session, vm: str, disk: str) -> None:
-    """Refuse a disk of another namespace, because a pod cannot mount it."""
+    """Refuse to attach a disk from another namespace, because a pod cannot mount it."""
     if session.namespace_of(vm) != session.namespace_of(disk):
         raise CpiError(
             f"cannot attach the disk {disk} to {vm}: it is in the namespace {session.namespace_of(disk)}, the VM in "
@@ -70,14 +70,16 @@ def check_same_namespace(session: Session, vm: str, disk: str) -> None:
 
 
 def hold(session: Session, disk: str, vm: str) -> Held:
-    """Make ``vm`` the holder of a disk. Raises ``InUseError`` if another pod has it mounted."""
+    """Make ``vm`` the holder of a disk. Raises ``InUseError`` if another pod has the disk mounted or another VM holds
+    it.
+    """
     namespace = session.namespace_of(disk)
     for _ in range(ATTEMPTS):
         claim = get(session, disk)
         lingering = check_free(claim, [pod for pod in users(session, namespace, disk) if owner_of(pod) != vm])
         holder, former = annotation(claim, names.HOLDER), annotation(claim, names.DETACHED_FROM)
         if holder not in ("", vm) and _exists(session, holder):
-            # No pod of the recorded holder mounts the disk yet, but the holder may be about to do so.
+            # No pod mounts the disk yet, but the pod of the VM that holds it may be about to.
             raise InUseError(f"the disk {disk} is in use by {holder}")
         change = {names.HOLDER: vm} | ({names.DETACHED_FROM: None} if former == vm else {})
         if holder == vm or annotate(session, claim, change):
@@ -86,7 +88,7 @@ def hold(session: Session, disk: str, vm: str) -> Held:
 
 
 def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
-    """Return those of ``users`` that are detaching the claim. Raises ``InUseError`` if any other VM uses it."""
+    """Return the VMs among ``users`` that are detaching the claim. Raises ``InUseError`` if anything else uses it."""
     disk, holder = claim["metadata"]["name"], annotation(claim, names.HOLDER)
     for pod in users:
         owner = owner_of(pod)
@@ -98,7 +100,7 @@ def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
 
 
 def record_detach(session: Session, disk: str, vm: str) -> None:
-    """Record that ``vm`` is detaching a disk. Does nothing if another VM holds it."""
+    """Record that ``vm`` is detaching a disk. Does nothing if another VM holds the disk."""
     for _ in range(ATTEMPTS):
         claim = find(session, disk)
         if claim is None or annotation(claim, names.HOLDER) not in ("", vm):
@@ -111,9 +113,9 @@ def record_detach(session: Session, disk: str, vm: str) -> None:
 
 
 def users(session: Session, namespace: str, disk: str) -> list[Object]:
-    """Return all pods, not only VMs, that mount a disk or are about to.
+    """Return all pods that mount a disk or are about to, including pods that are not VMs.
 
-    A pod whose containers have ended does not count.
+    Pods whose containers have ended are left out.
     """
     return [
         pod
@@ -123,25 +125,29 @@ def users(session: Session, namespace: str, disk: str) -> list[Object]:
 
 
 def _exists(session: Session, vm: str) -> bool:
-    """Return True while the VM's Secret exists: from the first step of create_vm to the last step of delete_vm."""
+    """Return True if the VM's Secret exists. create_vm creates it before anything else, and delete_vm deletes it after
+    the pod has ended.
+    """
     return session.client.find(SECRETS, session.namespace_of(vm), vm) is not None
 
 
 def owner_of(pod: Object) -> str:
-    """Return the VM that a pod is or serves, or the pod's own name if this CPI did not create it."""
+    """Return the name of the VM that this pod is or helps, or the pod's own name if this CPI did not create it."""
     labels = pod["metadata"].get("labels") or {}
     owner: str = labels.get(names.VM) or pod["metadata"]["name"]
     return owner
 
 
 def is_held(session: Session, disk: str, vm: str) -> bool:
-    """True if a disk exists and is attached to ``vm``."""
+    """Return True if the disk exists and ``vm`` holds it."""
     claim = find(session, disk)
     return claim is not None and annotation(claim, names.HOLDER) == vm
 
 
 def make(session: Session, namespace: str, body: Object) -> Object:
-    """Create a claim, or return the one of an earlier attempt. Raises ``CpiError`` if it belongs to another owner."""
+    """Create a claim, or return the claim that an earlier attempt created. Raises ``CpiError`` if an existing claim is
+    being deleted or belongs to another owner.
+    """
     name = body["metadata"]["name"]
     check_class(session, body)
     found, is_new = session.client.ensure(CLAIMS, namespace, body)
@@ -154,7 +160,9 @@ def make(session: Session, namespace: str, body: Object) -> Object:
 
 
 def check_class(session: Session, body: Object) -> None:
-    """Refuse a claim if its StorageClass does not exist. Without permission to read classes, the check is skipped."""
+    """Refuse a claim whose StorageClass does not exist. The check is skipped if the account may not read
+    StorageClasses.
+    """
     name = body["spec"].get("storageClassName")
     try:
         if name and session.client.find(STORAGE_CLASSES, "", name) is None:
@@ -165,7 +173,7 @@ def check_class(session: Session, body: Object) -> None:
 
 
 def annotate(session: Session, claim: Object, annotations: Mapping[str, str | None]) -> bool:
-    """Update a claim unless it has changed since it was read, in which case False is returned."""
+    """Change annotations of a claim. Return False, and change nothing, if the claim has changed since it was read."""
     metadata = {"annotations": annotations, "resourceVersion": claim["metadata"]["resourceVersion"]}
     name = claim["metadata"]["name"]
     try:

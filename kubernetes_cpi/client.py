@@ -1,4 +1,5 @@
-"""Client of the API server: requests with sensible retries, and watches that survive lost connections.
+"""Client of the API server: requests that are retried after temporary errors, and watches that survive lost
+connections.
 
 Every request is logged as one line. `timeouts.retry` limits the total duration of all attempts.
 """
@@ -23,10 +24,10 @@ from kubernetes_cpi.credentials import HEADER_VALUE, Access
 from kubernetes_cpi.errors import ApiError, InputError, UnreachableError
 
 Object = dict[str, Any]
-"""An object of the API as JSON."""
+"""An API object, decoded from JSON."""
 
 RETRIED: Final = frozenset({429, 500, 502, 503, 504})
-"""Statuses after which the same request may succeed."""
+"""HTTP statuses after which the same request may succeed when it is retried."""
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
 WATCH_S: Final = 5
@@ -38,7 +39,9 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 
 
 class Resource(msgspec.Struct, frozen=True):
-    """A kind of object: its API group and version as they appear in paths, its plural, and the `kind` in documents."""
+    """A kind of object: its API group and version as they appear in paths, the plural used in paths, and the `kind`
+    used in documents.
+    """
 
     prefix: str
     plural: str
@@ -47,7 +50,7 @@ class Resource(msgspec.Struct, frozen=True):
     def document(
         self, name: str, labels: Mapping[str, str], spec: Object, annotations: Mapping[str, str] | None = None
     ) -> Object:
-        """Return a document of this kind."""
+        """Return an object of this kind."""
         return {
             "apiVersion": self.prefix.partition("/")[2],
             "kind": self.kind,
@@ -120,18 +123,20 @@ class Client:
                 return
 
     def create(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Create an object. ``ApiError`` 409 if the name is taken, perhaps by an attempt whose response was lost."""
+        """Create an object. Raises ``ApiError`` 409 if an object of this name exists, which may be the result of an
+        earlier attempt whose response was lost.
+        """
         return self._object("POST", resource.path(namespace), body, name=body["metadata"]["name"])
 
     def try_create(self, resource: Resource, namespace: str, body: Object) -> None:
-        """Ask the cluster, with a dry run, whether it would admit an object.
+        """Check with a dry run whether the cluster would admit an object.
 
-        Raises ``ApiError`` with the reason for a refusal.
+        Raises ``ApiError`` with the reason if it would not.
         """
         self._object("POST", f"{resource.path(namespace)}?{DRY_RUN}", body, name=body["metadata"]["name"])
 
     def ensure(self, resource: Resource, namespace: str, body: Object) -> tuple[Object, bool]:
-        """Create an object unless one with its name exists. Return the object, and True if it is new."""
+        """Create an object unless one of this name exists. Return the object and whether it is new."""
         try:
             return self.create(resource, namespace, body), True
         except ApiError as exc:
@@ -144,15 +149,17 @@ class Client:
         return found, False
 
     def patch(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
-        """Merge ``body`` into an object. A `resourceVersion` in it makes the change conditional (``ApiError`` 409)."""
+        """Merge ``body`` into an object. If ``body`` contains a `resourceVersion` that is outdated, raises ``ApiError``
+        409.
+        """
         return self._object("PATCH", resource.path(namespace, name), body)
 
     def delete(
         self, resource: Resource, namespace: str, name: str, *, grace_s: int | None = None, version: str = ""
     ) -> Object | None:
-        """Request the deletion of an object.
+        """Request the deletion of an object. Return the object.
 
-        Return None if it does not exist or does not have the given ``version``.
+        Return None if it does not exist or has another resource version than ``version``.
         """
         options: Object = {"propagationPolicy": "Background"}
         if grace_s is not None:
@@ -181,11 +188,12 @@ class Client:
         *,
         tick_s: float = WATCH_S,
     ) -> Iterator[Object | None]:
-        """Yield each state of an object until ``deadline`` (monotonic), beginning with ``start`` or the current state.
+        """Yield each state of an object, beginning with ``start`` or the current state, until ``deadline`` (monotonic).
 
-        Yield None once the object is gone.
+        Yields None and ends when the object is gone.
 
-        The last state is repeated every ``tick_s`` seconds, so that the caller can check the time.
+        At least every ``tick_s`` seconds, the current state is yielded even if it is unchanged, so that the caller can
+        check the time.
         """
         state, version = start, (start or {}).get("metadata", {}).get("resourceVersion", "")
         if start is None:
@@ -214,9 +222,9 @@ class Client:
         self._connection = None
 
     def _look(self, resource: Resource, namespace: str, name: str) -> tuple[Object | None, str]:
-        """Return an object and a version to start watching from.
+        """Return an object and the resource version from which to watch it.
 
-        The object's own version cannot be used, because it may be so old that the server no longer has its history.
+        The object's own resource version cannot be used, because the server may no longer have the history since then.
         """
         query = urllib.parse.urlencode({"fieldSelector": f"metadata.name={name}"})
         page = self._object("GET", f"{resource.path(namespace)}?{query}", name=name)
@@ -236,9 +244,9 @@ class Client:
             ) from None
 
     def _send(self, method: str, path: str, body: Object | None = None, name: str = "") -> tuple[int, bytes]:
-        """Send a request, retrying until there is a final response.
+        """Send a request, retrying after temporary errors. Return the status and the body of the response.
 
-        Return its body, or raise ``ApiError`` if the request was refused.
+        Raises ``ApiError`` if the request was refused.
         """
         until = time.monotonic() + self._timeouts.retry
         what, is_renewed, attempt = f"{method} {_short(path, name)}", False, 0
@@ -251,7 +259,7 @@ class Client:
             except ssl.SSLCertVerificationError as exc:
                 raise InputError(f"cannot trust the API server {self.access.server}: {exc.verify_message}") from exc
             except ValueError:
-                # Leave out the message of http.client, because it repeats the headers with the credentials.
+                # Leave out the message of http.client, because it quotes the headers, which contain the credentials.
                 raise InputError(f"cannot {what}: HTTP does not allow its path or headers") from None
             except (OSError, http.client.HTTPException) as exc:
                 self.close()
@@ -289,7 +297,7 @@ class Client:
     def _watch(
         self, resource: Resource, namespace: str, name: str, version: str, seconds: float
     ) -> Iterator[Object | None]:
-        """Yield states of an object after ``version``, until the server ends the watch."""
+        """Yield the states that an object had after ``version``, until the server ends the watch."""
         whole = max(1, round(seconds))
         query = urllib.parse.urlencode(
             {
@@ -349,7 +357,7 @@ class Client:
 
 
 def _url(text: str, what: str) -> urllib.parse.SplitResult:
-    """Parse a URL. The error does not quote it, since it may contain a password."""
+    """Parse a URL. Error messages do not quote it, because it may contain a password."""
     try:
         found = urllib.parse.urlsplit(text)
         is_good = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
@@ -366,11 +374,11 @@ def _is_loopback(host: str) -> bool:
 
 
 class _WatchEndedError(Exception):
-    """A watch that the server ended with an error such as 410, after which the state must be read again."""
+    """The server ended a watch with an error such as 410, so the state must be read again."""
 
 
 class _NamedContext(ssl.SSLContext):
-    """A TLS connection that checks the server's certificate against a name other than the one it connects to."""
+    """An SSL context that checks the server's certificate against ``name`` instead of the host it connects to."""
 
     name: str = ""
 
@@ -398,7 +406,9 @@ def _tls(access: Access) -> ssl.SSLContext:
 
 
 class _private_file:  # noqa: N801 - used as a function
-    """Provide a text as a file that only this process can read, because `ssl` loads keys only from files."""
+    """A context manager that provides a text as a file that only this process can read, because `ssl` loads keys only
+    from files.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -413,8 +423,9 @@ class _private_file:  # noqa: N801 - used as a function
 
 
 def _refusal(what: str, status: int, data: bytes) -> ApiError:
-    """Return the server's Status object as an error. If a proxy sent an error page instead, it is quoted only if it is
-    short.
+    """Return the server's refusal, a Status object, as an error.
+
+    If a proxy sent an error page instead, only its first 200 bytes are quoted.
     """
     try:
         document = msgspec.json.decode(data, type=Object)
@@ -426,7 +437,7 @@ def _refusal(what: str, status: int, data: bytes) -> ApiError:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return for how many seconds a throttling server asks clients to wait. Dates are not supported."""
+    """Return how many seconds the server wants the client to wait (`Retry-After`). Dates are not supported."""
     try:
         return max(0.0, float(headers.get("Retry-After", "0")))
     except ValueError:
@@ -434,12 +445,14 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _jittered(seconds: float) -> float:
-    """Shorten a pause by a random amount, so that callers that failed together do not retry together."""
+    """Shorten a pause by a random amount, so that clients that failed at the same time do not all retry at the same
+    time.
+    """
     return seconds * (0.5 + os.urandom(1)[0] / 512)
 
 
 def _short(path: str, name: str = "") -> str:
-    """Return `pods/NAME` from a path, for the log."""
+    """Shorten an API path to `PLURAL/NAME` for the log."""
     plain, _, query = path.partition("?")
     steps = urllib.parse.unquote(plain).split("/")
     at = steps.index("namespaces") + 2 if "namespaces" in steps else len(steps) - 2

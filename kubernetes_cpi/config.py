@@ -1,5 +1,5 @@
-"""The configuration: the job's file, overlaid with the properties of the cpi-config entry that arrive in the request's
-context.
+"""The configuration: the job's file, overridden by properties of the cpi-config entry, which the Director sends in each
+request's context.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from kubernetes_cpi.errors import InputError
 from kubernetes_cpi.schema import Strict, doc
 
 CONTEXT_OF_DIRECTOR: Final = frozenset({"director_uuid", "request_id", "vm"})
-"""Keys of a request's context that the Director sets itself (clouds/external_cpi.rb). All others are properties."""
+"""Keys that the Director itself sets in a request's context (clouds/external_cpi.rb). All other keys are properties."""
 
 MAX_NAMESPACE_CHARS: Final = 40
-"""A cid contains the namespace, and must fit into a label value of 63 characters."""
+"""Limit for the length of a namespace. A cid contains the namespace, and must fit into a label value of 63
+characters.
+"""
 
 AttachWay = Literal["auto", "live", "recreate", "never"]
 
 
 class Cluster(Strict, frozen=True):
-    """Address and credentials of the API server. The defaults are those of the pod in which the CPI runs."""
+    """Address and credentials of the API server. By default, the service account of the pod in which the CPI runs is
+    used.
+    """
 
     server: Annotated[str, doc("URL of the API server. Empty: `https://kubernetes.default.svc`.")] = ""
     ca: Annotated[str, doc("CA of the API server, PEM. Empty: the one mounted into the pod.")] = ""
@@ -45,7 +49,7 @@ class Cluster(Strict, frozen=True):
 
 
 class AgentOptions(Strict, frozen=True):
-    """Agent settings that are not part of requests."""
+    """Settings of the agent that the Director does not send in its requests."""
 
     mbus: Annotated[
         str, doc("Address of the message bus, `nats://IP:4222`; for `bosh create-env` the `https://` one.")
@@ -173,7 +177,7 @@ def check_namespace(name: str) -> None:
 
 
 def load(file: str | Path, context: Mapping[str, Any]) -> Config:
-    """Read the job's file, overlay the properties in ``context``, and validate the result."""
+    """Read the job's file, override it with the properties in ``context``, and validate the result."""
     document: dict[str, Any] = {}
     if file:
         try:

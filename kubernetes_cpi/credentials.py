@@ -39,7 +39,7 @@ class ExecCredential(msgspec.Struct, frozen=True):
 
 
 class Access(msgspec.Struct):
-    """An API server with credentials. ``renew`` reads tokens from files and exec plugins again."""
+    """Address and credentials of an API server. ``renew`` reads the token file and runs the exec plugin again."""
 
     server: str
     ca: str = ""
@@ -56,7 +56,7 @@ class Access(msgspec.Struct):
     origin: str = "the configuration"
 
     def renew(self) -> None:
-        """Read the credentials again, because they may have changed, and register them as secrets of the log."""
+        """Read the credentials again, because they may have changed, and hide them in the log."""
         if self.token_file:
             self.token = _text(self.token_file, "token")
         if self.plugin:
@@ -88,7 +88,7 @@ class Access(msgspec.Struct):
         except OSError as exc:
             raise InputError(f"cannot get credentials from {command[0]}: {exc.strerror}") from exc
         except subprocess.SubprocessError as exc:
-            # Leave out the text of the exception, because it would repeat the arguments.
+            # Leave out the text of the exception, because it quotes the command's arguments.
             told = (getattr(exc, "stderr", None) or b"").decode(errors="replace").strip()
             raise InputError(f"cannot get credentials from {command[0]}: {told or type(exc).__name__}") from None
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -172,7 +172,7 @@ def _parsed(text: str, origin: str) -> dict[str, Any]:
         try:
             document = yaml.safe_load(text)
         except yaml.YAMLError as exc:
-            # Report only the position, because the text of the exception can repeat a part of the token.
+            # Report only the position, because the text of the exception may quote a part of the token.
             place = getattr(exc, "problem_mark", None)
             raise InputError(
                 f"cannot read {origin}: not valid YAML{f' in line {place.line + 1}' if place else ''}"

@@ -1,8 +1,8 @@
-"""Persistent disks: claims, and the four ways in which a disk reaches a VM.
+"""Persistent disks: their claims, and the four ways to attach a disk to a VM.
 
 At creation: create_vm mounts the disks named in its request, so attach_disk has nothing left to do. Reserved: the claim
-is created and mounted together with the VM, and create_disk later returns it. Live: an attachment binds the disk into
-the running pod. By recreation: the pod is replaced by one that mounts the disk.
+is created and mounted together with the VM, and a later create_disk returns its cid. Live: an attachment pod binds the
+disk into the running pod. By recreation: the pod is replaced with one that mounts the disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ MIB: Final = 1024**2
 
 
 def create(session: Session, size_mib: int, cloud_properties: Object | None = None, vm: Cid | None = None) -> str:
-    """Create a claim, or return one that was created with the VM. Return its cid without waiting for a volume."""
+    """Create the claim of a disk, or use the claim that was reserved for the VM. Return its cid without waiting for a
+    volume.
+    """
     if size_mib <= 0:
         raise InputError(f"cannot create a disk of {size_mib} MiB")
     cloud_properties = cloud_properties or {}
@@ -40,17 +42,18 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
     request = names.digest(
         session.director, session.request_id, vm or "", str(size_mib), str(sorted(cloud_properties.items()))
     )
-    if vm and (reserved := _handed_out(session, vm, size_mib, request)):
+    if vm and (reserved := _reserved_disk(session, vm, size_mib, request)):
         return reserved
     namespace = session.namespace_of(vm) if vm else session.namespace
-    # A Director gives each request an id, so the name derived from it finds the disk again if the request is repeated.
+    # The claim's name is derived from the Director's request id, so a retried request finds the claim of the first
+    # attempt.
     key = (request,) if session.request_id else (os.urandom(8).hex(),)
     body = manifests.disk_claim(
         names.cid("disk", namespace, *key), session.director, size_mib, properties, session.config
     )
     claims.check_class(session, body)
     made, is_new = session.client.ensure(CLAIMS, namespace, body)
-    if not is_new and not _is_untouched(made):
+    if not is_new and not _is_unused(made):
         body["metadata"]["name"] = names.cid("disk", namespace, os.urandom(8).hex())
         body["metadata"]["labels"][names.DISK] = body["metadata"]["name"]
         session.client.ensure(CLAIMS, namespace, body)
@@ -59,7 +62,9 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
 
 
 def delete(session: Session, disk: Cid) -> None:
-    """Delete the claim. The cluster keeps it while a pod that has detached it still mounts it."""
+    """Delete the claim of a disk. If a pod that has detached the disk still mounts it, the cluster keeps the claim
+    until that pod ends.
+    """
     claim, namespace = claims.find(session, disk), session.namespace_of(disk)
     if claim is None:
         session.check_ours(session.client.find(CLAIMS, namespace, disk), names.KIND_DISK, DiskNotFoundError)
@@ -77,7 +82,7 @@ def has(session: Session, disk: Cid) -> bool:
 
 
 def attach(session: Session, vm: Cid, disk: Cid) -> dict[str, str]:
-    """Attach a disk to a VM. Return its location, as a hint for the agent."""
+    """Attach a disk to a VM. Return the disk's path in the VM as a hint for the agent."""
     claims.check_same_namespace(session, vm, disk)
     pod = _pod(session, vm)
     if disk in manifests.disks_of(pod):
@@ -94,9 +99,9 @@ def attach(session: Session, vm: Cid, disk: Cid) -> dict[str, str]:
 
 
 def detach(session: Session, vm: Cid, disk: Cid) -> None:
-    """Detach a disk from a VM. A disk that was attached live is unmounted.
+    """Detach a disk from a VM. If it was attached live, it is unmounted now.
 
-    A disk that the pod has mounted since its creation stays mounted until the pod ends.
+    If it has been mounted since the pod was created, it stays mounted until the pod ends.
     """
     pod = session.find(PODS, vm, names.KIND_VM)
     claim = claims.find(session, disk)
@@ -110,7 +115,7 @@ def detach(session: Session, vm: Cid, disk: Cid) -> None:
     if not is_live and holder != vm and not was_detached:
         raise DiskNotAttachedError(f"cannot detach the disk {disk}: it is not attached to {vm}")
     if attachment is not None and pod is not None:
-        # Unmount first, before anything is changed, so that a failed detach leaves the attachment as it was.
+        # Unmount before anything else is changed, so that a failed detach leaves the attachment as it was.
         attachments.unmount(session, pod, attachment, disk)
     claims.record_detach(session, disk, vm)
     if is_live:
@@ -127,25 +132,24 @@ def of_vm(session: Session, vm: Cid) -> list[str]:
 
 
 def set_metadata(session: Session, disk: Cid, metadata: Object) -> None:
-    """Set labels and annotations of the claim from the Director's metadata."""
+    """Store the Director's metadata as labels and annotations of the claim."""
     claims.get(session, disk)
     vms.patch_metadata(session, CLAIMS, disk, metadata, DiskNotFoundError)
 
 
 def resize(session: Session, disk: Cid, size_mib: int) -> None:
-    """Grow the claim.
+    """Grow the disk's claim. Its file system grows at the next mount.
 
-    Its file system grows at the next mount. Raises ``NotSupportedError`` if the volume cannot grow, on which the
-    Director copies the disk instead.
+    Raises ``NotSupportedError`` if the volume cannot grow; the Director then copies the data to a new disk.
     """
     claim = claims.get(session, disk)
     _grow(session, claim, size_mib)
 
 
 def update(session: Session, disk: Cid, size_mib: int, cloud_properties: Object | None = None) -> None:
-    """Change the size and VolumeAttributesClass.
+    """Change the size and VolumeAttributesClass of a disk.
 
-    Other changes raise ``NotSupportedError``, on which the Director copies the disk instead.
+    Raises ``NotSupportedError`` for other changes; the Director then copies the data to a new disk.
     """
     claim, properties = claims.get(session, disk), _properties(cloud_properties or {})
     spec = claim["spec"]
@@ -159,7 +163,7 @@ def update(session: Session, disk: Cid, size_mib: int, cloud_properties: Object 
             f"cannot change the disk {disk}: its access mode is {spec['accessModes'][0]} and cannot change"
         )
     if properties.volume_attributes_class not in ("", spec.get("volumeAttributesClassName")):
-        _patched(session, claim, {"volumeAttributesClassName": properties.volume_attributes_class})
+        _patch(session, claim, {"volumeAttributesClassName": properties.volume_attributes_class})
     _grow(session, claim, size_mib)
 
 
@@ -171,7 +175,7 @@ def _attach_live(session: Session, pod: Object, disk: str) -> dict[str, str]:
     attachment, claim = attachments.find(session, vm, disk), claims.get(session, disk)
     is_there = attachment is not None and pods.is_ready(attachment)
     if not is_there or claims.annotation(claim, names.HOLDER) != vm:
-        _free(session, disk, claims.hold(session, disk, vm))
+        _release(session, disk, claims.hold(session, disk, vm))
         try:
             attachments.attach(session, pod, disk)
         except CpiError:
@@ -199,7 +203,7 @@ def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str,
             f"cannot attach the disk {disk} to {vm}, which runs: its {manifests.DATA} is not a claim, so its pod "
             "cannot be recreated; recreate the VM with `disks.attach: recreate` or `live`"
         )
-    _free(session, disk, claims.hold(session, disk, vm))
+    _release(session, disk, claims.hold(session, disk, vm))
     kept = [one for one in manifests.disks_of(pod) if claims.is_held(session, one, vm)]
     try:
         recreation.recreate(session, pod, [*kept, disk])
@@ -220,8 +224,10 @@ def _pod(session: Session, vm: str) -> Object:
     return recreation.carry_on(session, vm, intent)
 
 
-def _free(session: Session, disk: str, held: claims.Held) -> None:
-    """End the pods that have detached the disk but still mount it, or recreate them without it."""
+def _release(session: Session, disk: str, held: claims.Held) -> None:
+    """Make pods release a disk that their VMs have detached but that they still mount: end each pod or recreate it
+    without the disk.
+    """
     for other in dict.fromkeys([*held.lingering, *filter(None, [held.detached_from])]):
         pod = session.find(PODS, other, names.KIND_VM)
         if pod is not None and disk in manifests.disks_of(pod):
@@ -240,16 +246,20 @@ def _properties(document: Mapping[str, Any]) -> DiskProperties:
     return schema.read(document, DiskProperties, origin="the cloud properties of the disk")
 
 
-def _is_untouched(claim: Object) -> bool:
-    """Return True for a claim that has not been changed since its creation."""
+def _is_unused(claim: Object) -> bool:
+    """Return True if nothing has used or changed the claim since it was created."""
     annotations = claim["metadata"].get("annotations") or {}
     is_used = any(key in annotations for key in (names.HOLDER, names.DETACHED_FROM))
     is_told = any(key.startswith(names.METADATA) for key in [*annotations, *(claim["metadata"].get("labels") or {})])
     return not is_used and not is_told and "deletionTimestamp" not in claim["metadata"]
 
 
-def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
-    """Return the disk that was reserved for a VM, if this is its first create_disk, otherwise ""."""
+def _reserved_disk(session: Session, vm: str, size_mib: int, request: str) -> str:
+    """Return the cid of the disk that was reserved for a VM, or "" if there is none or an earlier create_disk has
+    already returned it.
+
+    A retry of that earlier create_disk gets the cid again.
+    """
     namespace = session.namespace_of(vm)
     name = manifests.reserved_name(vm, namespace)
     for _ in range(claims.ATTEMPTS):
@@ -257,7 +267,8 @@ def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
         if claim is None:
             return ""
         if claims.annotation(claim, names.RESERVED_FOR) != vm:
-            # The disk was returned before: to this request, if its response was lost, or to another request.
+            # The disk has already been handed out, either to an earlier attempt of this request whose response was
+            # lost, or to a different request.
             return name if session.request_id and claims.annotation(claim, names.REQUEST) == request else ""
         if manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"]) < size_mib * MIB:
             _grow(session, claim, size_mib)
@@ -267,7 +278,7 @@ def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
 
 
 def _grow(session: Session, claim: Object, size_mib: int) -> None:
-    """Request a larger volume and wait for it up to a time limit."""
+    """Request a larger volume, and wait until it has grown, up to `timeouts.resize`."""
     name, wanted = claim["metadata"]["name"], size_mib * MIB
     has = manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"])
     if wanted < has:
@@ -277,7 +288,7 @@ def _grow(session: Session, claim: Object, size_mib: int) -> None:
     if wanted == has:
         return
     _check_expansion(session, claim)
-    changed = _patched(session, claim, {"resources": {"requests": {"storage": manifests.quantity(size_mib)}}})
+    changed = _patch(session, claim, {"resources": {"requests": {"storage": manifests.quantity(size_mib)}}})
     if changed.get("status", {}).get("phase") != "Bound":
         return
     deadline = time.monotonic() + session.config.timeouts.resize
@@ -291,9 +302,9 @@ def _grow(session: Session, claim: Object, size_mib: int) -> None:
 
 
 def _check_expansion(session: Session, claim: Object) -> None:
-    """Refuse to grow the disk if its StorageClass does not allow it.
+    """Refuse to grow a disk whose StorageClass does not allow it.
 
-    If the class cannot be read, the API server decides.
+    If the account may not read the class, this check is left to the API server.
     """
     name = claim["spec"].get("storageClassName")
     try:
@@ -308,7 +319,7 @@ def _check_expansion(session: Session, claim: Object) -> None:
         )
 
 
-def _patched(session: Session, claim: Object, spec: Object) -> Object:
+def _patch(session: Session, claim: Object, spec: Object) -> Object:
     """Change a claim. Raises ``NotSupportedError`` if the cluster refuses the change."""
     metadata = claim["metadata"]
     try:

@@ -1,7 +1,7 @@
-"""``python -m kubernetes_cpi doctor``: report permissions, tiers, disks and classes for this cluster, namespace and
-account.
+"""``python -m kubernetes_cpi doctor``: report which permissions, security tiers, ways to attach disks and
+StorageClasses this cluster, namespace and account offer.
 
-It uses access reviews and dry runs, and creates nothing.
+The command uses access reviews and dry runs, and creates nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PERMISSIONS: Final = {
     "pods/log": "get",
     "volumesnapshots.snapshot.storage.k8s.io": "create delete get list watch",
 }
-"""Verbs by resource, as in deploy/cpi/base/role.yaml."""
+"""Required verbs for each resource, as in deploy/cpi/base/role.yaml."""
 IMAGE: Final = "registry.invalid/doctor@sha256:" + "0" * 64
 TIERS: Final = ("restricted", "base", "userns", "privileged")
 APPLY: Final = "kubectl apply -k deploy/cpi/LEVEL"
 
 
 class CheckRow(msgspec.Struct, frozen=True):
-    """A line of the table."""
+    """A line of the report."""
 
     subject: str
     state: str
@@ -50,7 +50,7 @@ class CheckRow(msgspec.Struct, frozen=True):
 
 
 def findings(session: Session) -> Iterator[CheckRow]:
-    """Check everything that does not need a VM. If the cluster cannot be reached, that is the only finding."""
+    """Check everything that can be checked without a VM. If the cluster is unreachable, return only that finding."""
     try:
         session.client.find(PODS, session.namespace, "doctor")
     except CpiError as exc:

@@ -1,7 +1,7 @@
-"""Entry point for requests: take the bytes of a request and return the bytes of a response, even after an error.
+"""Turn the bytes of a request into the bytes of a response, even after an error.
 
-Requests and responses have the form that the Director (clouds/external_cpi.rb) and the CLI (cloud/cpi_cmd_runner.go)
-use.
+The formats of requests and responses are those of the Director (clouds/external_cpi.rb) and the CLI
+(cloud/cpi_cmd_runner.go).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kubernetes_cpi import log
 from kubernetes_cpi.errors import CpiError, InputError
 
 INFO: Final = {"api_version": 3, "stemcell_formats": ["kubernetes-light", "docker-light", "warden-light"]}
-"""Response of the method `info`, which precedes every call (cloud_factory.rb) and needs neither cluster nor
-configuration.
+"""Response to the method `info`. The Director calls it before every other method (cloud_factory.rb), so it must work
+without a cluster and without a configuration.
 """
 USAGE: Final = "usage: python -m kubernetes_cpi [--config FILE] <REQUEST >RESPONSE"
 
@@ -67,7 +67,8 @@ def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
     except Exception as exc:  # noqa: BLE001 - a bug also needs a response; its traceback goes to stderr
         import traceback
 
-        # Leave out the text of the exception, because it can repeat a secret in any form.
+        # Leave out the text of the exception, because it may quote a secret in a form that redaction does not
+        # recognize.
         frames = traceback.extract_tb(exc.__traceback__)
         told = f"cannot {name}: {type(exc).__name__} in {frames[-1].name}, a bug in this CPI; its log has the traceback"
         log.say("".join(frames.format()) + told)

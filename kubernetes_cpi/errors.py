@@ -1,13 +1,15 @@
-"""Errors of the CPI, one class for each type that a Director knows (clouds/errors.rb, external_cpi.rb).
+"""Errors of the CPI, one class for each error type that the Director knows (clouds/errors.rb, external_cpi.rb).
 
-Messages read ``cannot X: why`` and end with a next step if there is one.
+Messages have the form ``cannot X: reason``, followed by what to do next if there is something to do.
 """
 
 from __future__ import annotations
 
 
 class CpiError(Exception):
-    """A failed call. The Director's reaction depends on ``type_name``; it retries only if ``ok_to_retry`` is set."""
+    """A CPI call has failed. The Director's reaction depends on ``type_name``, and it retries only if ``ok_to_retry``
+    is True.
+    """
 
     type_name = "Bosh::Clouds::CloudError"
     ok_to_retry = False
@@ -25,13 +27,13 @@ class InputError(CpiError):
 
 
 class NotSupportedError(CpiError):
-    """The cluster or VM does not support the method for these arguments."""
+    """The cluster or the VM does not support the method with these arguments."""
 
     type_name = "Bosh::Clouds::NotSupported"
 
 
 class NotImplementedByCpiError(CpiError):
-    """The CPI or this cluster lacks the method. Directors then use a fallback if they have one."""
+    """The CPI or this cluster does not implement the method. The Director then uses its fallback, if it has one."""
 
     type_name = "Bosh::Clouds::NotImplemented"
 
@@ -41,7 +43,9 @@ class VMNotFoundError(CpiError):
 
 
 class VMCreationFailedError(CpiError):
-    """A VM could not be created, and all its objects were removed. With ``ok_to_retry`` a Director retries at once."""
+    """A VM could not be created, and all its objects were removed. With ``ok_to_retry``, the Director retries
+    immediately.
+    """
 
     type_name = "Bosh::Clouds::VMCreationFailed"
 

@@ -14,8 +14,8 @@ from kubernetes_cpi.records import Records
 from kubernetes_cpi.session import Session
 
 KINDS: Final[tuple[Resource, ...]] = (PODS, CLAIMS, SERVICES, SNAPSHOTS)
-"""Kinds that the account may list. Secrets are left out, because each has the name of its VM's pod and delete_vm
-removes it.
+"""Kinds of objects to list. Secrets are left out, because a VM's Secret has the name of its pod, and delete_vm removes
+both.
 """
 
 
@@ -25,15 +25,18 @@ class Leftover(msgspec.Struct):
     cid: str
     objects: list[str]
     advice: str
-    """How the operator deletes a disk or snapshot. "" for a VM, which ``remove`` deletes."""
+    """How the operator can delete a disk or snapshot, or why it may not be a leftover. "" for a VM, which ``remove``
+    deletes.
+    """
 
 
 def unknown(session: Session, *, is_deleting: bool) -> list[Leftover]:
-    """Return the objects of this Director that belong to none of the VMs, disks and snapshots in its records.
+    """Return the VMs, disks and snapshots of this Director that have objects in the cluster but are not in the
+    Director's records.
 
-    The cluster is queried before the Director, so objects that a task creates in between are not listed. If no task is
-    running, all objects that were created earlier are in the records. ``is_deleting`` therefore raises ``InputError``
-    while a task runs; without it, objects of a running task may be listed.
+    The cluster is queried before the Director, so objects that a task creates between the two queries are not listed.
+    Objects that a running task created earlier may be listed, because the Director does not have them in its records
+    yet. With ``is_deleting``, ``InputError`` is therefore raised while a task runs.
     """
     objects = [(resource, one) for resource in KINDS for one in _of_director(session, resource)]
     if is_deleting:
@@ -50,7 +53,7 @@ def unknown(session: Session, *, is_deleting: bool) -> list[Leftover]:
 
 
 def remove(session: Session, found: list[Leftover]) -> Iterator[str]:
-    """Delete the VMs among ``found`` with their objects, but no disks or snapshots. Yield one line per leftover."""
+    """Delete the VMs among ``found``, but no disks or snapshots. Yield a line of output for each leftover."""
     for one in found:
         if not one.advice:
             vms.delete(session, one.cid)
@@ -90,7 +93,7 @@ def _is_known(one: Object, owner: str, known: Records, orphaned: set[str]) -> bo
 
 
 def _advice(one: Object, owner: str, known: Records) -> str:
-    """Return how to delete a disk or snapshot, or why it is not certain to be a leftover. Return "" for a VM."""
+    """Return how to delete a disk or snapshot, or why it may not be a leftover. Return "" for a VM."""
     metadata = one["metadata"]
     described = {**(metadata.get("annotations") or {}), **metadata["labels"]}
     deployment = described.get(f"{names.METADATA}deployment", "DEPLOYMENT")

@@ -12,10 +12,10 @@ from typing import Any, Final
 import msgspec
 
 MIN_SECRET_CHARS: Final = 6
-"""Minimum length of a secret. Shorter texts are not redacted, because they would match everywhere."""
+"""Minimum length of a secret. Shorter texts are not redacted, because they would match too much of the log."""
 HIDDEN: Final = "<redacted>"
 NOT_SECRET: Final = frozenset({"group", "groups", "tags"})
-"""Keys of `env.bosh` that Directors do not redact either (clouds/external_cpi.rb)."""
+"""Keys of `env.bosh` whose values the Director does not redact in its own log either (clouds/external_cpi.rb)."""
 
 _USERINFO: Final = re.compile(r"://([^/@\s]+)@")
 
@@ -30,8 +30,8 @@ def reset() -> None:
 
 
 def say(text: str) -> None:
-    """Write one or more lines."""
-    with contextlib.suppress(OSError):  # a reader that has gone away must not interrupt a call
+    """Write a message to the log. It may have several lines."""
+    with contextlib.suppress(OSError):  # a call must not fail because nobody reads its log any more
         sys.stderr.write(redacted(text.rstrip("\n")) + "\n")
         sys.stderr.flush()
 
@@ -49,14 +49,12 @@ def summary(name: str, seconds: float) -> str:
 
 
 def hide(document: Any) -> None:
-    """Treat all strings in ``document`` as secrets, except groups and tags."""
+    """Treat all strings in ``document`` as secrets, except those in ``NOT_SECRET``."""
     _secrets.update(text for text in _texts(document) if len(text) >= MIN_SECRET_CHARS)
 
 
 def redacted(text: str) -> str:
-    """Remove the secrets from ``text``, whether they appear as they are, in base64, or with escapes of Python or
-    JSON.
-    """
+    """Redact the secrets in ``text``, whether they are in plain text, in base64, or escaped as in Python or JSON."""
     for secret in sorted(_secrets, key=len, reverse=True):
         coded, quoted = base64.b64encode(secret.encode()).decode(), msgspec.json.encode(secret).decode()
         for form in (secret, coded, quoted[1:-1], repr(secret)[1:-1]):

@@ -1,6 +1,6 @@
-"""Pods, Secrets and claims as documents. The functions are pure: equal requests produce equal documents.
+"""Pods, Secrets and claims as documents. The functions are pure, so equal requests produce equal documents.
 
-All fields exist since Kubernetes 1.20, except where a tier or a property requires newer ones.
+Kubernetes 1.20 supports all fields, except those that only some tiers and properties use.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from kubernetes_cpi.properties import (
 CONTAINER: Final = "bosh"
 AGENT_PORT: Final = 9190
 LIVE_DISKS: Final = "/var/vcap/disks"
-"""Directory in which mounts of the node reach a running VM.
+"""Directory in a VM in which disks appear that are attached while it runs. Mounts propagate to it from the node.
 
-All users can enter it, because `/var/vcap/store` is a link into it if the VM may not mount. It is therefore not below
-`/var/vcap/bosh`, which jobs cannot enter.
+All users can enter the directory, because `/var/vcap/store` is a link into it if the VM may not mount. It is therefore
+not below `/var/vcap/bosh`, which jobs cannot enter.
 """
 DISKS_AT_CREATION: Final = "/var/vcap/disks-at-creation"
 _FORMER_DISKS_AT_CREATION: Final = "/var/vcap/bosh/disks-at-creation"
-"""Directory of disks in VMs without the annotation `names.DISKS_AT`. Their agents have stored paths in this directory.
+"""Directory of disks mounted since the creation of a VM without the annotation `names.DISKS_AT`, which an older CPI
+created. The agents of such VMs have stored paths in this directory.
 """
 _LIVE_VOLUME: Final = "live-disks"
 AGENT_VOLUME: Final = "agent"
@@ -43,17 +44,17 @@ _UNITS: Final = {
     "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60,
 }  # fmt: skip
 PROGRAM: Final = "/opt/agent_shim"
-"""Directory of the agent. It is part of the image, or a volume if the stemcell is unmodified."""
+"""Installation directory of the agent. It is part of the image, or a volume if the stemcell is unmodified."""
 SETTINGS_DIRECTORY: Final = "/var/vcap/bosh/settings-source-file"
 SETTINGS: Final = "config.json"
 POD: Final = "pod.json"
-"""Key in a VM's Secret that contains the pod without disks, for recreations. The VM does not see it, because it is not
-part of the settings volume.
+"""Key in a VM's Secret. Its value is the pod without disks, from which a recreation creates the new pod. The VM cannot
+read it, because the settings volume does not include this key.
 """
 DATA: Final = "/var/vcap/data"
 MARGIN_S: Final = 10
-"""Seconds by which the pod's grace period exceeds that of the jobs, because the kubelet's period already begins before
-the preStop hook.
+"""Seconds by which the pod's grace period exceeds the grace period of the jobs. The kubelet starts counting before it
+runs the preStop hook, which stops the jobs.
 """
 
 BASE_CAPABILITIES: Final = (
@@ -64,7 +65,7 @@ _USER: Final = 1000
 
 
 class Vm(msgspec.Struct, frozen=True):
-    """Everything that determines a pod."""
+    """Everything that determines a VM's pod."""
 
     cid: str
     namespace: str
@@ -75,15 +76,15 @@ class Vm(msgspec.Struct, frozen=True):
     properties: VmProperties
     networks: NetworkPlan
     groups: Sequence[str]
-    """`env.bosh.groups`: director, deployment, instance group, and combinations of them."""
+    """`env.bosh.groups`: the names of director, deployment and instance group, and combinations of these names."""
     attach: str
-    """How a disk reaches the running VM: live, recreate, never, or auto, which excludes ways that change the VM's
-    address.
+    """How a disk is attached to the running VM: `live`, `recreate`, `never`, or `auto`, which excludes ways that would
+    change the VM's address.
     """
     pull_policy: str
     host_path: str
     storage_class: str
-    """The default StorageClass of the configuration."""
+    """StorageClass for claims that name none, from the configuration."""
 
     @property
     def has_data_claim(self) -> bool:
@@ -93,14 +94,14 @@ class Vm(msgspec.Struct, frozen=True):
 
     @property
     def group(self) -> str:
-        """Return the label shared by the VMs of one instance group, or "" for a VM without a group."""
+        """Return the value of the label that the VMs of one instance group share, or "" for a VM without a group."""
         return names.digest(*self.groups[:3]) if len(self.groups) >= 3 else ""
 
 
 def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: AgentOptions) -> Object:
     """Return the agent's settings document (settings/settings.go).
 
-    It contains no disks, because the Director announces those over the bus.
+    It contains no disks, because the Director sends these to the agent over the bus.
     """
     return {
         "agent_id": agent_id,
@@ -115,7 +116,7 @@ def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: AgentOptions)
 
 
 def secret(vm: Vm, settings: Object, pod: Object) -> Object:
-    """Return the Secret of a VM. It is immutable, because later settings arrive over the bus."""
+    """Return the Secret of a VM. It can be immutable, because the agent gets later settings over the bus."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -176,7 +177,7 @@ SNAPSHOT_CLASS: Final = "cpi.bosh.io/snapshot-class"
 
 
 def data_claim(vm: Vm) -> Object:
-    """Return the claim of `/var/vcap/data`."""
+    """Return the claim for `/var/vcap/data`."""
     disk = vm.properties.ephemeral_disk
     return claim(
         names.data_claim(vm.cid),
@@ -190,12 +191,12 @@ def data_claim(vm: Vm) -> Object:
 
 
 def reserved_name(vm: str, namespace: str) -> str:
-    """Return the reserved disk of a VM."""
+    """Return the name of a VM's reserved disk."""
     return names.cid("disk", namespace, "reserved", vm)
 
 
 def reserved_claim(vm: Vm, config: Config) -> Object:
-    """Return the claim of a reserved disk. It has no owner until create_disk returns it."""
+    """Return the claim of a reserved disk. An annotation marks it as reserved until create_disk returns it."""
     disk = vm.properties.persistent_disk
     assert disk is not None
     properties = DiskProperties(storage_class=disk.storage_class)
@@ -212,8 +213,9 @@ def text(document: Object) -> str:
 def group_service(service: KubernetesService, vm: Vm) -> Object:
     """Return a Service for the VM's instance group.
 
-    An annotation names the VM, so that each new VM of the group changes the Service and its `resourceVersion`. A
-    concurrent delete_vm that saw the group without VMs then does not delete the Service.
+    An annotation names the VM, so every new VM of the group changes the Service and its `resourceVersion`. A concurrent
+    delete_vm that has just found the group empty then does not delete the Service, because it requires the old
+    `resourceVersion`.
     """
     spec: Object = {
         "type": service.type,
@@ -246,7 +248,7 @@ GROUP_PREFIX: Final = "group-"
 
 
 def group_policy(policy: NetworkPolicy, vm: Vm) -> Object:
-    """Return the NetworkPolicy of the VM's group."""
+    """Return the NetworkPolicy for the VM's group."""
     rules = _rules(policy)
     types = [direction.capitalize() for direction in rules]
     spec: Object = {"podSelector": {"matchLabels": _members(vm)}, "policyTypes": types, **rules}
@@ -254,13 +256,15 @@ def group_policy(policy: NetworkPolicy, vm: Vm) -> Object:
 
 
 def _rules(policy: NetworkPolicy | None) -> Mapping[str, list[dict[str, Any]]]:
-    """Return the group's rules by direction, omitting directions that it leaves to the namespace's policy."""
+    """Return the group's rules for each direction that it restricts. For the other directions, the namespace's policy
+    applies.
+    """
     given = {"ingress": policy.ingress, "egress": policy.egress} if policy else {}
     return {direction: rules for direction, rules in given.items() if rules is not None}
 
 
 def _labels_of_group(kind: str, vm: Vm) -> dict[str, str]:
-    """Return the labels of an object that the VMs of a group share."""
+    """Return the labels of an object that all VMs of a group share."""
     return names.labels(kind, vm.director, **{names.GROUP: vm.group or names.digest(vm.cid)})
 
 
@@ -269,12 +273,12 @@ def _policy_name(vm: Vm) -> str:
 
 
 def _members(vm: Vm) -> dict[str, str]:
-    """Return the labels that select the pods of a group, or the pod itself if it has no group."""
+    """Return the labels that select the pods of the VM's group, or only the VM's own pod if it has no group."""
     return {names.GROUP: vm.group} if vm.group else {names.VM: vm.cid, names.KIND: names.KIND_VM}
 
 
 def quantity(size: Size) -> str:
-    """Return a size as a Kubernetes quantity. Integers are MiB."""
+    """Return a size as a Kubernetes quantity. An integer means MiB."""
     return f"{size}Mi" if isinstance(size, int) else size
 
 
@@ -285,7 +289,9 @@ def amount_of(quantity: str) -> float:
 
 
 def requests_of(pod: Object) -> dict[str, str]:
-    """Return the resource requests of a VM's container. The init container that copies the agent requests none."""
+    """Return the resource requests of a VM's container. They are those of the pod, because the init container that
+    copies the agent requests nothing.
+    """
     requests = pod["spec"]["containers"][0].get("resources", {}).get("requests") or {}
     return {resource: str(quantity) for resource, quantity in requests.items()}
 
@@ -304,9 +310,9 @@ def pod(vm: Vm) -> Object:
         "command": ["/usr/bin/env", "-i", f"AGENT_SHIM_GRACE={properties.grace}", _start(properties)],
         "securityContext": _container_security(properties),
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *_ports(properties)],
-        # There is no liveness probe, because it would end all jobs when the agent is slow; PID 1 already restarts an
-        # agent that has exited. Readiness does not depend on the bus, because Directors admit an agent only after
-        # create_vm and Services must survive outages of the bus.
+        # There is no liveness probe, because it would end all jobs whenever the agent is slow; PID 1 already restarts
+        # an agent that has exited. Readiness does not depend on the bus, for two reasons: the Director admits an agent
+        # to the bus only after create_vm has returned, and Services must keep working while the bus is down.
         "readinessProbe": {
             "httpGet": {"path": "/readyz?level=boot", "port": "agent"},
             "periodSeconds": 1,
@@ -352,7 +358,7 @@ def pod(vm: Vm) -> Object:
 
 
 def with_disks(pod: Object, disks: Sequence[str]) -> Object:
-    """Return the pod with these disks mounted from its creation on."""
+    """Return a copy of the pod that mounts these disks."""
     made = _copied(pod)
     for disk in disks:
         name = f"disk-{names.tail(disk)}"
@@ -363,9 +369,9 @@ def with_disks(pod: Object, disks: Sequence[str]) -> Object:
 
 
 def pinned(pod: Object, node: str) -> Object:
-    """Return the pod bound to one node through the scheduler.
+    """Return the pod with a node affinity that makes the scheduler place it on this node.
 
-    Setting `nodeName` would bypass the scheduler, and claims that bind on first use would stay unbound.
+    Setting `nodeName` would bypass the scheduler, and claims that are bound on first use would then stay unbound.
     """
     made = _copied(pod)
     term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
@@ -393,7 +399,7 @@ def claims_of(pod: Object) -> list[str]:
 
 
 def live_disks(pod: Object) -> str:
-    """Return the directory through which mounts of the node reach the VM, or "" if the pod has none."""
+    """Return the directory in which live disks appear in the VM, or "" if its pod has no such directory."""
     mounts = pod["spec"]["containers"][0].get("volumeMounts") or []
     return next((one["mountPath"] for one in mounts if one["name"] == _LIVE_VOLUME), "")
 
@@ -406,8 +412,8 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
     if properties.tier == "restricted":
         for name, path, source in (
             ("vcap", "/var/vcap", {}),
-            # Without this, the runtime would create the parent directory of the mount point as root, and the agent
-            # could not write to it.
+            # Without this volume, the runtime would create the parent directory of the mount point as root, and the
+            # agent could not write to it.
             ("bosh", "/var/vcap/bosh", {}),
             ("tmp", "/tmp", {}),  # noqa: S108 - inside the pod
             ("run", "/run", {"medium": "Memory", "sizeLimit": "16Mi"}),
@@ -424,8 +430,8 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
         volumes.append({"name": AGENT_VOLUME, **({"emptyDir": {}} if agent.copy else image)})
         mounts.append({"name": AGENT_VOLUME, "mountPath": PROGRAM, "readOnly": True})
     if vm.attach == "live":
-        # Never use an emptyDir here: when the pod ends, the kubelet deletes the content of an emptyDir, including that
-        # of the disks mounted in it.
+        # Never use an emptyDir for live disks. When the pod ends, the kubelet deletes the content of an emptyDir,
+        # including the content of disks that are mounted in it.
         path = f"{vm.host_path}/{vm.cid}"
         volumes.append({"name": _LIVE_VOLUME, "hostPath": {"path": path, "type": "DirectoryOrCreate"}})
         # Everything in the volume except the disks is read-only. Otherwise, the VM could move the disks and fill the
@@ -442,9 +448,9 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
 
 
 def _start(properties: VmProperties) -> str:
-    """Return the program that becomes PID 1.
+    """Return the program to run as PID 1.
 
-    On an unmodified stemcell, the program applies the overlay first.
+    On an unmodified stemcell, this program first applies the overlay.
     """
     return f"{PROGRAM}/overlay/start" if properties.agent else "/usr/sbin/runsvdir-start"
 
@@ -463,8 +469,8 @@ def _copier(vm: Vm, agent: AgentImage) -> Object:
 
 def _container_security(properties: VmProperties) -> Object:
     tier = properties.tier
-    # With runAsUser, the kubelet would let only that user read the token, and a Director runs its CPI as vcap. The
-    # image runs as root anyway.
+    # With runAsUser, the kubelet would let only that user read the token, but a Director runs its CPI as vcap. Leaving
+    # runAsUser out is safe, because the image runs as root anyway.
     user: Object = {} if properties.service_account_token else {"runAsUser": 0}
     if tier == "privileged":
         return {"privileged": True, **user}
@@ -477,8 +483,8 @@ def _container_security(properties: VmProperties) -> Object:
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     if tier == "userns":
-        # The default profiles of container runtimes forbid all mounts, and a /proc with masked parts cannot be mounted
-        # again.
+        # The default profiles of container runtimes forbid all mounts, and the kernel refuses to mount a new /proc if
+        # parts of the existing one are masked.
         security["capabilities"]["add"].append("SYS_ADMIN")
         security |= {"appArmorProfile": {"type": "Unconfined"}, "procMount": "Unmasked"}
     return security
@@ -522,8 +528,7 @@ def _resources(vm: Vm) -> Object:
     if properties.cpu_limit:
         limits["cpu"] = str(properties.cpu_limit)
     if not vm.has_data_claim:
-        # No limit is set for the container, because the container's logs would count towards it as well, and the volume
-        # has its own limit.
+        # The container gets no limit, because its logs would count towards the limit too. The volume has its own limit.
         requests["ephemeral-storage"] = quantity(properties.ephemeral_disk.size)
     if properties.memory:
         requests["memory"] = limits["memory"] = quantity(properties.memory)
@@ -564,7 +569,7 @@ def _scheduling(vm: Vm) -> Object:
 
 
 def _require_node(affinity: Object, term: Object) -> None:
-    """Add ``term`` to each alternative of the existing node affinity."""
+    """Add ``term`` to each alternative of the required node affinity."""
     rule = affinity.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
     terms = rule.setdefault("nodeSelectorTerms", []) or [{}]
     rule["nodeSelectorTerms"] = [
@@ -585,6 +590,8 @@ def _copied(document: Object) -> Object:
 
 
 def _group_labels(vm: Vm) -> dict[str, str]:
-    """Return the deployment and instance group as labels. set_vm_metadata later sets them again with more keys."""
+    """Return the deployment and instance group as labels. set_vm_metadata later sets the same labels and further
+    ones.
+    """
     labels, _ = names.metadata(dict(zip(("director", "deployment", "instance_group"), vm.groups, strict=False)))
     return labels | ({names.GROUP: vm.group} if vm.group else {})

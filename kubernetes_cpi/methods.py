@@ -1,4 +1,4 @@
-"""CPI methods by name, each with the function that serves it. ``kubernetes_cpi.door`` serves `info`."""
+"""CPI methods by name, and the function that implements each. ``kubernetes_cpi.door`` implements `info`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "snapshot_disk": snapshots.create,
     "delete_snapshot": snapshots.delete,
 }
-"""Each function takes a session, followed by the arguments of the method."""
+"""These functions take a session, followed by the arguments of the method."""
 LOCAL: Final = frozenset({"create_stemcell", "delete_stemcell", "calculate_vm_cloud_properties"})
-"""Methods that need no cluster. Their functions get the configuration instead of a session."""
+"""Methods that need no cluster. Their functions take the configuration instead of a session."""
 ENV: Final = slice(5, 6)
 """Position of `env` in the arguments of create_vm."""
 
@@ -48,7 +48,7 @@ def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: 
     if serve is None:
         raise NotImplementedByCpiError(f"cannot {name}: this CPI does not have the method")
     if name == "create_vm":
-        # The Director redacts this argument, the VM's environment, in its own logs too.
+        # Hide the values of the VM's environment in the log. The Director redacts them in its own log too.
         log.hide(list(arguments[ENV]))
     try:
         given = msgspec.structs.astuple(msgspec.convert(arguments, _arguments(serve)))
@@ -62,9 +62,9 @@ def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: 
 
 
 def _arguments(serve: Callable[..., Any]) -> type[msgspec.Struct]:
-    """Return the types of a function's arguments except the first.
+    """Return a struct with the types of a function's arguments, except the first.
 
-    Surplus arguments are accepted, because a newer Director may send more.
+    Surplus arguments in a request are accepted, because a newer Director may send more.
     """
     types = get_type_hints(serve, include_extras=True)
     del types["return"]

@@ -1,7 +1,7 @@
 """Names and labels of objects.
 
 The name of an object is its cid. It contains the namespace, so that later calls find the object. Names are derived from
-the request instead of being random, so that repeating an interrupted call finds the objects of the first attempt.
+the request and are not random, so that a retry of an interrupted call finds the objects of the first attempt.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Annotated, Any, Final
 import msgspec
 
 Cid = Annotated[str, msgspec.Meta(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
-"""A cid of this CPI: the name of an object."""
+"""A cid of this CPI, which is the name of an object."""
 
 ARCHITECTURE: Final = "kubernetes.io/arch"
-"""Label of a node with its architecture."""
+"""Node label with the node's architecture."""
 
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 OURS: Final = "kubernetes-cpi"
@@ -26,38 +26,44 @@ DIRECTOR: Final = "cpi.bosh.io/director"
 VM: Final = "cpi.bosh.io/vm"
 DISK: Final = "cpi.bosh.io/disk"
 GROUP: Final = "cpi.bosh.io/group"
-"""Label for anti-affinity and Services: a digest of deployment and instance group, whose names might be too long."""
+"""Label with a digest of deployment and instance group, used for anti-affinity and as a selector of Services. The names
+themselves could be too long for a label.
+"""
 METADATA: Final = "bosh.io/"
 """Prefix of the labels and annotations from set_vm_metadata and set_disk_metadata."""
 
 HOLDER: Final = "cpi.bosh.io/holder"
 """Annotation of a claim: the VM to which it is attached or is being attached."""
 DETACHED_FROM: Final = "cpi.bosh.io/detached-from"
-"""Annotation of a claim: the VM that last detached it and whose pod may still mount it."""
+"""Annotation of a claim: the VM that last detached the disk and whose pod may still mount it."""
 RESERVED_FOR: Final = "cpi.bosh.io/reserved-for"
-"""Annotation of a claim: the VM with which it was created, until create_disk returns it."""
+"""Annotation of a reserved claim: the VM with which it was created. create_disk removes the annotation when it returns
+the disk.
+"""
 REQUEST: Final = "cpi.bosh.io/request"
 """Annotation: digest of the request that created or adopted the object."""
 DISKS: Final = "cpi.bosh.io/disks"
-"""Annotation of a data claim: the disks of the pod that a recreation creates, as JSON."""
+"""Annotation of a data claim during a recreation: a description of the new pod, with its disks, as JSON
+(``recreation.Intent``).
+"""
 ATTACH: Final = "cpi.bosh.io/attach"
-"""Annotation of a VM's pod: the way in which disks reach it while it runs."""
+"""Annotation of a VM's pod: how disks are attached to it while it runs."""
 DISKS_AT: Final = "cpi.bosh.io/disks-at"
-"""Annotation of a VM's pod: the directory of the disks that it has mounted since its creation."""
+"""Annotation of a VM's pod: the directory of the disks that are mounted since its creation."""
 RECREATED: Final = "cpi.bosh.io/recreated"
-"""Annotation of a pod that a recreation has created."""
+"""Annotation of a pod that was created by a recreation."""
 POLICY: Final = "cpi.bosh.io/network-policy"
 """Annotation of a VM's Secret: the NetworkPolicy of its group."""
 INGRESS: Final = "cpi.bosh.io/ingress"
-"""Annotation of a Service with an Ingress of the same name."""
+"""Annotation of a Service that has an Ingress of the same name."""
 
 OWN_RULES: Final = {"ingress": "cpi.bosh.io/own-ingress", "egress": "cpi.bosh.io/own-egress"}
-"""Labels of pods with group-specific network rules, by direction.
+"""Labels of pods whose group has its own network rules, by direction of traffic.
 
 Policies are additive, so the namespace's policy must exclude these pods.
 """
 KEEP: Final = "cpi.bosh.io/keep"
-"""Label of a Service that stays when the last VM behind it is deleted."""
+"""Label of a Service that is not deleted with the last VM behind it."""
 
 KIND_VM: Final = "vm"
 KIND_DISK: Final = "disk"
@@ -116,12 +122,12 @@ def detachment(vm: str, disk: str) -> str:
 
 
 def labels(kind: str, director: str, **more: str) -> dict[str, str]:
-    """Return the labels of every object of the CPI."""
+    """Return the labels that every object of the CPI has."""
     return {MANAGED_BY: OURS, KIND: kind, **({DIRECTOR: value(director)} if director else {}), **more}
 
 
 def is_ours(document: Mapping[str, Any], kind: str, director: str) -> bool:
-    """Return True for an object that this CPI created for the Director or that has its labels."""
+    """Return True for an object of this kind that has the CPI's labels, unless its labels name another Director."""
     found = document["metadata"].get("labels") or {}
     return all(found.get(key) == wanted for key, wanted in labels(kind, "").items()) and (
         found.get(DIRECTOR) in (None, value(director))
@@ -134,14 +140,14 @@ def value(text: str) -> str:
 
 
 def is_value(text: str) -> bool:
-    """True for a valid value of a label."""
+    """Return True if ``text`` is valid as the value of a label."""
     return re.fullmatch(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", text) is not None
 
 
 def metadata(document: Mapping[str, object]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return labels and annotations for a Director's metadata.
+    """Return the labels and annotations in which a Director's metadata is stored.
 
-    An entry becomes a label if its key and value are valid there.
+    An entry is stored as a label if its key and value are valid there, otherwise as an annotation.
     """
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Networks of a VM: settings for the agent, annotations and DNS of the pod, and Services for `vip` networks."""
+"""Networks of a VM: the agent's settings, annotations and DNS settings of the pod, and Services for `vip` networks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_NAMESERVERS: Final = 3
 MULTUS: Final = "k8s.v1.cni.cncf.io/networks"
 DELEGATED: Final = "((delegated_prefix))"
 ADDRESS_OF_FORMER_VM: Final = ("ip", "netmask", "gateway")
-"""Members to ignore in a dynamic network, because the Director fills in those of the instance's previous VM
+"""Members to ignore in a dynamic network, because the Director fills them with values of the instance's previous VM
 (network_settings.rb).
 """
 
@@ -30,11 +30,11 @@ class RequestedNetwork(msgspec.Struct, frozen=True):
     ip: str = ""
     netmask: str = ""
     prefix: str = ""
-    """Length of the prefix delegated to the VM, or the length that stands for a single address. It is unrelated to the
-    prefix length in ``netmask``.
+    """Length of the prefix that is delegated to the VM, or 32 or 128 for a single address. It is unrelated to the
+    prefix length that follows from ``netmask``.
     """
     nic_group: str = ""
-    """Networks with the same group share an interface."""
+    """Networks with the same group share a network interface."""
     gateway: str = ""
     dns: list[str] = []
     default: list[str] = []
@@ -42,7 +42,7 @@ class RequestedNetwork(msgspec.Struct, frozen=True):
 
 
 class Vip(msgspec.Struct, frozen=True):
-    """A `vip` network: an address that leads to one VM."""
+    """A `vip` network: a fixed address whose traffic is forwarded to one VM."""
 
     ip: str
     ports: list[Port]
@@ -50,18 +50,18 @@ class Vip(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Name of the Service. It is the same for every VM behind the address."""
+        """Name of the Service. All VMs that use the same address in turn share this name."""
         return "vip-" + self.ip.replace(".", "-").replace(":", "-")
 
 
 class NetworkPlan(msgspec.Struct, frozen=True):
-    """The pod's settings that follow from the networks of a VM."""
+    """Settings of the pod that follow from the VM's networks."""
 
     settings: dict[str, Any]
     annotations: dict[str, str] = {}
     nameservers: list[str] = []
     address: str = ""
-    """Address that the pod must get, or "" for any."""
+    """Address that the pod must get, or "" if any address will do."""
     vips: list[Vip] = []
 
 
@@ -141,7 +141,9 @@ def _read(name: str, given: object) -> tuple[RequestedNetwork, NetworkProperties
 
 
 def _settings(given: Mapping[str, Any], network: RequestedNetwork) -> dict[str, Any]:
-    """Return the network in the agent's form. It needs no configuration, because the pod's interfaces already exist."""
+    """Return the network in the form that the agent expects. The agent has nothing to configure, because the pod's
+    interfaces already exist.
+    """
     dropped = ADDRESS_OF_FORMER_VM if network.type == "dynamic" else ()
     return {**{key: value for key, value in given.items() if key not in dropped}, "preconfigured": True}
 
@@ -206,7 +208,9 @@ def _interface(name: str, network: RequestedNetwork, properties: NetworkProperti
 
 
 def _refuse_prefix(name: str, network: RequestedNetwork) -> None:
-    """Refuse a delegated prefix. The VM would only have its first address, while its jobs would use all of them."""
+    """Refuse a delegated prefix, because the VM would get only its first address, but the jobs would use all addresses
+    of the prefix.
+    """
     if network.prefix and network.prefix != str(_single(network)):
         raise NotSupportedError(
             f"cannot delegate the prefix {network.ip}/{network.prefix} of the network {name!r} to a VM: this kind of "
@@ -216,12 +220,14 @@ def _refuse_prefix(name: str, network: RequestedNetwork) -> None:
 
 
 def _single(network: RequestedNetwork) -> int:
-    """Return the prefix length that stands for a single address."""
+    """Return the prefix length that means a single address: 32 or 128."""
     return 128 if ":" in network.ip else 32
 
 
 def _prefix(network: RequestedNetwork) -> int:
-    """Return the prefix length of the netmask. The request's `prefix` means something else."""
+    """Return the prefix length of the netmask. The request's `prefix` is unrelated: it is the length of a delegated
+    prefix.
+    """
     import ipaddress
 
     try:

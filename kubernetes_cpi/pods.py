@@ -1,4 +1,4 @@
-"""Wait for pods to become ready, to fail, or to end with certainty."""
+"""Wait for pods to become ready or fail, and delete pods, making sure that their containers have stopped."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ HOPELESS: Final = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
     | {"RegistryUnavailable", "CreateContainerConfigError"}
 )
-"""Reasons for which a container waits and will not start until somebody intervenes."""
+"""Reasons of a waiting container that will not start until somebody intervenes."""
 PASSING: Final = r"time-?out|timed out|connection (refused|reset)|eof|too ?many ?requests|429|50[0234]"
-"""Text of pull errors that may be temporary."""
+"""Parts of image pull errors that may be temporary."""
 NEW_CLAIM: Final = r'persistentvolumeclaim "[^"]*" not found|unbound immediate PersistentVolumeClaims'
-"""Scheduler message about a claim that it has not seen yet or whose volume is being created."""
+"""Scheduler message about a claim that the scheduler has not seen yet or whose volume is still being created."""
 HOPELESS_CLAIM: Final = r'storageclass\S* "[^"]*" not found|no storage class is set'
-"""Text of an event for a claim that will never get a volume."""
+"""Event message about a claim that will never get a volume."""
 ROOM: Final = "Insufficient|Too many pods|free ports|max volume count|anti-affinity"
-"""Scheduler message when nodes are full, which may change when other VMs end."""
+"""Scheduler message when all suitable nodes are full. This may change when other pods end."""
 NEVER_ADMITTED: Final = frozenset({"SysctlForbidden", "AppArmor", "PodOSNotSupported", "UnexpectedAdmissionError"})
-"""Reasons after which the kubelet will never admit the pod."""
+"""Reasons for which the kubelet rejects the pod permanently."""
 NEW_CLAIM_TIMEOUT_S: Final = 60
-"""Seconds that the scheduler gets to see a new claim. With 32 new pods it needed more than ten."""
+"""Seconds that the scheduler gets to notice a new claim. With 32 new pods it needed more than ten seconds."""
 WRONG_CONFIGURATION: Final = 78
-"""Exit code of an agent whose configuration has to be changed."""
+"""Exit code of an agent that cannot start until its configuration is changed."""
 TELL_S: Final = 3
-"""Seconds after which the reason for an unchanged state is looked up in events and in the agent's log."""
+"""Seconds without progress after which the events and the agent's log are searched for the reason."""
 LOG_LINES: Final = 50
 FORCED_END_S: Final = 30
 CLOCK_MARGIN_S: Final = 0.5
 EVENTS_SHOWN: Final = 3
 QUIET: Final = frozenset({"Scheduled", "Pulling", "Pulled", "Created", "Started", "WaitForFirstConsumer"})
-"""Reasons of events that do not explain a delay."""
+"""Reasons of events that are part of every start and do not explain a delay."""
 
 
 def is_ready(pod: Object) -> bool:
-    """True if the kubelet reports the pod as ready and it is not being deleted."""
+    """Return True if the kubelet reports the pod as ready and the pod is not being deleted."""
     conditions = pod.get("status", {}).get("conditions") or []
     ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
     return ready and not is_ending(pod)
 
 
 def is_ending(pod: Object) -> bool:
-    """Return True for a deleted pod that has not ended yet."""
+    """Return True for a pod whose deletion was requested, even if its containers have already ended."""
     return "deletionTimestamp" in pod["metadata"]
 
 
 def has_ended(pod: Object) -> bool:
-    """Return True for a pod that will never run again, for example because it was evicted."""
+    """Return True for a pod that will never run again, for example after an eviction."""
     return pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
 
 
@@ -68,7 +68,7 @@ def has_stopped(pod: Object) -> bool:
 
 
 def has_started(pod: Object) -> bool:
-    """Return True while the container of a pod runs, even before it is ready."""
+    """Return True if a container of the pod is running, even if it is not ready yet."""
     statuses = pod.get("status", {}).get("containerStatuses") or []
     return not is_ending(pod) and any("running" in one.get("state", {}) for one in statuses)
 
@@ -82,9 +82,10 @@ def until_ready(
     begun: float | None = None,
     is_enough: Callable[[Object], bool] = is_ready,
 ) -> Object:
-    """Wait for a new pod to become ready, ``timeout_s`` seconds from ``begun`` (monotonic, default: now).
+    """Wait until a new pod is ready (or ``is_enough`` returns True), for up to ``timeout_s`` seconds from ``begun``
+    (monotonic, default: now).
 
-    Raises ``VMCreationFailedError`` with the kubelet's reason as soon as it is clear that the pod cannot start.
+    Raises ``VMCreationFailedError`` with the reason as soon as it is clear that the pod cannot start.
     """
     name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
     timeouts = session.config.timeouts
@@ -104,7 +105,7 @@ def until_ready(
 def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
     """Wait until a one-shot pod is ready or has ended.
 
-    Raises ``CpiError`` if it cannot start or does neither in time.
+    Raises ``CpiError`` if it cannot start or if neither happens in time.
     """
     name = pod["metadata"]["name"]
     judge, state = _Judge(session, namespace, name), pod
@@ -123,9 +124,10 @@ def end(
 ) -> bool:
     """Delete a pod and wait until its containers have ended. Return False if there is no pod.
 
-    With ``is_name_needed``, also wait until the object is gone, so that a pod of the same name can be created. If the
-    node does not confirm the end within the grace period and `timeouts.delete_vm`, the pod is deleted by force, unless
-    the node is known to be healthy.
+    With ``is_name_needed``, also wait until the object is gone, so that a pod of the same name can be created.
+
+    The node must confirm that the containers have ended within the grace period plus `timeouts.delete_vm`. If it does
+    not and the node is Ready, ``CpiError`` is raised; if the node may be dead, the pod is deleted by force.
     """
     asked = session.client.delete(PODS, namespace, name, grace_s=grace_s)
     if asked is None:
@@ -136,7 +138,7 @@ def end(
     if _is_gone(session, namespace, name, metadata.get("uid", ""), patience, is_name_needed=is_name_needed):
         return True
     node = asked.get("spec", {}).get("nodeName", "")
-    if node and _is_well(session, node):
+    if node and _is_node_ready(session, node):
         raise CpiError(
             f"cannot end the pod {name}: its node {node} is ready, but has not confirmed the end within "
             f"{patience:g} s; see `kubectl describe pod {name}`"
@@ -160,7 +162,7 @@ def until_stopped(session: Session, namespace: str, name: str, timeout_s: float)
     """Wait until the container of a deleted pod has exited with status 0 or the pod is gone. Return False if neither
     happens in time.
 
-    Raises ``CpiError`` with the last line of the container's output if it has failed.
+    Raises ``CpiError`` with the last line of its output if the container has failed.
     """
     for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s):
         if state is None:
@@ -182,8 +184,8 @@ def _is_gone(session: Session, namespace: str, name: str, uid: str, timeout_s: f
     return False
 
 
-def _is_well(session: Session, node: str) -> bool:
-    """Return True if the node is Ready. Return False as well if the CPI may not read nodes."""
+def _is_node_ready(session: Session, node: str) -> bool:
+    """Return True if the node is Ready. Return False if it is not, or if the account may not read nodes."""
     try:
         found = session.client.find(NODES, "", node)
     except ApiError as exc:
@@ -194,9 +196,10 @@ def _is_well(session: Session, node: str) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
 
-def _excess(session: Session, pod: Object) -> str:
-    """Return the resource request with which a pod exceeds the largest node, or "" if there is none or the CPI may not
-    list nodes.
+def _oversized_request(session: Session, pod: Object) -> str:
+    """Return a message if the pod requests more of a resource than the largest node has.
+
+    Return "" if it does not, or if the account may not list nodes.
     """
     try:
         found = [one.get("status", {}).get("allocatable") or {} for one in session.client.list(NODES, "")]
@@ -212,7 +215,7 @@ def _excess(session: Session, pod: Object) -> str:
 
 
 class _Judge:
-    """Detects from successive states of a pod that it cannot start."""
+    """Examines successive states of a pod to detect as early as possible that it cannot start."""
 
     def __init__(self, session: Session, namespace: str, name: str) -> None:
         self._session, self._namespace, self._name = session, namespace, name
@@ -232,7 +235,7 @@ class _Judge:
 
     def look(self, pod: Object) -> None:
         """Check one state. Raises ``VMCreationFailedError`` if the pod cannot start."""
-        self._tell(_waiting_for(pod))
+        self._log_change(_waiting_for(pod))
         if has_ended(pod):
             is_passing = pod["status"].get("reason") not in NEVER_ADMITTED
             raise VMCreationFailedError(f"the pod {self._name} has ended: {_waiting_for(pod)}", ok_to_retry=is_passing)
@@ -248,17 +251,17 @@ class _Judge:
         if lasts_s < min(TELL_S, self._patience[kind]):
             return
         told = self.reason(pod)
-        self._tell(told)
+        self._log_change(told)
         if lasts_s >= self._patience[kind] or (kind in ("claim", "volume") and re.search(HOPELESS_CLAIM, told)):
-            excess = _excess(self._session, pod) if kind == "room" else ""
+            excess = _oversized_request(self._session, pod) if kind == "room" else ""
             raise VMCreationFailedError(
                 f"the pod {self._name} cannot start: {excess or told}",
                 ok_to_retry=kind in ("room", "crashing") and not excess,
             )
 
     def reason(self, pod: Object) -> str:
-        """Return the reason reported by the scheduler or kubelet, with events of the pod and its claims and the agent's
-        last log line.
+        """Return why the pod is not ready, according to the scheduler, the kubelet, events of the pod and its claims,
+        and the agent's last log line.
         """
         kind, found = _kind(pod), [_waiting_for(pod)]
         if kind in ("claim", "volume", "start"):
@@ -268,14 +271,14 @@ class _Judge:
             found.append(last_words(self._session, self._namespace, self._name) or "")
         return "; ".join(filter(None, found)) or "no reason is known"
 
-    def _tell(self, text: str) -> None:
+    def _log_change(self, text: str) -> None:
         if text and text != self._logged:
             log.say(f"pod {self._name}: {text}")
             self._logged = text
 
 
 def _kind(pod: Object) -> str:
-    """Classify what the pod is waiting for."""
+    """Return a keyword for what the pod is waiting for, a key of ``_Judge._patience``."""
     if (message := _unschedulable(pod)) is not None:
         if re.search(NEW_CLAIM, message):
             return "claim"
@@ -307,7 +310,7 @@ def last_words(session: Session, namespace: str, name: str, wanted: str = "") ->
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """A line of the agent's log, which is JSON in a pod."""
+    """A line of the agent's log. The agent writes JSON in a pod; other programs may write plain text."""
 
     message: str
     level: str = "info"
@@ -321,7 +324,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def _waiting_for(pod: Object) -> str:
-    """Return the reason that the kubelet or scheduler gives for a pod that is not ready, or "" if there is none."""
+    """Return why a pod is not ready, according to the kubelet or the scheduler, or "" if they give no reason."""
     status = pod.get("status", {})
     if has_ended(pod):
         return ": ".join(filter(None, [status.get("reason"), status.get("message")])) or str(status["phase"])
@@ -336,8 +339,8 @@ def _waiting_for(pod: Object) -> str:
 
 
 def _container(pod: Object) -> Mapping[str, Any]:
-    """Return the status of the container for which the pod waits: the init container until that has ended, then the
-    main one.
+    """Return the status of the container that the pod is waiting for: the init container until it is done, then the
+    main container.
     """
     status = pod.get("status", {})
     initial = [one for one in status.get("initContainerStatuses") or [] if not one.get("ready")]
@@ -352,7 +355,7 @@ def _waiting(pod: Object) -> tuple[str, str]:
 
 
 def _crash(pod: Object) -> Mapping[str, Any] | None:
-    """Return the exit reason of a container that keeps crashing."""
+    """Return the last exit of a container that keeps exiting, or None."""
     container = _container(pod)
     ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
     found: Mapping[str, Any] | None = ended
@@ -367,7 +370,7 @@ def _unschedulable(pod: Object) -> str | None:
 
 
 def _events(session: Session, namespace: str, name: str) -> list[str]:
-    """Return the latest events of an object, for example about volumes that cannot be created or mounted."""
+    """Return the latest events of an object, for example about a volume that cannot be created or mounted."""
     try:
         found = session.client.list(EVENTS, namespace, fields=f"involvedObject.name={name}")
         texts = [f"{one.get('reason')}: {one.get('message')}" for one in found if one.get("reason") not in QUIET]

@@ -14,7 +14,7 @@ Protocol = Literal["TCP", "UDP", "SCTP"]
 Count = Annotated[int, Meta(ge=0)]
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?$")]
 Size = Count | Quantity
-"""A size: an integer is MiB, a string a Kubernetes quantity."""
+"""A size. An integer means MiB, a string is a Kubernetes quantity."""
 Cpus = Annotated[float, Meta(ge=0)] | Quantity
 PortNumber = Annotated[int, Meta(ge=1, le=65535)]
 
@@ -70,7 +70,7 @@ class PodVolume(Strict, frozen=True):
 
 
 class EphemeralDisk(Strict, frozen=True):
-    """`/var/vcap/data`."""
+    """The ephemeral disk, mounted on `/var/vcap/data`."""
 
     size: Annotated[Size, doc("MiB, or a quantity. With `empty_dir`, requested from the node's ephemeral storage.")] = (
         10240
@@ -87,7 +87,7 @@ class EphemeralDisk(Strict, frozen=True):
 
 
 class ReservedDisk(Strict, frozen=True):
-    """A persistent disk that is created with the VM. create_disk later returns it."""
+    """A persistent disk that is created together with the VM. The VM's first create_disk returns it."""
 
     size: Annotated[Size, doc("MiB, or a quantity; the same as `persistent_disk` of the instance group.")]
     storage_class: Annotated[str, doc("StorageClass. Empty: `disks.storage_class`.")] = ""
@@ -110,9 +110,9 @@ class AgentImage(Strict, frozen=True):
 
 
 class NetworkPolicy(Strict, frozen=True):
-    """A NetworkPolicy of an instance group, which replaces the namespace's policy.
+    """A NetworkPolicy for an instance group. It replaces the namespace's policy for this group.
 
-    It must let the agent reach the bus.
+    It must allow connections from the agent to the bus.
     """
 
     ingress: Annotated[
@@ -186,7 +186,7 @@ class VmProperties(Strict, frozen=True):
     grace: Annotated[Count, doc("Seconds for jobs to drain and stop when the pod is deleted.")] = 50
 
     def __post_init__(self) -> None:
-        """Refuse properties that need root if the tier has no root."""
+        """Reject properties that need root if the tier has no root."""
         if self.agent and self.tier == "restricted":
             raise ValueError(
                 "`agent` needs root, to apply the overlay, and the tier `restricted` has none; set another tier"

@@ -1,10 +1,10 @@
-"""VMs, disks and snapshots that a Director knows, as reported by the bosh CLI.
+"""The VMs, disks and snapshots that a Director knows, as reported by the bosh CLI.
 
-A destructive command relies on this data. Every answer is therefore typed and must be complete: exit code 0,
-`Succeeded` as the last line, and every required member. Anything else ends the command.
+A command that deletes VMs relies on this data. Therefore, every answer is decoded into types and must be complete: the
+exit code is 0, the last line is `Succeeded`, and no required member is missing. Otherwise the command stops.
 
-The queries need an admin login (`GET /orphaned_vms`), because an admin sees every deployment. A user of a team is
-refused.
+The queries need the login of an admin, who sees every deployment. A user of a team does not, and is refused (`GET
+/orphaned_vms`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_FOUND: Final = "non-successful status code '404'"
 
 
 class Records(msgspec.Struct, frozen=True):
-    """Cids, grouped by the role in which the Director lists them."""
+    """The cids that the Director knows, by kind."""
 
     vms: frozenset[str]
     disks: frozenset[str]
@@ -34,7 +34,7 @@ class Records(msgspec.Struct, frozen=True):
     """The members of ``disks`` that are orphaned. The Director does not list their snapshots."""
     snapshots: frozenset[str]
     lists_dynamic_disks: bool
-    """False for a Director without `GET /dynamic_disks`, where any unknown disk may be a dynamic one."""
+    """False if the Director lacks `GET /dynamic_disks`. Any unknown disk may then be a dynamic disk."""
 
 
 class _Table(msgspec.Struct):
@@ -44,7 +44,7 @@ class _Table(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """The output of the CLI with `--json`. An empty list is null there."""
+    """The output of the CLI with `--json`. The CLI writes null instead of an empty list."""
 
     Tables: list[_Table] | None
     Blocks: list[str] | None
@@ -77,7 +77,7 @@ class _TaskRow(msgspec.Struct):
 
 
 class _RefusedError(InputError):
-    """A CLI command that failed. ``told`` is its output."""
+    """A CLI command has failed. ``told`` is its output."""
 
     def __init__(self, command: str, told: str) -> None:
         super().__init__(f"cannot query the Director: `{command}` failed: {told}")
@@ -85,9 +85,9 @@ class _RefusedError(InputError):
 
 
 def director() -> str:
-    """Return the UUID of the Director that the CLI's environment variables select.
+    """Return the UUID of the Director that the environment variables of the CLI select.
 
-    The Director passes the same UUID to its CPI.
+    It is the same UUID that the Director passes to its CPI.
     """
     uuid = _get("/info", _Info).uuid
     if not uuid:
@@ -96,8 +96,8 @@ def director() -> str:
 
 
 def check_idle() -> None:
-    """Raise ``InputError`` while the Director has unfinished tasks, because a task creates VMs before it records
-    them.
+    """Raise ``InputError`` while the Director has unfinished tasks, because a task records a VM only after it has
+    created it.
     """
     for task in _get(UNFINISHED, list[_TaskRow]):
         raise InputError(
@@ -106,13 +106,15 @@ def check_idle() -> None:
 
 
 def read() -> Records:
-    """Query everything. Orphaned VMs are queried last, because VMs move there from deployments."""
+    """Query all records. Orphaned VMs are queried last, because a VM may move from its deployment to the orphaned VMs
+    at any time.
+    """
     vms: set[str] = set()
     disks: set[str] = set()
     snapshots: set[str] = set()
     for deployment in _get("/deployments", list[_Deployment]):
         path = f"/deployments/{urllib.parse.quote(deployment.name, safe='')}"
-        # Active VMs, and those of an interrupted create-swap-delete update.
+        # This includes the inactive VMs of an interrupted create-swap-delete update.
         vms |= {vm.cid for vm in _get(f"{path}/vms", list[_VmRow])}
         snapshots |= {one.snapshot_cid for one in _get(f"{path}/snapshots", list[_Snapshot])}
         for row in _instances(deployment.name):
@@ -131,7 +133,7 @@ def read() -> Records:
 
 
 def _instances(deployment: str) -> list[dict[str, str]]:
-    """Return the rows of all instances of a deployment, with their VMs and disks."""
+    """Return the table of a deployment's instances. Each row contains the cids of a VM and its disks."""
     command = ["instances", "--details", f"--deployment={deployment}"]
     tables = _ask(command).Tables or []
     if len(tables) != 1 or tables[0].Content != "instances" or not tables[0].Header.keys() >= INSTANCE_COLUMNS:
@@ -143,7 +145,7 @@ def _instances(deployment: str) -> list[dict[str, str]]:
 
 
 def _get(path: str, kind: type[T]) -> T:
-    """Return the response of the Director to a GET request."""
+    """Return the Director's response to a GET request."""
     command = ["curl", path]
     blocks = _ask(command).Blocks or []
     try:

@@ -1,7 +1,8 @@
-"""Recreation: a VM gets a new pod of the same name with other disks, and keeps its data claim and Secret.
+"""Recreation: replace the pod of a VM with a new pod of the same name that mounts other disks. The data claim and the
+Secret are kept.
 
-The properties of the new pod are recorded in an annotation of the data claim before the old pod ends. If the CPI is
-interrupted between the two steps, the next call completes the recreation.
+The properties of the new pod are recorded in an annotation of the data claim before the old pod is deleted. If the CPI
+is interrupted before the new pod exists, the next call completes the recreation.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from kubernetes_cpi.session import Session
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """The pod that a recreation is about to create: its disks, and the metadata of the old pod."""
+    """The pod that a recreation is about to create: its disks, and the metadata that the old pod had."""
 
     disks: list[str]
     live: list[str] = []
-    """Disks that are attached to it while it runs."""
+    """Disks to attach live after the new pod has started."""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
 
 
 def can_recreate(pod: Object) -> bool:
-    """Return True if the VM's data, with its credentials, packages and logs, outlives its pod."""
+    """Return True if the VM's data directory, which contains credentials, packages and logs, outlives the pod."""
     return names.data_claim(pod["metadata"]["name"]) in manifests.claims_of(pod)
 
 
 def must_keep_address(session: Session, pod: Object) -> bool:
-    """Return True if the Director has already read the pod's address, a new pod would get another one, and no property
-    allows that.
+    """Return True if a recreation would change an address that the Director has already read, and no property allows
+    that.
     """
     is_undecided = (pod["metadata"].get("annotations") or {}).get(names.ATTACH) == "auto"
     return is_undecided and session.config.disks.attach != "recreate"
 
 
 def unfinished(session: Session, vm: str) -> Intent | None:
-    """Return the unfinished recreation of a VM."""
+    """Return the unfinished recreation of a VM, or None."""
     claim = session.client.find(CLAIMS, session.namespace_of(vm), names.data_claim(vm))
     is_ours = claim is not None and names.is_ours(claim, names.KIND_DATA, session.director)
     text = claims.annotation(claim, names.DISKS) if claim is not None and is_ours else ""
@@ -51,9 +52,11 @@ def unfinished(session: Session, vm: str) -> Intent | None:
 
 
 def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
-    """Recreate the pod with these disks, or with its former ones if it cannot start with them."""
+    """Recreate the pod with these disks. If it cannot start with them, recreate it with its previous disks and raise
+    ``CpiError``.
+    """
     vm, had = pod["metadata"]["name"], manifests.disks_of(pod)
-    intent = _begun(session, pod, disks)
+    intent = _record_intent(session, pod, disks)
     log.say(f"pod {vm}: recreated with the disks {', '.join(disks) or '(none)'}")
     pods.end(session, session.namespace_of(vm), vm, is_name_needed=True)
     try:
@@ -61,7 +64,7 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
     except VMCreationFailedError as exc:
         log.say(f"pod {vm}: {exc}; recreated with its previous disks")
         former = msgspec.structs.replace(intent, disks=had)
-        _note(session, vm, former)
+        _write_intent(session, vm, former)
         pods.end(session, session.namespace_of(vm), vm, grace_s=1, is_name_needed=True)
         carry_on(session, vm, former)
         raise CpiError(f"cannot recreate the pod of {vm} with the disks {', '.join(disks)}: {exc}") from exc
@@ -72,24 +75,26 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
 
 
 def release(session: Session, pod: Object, disk: str) -> None:
-    """End the pod of a VM that has detached a disk but still mounts it. If the VM is in use, create a new pod without
-    the disk.
+    """Make the pod of a VM release a disk that the VM has detached but the pod still mounts.
 
-    No new pod is created if the Director has shut the VM down or is deleting it at the same time.
+    The pod is ended. If the VM is in use, a new pod without the disk is created, but not if the Director has shut the
+    VM down or is deleting it at the same time.
     """
     vm, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
     intent = unfinished(session, vm)
-    if intent is None and not _is_at_work(session, pod):
+    if intent is None and not _is_in_use(session, pod):
         log.say(f"{vm} is shut down, but its pod still mounts the disk {disk}: ending the pod")
         pods.end(session, namespace, vm)
         return
     log.say(f"{vm} still mounts the disk {disk}, so its pod is recreated without it")
     try:
         if intent is None:
-            intent = _begun(session, pod, [one for one in manifests.disks_of(pod) if claims.is_held(session, one, vm)])
+            intent = _record_intent(
+                session, pod, [one for one in manifests.disks_of(pod) if claims.is_held(session, one, vm)]
+            )
         pods.end(session, namespace, vm, is_name_needed=True)
-        # Do not wait until the pod is ready, because if the VM was shut down just before, the pod starts but never
-        # becomes ready.
+        # Do not wait until the pod is ready. If the VM was shut down just before, the pod starts but never becomes
+        # ready.
         carry_on(session, vm, intent, is_enough=pods.has_started)
     except VMNotFoundError:
         log.say(f"pod {vm}: it is not recreated, because its VM is being deleted")
@@ -100,7 +105,9 @@ def release(session: Session, pod: Object, disk: str) -> None:
 def carry_on(
     session: Session, vm: str, intent: Intent, *, is_enough: Callable[[Object], bool] = pods.is_ready
 ) -> Object:
-    """Create the pod of a recreation whose old pod is gone, perhaps on another node, and wait for it."""
+    """Create the new pod of a recreation whose old pod is gone, and wait for it. It may run on another node than the
+    old one.
+    """
     namespace = session.namespace_of(vm)
     if intent.live:
         attachments.end_all(session, vm)
@@ -116,8 +123,8 @@ def carry_on(
     metadata["annotations"] = {**metadata["annotations"], **intent.annotations, names.RECREATED: "true"}
     made, _ = session.client.ensure(PODS, namespace, body)
     if session.client.find(SECRETS, namespace, vm) is None:
-        # The VM was deleted meanwhile, so remove the new pod. If it is deleted after this check, delete_vm removes the
-        # pod, because it looks for one again after it has removed the Secret.
+        # The VM was deleted in the meantime, so remove the new pod. If the VM is deleted only after this check,
+        # delete_vm removes the pod, because it deletes the pod once more after it has deleted the Secret.
         pods.end(session, namespace, vm, grace_s=1)
         raise VMNotFoundError(f"cannot recreate the pod of {vm}: its VM was deleted meanwhile")
     timeout_s = session.config.timeouts.create_vm
@@ -126,19 +133,19 @@ def carry_on(
     for disk in intent.live:
         if claims.is_held(session, disk, vm):
             attachments.attach(session, ready, disk)
-    _note(session, vm, None)
+    _write_intent(session, vm, None)
     return ready
 
 
 def finish(session: Session, pod: Object) -> None:
-    """Delete the record of a recreation that was interrupted after it had created its pod."""
+    """Delete the record of a recreation that was interrupted after the new pod was created."""
     vm = pod["metadata"]["name"]
     if names.RECREATED in (pod["metadata"].get("annotations") or {}) and unfinished(session, vm):
-        _note(session, vm, None)
+        _write_intent(session, vm, None)
 
 
-def _begun(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
-    """Record that the pod is to be created again with these disks."""
+def _record_intent(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
+    """Record that a pod is about to be recreated with these disks."""
     vm = pod["metadata"]["name"]
     if not can_recreate(pod):
         raise NotSupportedError(
@@ -147,15 +154,15 @@ def _begun(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
         )
     live = attachments.disks_of(attachments.of(session, vm)) if manifests.live_disks(pod) else []
     intent = Intent(list(disks), live, _metadata(pod, "labels"), _metadata(pod, "annotations"))
-    _note(session, vm, intent)
+    _write_intent(session, vm, intent)
     return intent
 
 
-def _is_at_work(session: Session, pod: Object) -> bool:
-    """Return True if the VM is in use, which means that its pod is ready.
+def _is_in_use(session: Session, pod: Object) -> bool:
+    """Return True if the VM is in use, that is, if its pod is ready.
 
-    The pod of a VM that was just shut down may still be reported as ready. If the pod could not be created again, it
-    therefore has to stay ready for `timeouts.unmount` seconds.
+    If the VM was just shut down, its pod may still be reported as ready. A pod that cannot be recreated must therefore
+    stay ready for `timeouts.unmount` seconds.
     """
     if can_recreate(pod) or not pods.is_ready(pod):
         return pods.is_ready(pod)
@@ -165,7 +172,7 @@ def _is_at_work(session: Session, pod: Object) -> bool:
     return all(state is not None and pods.is_ready(state) for state in states)
 
 
-def _note(session: Session, vm: str, intent: Intent | None) -> None:
+def _write_intent(session: Session, vm: str, intent: Intent | None) -> None:
     text = msgspec.json.encode(intent).decode() if intent else None
     body: Object = {"metadata": {"annotations": {names.DISKS: text}}}
     try:
@@ -177,6 +184,6 @@ def _note(session: Session, vm: str, intent: Intent | None) -> None:
 
 
 def _metadata(pod: Object, kind: str) -> dict[str, str]:
-    """Return the labels or annotations that set_vm_metadata has set on the pod."""
+    """Return the labels or annotations of the pod that were set by set_vm_metadata."""
     found = pod["metadata"].get(kind) or {}
     return {key: value for key, value in found.items() if key.startswith(names.METADATA)}

@@ -29,9 +29,9 @@ def tables() -> str:
 
 
 def table(struct: type[msgspec.Struct]) -> str:
-    """Return the property list of one struct as Markdown: key, type and default, meaning.
+    """Return the property list of a struct as a Markdown table: key, type and default, meaning.
 
-    The keys of a port appear only in the list of VM properties.
+    The keys of a port are listed only in the table of VM properties.
     """
     lines = []
     for key, kind, default, text in schema.rows(struct):
@@ -41,7 +41,7 @@ def table(struct: type[msgspec.Struct]) -> str:
 
 
 def properties() -> Iterator[tuple[str, str, str, str]]:
-    """Return key, type, default and description of each property of the CPI, for the spec of a job."""
+    """Return key, type, default and description of every property of the CPI, for the spec of the release's job."""
     return schema.rows(Config)
 
 

@@ -1,4 +1,4 @@
-"""Parser that converts documents to types. An unknown key is an error that suggests the most similar known key.
+"""Convert documents to types. An unknown key raises an error that suggests the most similar known key.
 
 The property tables are generated from the types, so each field is documented in its declaration: ``Annotated[str,
 doc("...")]``.
@@ -35,10 +35,10 @@ def read(document: object, wanted: type[T], *, origin: str) -> T:
     try:
         return msgspec.convert(document, wanted)
     except msgspec.ValidationError as exc:
-        raise InputError(f"cannot use {origin}: {_explained(str(exc), wanted)}") from None
+        raise InputError(f"cannot use {origin}: {_with_suggestion(str(exc), wanted)}") from None
 
 
-def _explained(text: str, wanted: type[msgspec.Struct]) -> str:
+def _with_suggestion(text: str, wanted: type[msgspec.Struct]) -> str:
     found = re.search(_UNKNOWN, text)
     if not found:
         return text
@@ -55,7 +55,9 @@ def nearest(key: str, known: list[str]) -> str:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two documents: objects key by key. Any other value in ``above`` replaces the one in ``below``."""
+    """Merge two documents. Objects are merged key by key; any other value in ``above`` replaces the one in
+    ``below``.
+    """
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
@@ -73,7 +75,7 @@ def _struct_at(wanted: type[msgspec.Struct], path: str) -> type[msgspec.Struct]:
 
 
 def _struct_in(hint: Any) -> Any:
-    """Return the one struct within a type such as ``list[Port] | None``, or the type itself if it contains none."""
+    """Return the struct in a type such as ``list[Port] | None``, or the type itself if there is no struct in it."""
     if isinstance(hint, type) and not get_args(hint):
         return hint
     inner = [_struct_in(argument) for argument in get_args(hint)]

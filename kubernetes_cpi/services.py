@@ -1,5 +1,4 @@
-"""Objects that lead traffic to VMs: Services, Ingresses and NetworkPolicies of groups, and a DNS name for each
-instance.
+"""Objects that direct traffic to VMs: Services, Ingresses, NetworkPolicies of groups, and a DNS name for each instance.
 
 An object that several VMs share is deleted with the last of them.
 """
@@ -22,8 +21,8 @@ MAX_NAME_CHARS: Final = 63
 
 
 def make(session: Session, vm: Vm) -> None:
-    """Point all objects of the VM's group and of its `vip` networks to the VM. A `vip` address can move from VM to
-    VM.
+    """Create or update the objects of the VM's group and of its `vip` networks. The `vip` addresses now lead to this
+    VM, even if they led to another VM before.
     """
     for vip in vm.networks.vips:
         _ensure(session, SERVICES, vm.namespace, networks.service(vip, vm.cid, vm.director))
@@ -36,9 +35,8 @@ def make(session: Session, vm: Vm) -> None:
 
 
 def remove(session: Session, vm: str, policy: str) -> None:
-    """Delete the Services that lead only to this VM, and the shared objects of its group if no VM is left in it.
-
-    ``policy`` is the NetworkPolicy of the group, or "" if it has none.
+    """Delete the Services that lead only to this VM, and the shared objects of its group if the group has no VMs
+    left.
     """
     namespace = session.namespace_of(vm)
     for service in session.client.list(SERVICES, namespace, labels=f"{names.MANAGED_BY}={names.OURS}"):
@@ -52,7 +50,7 @@ def remove(session: Session, vm: str, policy: str) -> None:
         if is_mine:
             if names.INGRESS in (metadata.get("annotations") or {}):
                 _delete(session, INGRESSES, namespace, metadata["name"], names.KIND_INGRESS)
-            # A new VM of the group changes the Service, and then this deletion does nothing.
+            # If a new VM of the group has changed the Service since it was listed, this call deletes nothing.
             session.client.delete(SERVICES, namespace, metadata["name"], version=metadata["resourceVersion"])
     if policy and _is_empty(session, namespace, policy.removeprefix(manifests.GROUP_PREFIX)):
         _delete(session, POLICIES, namespace, policy, names.KIND_POLICY)
@@ -62,8 +60,8 @@ def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> Non
     """Point the name `DEPLOYMENT-GROUP-INDEX`, taken from the Director's metadata, to a VM. Compilation VMs get no
     name.
 
-    The name stays when the VM's address changes. A missing permission, or a Service of another owner, is logged and is
-    not an error.
+    The name remains valid when the VM's address changes. If the name cannot be created, for example because a
+    permission is missing or the Service belongs to somebody else, this is only logged.
     """
     parts = [metadata.get(key) for key in ("deployment", "job", "index")]
     if not session.config.networks.instance_names or "compiling" in metadata or None in parts:
@@ -71,7 +69,8 @@ def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> Non
     spec: Object = {
         "clusterIP": "None",
         "selector": {names.VM: vm, names.KIND: names.KIND_VM},
-        # The instances of a clustered service must find each other before they are ready.
+        # Publish addresses of pods that are not ready, because the instances of a clustered service must find each
+        # other before they become ready.
         "publishNotReadyAddresses": True,
     }
     labels = names.labels(names.KIND_INSTANCE, session.director, **{names.VM: vm})
@@ -85,7 +84,7 @@ def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> Non
 def instance_name(deployment: str, group: str, index: str) -> str:
     """Return the name of an instance as a valid DNS label.
 
-    If the parts have to be changed to make them valid, a digest keeps the name unique.
+    If the parts do not form a valid label, they are changed, and a digest keeps the name unique.
     """
     text = f"{deployment}-{group}-{index}"
     if len(text) <= MAX_NAME_CHARS and re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", text):
@@ -95,7 +94,7 @@ def instance_name(deployment: str, group: str, index: str) -> str:
 
 
 def _ensure(session: Session, resource: Resource, namespace: str, body: Object) -> None:
-    """Create an object, or update the existing one of this Director."""
+    """Create an object, or update the existing object if it belongs to this Director."""
     made, is_new = session.client.ensure(resource, namespace, body)
     if is_new:
         return

@@ -1,4 +1,4 @@
-"""The context in which a CPI method runs: the configuration, the cluster, and the caller."""
+"""The context of a request: configuration, connection to the cluster, and calling Director."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from kubernetes_cpi.errors import CpiError, InputError
 
 
 class Session(msgspec.Struct, frozen=True):
-    """The context of one request. ``request_id`` differs from call to call, and is "" for requests from the CLI."""
+    """The context of one request. ``request_id`` is different for each call of a Director, and is "" for requests from
+    the CLI.
+    """
 
     config: Config
     client: Client
@@ -28,7 +30,9 @@ class Session(msgspec.Struct, frozen=True):
         return names.namespace_of(cid, self.namespace)
 
     def find(self, resource: Resource, cid: str, kind: str) -> Object | None:
-        """Return the object of a cid, or None if it does not exist or was not created by this CPI for this Director."""
+        """Return the object with this cid. Return None if it does not exist or was not created by this CPI for this
+        Director.
+        """
         found = self.client.find(resource, self.namespace_of(cid), cid)
         return found if found is not None and names.is_ours(found, kind, self.director) else None
 
@@ -47,7 +51,7 @@ class Session(msgspec.Struct, frozen=True):
 
 
 def opened(config: Config, context: Mapping[str, Any]) -> Session:
-    """Open a session from the configuration, without sending a request to the cluster."""
+    """Open a session for a request. This sends no request to the cluster."""
     log.hide([config.agent.mbus, config.agent.blobstore])
     log.hide([config.cluster.token, config.cluster.client_key])
     access = credentials.access(config.cluster)

@@ -1,4 +1,4 @@
-"""Snapshots of disks, on clusters that have VolumeSnapshots."""
+"""Disk snapshots, for clusters with VolumeSnapshots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUT_TIMEOUT_S: Final = 60
 
 
 def create(session: Session, disk: Cid, metadata: Object) -> str:
-    """Take a snapshot of a disk and wait until its content is fixed. Return its cid."""
+    """Take a snapshot of a disk. Return its cid as soon as later writes to the disk no longer change the snapshot."""
     claim = claims.get(session, disk)
     namespace = session.namespace_of(disk)
     labels, annotations = names.metadata(metadata)

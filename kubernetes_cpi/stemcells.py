@@ -1,4 +1,4 @@
-"""Light stemcells, whose images are in a registry.
+"""Light stemcells, which only name an image in a registry.
 
 The cid of a stemcell is the image reference with its digest, followed by "#" and the architecture of the nodes that can
 run it.
@@ -18,18 +18,18 @@ REFERENCE: Final = (
     r"(?:(?:localhost|[-a-zA-Z0-9]+(?=[.:])(?:\.[-a-zA-Z0-9]+)*)(?::[0-9]+)?/)?"
     rf"{_PART}(?:/{_PART})*(?::[A-Za-z0-9_][-A-Za-z0-9_.]{{0,127}})?"
 )
-"""An image reference of an optional registry, a path in lower case and a tag, parsed as container runtimes do."""
+"""A valid image reference: an optional registry, a path in lower case and a tag, as container runtimes parse it."""
 
 ARCHITECTURES: Final = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
-"""Values of the node label `kubernetes.io/arch` by the architecture names used in stemcells."""
+"""Values of the node label `kubernetes.io/arch` for the architecture names that stemcells use."""
 
 
 def create(config: Config, _image_path: str | None, properties: dict[str, Any]) -> str:
     """Return the image that the cloud properties of a light stemcell name, as `image_reference` and `digest` or as
     `image`.
 
-    Nothing is pulled, so a wrong reference only shows when the first VM is created. Other keys belong to the stemcell
-    builder.
+    The image is not pulled, so a wrong reference is noticed only when the first VM is created. Other keys are meant for
+    the stemcell builder and are ignored.
     """
     given = properties.get("image_reference") or properties.get("image")
     if not given:
@@ -52,8 +52,8 @@ def create(config: Config, _image_path: str | None, properties: dict[str, Any]) 
 
 
 def parts(cid: str) -> tuple[str, str]:
-    """Return the image of a stemcell and its architecture in the notation of `kubernetes.io/arch`, or "" if it names
-    none.
+    """Return a stemcell's image, and its architecture as in the node label `kubernetes.io/arch`, or "" if the stemcell
+    does not name one.
     """
     image, _, architecture = cid.partition("#")
     return image, architecture

@@ -1,5 +1,5 @@
-"""VMs. Each consists of a pod that the cluster never replaces, an immutable Secret with its settings, and optionally a
-data claim.
+"""VMs. A VM consists of a pod, which the cluster does not replace when it fails, an immutable Secret with the agent's
+settings, and optionally a data claim.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from kubernetes_cpi.properties import VmProperties
 from kubernetes_cpi.session import Session
 
 GRACE_OF_FAILED_S: Final = 1
-"""Grace period for a VM that has never run a job."""
+"""Grace period in seconds for the pod of a VM that has never run a job."""
 
 
 BUS: Final = "to the bus|bus credentials"
-"""Regular expression for log lines of the agent about its bus connection."""
+"""Regular expression for lines of the agent's log about its connection to the bus."""
 REACHED: Final = "connected to the bus|does not know us|refuses our certificate|bus credentials"
-"""Regular expression for log lines of an agent that has reached a server."""
+"""Regular expression for log lines which show that the agent has reached a bus server."""
 BUS_PAUSE_S: Final = 0.2
 BOOT_S: Final = 2.0
-"""Seconds that an agent gets to reach the bus after its container has started. Most need less than one."""
+"""Seconds that the agent may take to reach the bus after its container has started. Most agents need less than one."""
 
 
 class MbusEnv(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class OfBosh(msgspec.Struct, frozen=True):
 
 
 class VmEnv(msgspec.Struct, frozen=True):
-    """The part of `env` that names the bus."""
+    """The part of `env` that contains the bus addresses."""
 
     bosh: OfBosh = OfBosh()
 
@@ -82,27 +82,27 @@ def create(
     disks: list[Cid] | None = None,
     env: Object | None = None,
 ) -> list[Any]:
-    """Create a VM and wait until its agent responds. Return its cid and networks.
+    """Create a VM and wait until its agent is up. Return the VM's cid and networks.
 
-    If that fails, everything that was created is removed again.
+    If the creation fails, everything that was created is deleted again.
     """
     disks, env = disks or [], env or {}
-    vm = _described(session, agent_id, stemcell, cloud_properties or {}, wanted_networks, env)
+    vm = _parse(session, agent_id, stemcell, cloud_properties or {}, wanted_networks, env)
     bus = bus_schemes(session.config.agent.mbus, env)
     for disk in disks:
         claims.check_same_namespace(session, vm.cid, disk)
     held = []
     try:
         if vm.attach == "auto":
-            vm = msgspec.structs.replace(vm, attach=_chosen_way(session, vm))
+            vm = msgspec.structs.replace(vm, attach=_attach_way(session, vm))
         base = manifests.pod(vm)
         _make_secret(session, vm, manifests.settings(vm, agent_id, env, session.config.agent), base)
-        held = _held(session, vm, disks)
-        pod = _made(session, vm, base, held, is_reserving=not disks)
+        held = _hold_disks(session, vm, disks)
+        pod = _create_pod(session, vm, base, held, is_reserving=not disks)
         services.make(session, vm)
         if vm.group and vm.properties.disruption_budget:
             budgets.keep(session, vm.namespace, vm.group)
-        up = _until_up(session, vm, pod, bus)
+        up = _wait_until_up(session, vm, pod, bus)
         _check_address(up, vm.networks.address)
         _check_bus(session, vm, bus)
         attachments.bound(session, up)
@@ -115,19 +115,20 @@ def create(
 
 
 def delete(session: Session, vm: Cid) -> None:
-    """Delete a VM with all its objects except persistent disks.
+    """Delete a VM and all its objects except persistent disks.
 
-    The pod is ended before the helper pods that mount disks into it, because those wait until it no longer uses the
+    The VM's pod is ended first. The attachments can end only then, because they wait until the VM no longer uses their
     disks.
     """
     namespace = session.namespace_of(vm)
-    pod, secret = _checked(session, vm)
+    pod, secret = _find_objects(session, vm)
     pods.end(session, namespace, vm)
-    _remove_belongings(session, vm, secret)
-    # Keep the group's budget if the VM was evicted, because the Health Monitor will recreate the VM.
+    _remove_other_objects(session, vm, secret)
+    # Adapt the budget only if the pod still ran. If it was evicted, the Health Monitor will recreate the VM, so the
+    # budget must keep its value.
     if pod is not None and not pods.is_ending(pod) and not pods.has_ended(pod):
-        _fit_budget(session, pod)
-    # A recreation that looked for the Secret before it was deleted may have created another pod.
+        _update_budget(session, pod)
+    # A recreation that read the Secret before it was deleted may have created another pod.
     pods.end(session, namespace, vm)
 
 
@@ -138,8 +139,8 @@ def has(session: Session, vm: Cid) -> bool:
 
 
 def reboot(session: Session, vm: Cid) -> None:
-    """Restart the VM: the container within its pod if disks are attached live, otherwise a new pod with the same
-    data.
+    """Restart the VM. If its disks are attached live, only its container is restarted; otherwise, it gets a new pod
+    with the same data.
     """
     pod = session.find(PODS, vm, names.KIND_VM)
     if pod is None and (intent := recreation.unfinished(session, vm)):
@@ -158,10 +159,7 @@ def reboot(session: Session, vm: Cid) -> None:
 
 
 def current(session: Session) -> str:
-    """Return the VM in which the CPI runs, identified by its host name.
-
-    Raises ``NotImplementedByCpiError`` outside a VM.
-    """
+    """Return the cid of the VM in which the CPI runs. It is the host name."""
     name = os.uname().nodename
     if session.find(PODS, name, names.KIND_VM) is None:
         raise NotImplementedByCpiError(f"cannot name the current VM: {name} is not a VM of this CPI")
@@ -169,7 +167,7 @@ def current(session: Session) -> str:
 
 
 def set_metadata(session: Session, vm: Cid, metadata: Object) -> None:
-    """Set labels and annotations of the pod from the Director's metadata."""
+    """Store the Director's metadata as labels and annotations of the pod."""
     get(session, vm)
     patch_metadata(session, PODS, vm, metadata, VMNotFoundError)
     services.name_instance(session, vm, metadata)
@@ -186,9 +184,9 @@ def get(session: Session, vm: str) -> Object:
 def patch_metadata(
     session: Session, resource: Resource, cid: str, metadata: Mapping[str, Any], missing: Callable[[str], CpiError]
 ) -> None:
-    """Set the Director's metadata on an object, each entry as a label or as an annotation.
+    """Store the Director's metadata on an object, each entry as a label or as an annotation.
 
-    If the object does not exist, raise the error that ``missing`` creates.
+    Raises the error that ``missing`` creates if the object does not exist.
     """
     labels, annotations = names.metadata(metadata)
     gone: dict[str, str | None] = dict.fromkeys([*labels, *annotations])
@@ -202,7 +200,9 @@ def patch_metadata(
 
 
 def calculate_properties(_config: Config, requirements: Object) -> dict[str, Any]:
-    """Return cloud properties for `vm_resources` of a manifest: `cpu`, `ram` and `ephemeral_disk_size` in MiB."""
+    """Return cloud properties for the `vm_resources` of a manifest: `cpu`, and `ram` and `ephemeral_disk_size` in
+    MiB.
+    """
     try:
         return {
             "cpu": requirements["cpu"],
@@ -216,9 +216,7 @@ def calculate_properties(_config: Config, requirements: Object) -> dict[str, Any
 # --- create -----------------------------------------------------------------------------------------------------------
 
 
-def _described(
-    session: Session, agent_id: str, stemcell: str, given: Object, wanted_networks: Object, env: Object
-) -> Vm:
+def _parse(session: Session, agent_id: str, stemcell: str, given: Object, wanted_networks: Object, env: Object) -> Vm:
     config = session.config
     document = schema.merged(config.vms, given)
     properties = schema.read(document, VmProperties, origin="the cloud properties of the VM")
@@ -241,7 +239,7 @@ def _described(
     )
 
 
-def _chosen_way(session: Session, vm: Vm) -> str:
+def _attach_way(session: Session, vm: Vm) -> str:
     """Choose how disks reach the running VM without changing an address that the Director has already read."""
     reason = "the tier `restricted` admits no live disks"
     if vm.properties.tier != "restricted":
@@ -254,19 +252,22 @@ def _chosen_way(session: Session, vm: Vm) -> str:
 
 
 def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> None:
-    """Create the Secret of a VM. It is the VM's first object, and once it exists the VM can hold disks."""
+    """Create the Secret of a VM. It must be the VM's first object, because only VMs that have a Secret can hold
+    disks.
+    """
     secret = manifests.secret(vm, settings, base)
-    _, is_good = _ensured(session, SECRETS, vm.namespace, secret, _has_same_data)
+    _, is_good = _create_or_compare(session, SECRETS, vm.namespace, secret, _has_same_data)
     if not is_good:
-        # An earlier attempt with this agent id had different settings, so end its pod, which uses them.
+        # An earlier attempt with this agent id had other settings. Its pod uses them, so end it.
         pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
         session.client.delete(SECRETS, vm.namespace, vm.cid)
         session.client.ensure(SECRETS, vm.namespace, secret)
 
 
-def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
-    """Return the disks that the pod can mount from its creation on. Those that another VM still uses are left to
-    attach_disk.
+def _hold_disks(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
+    """Reserve the disks for the VM and return those that its pod can mount from the start.
+
+    Disks that another VM still uses are left to attach_disk.
     """
     held = []
     for disk in disks:
@@ -283,8 +284,8 @@ def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
     return held
 
 
-def _made(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_reserving: bool) -> Object:
-    """Create the claims and the pod of a VM, or find those of an earlier attempt. Return the pod."""
+def _create_pod(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_reserving: bool) -> Object:
+    """Create the claims and the pod of a VM, or reuse those of an earlier attempt. Return the pod."""
     mounted = list(disks)
     if vm.has_data_claim:
         claims.make(session, vm.namespace, manifests.data_claim(vm))
@@ -294,17 +295,19 @@ def _made(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_re
         mounted.append(body["metadata"]["name"])
     pod = manifests.with_disks(base, mounted)
     pod["metadata"]["annotations"][names.REQUEST] = names.digest(manifests.text(pod))
-    made, is_good = _ensured(session, PODS, vm.namespace, pod, _is_same_pod)
+    made, is_good = _create_or_compare(session, PODS, vm.namespace, pod, _is_same_pod)
     if not is_good:
         pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
         made, _ = session.client.ensure(PODS, vm.namespace, pod)
     return made
 
 
-def _ensured(
+def _create_or_compare(
     session: Session, resource: Resource, namespace: str, body: Object, is_same: Callable[[Object, Object], bool]
 ) -> tuple[Object, bool]:
-    """Return the object, and whether it matches ``body``. An object that already existed may differ."""
+    """Create an object unless it exists. Return it and whether it matches ``body``, which an existing object may not
+    do.
+    """
     made, is_new = session.client.ensure(resource, namespace, body)
     session.check_ours(made, names.KIND_VM, VMCreationFailedError)
     return made, is_new or is_same(made, body)
@@ -321,7 +324,9 @@ def _is_same_pod(found: Object, wanted: Object) -> bool:
 
 
 def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
-    """Return the URL schemes of the bus addresses. Errors do not quote the addresses, since they contain passwords."""
+    """Return the URL schemes of the bus addresses. Error messages do not quote the addresses, because they contain
+    passwords.
+    """
     try:
         given = msgspec.convert(env, VmEnv).bosh.mbus.urls or [mbus]
         parts = [urllib.parse.urlsplit(url) for url in given]
@@ -338,10 +343,10 @@ def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
     return [one.scheme for one in parts]
 
 
-def _until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> Object:
+def _wait_until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> Object:
     """Wait until the agent logs that it has reached the bus, or until the pod is ready.
 
-    Both are checked, because the kubelet probes readiness only once a second.
+    The log is read because it is faster: the kubelet probes readiness only once a second.
     """
     begun, timeout_s = time.monotonic(), session.config.timeouts.create_vm
     state = pods.until_ready(session, vm.namespace, pod, timeout_s=timeout_s, is_enough=pods.has_started)
@@ -357,10 +362,10 @@ def _until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> 
 
 
 def _check_bus(session: Session, vm: Vm, schemes: Sequence[str]) -> None:
-    """Refuse a VM whose agent reports that it cannot reach the bus.
+    """Raise ``VMCreationFailedError`` if the agent logs that it cannot reach the bus.
 
-    A rejected certificate is no reason to refuse, because the Director admits the certificate only after create_vm
-    has returned.
+    If the bus rejects the agent's certificate, the agent has reached it. This is expected, because the Director admits
+    the certificate only after create_vm has returned.
     """
     until = time.monotonic() + session.config.timeouts.bus
     while "nats" in schemes and session.config.timeouts.bus:
@@ -393,30 +398,30 @@ def _check_address(pod: Object, wanted: str) -> None:
 def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> None:
     """Remove the objects of a failed create_vm.
 
-    Objects that could not be removed keep their label, so that delete_vm finds them later.
+    Objects that could not be removed keep their labels, so delete_vm finds them later.
     """
     log.say(f"cannot create the VM: {why}; its objects are removed")
     try:
-        pod, secret = _checked(session, vm)
+        pod, secret = _find_objects(session, vm)
         pods.end(session, session.namespace_of(vm), vm, grace_s=GRACE_OF_FAILED_S)
-        _remove_belongings(session, vm, secret)
+        _remove_other_objects(session, vm, secret)
         if pod is not None:
-            _fit_budget(session, pod)
+            _update_budget(session, pod)
         for disk in held:
             claims.record_detach(session, disk, vm)
     except CpiError as exc:
         log.say(f"cannot remove all objects of {vm}: {exc}; run delete_vm {vm} to remove the rest")
 
 
-def _fit_budget(session: Session, pod: Object) -> None:
+def _update_budget(session: Session, pod: Object) -> None:
     if group := pod["metadata"]["labels"].get(names.GROUP):
         budgets.keep(session, pod["metadata"]["namespace"], group)
 
 
-def _checked(session: Session, vm: str) -> tuple[Object | None, Object | None]:
-    """Return the pod and Secret of a VM, or None for either that is missing.
+def _find_objects(session: Session, vm: str) -> tuple[Object | None, Object | None]:
+    """Return the pod and the Secret of a VM, each of them None if it does not exist.
 
-    Raises ``VMNotFoundError`` if this CPI did not create them.
+    Raises ``VMNotFoundError`` if one of them was not created by this CPI for this Director.
     """
     secret, pod = (session.client.find(resource, session.namespace_of(vm), vm) for resource in (SECRETS, PODS))
     for found in (secret, pod):
@@ -424,11 +429,12 @@ def _checked(session: Session, vm: str) -> tuple[Object | None, Object | None]:
     return pod, secret
 
 
-def _remove_belongings(session: Session, vm: str, secret: Object | None) -> None:
-    """Delete the other objects of a VM whose pod is gone."""
+def _remove_other_objects(session: Session, vm: str, secret: Object | None) -> None:
+    """Delete all other objects of a VM whose pod has ended."""
     namespace = session.namespace_of(vm)
     attachments.end_all(session, vm)
-    # Delete these before the Secret, which names the policy, so that a repeated call still finds the rest.
+    # Delete the group's objects before the Secret, which names the NetworkPolicy. If this call is interrupted, its
+    # retry can then still find them.
     services.remove(session, vm, ((secret or {}).get("metadata", {}).get("annotations") or {}).get(names.POLICY, ""))
     session.client.delete(SECRETS, namespace, vm)
     data = session.client.find(CLAIMS, namespace, names.data_claim(vm))
