@@ -1,7 +1,9 @@
-"""A stand-in for the bosh CLI (bosh-cli 7 with Director 283) that takes its answers from the JSON in ``STAND_IN_BOSH``.
+"""A stand-in for the bosh CLI (bosh-cli 7 with Director 283). Its answers come from the JSON file that
+``STAND_IN_BOSH`` names.
 
-With `--json` it prints one document with tables, `curl` output, and lines that end with `Succeeded`, or with the error
-and `Exit code 1`. ``failing`` in ``STAND_IN_BOSH`` maps the paths and commands that the Director refuses to the status.
+With `--json` it prints one document, which contains tables, the output of `curl`, and lines. The last line is
+`Succeeded`, or `Exit code 1` after an error message. The member ``failing`` of the file maps paths and commands that
+the Director refuses to an HTTP status.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class CliError(Exception):
 
 
 class _GoFlagsParser(argparse.ArgumentParser):
-    """Handles mistakes like go-flags: they are printed as an error of the command, in the command's output format."""
+    """Reports invalid arguments as go-flags does: as an error of the command, in the command's output format."""
 
     def error(self, message: str) -> NoReturn:
         raise CliError(message)
@@ -134,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    # Move global options after the command, because they may precede it.
+    # Move global options behind the command, because argparse expects them there but the CLI accepts them before it.
     while argv and argv[0] in ("-d", "-n", "--json"):
         taken = 2 if argv[0] == "-d" else 1
         argv = [*argv[taken:], *argv[:taken]]

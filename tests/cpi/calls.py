@@ -1,4 +1,4 @@
-"""Calls the CPI as a Director does, in this process or in separate processes."""
+"""Call the CPI as a Director does, in this process or in separate processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENV = {
 
 
 class CpiFailedError(AssertionError):
-    """The response contains an error."""
+    """The CPI responded with an error."""
 
     def __init__(self, error: Object, log: str) -> None:
         super().__init__(f"{error['type']}: {error['message']}")
@@ -41,7 +41,7 @@ class CpiFailedError(AssertionError):
 
 
 class CpiCalls:
-    """A CPI with its configuration. ``request_id`` is incremented with each call, as by a Director."""
+    """A CPI with a configuration. Like a Director, it increments ``request_id`` with each call."""
 
     def __init__(self, server: FakeApiServer, directory: Path, **config: Any) -> None:
         self.server = server
@@ -74,7 +74,7 @@ class CpiCalls:
         return checked(done.stdout), done.stderr.decode()
 
     def __call__(self, method: str, *arguments: Any, request_id: str = "") -> Any:
-        """Call a method and return its result. Raises ``CpiFailedError`` for an error."""
+        """Call a method and return its result. Raises ``CpiFailedError`` if the response is an error."""
         response = self.answer(self.request(method, arguments, request_id=request_id))
         if response["error"]:
             raise CpiFailedError(response["error"], response["log"])
@@ -94,7 +94,7 @@ class CpiCalls:
         return disk
 
     def refused(self, kind: str, method: str, *arguments: Any, match: str | None = None) -> None:
-        """Check that a call fails with this type of error."""
+        """Check that a call fails with an error of this type."""
         with pytest.raises(CpiFailedError, match=match) as failed:
             self(method, *arguments)
         assert failed.value.type == kind
@@ -108,7 +108,7 @@ def start(request: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]
 
 
 def checked(raw: bytes) -> Object:
-    """Parse a response, check its format as Directors do (external_cpi.rb), and return it."""
+    """Parse a response, check its format as the Director does (external_cpi.rb), and return it."""
     response: Object = json.loads(raw)
     assert set(response) == {"result", "error", "log"}, response
     assert isinstance(response["log"], str)
@@ -122,12 +122,14 @@ def checked(raw: bytes) -> Object:
 
 
 class Killed(BaseException):
-    """Raised to simulate a kill, after which there is neither a cleanup nor a response."""
+    """Simulates a kill: the CPI does not handle this exception, so it neither cleans up nor responds."""
 
 
 @contextmanager
 def killed_after(count: int) -> Iterator[list[str]]:
-    """Kill the CPI in the block when its ``count``-th request has been processed. Watches count as requests."""
+    """Kill the CPI that runs in the block as soon as its ``count``-th request is processed. A watch counts as one
+    request.
+    """
     made: list[str] = []
     asked = ""
     request, getresponse = HTTPConnection.request, HTTPConnection.getresponse

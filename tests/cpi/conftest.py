@@ -1,5 +1,5 @@
-"""Provides a fresh cluster for each test, and checks that no call needs more permissions than the Roles in deploy/cpi
-grant.
+"""Provides a new cluster for each test, and checks that the CPI needs no permissions other than those that the Roles in
+deploy/cpi grant.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch
 
 @cache
 def allowed() -> frozenset[tuple[str, str]]:
-    """Return the pairs of verb and plural that the Roles allow."""
+    """Return each verb and resource (its plural name) that the Roles allow."""
     texts = [file.read_text() for file in sorted((ROOT / "deploy/cpi").rglob("*.yaml"))]
     roles = [one for text in texts if "rbac.authorization" in text for one in yaml.safe_load_all(text)]
     rules = [rule for one in roles if one and one["kind"] in ("Role", "ClusterRole") for rule in one["rules"]]
     return frozenset((verb, plural) for rule in rules for verb in rule["verbs"] for plural in rule["resources"])
 
 
-def asked(request: str) -> tuple[str, str]:
-    """Return the verb and plural of a request."""
+def permission_for(request: str) -> tuple[str, str]:
+    """Return the RBAC verb and the resource (its plural name) that a request needs."""
     method, _, path = request.partition(" ")
     plural, _, name = path.partition("/")
     return VERBS.get(method) or ("get" if name else "list"), plural
@@ -40,9 +40,9 @@ def server() -> Iterator[FakeApiServer]:
     yield server
     server.close()
     assert server.cluster.violations == []
-    # Every account may query its own permissions (system:basic-user), so the Roles need not allow it.
+    # Every account may query its own permissions (system:basic-user), so the Roles need not grant this permission.
     reviews = {("create", "selfsubjectaccessreviews")}
-    assert {asked(request) for request in server.requests} - reviews <= allowed()
+    assert {permission_for(request) for request in server.requests} - reviews <= allowed()
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def cluster(server: FakeApiServer) -> FakeCluster:
 
 @pytest.fixture
 def cpi(server: FakeApiServer, tmp_path: Path) -> CpiCalls:
-    """Return a CPI with short time limits, so that tests of timeouts do not take long."""
+    """Return a CPI with short timeouts, so that tests which wait for a timeout are fast."""
     return CpiCalls(
         server,
         tmp_path,

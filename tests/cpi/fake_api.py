@@ -1,8 +1,8 @@
-"""A small but strict fake of an API server with a kubelet. It checks names and labels, and supports conflicts, watches,
-grace periods and claims.
+"""A small but strict fake of a Kubernetes API server with a kubelet. It checks names and labels, and simulates
+conflicts, watches, grace periods and claims.
 
-``FakeCluster`` stores the objects and simulates scheduler and kubelet. ``FakeApiServer`` speaks HTTP and injects faults
-into requests that match a pattern such as ``POST pods``.
+``FakeCluster`` stores the objects and simulates the scheduler and the kubelet. ``FakeApiServer`` speaks HTTP and
+injects faults into requests that match a pattern such as ``POST pods``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Key = tuple[str, str, str]
 NODE = "node-1"
 TOKEN = "token-of-the-cpi"
 STEP_S = 0.005
-"""Duration in seconds of each action of the scheduler or kubelet."""
+"""Seconds that each action of the scheduler or kubelet takes."""
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 LABEL_KEY = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -42,7 +42,7 @@ GROUPS = {
 
 
 class RefusalError(Exception):
-    """Raised to refuse a request with a Status object."""
+    """The server refuses a request and responds with a Status object."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -53,8 +53,8 @@ class RefusalError(Exception):
 class Fault:
     """A fault for the next ``times`` requests whose ``METHOD plural/name`` matches ``pattern``.
 
-    ``status`` is returned without processing the request. ``cut`` ends the connection "before" or "after" the
-    processing.
+    If ``status`` is set, the request is not processed, and this status is returned. If ``cut`` is "before" or "after",
+    the connection is closed before or after the request is processed.
     """
 
     pattern: str
@@ -62,7 +62,7 @@ class Fault:
     status: int = 0
     message: str = "played"
     raw: str = ""
-    """Response body that is sent instead of a Status object."""
+    """Body of the response, instead of a Status object."""
     retry_after: str = ""
     cut: str = ""
     delay_s: float = 0.0
@@ -72,33 +72,35 @@ class Fault:
 
 @dataclass
 class FakeCluster:
-    """All objects of the cluster, and how its kubelet treats pods."""
+    """All objects of a cluster, and settings for how its kubelet treats pods."""
 
     objects: dict[Key, Object] = field(default_factory=dict)
     events: list[tuple[int, str, Key, Object]] = field(default_factory=list)
-    """All changes: resource version, event type, key, and state of the object."""
+    """All changes so far: resource version, event type, key, and the object after the change."""
     version: int = 100
     memory: int = 10000
-    """Number of recent versions from which a watch can start. For older versions it gets 410."""
+    """Number of versions that the server remembers. A watch from an older version gets status 410."""
     admission: list[Callable[[str, Object], None]] = field(default_factory=list)
     pod_status: Callable[[Object], Object | None] = lambda _: None
-    """Returns the status that the kubelet reports for a pod, or None for that of a running pod."""
+    """Returns the status that the kubelet reports for a pod, or None to report it as running."""
     start_after_s: float = STEP_S
-    """Seconds until a pod starts."""
+    """Seconds until a pod runs."""
     is_node_alive: bool = True
     objects_linger_s: float = 0.0
-    """Seconds from the reported end of a pod's containers until its object is removed (several on 1.20)."""
+    """Seconds between the end of a pod's containers and the removal of its object. On Kubernetes 1.20 these are
+    several.
+    """
     exit_code: int = 0
     busy_disks: set[str] = field(default_factory=set)
-    """Disks that a VM uses, so that they cannot be unmounted."""
+    """Disks that cannot be unmounted, because a VM uses them."""
     has_snapshots: bool = True
     snapshot_status: Object = field(
         default_factory=lambda: {"creationTime": "2001-01-01T00:00:02Z", "readyToUse": True}
     )
     denied: set[str] = field(default_factory=lambda: {"list secrets"})
-    """Actions that access reviews deny, in the form "verb plural"."""
+    """Actions that access reviews report as denied, in the form "VERB PLURAL"."""
     forbidden: set[str] = field(default_factory=set)
-    """Plurals of the kinds that the account may not read."""
+    """Plurals of the kinds whose objects the account may not read."""
     logs: Callable[[Object], str] = lambda _: '{"level": "info", "message": "connected to the bus at 10.0.0.6:4222"}'
     """Returns the log of a pod."""
     violations: list[str] = field(default_factory=list)
@@ -113,7 +115,7 @@ class FakeCluster:
             return {name: body for (kind, _, name), body in self.objects.items() if kind == plural}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all objects without the members that differ between runs, for comparisons."""
+        """Return all objects, without the members that differ from run to run, so that two states can be compared."""
         with self.changed:
             return {f"{plural}/{name}": _essence(body) for (plural, _, name), body in sorted(self.objects.items())}
 
@@ -124,7 +126,7 @@ class FakeCluster:
                 timer.join()
 
     def hurry(self) -> None:
-        """Run the pending actions of the scheduler and kubelet now."""
+        """Run the pending actions of the scheduler and kubelet immediately."""
         for timer in self.timers:
             if timer.is_alive():
                 timer.cancel()
@@ -133,7 +135,7 @@ class FakeCluster:
     # --- verbs --------------------------------------------------------------------------------------------------------
 
     def admitted(self, key: Key, body: Object) -> Object:
-        """Raise ``RefusalError`` for an object that ``create`` would refuse, without storing it."""
+        """Return the object as it would be stored. Raise ``RefusalError`` if ``create`` would refuse it."""
         _check_metadata(body["metadata"])
         if key[0] == "pods":
             _check_pod(body)
@@ -156,7 +158,7 @@ class FakeCluster:
                 given = body.pop("stringData", {})
                 body["data"] = {name: base64.b64encode(text.encode()).decode() for name, text in given.items()}
             if plural == "persistentvolumeclaims":
-                # The claim is only bound when a pod uses it (WaitForFirstConsumer).
+                # Leave the claim pending. It is bound only when a pod uses it (WaitForFirstConsumer).
                 body["status"] = {"phase": "Pending"}
             if plural == "pods":
                 body["status"] = {"phase": "Pending"}
@@ -264,7 +266,7 @@ class FakeCluster:
             self._store(key, _merge(pod, {"spec": spec, "status": status}), "MODIFIED")
 
     def _unmounted(self, pod: Object) -> Object:
-        """Return the status of a helper pod that unmounts a disk. The helper fails while the VM uses the disk."""
+        """Return the status of a helper pod that unmounts a disk. If a VM uses the disk, the helper fails."""
         is_busy = pod["metadata"]["labels"]["cpi.bosh.io/disk"] in self.busy_disks
         if not is_busy:
             return _running(pod, len(self.events))
@@ -272,7 +274,7 @@ class FakeCluster:
         return {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
 
     def _reboot(self, namespace: str, labels: Object) -> None:
-        """If the pod is a helper for a reboot, restart the container of its VM."""
+        """If the pod is a helper for a reboot, restart the container of the VM that it is for."""
         vm = ("pods", namespace, labels.get("cpi.bosh.io/vm", ""))
         if labels.get("cpi.bosh.io/kind") == "reboot" and vm in self.objects:
             container, *_ = self.objects[vm]["status"]["containerStatuses"]
@@ -337,7 +339,9 @@ class FakeCluster:
 
 
 class FakeApiServer:
-    """Serves the cluster over HTTP on its own port. ``requests`` records `METHOD plural/name` in order."""
+    """Serves the cluster over HTTP on a free port. ``requests`` records each request as `METHOD plural/name`, in
+    order.
+    """
 
     def __init__(self, cluster: FakeCluster, *, tls: ssl.SSLContext | None = None) -> None:
         self.cluster = cluster
@@ -346,7 +350,7 @@ class FakeApiServer:
         self.faults: list[Fault] = []
         self.token = TOKEN
         self.expired = 0
-        """Number of watches that were answered with 410."""
+        """Number of watches that were rejected with status 410."""
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -364,12 +368,13 @@ class FakeApiServer:
 
         class Quiet(ThreadingHTTPServer):
             def handle_error(self, *_: object) -> None:
-                """Ignore connection errors, because killed clients close their connections."""
+                """Ignore connection errors, because a killed client closes its connection at any point."""
 
         self._http = Quiet(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         if tls:
-            # Perform the handshake in the connection's own thread, so that a failing one does not delay others.
+            # Perform the TLS handshake in the connection's own thread, so that a client whose handshake fails does not
+            # delay the others.
             self._http.socket = tls.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
@@ -384,14 +389,14 @@ class FakeApiServer:
     def config(self, **more: Any) -> Object:
         """Return a CPI configuration for this server.
 
-        Disks are attached by recreation, because this exercises most of the CPI's own code.
+        Disks are attached by recreation, because this way exercises most of the CPI's code.
         """
         cluster = {"server": self.url, "token": self.token}
         agent = {"mbus": "nats://10.0.0.6:4222"}
         return {"cluster": cluster, "namespace": "bosh", "agent": agent, "disks": {"attach": "recreate"}, **more}
 
     def fail(self, pattern: str, **what: Any) -> Fault:
-        """Inject a fault into future requests."""
+        """Inject a fault into future requests that match ``pattern``."""
         fault = Fault(pattern, **what)
         self.faults.append(fault)
         return fault
@@ -621,12 +626,12 @@ unscheduled, merged = _unscheduled, _merge
 
 
 def waiting(reason: str, message: str) -> Object:
-    """Return the status of a pod with a container that does not start."""
+    """Return the status of a pod whose container does not start for this reason."""
     state = {"waiting": {"reason": reason, "message": message}}
     return {"phase": "Pending", "containerStatuses": [{"restartCount": 0, "state": state}]}
 
 
 def _essence(body: Object) -> Object:
-    """Return an object without the members that differ between runs."""
+    """Return an object without the members that differ from run to run."""
     metadata = {key: body["metadata"].get(key) for key in ("name", "labels", "annotations", "deletionTimestamp")}
     return {"metadata": metadata, "spec": body.get("spec"), "data": body.get("data")}

@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets of instance groups, tested with a fake API server."""
+"""PodDisruptionBudgets of instance groups, tested against a fake API server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cpi.fake_api import FakeApiServer, FakeCluster, waiting
 
 
 def available(cluster: FakeCluster) -> list[int]:
-    """Return for each budget the number of VMs that must be available."""
+    """Return the number of VMs that must stay available, for each budget."""
     return [one["spec"]["minAvailable"] for one in cluster.of("poddisruptionbudgets").values()]
 
 
@@ -37,8 +37,8 @@ def test_disruption_budget_follows_the_size_of_the_group(cpi: CpiCalls, cluster:
 def test_disruption_budget_is_unchanged_after_an_eviction(
     cpi: CpiCalls, cluster: FakeCluster, is_object_there: bool
 ) -> None:
-    """The budget must not shrink, or the next node could be drained before the Health Monitor has recreated the evicted
-    VM.
+    """The budget must not shrink after an eviction. Otherwise, the next node could be drained before the Health Monitor
+    has recreated the evicted VM.
     """
     lost, *_ = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2", "agent-3"))
     if is_object_there:
@@ -52,7 +52,7 @@ def test_disruption_budget_is_unchanged_after_an_eviction(
     assert available(cluster) == [2]
 
 
-def test_each_group_has_its_own_disruption_budget_or_none(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_each_group_has_its_own_disruption_budget_unless_disabled(cpi: CpiCalls, cluster: FakeCluster) -> None:
     def make(agents: range, group: str, **properties: Any) -> None:
         env = {"bosh": {**ENV["bosh"], "groups": ["director", "dep", group]}}
         for number in agents:
@@ -69,7 +69,9 @@ def test_each_group_has_its_own_disruption_budget_or_none(cpi: CpiCalls, cluster
 def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
-    """Kubernetes before 1.21 does not have the API, and Roles from earlier CPI versions lack the permission."""
+    """Kubernetes before 1.21 does not have this API, and the Roles of earlier CPI versions do not permit its use.
+    create_vm must succeed nevertheless.
+    """
     server.fail("GET poddisruptionbudgets", times=99, status=status, message="no budgets")
     if status == 404:
         server.fail("POST poddisruptionbudgets", times=99, status=status, message="no budgets")
@@ -84,7 +86,9 @@ def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
 def test_disruption_budget_is_not_written_with_an_outdated_vm_count(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
-    """Another VM of the group is created after the CPI has counted the VMs and before it writes the budget."""
+    """Another VM of the group is created after the CPI has counted the VMs and before it writes the budget, so the CPI
+    must count again.
+    """
     for agent in ("agent-1", "agent-2"):
         cpi.create_vm(agent)
     server.fail("PATCH poddisruptionbudgets", on=lambda: cpi.create_vm("agent-4"))

@@ -1,4 +1,4 @@
-"""The CPI's API client retries requests and restarts interrupted watches."""
+"""The CPI's API client retries requests and restarts watches that were interrupted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_permanent_api_error_is_reported_and_not_retried(
 def test_create_vm_survives_a_cut_connection(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster, plural: str, cut: str
 ) -> None:
-    """If only the response is lost, the retry finds the object that the first request created."""
+    """If only the response is lost, the retry must find the object that the first request created."""
     server.fail(f"POST {plural}", cut=cut)
 
     vm = cpi.create_vm()
@@ -72,8 +72,8 @@ def test_create_vm_survives_a_cut_connection(
 def test_create_vm_replacing_a_vm_survives_a_cut_connection(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
 ) -> None:
-    """Here the VM's Secret or pod already exists with other properties or disks, and must be replaced even if the first
-    response is lost.
+    """The VM's Secret or pod exists with other properties or disks. It must be replaced even if the first response is
+    lost.
     """
     vm, disk = cpi.create_vm(memory=64), cpi("create_disk", 64, {}, None)
     server.fail("POST secrets", cut="after", times=2)
@@ -94,7 +94,7 @@ def test_create_disk_with_a_known_request_id_survives_a_cut_connection(cpi: CpiC
 
 
 def test_reboot_vm_survives_a_cut_connection(cpi: CpiCalls, server: FakeApiServer) -> None:
-    """The first request has created the helper pod, and the retry must accept it."""
+    """The first request has created the helper pod, and the retry must use this pod."""
     cpi.write(server.config(disks={"attach": "live"}))
     vm = cpi.create_vm(tier="privileged")
     server.fail("POST pods", cut="after")
@@ -134,7 +134,7 @@ def test_slow_api_server_is_retried_until_the_timeout(cpi: CpiCalls, server: Fak
         cpi("has_vm", VM)
 
 
-def test_conflicting_patch_is_repeated_with_the_new_version(
+def test_conflicting_patch_is_retried_with_the_new_version(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
 ) -> None:
     vm = cpi.create_vm()
@@ -151,8 +151,8 @@ def test_conflicting_patch_is_repeated_with_the_new_version(
 
 
 def test_conflict_on_a_quota_is_retried(cpi: CpiCalls, server: FakeApiServer) -> None:
-    """When two objects are counted against a quota at the same time, the API server rejects one of them with a
-    conflict, although no object of this name exists.
+    """If two objects are counted against a quota at the same time, the API server rejects one of them with a conflict.
+    The conflict must be retried, because it does not mean that an object of this name exists.
     """
     server.fail("POST pods", times=2, status=409, message="Operation cannot be fulfilled on resourcequotas")
 
@@ -186,8 +186,10 @@ def test_objects_left_by_a_failed_create_vm_are_deleted_later(
     assert cluster.snapshot() == {}
 
 
-def test_token_file_is_read_again_after_a_renewal(cpi: CpiCalls, server: FakeApiServer) -> None:
-    """When the server rejects the token, the client reads the token file again and repeats the request."""
+def test_token_file_is_read_again_after_the_token_was_rejected(cpi: CpiCalls, server: FakeApiServer) -> None:
+    """When the API server rejects the token, the client must read the token file again and retry the request with the
+    new token.
+    """
     file = cpi.file.with_name("token")
     file.write_text("old")
     config = server.config()
@@ -212,8 +214,8 @@ def test_cut_or_expired_watch_is_restarted(cpi: CpiCalls, server: FakeApiServer,
 def test_watch_continues_on_an_unchanged_object_in_a_busy_cluster(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
 ) -> None:
-    """A watch must not start from the object's own version. In a busy cluster the server soon forgets this version, and
-    would answer each such watch with 410.
+    """A watch must not start from the object's own version. In a busy cluster, the server soon forgets this version and
+    would then reject each watch with 410.
     """
     cluster.memory = 5
     cluster.start_after_s = 1.5

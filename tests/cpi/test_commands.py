@@ -21,7 +21,9 @@ from tests.support.source import ROOT
 
 
 def command(cpi: CpiCalls, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Run an operator command. Return its standard output, or else its standard error, and its exit code."""
+    """Run an operator command. Return its standard output, or its standard error if there is none, and its exit
+    code.
+    """
     line = [sys.executable, "-m", "kubernetes_cpi", arguments[0], "--config", str(cpi.file), *arguments[1:]]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env)
     return done.stdout or done.stderr, done.returncode
@@ -104,21 +106,21 @@ REAL = f'exec {sys.executable} {ROOT}/tests/cpi/bosh_cli.py "$@"'
 
 
 class DirectorCli:
-    """Puts a stand-in for the bosh CLI on PATH, which reports the content of the Director's database."""
+    """Installs a stand-in for the bosh CLI in PATH, which reports what the Director's database contains."""
 
     def __init__(self, directory: Path) -> None:
         self.file = directory / "director.json"
         self.bin = directory / "bin"
         self.bin.mkdir()
-        self.becomes(REAL)
-        self.knows()
+        self.replace_with(REAL)
+        self.set_records()
 
-    def becomes(self, script: str) -> None:
-        """Replace the bosh CLI by a script."""
+    def replace_with(self, script: str) -> None:
+        """Replace the stand-in with a shell script."""
         (self.bin / "bosh").write_text(f"#!/bin/sh\n{script}\n")
         (self.bin / "bosh").chmod(0o755)
 
-    def knows(self, **state: Any) -> None:
+    def set_records(self, **state: Any) -> None:
         self.file.write_text(json.dumps({"info": {"uuid": DIRECTOR}, "deployments": {}, **state}))
 
     @property
@@ -142,7 +144,7 @@ def test_leftovers_unknown_to_the_director_are_listed_and_deleted(
     disk, stray = (cpi("create_disk", 64, {}, None) for _ in range(2))
     cpi("attach_disk", known, disk)
     cpi("attach_disk", lost, stray)
-    director.knows(deployments={"db": {"instances": [[known, [disk]]], "vms": [{"cid": known}]}})
+    director.set_records(deployments={"db": {"instances": [[known, [disk]]], "vms": [{"cid": known}]}})
     before = cluster.snapshot()
 
     out, code = leftovers(cpi, director)
@@ -172,10 +174,10 @@ def test_leftovers_exclude_objects_in_any_director_record(cpi: CpiCalls, directo
         "disks": [{"disk_cid": disk}],
         "dynamic_disks": [{"disk_cid": dynamic, "name": "d"}],
     }
-    director.knows(**records)
+    director.set_records(**records)
     assert leftovers(cpi, director) == ("", 0)
 
-    director.knows(**records | {"disks": []})
+    director.set_records(**records | {"disks": []})
     out, _ = leftovers(cpi, director)
     assert sorted(line.partition(":")[0] for line in out.splitlines()) == sorted([disk, of_orphaned_disk])
 
@@ -198,14 +200,14 @@ def test_leftovers_are_kept_unless_the_director_answers_every_query(
     cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli, refused: str
 ) -> None:
     cpi.create_vm()
-    director.knows(deployments={"db": {}}, failing={refused: 401})
+    director.set_records(deployments={"db": {}}, failing={refused: 401})
     before = cluster.snapshot()
 
     out, code = leftovers(cpi, director, "--delete")
 
     assert (code, cluster.snapshot()) == (1, before)
     assert "401" in out
-    director.knows(deployments={"db": {}})
+    director.set_records(deployments={"db": {}})
     assert "deleted" in leftovers(cpi, director, "--delete")[0]
 
 
@@ -225,9 +227,9 @@ def test_leftovers_are_kept_after_an_incomplete_director_answer(
     cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli, path: str, script: str
 ) -> None:
     cpi.create_vm()
-    director.knows(deployments={"db": {}})
+    director.set_records(deployments={"db": {}})
     before = cluster.snapshot()
-    director.becomes(f'[ "${{2%%[?]*}}" != "{path}" ] || {{ {script}; exit 0; }}\n{REAL}')
+    director.replace_with(f'[ "${{2%%[?]*}}" != "{path}" ] || {{ {script}; exit 0; }}\n{REAL}')
 
     out, code = leftovers(cpi, director, "--delete")
 
@@ -248,10 +250,10 @@ def test_leftovers_are_kept_without_the_instances_table(
     cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli, table: str
 ) -> None:
     cpi.create_vm()
-    director.knows(deployments={"db": {}})
+    director.set_records(deployments={"db": {}})
     before = cluster.snapshot()
     answer = f'{{"Tables": {table}, "Blocks": null, "Lines": ["Succeeded"]}}'
-    director.becomes(f"""[ "$1" != instances ] || {{ echo '{answer}'; exit; }}\n{REAL}""")
+    director.replace_with(f"""[ "$1" != instances ] || {{ echo '{answer}'; exit; }}\n{REAL}""")
 
     out, code = leftovers(cpi, director, "--delete")
 
@@ -266,18 +268,18 @@ def test_leftovers_are_kept_while_a_director_task_runs(
     before = cluster.snapshot()
     task = {"id": 7, "state": "processing", "description": "create deployment"}
 
-    director.knows(tasks=[task])
+    director.set_records(tasks=[task])
     out, code = leftovers(cpi, director, "--delete")
     assert (code, cluster.snapshot()) == (1, before)
     assert "cannot delete anything while the Director works: task 7, create deployment, is not finished" in out
 
-    director.knows(tasks=[task | {"state": "done"}])
+    director.set_records(tasks=[task | {"state": "done"}])
     assert f"{vm}: deleted" in leftovers(cpi, director, "--delete")[0]
 
 
 def test_leftover_disks_are_kept_if_dynamic_disks_cannot_be_listed(cpi: CpiCalls, director: DirectorCli) -> None:
     disk = cpi("create_disk", 64, {}, None)
-    director.knows(failing={"/dynamic_disks": 404})
+    director.set_records(failing={"/dynamic_disks": 404})
 
     out, code = leftovers(cpi, director, "--delete")
 
@@ -291,7 +293,7 @@ def test_leftovers_exclude_objects_of_another_director(
 ) -> None:
     vm = cpi.create_vm()
     before = cluster.snapshot()
-    director.knows(info={"uuid": "another"})
+    director.set_records(info={"uuid": "another"})
 
     assert leftovers(cpi, director, "--delete") == ("", 0), vm
     assert cluster.snapshot() == before

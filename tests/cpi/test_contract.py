@@ -1,5 +1,5 @@
-"""Calls and responses as in the Director's CPI specification (integration/cpi_spec.rb), and as the bosh CLI expects
-them.
+"""Requests and responses have the form that the Director's CPI specification (integration/cpi_spec.rb) and the bosh CLI
+require.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MANUAL = {
 
 
 def director(method: str, *arguments: Any, vm_api: bool = False, api_version: int | None = 3) -> bytes:
-    """Return a request in the format of the Director."""
+    """Return a request in the Director's format."""
     context: dict[str, Any] = {"director_uuid": DIRECTOR, "request_id": "cpi-123456"}
     if vm_api:
         context["vm"] = {"stemcell": {"api_version": 3}}
@@ -59,9 +59,9 @@ def director(method: str, *arguments: Any, vm_api: bool = False, api_version: in
     return json.dumps(request).encode()
 
 
-def test_info_reply_suits_the_director_and_the_cli() -> None:
-    """The Director sends no `api_version`. The CLI sends 1, limits the version in the reply to 2, and requires
-    `stemcell_formats`.
+def test_info_response_satisfies_the_director_and_the_cli() -> None:
+    """The Director's request has no `api_version`. The CLI's has version 1; the CLI accepts at most version 2 in the
+    response, and requires `stemcell_formats`.
     """
     for raw in (
         director("info", api_version=None),
@@ -73,7 +73,7 @@ def test_info_reply_suits_the_director_and_the_cli() -> None:
         assert response["result"]["stemcell_formats"] == ["kubernetes-light", "docker-light", "warden-light"]
 
 
-def test_cpi_serves_the_calls_of_a_deployment(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_calls_of_a_deployment_succeed_with_the_cpi(cpi: CpiCalls, cluster: FakeCluster) -> None:
     def call(method: str, *arguments: Any, **more: Any) -> Any:
         response = cpi.answer(director(method, *arguments, **more))
         assert response["error"] is None, response
@@ -99,7 +99,7 @@ def test_cpi_serves_the_calls_of_a_deployment(cpi: CpiCalls, cluster: FakeCluste
     assert cluster.snapshot() == {}
 
 
-def test_manual_network_sets_pod_address_and_dns(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_manual_network_sets_address_and_dns_of_the_pod(cpi: CpiCalls, cluster: FakeCluster) -> None:
     response = cpi.answer(director("create_vm", "agent-1", STEMCELL, {}, {"first": MANUAL}, [], ENV, vm_api=True))
 
     (pod,) = cluster.of("pods").values()
@@ -133,8 +133,8 @@ def test_invalid_cpi_arguments_are_rejected(cpi: CpiCalls, method: str) -> None:
 
 
 def test_cpi_config_properties_override_the_configuration(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """If several CPIs are configured, the context contains the properties of the cpi-config entry next to the
-    Director's keys.
+    """If several CPIs are configured, the Director adds the properties of the cpi-config entry to the request's
+    context, next to its own keys.
     """
     context = {"director_uuid": DIRECTOR, "request_id": "cpi-1", "namespace": "other", "disks": {"attach": "never"}}
     raw = {"method": "create_disk", "arguments": [64, {}, None], "context": context, "api_version": 3}

@@ -1,4 +1,4 @@
-"""Access to the cluster with kubeconfigs, exec plugins and service accounts, and TLS verification."""
+"""How the CPI accesses a cluster: kubeconfigs, exec plugins, service accounts, and TLS verification."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_exec_plugin_provides_the_token(tmp_path: Path) -> None:
 
 
 def test_exec_plugin_certificate_overrides_that_of_the_kubeconfig(tmp_path: Path) -> None:
-    """The plugin's private key overrides that of the kubeconfig as well."""
+    """The private key must come from the plugin as well, because it belongs to the plugin's certificate."""
     given = plugin(tmp_path, """echo '{"status": {"clientCertificateData": "CERT", "clientKeyData": "KEY"}}'""")
     of_file = {"client-certificate-data": "b2xk", "client-key-data": "b2xk"}
 

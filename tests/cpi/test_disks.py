@@ -1,4 +1,6 @@
-"""Persistent disks, tested with a fake API server: the four ways to attach them, and protection against data loss."""
+"""Persistent disks, tested against a fake API server: the four ways to attach a disk, and protection against data
+loss.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def test_create_disk_does_not_wait_for_a_volume(cpi: CpiCalls, cluster: FakeClus
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_create_disk_without_a_size_is_rejected(cpi: CpiCalls, cluster: FakeCluster, size: int) -> None:
-    """The API server would accept a claim with size 0, but the claim would never be bound."""
+    """The API server would accept a claim of size 0 but never bind it."""
     with pytest.raises(CpiFailedError, match=f"disk of {size} MiB"):
         cpi("create_disk", size, {}, None)
 
@@ -75,7 +77,7 @@ def test_create_disk_without_a_size_is_rejected(cpi: CpiCalls, cluster: FakeClus
 
 
 def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: CpiCalls) -> None:
-    """Directors choose request ids at random, so two requests may have the same id."""
+    """A Director chooses request ids at random, so two different requests may have the same id."""
     vm = cpi.create_vm()
     first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") == first, "its answer was lost"
@@ -86,7 +88,7 @@ def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: CpiCalls) -> Non
 
 
 def test_create_vm_does_not_mount_a_disk_that_another_vm_uses(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """Create-swap-delete creates the new VM with the disk while the old VM still uses it."""
+    """In a create-swap-delete update, the new VM is created with the disk while the old VM still uses the disk."""
     old = cpi.create_vm()
     disk = cpi.attached_disk(old)
 
@@ -106,7 +108,9 @@ UNREADY = {"conditions": [{"type": "Ready", "status": "False"}]}
 
 
 def swapped(cpi: CpiCalls, way: str, **properties: object) -> tuple[str, str, str]:
-    """Create two VMs as in create-swap-delete, and detach the disk from the old one. Return old VM, new VM and disk."""
+    """Create two VMs as in create-swap-delete and detach the disk from the old VM. Return the old VM, the new VM and
+    the disk.
+    """
     disk = cpi("create_disk", 64, {}, None)
     old, new = (cpi.create_vm(agent, [disk], attach=way, **properties) for agent in ("agent-1", "agent-2"))
     cpi("detach_disk", old, disk)
@@ -124,8 +128,8 @@ def shut_down(cluster: FakeCluster, vm: str) -> None:
 def test_attach_ends_a_vm_that_was_shut_down_and_takes_its_disk(
     cpi: CpiCalls, cluster: FakeCluster, way: str, disk_type: str
 ) -> None:
-    """Detaching the disk recreates the old VM's pod, which can never become ready after a shutdown. The new VM used to
-    wait for that pod.
+    """The attach must not wait for the old VM's pod, because this pod can never become ready again after a shutdown. It
+    used to wait for that pod after recreating it.
     """
     old, new, disk = swapped(cpi, way, ephemeral_disk={"type": "claim"})
     if disk_type == "empty_dir":
@@ -169,7 +173,7 @@ def test_attach_succeeds_while_the_old_vm_is_being_deleted(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, moment: str
 ) -> None:
     """The Director may delete the old VM of a create-swap-delete while the deploy still runs
-    (ScheduledOrphanedVMCleanup), so the old VM can disappear at any moment of attach_disk.
+    (ScheduledOrphanedVMCleanup). attach_disk must succeed whenever the old VM disappears.
     """
     old, new, disk = swapped(cpi, "live", ephemeral_disk={"type": "claim"})
     server.fail(f"{moment}.*{old[-16:]}", on=lambda: cpi("delete_vm", old))
@@ -216,8 +220,8 @@ def test_unknown_disk_is_reported_as_missing(cpi: CpiCalls, cluster: FakeCluster
 def test_only_one_of_two_concurrent_attaches_of_a_disk_succeeds(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, way: str
 ) -> None:
-    """The other call takes the claim after our check and before our change. It mounts the disk only later, so we must
-    detect the conflict from the claim.
+    """The other call changes the claim between our check and our change. It mounts the disk only later, so only the
+    claim shows the conflict.
     """
     one, two = (cpi.create_vm(agent, attach=way, tier="privileged") for agent in ("agent-1", "agent-2"))
     disk = cpi("create_disk", 64, {}, one)
@@ -250,7 +254,7 @@ def test_disk_of_a_deleted_vm_is_free(cpi: CpiCalls, cluster: FakeCluster) -> No
 
 
 def test_reserved_disk_is_returned_by_create_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """If necessary, the reserved disk is enlarged to the requested size."""
+    """If the request is for a larger disk, the reserved disk is enlarged."""
     vm = cpi.create_vm(persistent_disk={"size": "64Mi"})
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     settings = json.loads(base64.b64decode(cluster.of("secrets")[vm]["data"]["config.json"]))
@@ -288,7 +292,7 @@ def test_create_vm_with_a_disk_does_not_reserve_another(cpi: CpiCalls, cluster: 
 def test_attach_by_recreation_replaces_the_pod(
     cpi: CpiCalls, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The log states the pod's new address, because the Director keeps the old one in links and DNS."""
+    """The log must state the pod's new address, because the Director keeps the old one in links and DNS."""
     vm = cpi.create_vm()
     cpi("set_vm_metadata", vm, {"name": "zookeeper/1", "index": "0"})
     before, secret = cluster.of("pods")[vm], cluster.of("secrets")[vm]["metadata"]["uid"]
@@ -318,8 +322,8 @@ def test_attach_by_recreation_replaces_the_pod(
 def test_attach_by_recreation_is_refused_if_impossible_or_unsafe(
     cpi: CpiCalls, cluster: FakeCluster, properties: Object, words: str
 ) -> None:
-    """Without a data claim, the agent's permanent credentials are lost with the old pod, and the new one could not
-    connect to the bus.
+    """Without a data claim, the agent's permanent credentials would be lost with the old pod, so the agent in the new
+    pod could not connect to the bus.
     """
     vm = cpi.create_vm(**properties)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
@@ -414,7 +418,7 @@ POD_SECURITY = 'pods "attach-1" is forbidden: violates PodSecurity "baseline:lat
 
 
 def refuse_privileged(plural: str, body: Object) -> None:
-    """Reject privileged pods, like a namespace with the Pod Security level `baseline`."""
+    """Reject privileged pods, as a namespace with the Pod Security level `baseline` does."""
     if plural == "pods" and ("hostPath" in str(body["spec"]) or "'privileged': True" in str(body["spec"])):
         raise RefusalError(403, "Forbidden", POD_SECURITY)
 
@@ -479,7 +483,7 @@ def test_default_attach_recreates_a_pod_that_keeps_its_address(
 def test_failed_admission_dry_run_disables_live_attach(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, status: int
 ) -> None:
-    """For the restricted tier there is no dry run, because live attach is not possible there."""
+    """The restricted tier needs no dry run, because it never permits live attachments."""
     cpi.write(server.config(disks={}))
     server.fail("POST pods/attach", status=status, message="admission webhook does not support dry run")
     cpi.create_vm("agent-2", tier="restricted")
@@ -523,20 +527,20 @@ def test_live_attach_does_not_change_the_pod(cpi: CpiCalls, cluster: FakeCluster
     assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
 
 
-@pytest.mark.parametrize("played", ["in use", "refused", "no image"])
+@pytest.mark.parametrize("failure", ["in use", "refused", "no image"])
 def test_failed_live_detach_changes_nothing(
-    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, played: str
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, failure: str
 ) -> None:
-    """The attachment used to be deleted before the disk was unmounted, so that after a failure `get_disks` lacked the
-    disk and the next attach failed.
+    """After a failed detach, `get_disks` must still list the disk, and the next attach must succeed. The attachment
+    used to be deleted before the disk was unmounted.
     """
     vm, other = live_vm(cpi), live_vm(cpi, "agent-2")
     disk = cpi("create_disk", 64, {}, vm)
     hint = cpi("attach_disk", vm, disk)
     before = cluster.snapshot()
-    if played == "in use":
+    if failure == "in use":
         cluster.busy_disks.add(disk)
-    elif played == "refused":
+    elif failure == "refused":
         server.fail("POST pods/detach", status=403, message='pods is forbidden: User "x" cannot create resource')
     else:
         cluster.pod_status = lambda pod: waiting("ErrImagePull", "gone") if "detach-" in str(pod["metadata"]) else None
@@ -545,7 +549,7 @@ def test_failed_live_detach_changes_nothing(
         cpi("detach_disk", vm, disk)
 
     assert "privileged" not in failed.value.message
-    assert ("the VM uses it. It stays attached" in failed.value.message) == (played == "in use")
+    assert ("the VM uses it. It stays attached" in failed.value.message) == (failure == "in use")
     with pytest.raises(CpiFailedError, match=f"in use by {vm}"):
         cpi("attach_disk", other, disk)
     cluster.settle()
@@ -576,7 +580,7 @@ def test_manually_deleted_attachment_is_kept_while_its_disk_is_in_use(cpi: CpiCa
 def test_attach_helper_of_an_unmodified_stemcell_uses_the_agent_image(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, copy: bool
 ) -> None:
-    """The helper pod used to run the VM's image, which does not contain the agent's Python."""
+    """The helper pods must get the agent's image, because the VM's image does not contain the agent's Python."""
     vm = cpi.create_vm(attach="live", tier="privileged", agent={"image": "registry.example/agent:1", "copy": copy})
     disk = cpi("create_disk", 64, {}, vm)
     spec = cluster.of("pods")[vm]["spec"]
@@ -643,7 +647,9 @@ def test_failed_live_attach_leaves_no_attachment(
 
 
 def test_live_disk_of_a_deleted_vm_is_mounted_by_its_replacement(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """For a resurrection, the Director calls delete_vm and then create_vm with the disk, but never detach_disk."""
+    """In a resurrection, the Director calls delete_vm and then create_vm with the disk, without calling detach_disk in
+    between.
+    """
     old = live_vm(cpi)
     disk = cpi.attached_disk(old)
 
@@ -654,9 +660,9 @@ def test_live_disk_of_a_deleted_vm_is_mounted_by_its_replacement(cpi: CpiCalls, 
     assert holder(cluster, disk) == new
 
 
-def test_disk_is_free_once_its_container_has_ended(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The disk is free before the pod object disappears, which a kubelet removes only seconds after the container has
-    ended.
+def test_detached_disk_can_be_reused_once_its_container_has_exited(cpi: CpiCalls, cluster: FakeCluster) -> None:
+    """A detached disk can be reused as soon as the container of its attachment pod exits. The kubelet removes the pod
+    object only seconds later.
     """
     one, two = live_vm(cpi, "agent-1"), live_vm(cpi, "agent-2")
     disk = cpi.attached_disk(one)
@@ -671,7 +677,7 @@ def test_disk_is_free_once_its_container_has_ended(cpi: CpiCalls, cluster: FakeC
     assert cpi("get_disks", one) == [disk]
 
 
-def test_live_detach_that_fails_on_the_node_is_reported(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_unmount_failure_on_the_node_is_reported_by_detach_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = live_vm(cpi)
     disk = cpi.attached_disk(vm)
     cluster.objects_linger_s, cluster.exit_code = 0.5, 1
@@ -681,7 +687,9 @@ def test_live_detach_that_fails_on_the_node_is_reported(cpi: CpiCalls, cluster: 
 
 
 def test_recreated_vm_keeps_its_live_disks(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The new pod may be on another node, which does not have the mounts of the old node."""
+    """The new pod may run on another node, where the old pod's disks are not mounted, so they must be attached
+    again.
+    """
     at_creation, live = (cpi("create_disk", 64, {}, None) for _ in range(2))
     old = live_vm(cpi, "agent-1", [at_creation], ephemeral_disk={"type": "claim"})
     cpi("attach_disk", old, live)
@@ -702,7 +710,9 @@ def test_recreated_vm_keeps_its_live_disks(cpi: CpiCalls, cluster: FakeCluster) 
 
 
 def _made_by_an_older_version(cluster: FakeCluster, vm: str) -> None:
-    """Change the VM's objects into those of an older CPI version, which mounted disks below `/var/vcap/bosh`."""
+    """Change the VM's objects to look as if an older CPI version had created them, which mounted disks below
+    `/var/vcap/bosh`.
+    """
     pod, secret = cluster.of("pods")[vm], cluster.of("secrets")[vm]
     kept = json.loads(base64.b64decode(secret["data"]["pod.json"]))
     for one in (pod, kept):
@@ -737,7 +747,9 @@ def test_vm_of_an_older_cpi_version_keeps_its_disk_paths(cpi: CpiCalls, cluster:
 
 @pytest.mark.parametrize("way", ["at creation", "live"])
 def test_resumed_recreation_does_not_take_a_disk_from_another_vm(cpi: CpiCalls, cluster: FakeCluster, way: str) -> None:
-    """The interrupted recreation has recorded the VM's disks, but one of them was then attached to another VM."""
+    """The interrupted recreation recorded both disks of the VM, but one of them has since been attached to another
+    VM.
+    """
     vm, other = live_vm(cpi, ephemeral_disk={"type": "claim"}), live_vm(cpi, "agent-2")
     own, taken = (cpi("create_disk", 64, {}, None) for _ in range(2))
     cpi("attach_disk", vm, own)
@@ -812,7 +824,7 @@ def test_update_disk_changes_size_and_attributes_but_not_the_class(
 
 
 def test_disk_snapshots_are_created_and_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """A cluster without support for snapshots gives the error "NotImplemented"."""
+    """On a cluster without VolumeSnapshots, the error is "NotImplemented"."""
     disk = cpi("create_disk", 64, {}, None)
 
     snapshot = cpi("snapshot_disk", disk, {"deployment": "dep", "index": 0, "job": "zookeeper"})

@@ -1,7 +1,7 @@
-"""Runs the command lines in docs/cpi.md exactly as they are documented.
+"""Runs every command line in docs/cpi.md exactly as it is documented.
 
-bosh, kubectl and docker are replaced by stand-ins, which check the options and require the files and objects that a
-command line refers to. The commands of this project are real.
+bosh, kubectl and docker are replaced with stand-ins, which reject unknown options and missing files or objects. This
+project's own commands are real.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.source import ROOT
 
 PAGE = (ROOT / "docs/cpi.md").read_text()
 ELLIPSIS = "…"
-"""Stands for further options in a documented command line."""
+"""A placeholder in the page for further options of a command."""
 VALUES = {"LEVEL": "baseline", "CID": "vm-bosh-0123456789abcdef", " N ": " node-1 ", "DIGEST": "a" * 64}
 
 DEV = f"""
@@ -53,7 +53,9 @@ esac
 
 
 def fenced() -> list[str]:
-    """Return the code blocks with command lines. In a block with prompts, lines without a prompt are output."""
+    """Return the code blocks that contain command lines, without their output. If a block has prompts, the lines
+    without a prompt are output.
+    """
     blocks = []
     for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", PAGE, re.DOTALL | re.MULTILINE):
         lines = [line.strip() for line in block.splitlines()]
@@ -65,18 +67,18 @@ def fenced() -> list[str]:
 
 
 def in_prose() -> list[str]:
-    """Return the complete kubectl commands in running text."""
+    """Return the complete kubectl commands in running text, outside of code blocks."""
     return re.findall(r"`(kubectl (?:-n \S+ )?(?:apply|get|logs|taint) [^`]+)`", PAGE)
 
 
 @pytest.fixture
 def shell(cpi: CpiCalls, tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Return a function that runs a script in a directory like a clone, with the files that a reader of the
-    page has.
+    """Return a function that runs a script in a directory that resembles a clone and contains the files that a reader
+    of the page has.
     """
     director = DirectorCli(tmp_path)
     vm = cpi.create_vm()
-    director.knows(deployments={"zookeeper": {"instances": [[vm, []]], "vms": [{"cid": vm}]}})
+    director.set_records(deployments={"zookeeper": {"instances": [[vm, []]], "vms": [{"cid": vm}]}})
     clone = tmp_path / "clone"
     (clone / "dist").mkdir(parents=True)
     (clone / "deploy").symlink_to(ROOT / "deploy")
@@ -100,7 +102,9 @@ def shell(cpi: CpiCalls, tmp_path: Path) -> Callable[[str], subprocess.Completed
 
 
 def test_documented_command_lines_are_found() -> None:
-    """Guards against a parser that overlooks command lines: one of each program must be found."""
+    """At least one command line of each program must be found. Otherwise, the other tests would pass because the parser
+    overlooks command lines.
+    """
     found = "\n".join([*fenced(), *in_prose()])
     lines = ["kubectl apply -k deploy/cpi/privileged", "docker push ", "bosh create-env ", "bosh -d zookeeper deploy "]
     lines += ["./dev stemcell --light", "kubernetes_cpi leftovers --config cpi.json --delete", "kubernetes_cpi doctor"]

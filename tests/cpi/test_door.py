@@ -1,5 +1,5 @@
-"""The CPI's entry point: each request gets exactly one response, whatever the input is and whatever is printed
-meanwhile.
+"""The CPI's entry point writes exactly one response for each request, whatever the input is and whatever else is
+printed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_cpi_stdout_is_one_response_for_any_stdin(cpi: CpiCalls, request: bytes)
 
 
 def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: CpiCalls, server: FakeApiServer) -> None:
-    """Operators see this log with `bosh task N --cpi`."""
+    """Operators see this log in `bosh task N --cpi`."""
     server.fail("POST pods", status=503)
 
     response, said = cpi.run(cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
@@ -81,8 +81,8 @@ def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: CpiCalls, ser
 
 
 @pytest.mark.parametrize("redirection", ["0<&-", "2>&-", "0<&- 2>&-", "2>/dev/full"])
-def test_cpi_completes_a_call_although_its_streams_are_closed(cpi: CpiCalls, redirection: str) -> None:
-    """A call is completed even if nobody reads its log any more."""
+def test_cpi_completes_a_call_with_closed_streams(cpi: CpiCalls, redirection: str) -> None:
+    """The CPI must respond even if its standard input is closed or it cannot write its log."""
     request = b'{"method":"has_vm","arguments":["a"]}'
     command = f'exec "$0" -m kubernetes_cpi --config "$1" {redirection}'
     done = subprocess.run(["sh", "-c", command, sys.executable, cpi.file], input=request, capture_output=True, cwd=ROOT)
@@ -137,11 +137,13 @@ def test_cpi_result_that_cannot_be_encoded_becomes_an_error(cpi: CpiCalls, monke
 
 HEAVY = {"ssl", "http.client", "socket", "yaml", "kubernetes_cpi.client", "kubernetes_cpi.methods", "asyncio"}
 RARE = {"asyncio", "copy", "difflib", "hashlib", "subprocess", "traceback", "yaml"}
-"""Modules that are only needed for other methods, for errors and for kubeconfigs."""
+"""Modules that are needed only by other methods, by error handling or by kubeconfigs, so these calls must not import
+them.
+"""
 
 
 def loaded_by(request: bytes, file: Path) -> tuple[Any, set[str]]:
-    """Run a request in a new interpreter. Return the result, and the names of the modules that were imported."""
+    """Run a request in a new interpreter. Return the result and the names of all imported modules."""
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from kubernetes_cpi import door; "
         f"raw = door.answer({request!r}, ['--config', {str(file)!r}]); print(raw.decode()); print(*sys.modules)"

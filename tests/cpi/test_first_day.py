@@ -1,4 +1,6 @@
-"""Mistakes of first-time users are rejected before a pod is created, or reported with their cause within seconds."""
+"""Mistakes that first-time users make are rejected before a pod is created, or are reported with their cause within
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def test_create_vm_request_may_supply_the_bus_address(cpi: CpiCalls, server: Fak
 
 
 def test_unreachable_bus_is_reported_with_the_agents_message(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """create_vm fails at once. Without this check, the Director would wait ten minutes for an answer to its ping."""
+    """create_vm fails immediately. Otherwise, the Director would wait ten minutes for the agent to answer its ping."""
     line = '{"level": "warning", "message": "cannot connect to the bus at 10.0.0.7:4222: Connection refused"}'
     cluster.logs = lambda _: f"{line}\nother\n"
 
@@ -66,7 +68,9 @@ def test_unreachable_bus_is_reported_with_the_agents_message(cpi: CpiCalls, clus
         "cannot connect to the bus at 10.0.0.6:4222: the server refuses our certificate (TLSV1_ALERT)",
     ],
 )
-def test_agent_not_yet_admitted_by_the_bus_counts_as_ready(cpi: CpiCalls, cluster: FakeCluster, last: str) -> None:
+def test_create_vm_succeeds_although_the_bus_has_not_admitted_the_agent(
+    cpi: CpiCalls, cluster: FakeCluster, last: str
+) -> None:
     first = "cannot connect to the bus at 10.0.0.6:4222: Connection refused"
     cluster.logs = lambda _: f'{{"level": "warning", "message": "{first}"}}\n{{"level": "info", "message": "{last}"}}\n'
 
@@ -133,10 +137,10 @@ def test_unknown_storage_class_is_rejected_before_objects_are_created(
 def test_claim_that_cannot_be_bound_is_reported_quickly(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, status: Object, message: str
 ) -> None:
-    """If the account may not read StorageClasses, the CPI finds the reason in the claim's events."""
+    """The reason comes from the claim's events, because the CPI's account may not be allowed to read StorageClasses."""
     cluster.forbidden.add("storageclasses")
     cluster.pod_status = lambda _: status
-    # Make these timeouts longer than the test's time limit, so that only the claim's events can end the wait.
+    # These timeouts exceed the test's time limit, so only the claim's events can end the wait.
     cpi.write(server.config() | {"timeouts": {"retry": 2, "unschedulable": 600, "volume": 600}})
     event(cluster, f"data-{VM}", "ProvisioningFailed", message)
 
@@ -147,7 +151,9 @@ def test_claim_that_cannot_be_bound_is_reported_quickly(
     assert list(cluster.of("pods")) == []
 
 
-def test_missing_provisioner_has_its_own_timeout(cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer) -> None:
+def test_missing_volume_provisioner_is_reported_after_its_own_timeout(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: {"phase": "Pending"}
     event(cluster, f"data-{VM}", "ExternalProvisioning", "Waiting for a volume by the external provisioner 'none'")
@@ -196,10 +202,10 @@ def test_create_vm_reports_a_pod_that_does_not_become_ready(
     ],
     ids=["too large", "fits", "nodes are hidden"],
 )
-def test_unschedulable_vm_is_not_retried(
+def test_vm_too_large_for_every_node_is_not_retryable(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, memory: int, node: str | None, words: str
 ) -> None:
-    """The error used to be retryable, so that the Director tried five times, which took 170 seconds."""
+    """The Director used to try five times to create such a VM, which took 170 seconds."""
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: unscheduled("0/2 nodes are available: 2 Insufficient memory.")
     for name, size in (("small", "1Gi"), ("large", node or "1Gi")):
@@ -215,10 +221,10 @@ def test_unschedulable_vm_is_not_retried(
 
 
 @pytest.mark.parametrize(("code", "is_passing"), [(78, False), (70, True)])
-def test_exited_container_is_retryable_unless_misconfigured(
+def test_exited_agent_is_retryable_unless_misconfigured(
     cpi: CpiCalls, cluster: FakeCluster, code: int, is_passing: bool
 ) -> None:
-    """Two exits before the kubelet's first back-off used to count as a permanent failure."""
+    """If the container has exited twice before the kubelet's first back-off, the error must still be retryable."""
     ended = {"terminated": {"exitCode": code, "message": "agent-shim: cannot read settings"}}
     status = {"restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
     cluster.pod_status = lambda _: {"phase": "Running", "containerStatuses": [status]}
@@ -245,7 +251,7 @@ def test_slow_pod_start_is_reported_with_its_events(
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
-WRONG: list[Callable[[CpiCalls], Any]] = [
+INVALID_VALUES: list[Callable[[CpiCalls], Any]] = [
     lambda cpi: cpi.create_vm(grace=-5),
     lambda cpi: cpi.create_vm(memory="much"),
     lambda cpi: cpi.create_vm(memory=-1),
@@ -256,7 +262,7 @@ WRONG: list[Callable[[CpiCalls], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("call", WRONG)
+@pytest.mark.parametrize("call", INVALID_VALUES)
 def test_cloud_property_invalid_in_kubernetes_is_rejected_at_once(
     cpi: CpiCalls, server: FakeApiServer, call: Callable[[CpiCalls], Any]
 ) -> None:

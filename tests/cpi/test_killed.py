@@ -1,6 +1,6 @@
-"""Each method is killed after each of its requests and called again. The result must be the same as without the kill.
+"""Kills each method after each of its requests and calls it again. The result must be the same as without the kill.
 
-A killed call makes no cleanup and no further requests.
+A killed call cleans nothing up and sends no further requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Call = tuple[str, list[Any]]
 
 @dataclass(frozen=True)
 class KillCase:
-    """A test case. ``prepare`` sets up a cluster and returns the method and arguments of the call to be killed."""
+    """A test case. ``prepare`` sets up a cluster and returns the method and the arguments of the call to kill."""
 
     name: str
     prepare: Callable[[CpiCalls], Call]
@@ -167,9 +167,10 @@ def test_cpi_killed_after_any_request_succeeds_when_called_again(case: KillCase,
 
 
 def _outcome(case: KillCase, server: FakeApiServer, directory: Path, count: int) -> tuple[Any, bool]:
-    """Make a call, kill it after ``count`` requests (0 means never), and repeat it.
+    """Make a call, kill it after ``count`` requests (0: do not kill it), and make the call again.
 
-    Return the final response and all objects, and whether the call had completed before the kill.
+    Return the final response with all objects, and whether the first call was completed because it needed at most
+    ``count`` requests.
     """
     cpi = CpiCalls(server, directory, timeouts={"retry": 2, "unmount": 2, "delete_vm": 2, "create_vm": 5, "resize": 2})
     method, arguments = case.prepare(cpi)
@@ -187,10 +188,10 @@ def _outcome(case: KillCase, server: FakeApiServer, directory: Path, count: int)
     return ({key: response[key] for key in ("result", "error")}, server.cluster.snapshot()), count > 0 and is_through
 
 
-def test_create_vm_killed_between_secret_and_pod_can_be_repeated(
+def test_create_vm_killed_between_secret_and_pod_can_be_retried(
     server: FakeApiServer, cpi: CpiCalls, cluster: FakeCluster
 ) -> None:
-    """This test uses a real process and a real signal."""
+    """Unlike the other tests, this one kills a real process with a real signal."""
     request = cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV], request_id="cpi-654321")
     command = [sys.executable, "-m", "kubernetes_cpi", "--config", str(cpi.file)]
     process: list[subprocess.Popen[bytes]] = []

@@ -1,4 +1,4 @@
-"""Many concurrent CPI processes, as started by a Director with 32 threads."""
+"""Many CPI processes run at the same time, as when a Director with 32 threads starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks: CNI annotations, interfaces, DNS and settings."""
+"""Networks: annotations for CNI plugins, interfaces, DNS, and the agent's settings."""
 
 from __future__ import annotations
 
@@ -103,8 +103,10 @@ def test_several_networks_in_one_nic_group_are_rejected() -> None:
     assert networks.MULTUS in networks.plan({"a": multus, "b": {**other, "nic_group": "2"}}, Networks()).annotations
 
 
-def test_address_of_a_former_vm_is_not_requested() -> None:
-    """When the Director recreates a VM in a dynamic network, it sends the address of the instance's previous VM."""
+def test_dynamic_network_does_not_request_the_previous_vms_address() -> None:
+    """When the Director recreates a VM in a dynamic network, it sends the address of the instance's previous VM, which
+    the new VM cannot get.
+    """
     given = {**MANUAL, "type": "dynamic", "default": ["dns"], "dns": ["10.0.0.2"]}
     found = networks.plan({"a": given}, Networks(cni="calico"))
 

@@ -1,4 +1,4 @@
-"""Secrets in requests and in the configuration appear nowhere but in the VM's Secret."""
+"""Secrets from requests and from the configuration appear only in the VM's Secret."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ ENV: dict[str, Any] = {
 
 
 def leaks(text: str) -> list[str]:
-    """Return the canary values that occur in a text, in plain text or base64."""
+    """Return the canary values that a text contains, in plain text or in base64."""
     found = [text[at : at + 24] for at in range(len(text)) if text.startswith("CANARY", at)]
     coded = [base64.b64encode(b"xx"[:skip] + b"CANARY").decode()[skip and 4 : 8] for skip in range(3)]
     return found + [one for one in coded if one and one in text]
 
 
-def documents(cluster: FakeCluster) -> str:
-    """Return all objects of the cluster as text, without the data in Secrets."""
+def objects_as_text(cluster: FakeCluster) -> str:
+    """Return all objects of the cluster as text, without the data of Secrets."""
     kept = {str(key): {**body, "data": None} for key, body in cluster.objects.items()}
     return json.dumps(kept)
 
 
 @pytest.fixture
-def secretive(server: FakeApiServer, cpi: CpiCalls) -> CpiCalls:
+def cpi_with_secrets(server: FakeApiServer, cpi: CpiCalls) -> CpiCalls:
     config = json.loads(cpi.file.read_text())
     config["agent"] = {"mbus": "nats://user:CANARYmbus@10.0.0.6:4222", "blobstore": {"password": "CANARYstore"}}
     server.token = config["cluster"]["token"] = "CANARYtoken"
@@ -49,38 +49,44 @@ def secretive(server: FakeApiServer, cpi: CpiCalls) -> CpiCalls:
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
 def test_credentials_are_not_leaked_through_a_vm_lifecycle(
-    secretive: CpiCalls, cluster: FakeCluster, capfd: pytest.CaptureFixture[str], way: str
+    cpi_with_secrets: CpiCalls, cluster: FakeCluster, capfd: pytest.CaptureFixture[str], way: str
 ) -> None:
     responses = []
 
     def call(method: str, *arguments: Any) -> Any:
-        response = secretive.answer(secretive.request(method, arguments))
+        response = cpi_with_secrets.answer(cpi_with_secrets.request(method, arguments))
         responses.append(response)
         return response["result"]
 
     vm = call("create_vm", "agent-1", STEMCELL, {"attach": way}, DYNAMIC, [], ENV)[0]
     assert "CANARYpassword" in base64.b64decode(cluster.of("secrets")[vm]["data"]["config.json"]).decode()
-    assert leaks(documents(cluster)) == []
+    assert leaks(objects_as_text(cluster)) == []
     disk = call("create_disk", 64, {}, vm)
     call("attach_disk", vm, disk)
-    assert leaks(documents(cluster)) == []
+    assert leaks(objects_as_text(cluster)) == []
     call("detach_disk", vm, disk)
     call("delete_vm", vm)
 
     out = capfd.readouterr()
-    assert leaks(json.dumps(responses) + out.out + out.err + documents(cluster)) == []
+    assert leaks(json.dumps(responses) + out.out + out.err + objects_as_text(cluster)) == []
     assert all(response["error"] is None for response in responses)
 
 
 @pytest.mark.parametrize("words", ["CANARYpassword", "CANARYkeyxxyyzz", "CANARYtoken", "CANARYmbus", "CANARYcustom"])
 def test_secrets_in_cluster_messages_are_not_passed_on(
-    secretive: CpiCalls, cluster: FakeCluster, server: FakeApiServer, capfd: pytest.CaptureFixture[str], words: str
+    cpi_with_secrets: CpiCalls,
+    cluster: FakeCluster,
+    server: FakeApiServer,
+    capfd: pytest.CaptureFixture[str],
+    words: str,
 ) -> None:
-    """Messages of admission webhooks and kubelets may contain any text."""
+    """Messages of admission webhooks and kubelets may contain any text, including secrets of the VM."""
     coded = base64.b64encode(words.encode()).decode()
     server.fail("POST secrets", times=9, status=422, message=f'Invalid value: "{words}", in base64 {coded}')
 
-    response = secretive.answer(secretive.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV_WITH_ALL]))
+    response = cpi_with_secrets.answer(
+        cpi_with_secrets.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV_WITH_ALL])
+    )
 
     out = capfd.readouterr()
     assert "Invalid value" in response["error"]["message"]
@@ -91,13 +97,15 @@ ENV_WITH_ALL = {**ENV, "bosh": {**ENV["bosh"], "password": "CANARYpassword"}}
 
 
 def test_internal_error_does_not_leak_a_secret(
-    secretive: CpiCalls, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    cpi_with_secrets: CpiCalls, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError(f"with {ENV}")
 
     monkeypatch.setattr("kubernetes_cpi.networks.plan", broken)
-    response = secretive.answer(secretive.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
+    response = cpi_with_secrets.answer(
+        cpi_with_secrets.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV])
+    )
 
     out = capfd.readouterr()
     assert "ZeroDivisionError" in out.err
@@ -108,9 +116,9 @@ def test_internal_error_does_not_leak_a_secret(
     "arguments", [["agent-1", 7, {}, DYNAMIC, [], ENV], ["agent-1", STEMCELL, {"a": 1}, 3, [], ENV]]
 )
 def test_rejected_cpi_request_does_not_leak_its_secrets(
-    secretive: CpiCalls, capfd: pytest.CaptureFixture[str], arguments: list[Any]
+    cpi_with_secrets: CpiCalls, capfd: pytest.CaptureFixture[str], arguments: list[Any]
 ) -> None:
-    response = secretive.answer(secretive.request("create_vm", arguments))
+    response = cpi_with_secrets.answer(cpi_with_secrets.request("create_vm", arguments))
 
     out = capfd.readouterr()
     assert response["error"] is not None
@@ -132,7 +140,7 @@ SHAPES = [
     '"{}\\q"',
     "{" * 9 + "{}",
 ]
-"""Common mistakes in credentials that come from files, shells, URLs and YAML."""
+"""Common mistakes in credentials that come from files, shell variables, URLs or YAML."""
 PLACES: list[tuple[str, str]] = [
     ("cluster.token", "{}"),
     ("cluster.client_key", "{}"),
@@ -152,34 +160,34 @@ PLACES: list[tuple[str, str]] = [
     "place", [*PLACES, ("token_file", "{}"), ("user.token", "{}"), ("exec", "{}"), ("stderr", "{}")]
 )
 def test_malformed_credentials_are_not_logged(
-    secretive: CpiCalls, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: tuple[str, str], shape: str
+    cpi_with_secrets: CpiCalls, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: tuple[str, str], shape: str
 ) -> None:
-    """`kubectl create token` and `--var-file` append a newline, and http.client quotes a header with a newline in its
-    error.
+    """`kubectl create token` and `--var-file` append a newline to a token. http.client rejects a header with a newline
+    and quotes the header in its error.
     """
     path, form = place
     given = form.format(shape.replace("{}", "CANARYwrong", 1))
-    config = json.loads(secretive.file.read_text())
+    config = json.loads(cpi_with_secrets.file.read_text())
     if path == "token_file":
         (tmp_path / "token").write_text(given)
-        config["cluster"] = {"server": secretive.server.url, "token_file": str(tmp_path / "token")}
+        config["cluster"] = {"server": cpi_with_secrets.server.url, "token_file": str(tmp_path / "token")}
     elif path in ("user.token", "exec", "stderr"):
         (tmp_path / "plugin").write_text('#!/bin/sh\nprintf %s "$SAID"\n')
         (tmp_path / "plugin").chmod(0o755)
         said = json.dumps({"status": {"token": given}} if path == "exec" else [given])
         plugin = {"command": str(tmp_path / "plugin"), "env": [{"name": "SAID", "value": said.replace("\\u0000", "")}]}
         user = {"token": given} if path == "user.token" else {"exec": plugin}
-        config["cluster"] = {"kubeconfig": kubeconfig(secretive.server.url, user)}
+        config["cluster"] = {"kubeconfig": kubeconfig(cpi_with_secrets.server.url, user)}
     else:
         *steps, last = path.split(".")
         here = config
         for step in steps:
             here = here.setdefault(step, {})
         here[last] = given
-    secretive.write(config)
+    cpi_with_secrets.write(config)
 
     responses = [
-        secretive.answer(secretive.request(method, arguments))
+        cpi_with_secrets.answer(cpi_with_secrets.request(method, arguments))
         for method, arguments in (("has_vm", ["vm-bosh-0"]), ("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
     ]
 
@@ -196,26 +204,28 @@ def kubeconfig(server: str, user: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_token_with_a_trailing_line_break_is_accepted(secretive: CpiCalls) -> None:
-    config = json.loads(secretive.file.read_text())
+def test_token_with_a_trailing_line_break_is_accepted(cpi_with_secrets: CpiCalls) -> None:
+    config = json.loads(cpi_with_secrets.file.read_text())
     config["cluster"]["token"] += "\n"
-    secretive.write(config)
+    cpi_with_secrets.write(config)
 
-    assert secretive("has_vm", "vm-bosh-0") is False
+    assert cpi_with_secrets("has_vm", "vm-bosh-0") is False
 
 
-def test_credentials_are_not_sent_over_plain_http(secretive: CpiCalls, server: FakeApiServer) -> None:
-    config = json.loads(secretive.file.read_text())
+def test_credentials_are_not_sent_over_plain_http(cpi_with_secrets: CpiCalls, server: FakeApiServer) -> None:
+    config = json.loads(cpi_with_secrets.file.read_text())
     config["cluster"]["server"] = server.url.replace("127.0.0.1", "192.0.2.1")
-    secretive.write(config)
+    cpi_with_secrets.write(config)
 
     with pytest.raises(CpiFailedError, match="the credentials would be sent unencrypted"):
-        secretive("has_vm", "vm-bosh-0")
+        cpi_with_secrets("has_vm", "vm-bosh-0")
 
 
-def test_failed_create_vm_does_not_leak_secrets(secretive: CpiCalls, cluster: FakeCluster) -> None:
+def test_failed_create_vm_does_not_leak_secrets(cpi_with_secrets: CpiCalls, cluster: FakeCluster) -> None:
     cluster.pod_status = lambda _: waiting("CreateContainerConfigError", "secret CANARYcustom not found")
-    response, said = secretive.run(secretive.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
+    response, said = cpi_with_secrets.run(
+        cpi_with_secrets.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV])
+    )
 
     assert "CreateContainerConfigError" in response["error"]["message"]
     assert leaks(json.dumps(response) + said) == []

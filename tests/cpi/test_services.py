@@ -23,7 +23,7 @@ def target(cluster: FakeCluster, service: str) -> str:
 
 
 def test_instance_name_points_to_the_newest_vm_of_the_instance(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """During create-swap-delete an instance has two VMs, and its name must resolve to the newer VM."""
+    """During a create-swap-delete update, an instance has two VMs. Its name must then resolve to the newer VM."""
     old, new = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2"))
     cpi("set_vm_metadata", old, METADATA)
 

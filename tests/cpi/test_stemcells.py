@@ -1,4 +1,4 @@
-"""Light stemcells, both this project's own and unmodified ones for the Docker CPI."""
+"""Light stemcells: this project's own, and unmodified stemcells that were made for the Docker CPI."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_stemcell_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -
     ["localhost/a", "localhost:5000/a/b", "REG.example:443/a__b/c-d:V_1", "10.0.0.1:5000/a", "ubuntu", "a/b:1"],
 )
 def test_image_reference_of_any_registry_is_accepted(reference: str) -> None:
-    """The reference needs no digest if mutable images are allowed."""
+    """The reference has no digest, so the test allows mutable images."""
     lenient = Config(stemcells=Stemcells(allow_mutable_images=True))
 
     assert stemcells.create(Config(), None, {"image": f"{reference}@{DIGEST}"}) == f"{reference}@{DIGEST}"
@@ -71,9 +71,10 @@ def test_invalid_stemcell_image_is_rejected(properties: dict[str, Any], words: s
 def test_vm_is_scheduled_to_nodes_of_its_stemcells_architecture(
     cpi: CpiCalls, cluster: FakeCluster, named: str | None, wished: dict[str, str], selector: dict[str, str] | None
 ) -> None:
-    """A Director may have stemcells for both architectures.
+    """A Director may have stemcells for both architectures, so the pod must select nodes of its stemcell's
+    architecture.
 
-    If the stemcell names no architecture, which includes existing cids, Kubernetes chooses the node.
+    If the cid names no architecture, as in older CPI versions, the pod selects none.
     """
     pointers = {"image": f"registry.example/a:1@{DIGEST}"} | ({"architecture": named} if named else {})
     stemcell = cpi("create_stemcell", "/nothing", pointers, {})

@@ -1,4 +1,4 @@
-"""No method touches objects of another Director, or objects that the CPI did not create, whatever their names are."""
+"""No CPI method touches objects of another Director or objects that the CPI did not create, whatever they are named."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ DISK_CALLS: list[tuple[str, list[Any]]] = [
 def test_foreign_object_is_not_found_as_a_vm_or_disk(
     cpi: CpiCalls, cluster: FakeCluster, plural: str, kind: str, calls: list[tuple[str, list[Any]]]
 ) -> None:
-    """The namespace may contain objects that the CPI did not create, such as the Secret with its own token."""
+    """The namespace may contain objects that the CPI did not create, for example the Secret with the CPI's own
+    token.
+    """
     specs: dict[str, Object] = {"pods": POD, "persistentvolumeclaims": CLAIM}
     make(cluster, plural, "others", specs.get(plural))
     make(cluster, "persistentvolumeclaims", "data-others", CLAIM)
@@ -69,7 +71,7 @@ def test_foreign_object_is_not_found_as_a_vm_or_disk(
 
 
 def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """A StatefulSet gives its claims names such as `data-postgres-0`, which look like those of the CPI."""
+    """A StatefulSet may name its claims `data-postgres-0`, which resembles the names of the CPI's data claims."""
     make(cluster, "persistentvolumeclaims", "data-postgres-0", CLAIM)
     before = cluster.snapshot()
 
@@ -79,7 +81,7 @@ def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: CpiCalls, cluster: F
 
 
 def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """If the CPI followed the annotation, it would create a pod with the disks that are named in it."""
+    """If the CPI obeyed the annotation, it would create a pod that mounts the disks named in it."""
     disk = cpi("create_disk", 64, {}, None)
     noted = {"name": "data-others", "annotations": {"cpi.bosh.io/disks": json.dumps({"disks": [disk]})}}
     cluster.create(("persistentvolumeclaims", "bosh", "data-others"), {"metadata": noted, "spec": CLAIM})
@@ -92,7 +94,7 @@ def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: CpiCalls, clus
 
 
 def test_manually_labelled_claim_can_be_used_as_a_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """Operators use this to attach storage that they have restored by hand with `bosh attach-disk`."""
+    """An operator labels a claim by hand to use restored storage with `bosh attach-disk`."""
     make(cluster, "persistentvolumeclaims", "restored", CLAIM, **OURS, **{"cpi.bosh.io/kind": "disk"})
     vm = cpi.create_vm()
 

@@ -1,4 +1,4 @@
-"""VMs, tested with a fake API server."""
+"""VMs, tested against a fake API server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.source import ROOT
 
 def test_vm_is_created_rebooted_and_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """The pod must become ready without a bus connection, because the Director admits the agent to the bus only after
-    create_vm has returned (steps/create_vm_step.rb). A reboot keeps the data.
+    create_vm has returned (steps/create_vm_step.rb). A reboot must keep the data.
     """
     vm = cpi.create_vm()
 
@@ -65,7 +65,7 @@ def test_vm_settings_can_be_read_by_the_agent(cpi: CpiCalls, cluster: FakeCluste
 def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(
     cpi: CpiCalls, cluster: FakeCluster, message: str
 ) -> None:
-    """Such a pod may wait longer than `timeouts.unschedulable`, here for the whole of `timeouts.create_vm`."""
+    """The wait may exceed `timeouts.unschedulable`, and here it lasts until `timeouts.create_vm` ends it."""
     cluster.pod_status = lambda _: unscheduled(f"0/1 nodes are available: {message}")
 
     with pytest.raises(CpiFailedError, match="is not ready after 3 s: no node takes it"):
@@ -96,10 +96,12 @@ def test_create_vm_cleans_up_if_the_cluster_rejects_an_object(
 
 
 @pytest.mark.parametrize("is_secret", [False, True])
-def test_vm_on_an_unresponsive_node_counts_as_dead(
+def test_delete_vm_forces_deletion_on_an_unresponsive_node(
     cpi: CpiCalls, cluster: FakeCluster, capsys: pytest.CaptureFixture[str], is_secret: bool
 ) -> None:
-    """The VM also counts as dead if the account may not read the node."""
+    """This also applies if the account may not read the node, because the CPI then cannot know whether the node is
+    alive.
+    """
     vm = cpi.create_vm(grace=0)
     if is_secret:
         cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
@@ -130,7 +132,7 @@ def test_delete_vm_does_not_force_deletion_while_the_node_cannot_be_read(
 
 
 def replaced(cluster: FakeCluster, name: str) -> None:
-    """Replace a pod immediately by a ready pod with the same name."""
+    """Replace a pod with a pod of the same name, without a grace period."""
     pod = cluster.of("pods")[name]
     cluster.delete(("pods", "bosh", name), {"gracePeriodSeconds": 0})
     spec = {key: value for key, value in pod["spec"].items() if key != "nodeName"}
@@ -165,7 +167,7 @@ def test_delete_vm_does_not_wait_for_a_replacement_pod(
     assert vm not in cluster.of("secrets")
 
 
-def test_vm_is_deleted_when_its_containers_have_ended(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_delete_vm_returns_once_the_containers_have_ended(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     cluster.objects_linger_s = 600.0
 
@@ -210,7 +212,9 @@ def test_cpi_methods_report_a_missing_vm(cpi: CpiCalls) -> None:
 
 @pytest.mark.parametrize("cid", ["", "a/log", "../secrets/x", "A", "a" * 254])
 def test_invalid_vm_cid_is_rejected(cpi: CpiCalls, server: FakeApiServer, cid: str) -> None:
-    """In the URL, an empty name would address the list of all pods, and a name with a slash another resource."""
+    """In the URL, an empty name would address the list of all pods, and a name with a slash would address another
+    resource.
+    """
     for method in ("has_vm", "delete_vm"):
         with pytest.raises(CpiFailedError, match="arguments do not fit"):
             cpi(method, cid)
@@ -218,7 +222,7 @@ def test_invalid_vm_cid_is_rejected(cpi: CpiCalls, server: FakeApiServer, cid: s
     assert server.requests == []
 
 
-def test_evicted_vm_counts_as_missing(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_evicted_vm_is_reported_as_missing(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     cluster.patch(("pods", "bosh", vm), {"status": {"phase": "Failed", "reason": "Evicted"}})
 
@@ -264,7 +268,7 @@ def test_service_claimed_by_a_new_vm_during_deletion_is_kept(
     assert "zk" in cluster.of("services")
 
 
-def test_service_with_keep_outlives_its_last_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_service_with_keep_is_not_deleted_with_its_last_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm(services=[{"name": "zk", "ports": [{"port": 2181}], "keep": True}])
 
     cpi("delete_vm", vm)
@@ -272,7 +276,7 @@ def test_service_with_keep_outlives_its_last_vm(cpi: CpiCalls, cluster: FakeClus
     assert list(cluster.snapshot()) == ["services/zk"]
 
 
-def test_vip_moves_to_the_newest_vm_with_this_vip(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_vip_address_moves_to_the_newest_vm_that_uses_it(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vip = {"type": "vip", "ip": "10.0.0.9", "cloud_properties": {"ports": [{"port": 80}]}}
     made = [
         cpi("create_vm", agent, STEMCELL, {}, {**DYNAMIC, "public": vip}, [], ENV)[0]
@@ -304,7 +308,7 @@ def test_calculated_vm_cloud_properties_are_accepted(cpi: CpiCalls) -> None:
 
 
 def helpers(cluster: FakeCluster) -> list[str]:
-    """Return the commands of all helper pods, including deleted ones."""
+    """Return the commands of all helper pods that were created, including those deleted since."""
     made = [body for _, event, (plural, *_), body in cluster.events if (event, plural) == ("ADDED", "pods")]
     containers = [pod["spec"]["containers"][0] for pod in made]
     return [" ".join(one["command"][5:]) for one in containers if one["name"] == attachments.CONTAINER]
@@ -313,8 +317,8 @@ def helpers(cluster: FakeCluster) -> list[str]:
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
 @pytest.mark.parametrize("tier", ["userns", "privileged", "base"])
 def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: CpiCalls, cluster: FakeCluster, tier: str) -> None:
-    """Only the tier ``userns`` needs the limit, because its root user can remount the directory of live disks writable.
-    In the tier ``privileged``, root can do anything on the node anyway.
+    """Only the tier ``userns`` needs the limit, because its root user can remount the directory of live disks as
+    writable. The tier ``privileged`` does not need it, because its root user can do anything on the node anyway.
     """
     vm = cpi.create_vm(attach="live", tier=tier)
 
@@ -334,7 +338,7 @@ def test_create_vm_cleans_up_if_the_disk_directory_cannot_be_limited(cpi: CpiCal
 
 
 def security(spec: Object) -> Object:
-    """Return the security settings of a pod and its container: users, capabilities and profiles."""
+    """Return the security settings of a pod and its container, such as users, capabilities and profiles."""
     members = {"pod": spec.get("securityContext"), "hostUsers": spec.get("hostUsers")}
     return members | {"container": spec["containers"][0]["securityContext"]}
 
@@ -456,7 +460,7 @@ AGENT = {"image": "registry.example/agent-shim-volume:1"}
 
 
 def test_agent_can_be_added_to_an_unmodified_stemcell(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The agent is mounted from an image volume, and PID 1 applies the overlay to the stemcell."""
+    """The agent is mounted from an image volume, and PID 1 is a program that applies the overlay to the stemcell."""
     vm = cpi.create_vm(agent=AGENT)
 
     spec = cluster.of("pods")[vm]["spec"]
@@ -480,7 +484,9 @@ def test_agent_is_copied_if_the_cluster_has_no_image_volumes(cpi: CpiCalls, clus
 
 
 def test_missing_agent_image_is_reported(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The reason is in the status of the init container, while the VM's container only waits for the init container."""
+    """The reason is in the status of the init container. The status of the VM's container says only that it waits for
+    the init container.
+    """
     status = waiting("PodInitializing", "")
     status["initContainerStatuses"] = waiting("ErrImagePull", "pull: not found")["containerStatuses"]
     cluster.pod_status = lambda _: status
@@ -514,10 +520,11 @@ def test_current_vm_id_returns_the_cid_of_the_vm_that_runs_the_cpi(
 def test_vm_directories_have_the_volume_type_that_they_need(
     cpi: CpiCalls, cluster: FakeCluster, properties: Object, path: str, kind: str
 ) -> None:
-    """The agent's directory must be an emptyDir, because without root the agent cannot write into a directory that the
-    runtime has created.
+    """The agent's directory must be an emptyDir, because an agent without root cannot write into a directory that the
+    container runtime has created.
 
-    Live disks must not be mounted in an emptyDir, because the kubelet would delete their content together with it.
+    Live disks must not be mounted in an emptyDir, because the kubelet would delete their content together with the
+    emptyDir.
     """
     vm = cpi.create_vm(**properties)
 
