@@ -1,4 +1,6 @@
-"""``./dev test-kubernetes``: run these tests in new namespaces, in which they start a Kubernetes node."""
+"""``./dev test-kubernetes``: run the tests of this directory in new namespaces, in which they start a Kubernetes
+node.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from tests.support.kubernetes.run import run_as_node
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments. Return its exit code, or print a message and return 1 if a prerequisite is
-    missing.
+    """Run pytest with these arguments and return its exit code. If a prerequisite is missing, print a message and
+    return 1.
     """
     options = [
         "-qm",

@@ -1,4 +1,4 @@
-"""Fixtures for tests with real pods: a node for all tests, and a namespace and an environment for each test."""
+"""Fixtures for tests with real pods: one node for all tests, and a new namespace and environment for each test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ NODE = pytest.StashKey[FirstNode]()
 
 @pytest.fixture(scope="session")
 def node(request: pytest.FixtureRequest) -> FirstNode:
-    """Start the node and wait until it can run pods. It ends with its namespaces after the last test."""
+    """Start the node and wait until it can run pods. It is stopped after the last test, together with its
+    namespaces.
+    """
     made = FirstNode(nodes.here())
     request.config.stash[NODE] = made
     made.start()
@@ -35,7 +37,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 async def namespace(node: FirstNode, tmp_path: Path) -> AsyncIterator[Namespace]:
-    """Provide a namespace for one test, and remove its pods afterwards."""
+    """Provide a namespace for one test, and remove its pods after the test."""
     made = Namespace(node, f"test-{secrets.token_hex(4)}", tmp_path)
     await made.create()
     try:
@@ -46,6 +48,6 @@ async def namespace(node: FirstNode, tmp_path: Path) -> AsyncIterator[Namespace]
 
 @pytest.fixture
 async def bosh(node: FirstNode, tmp_path: Path) -> AsyncIterator[Environment]:
-    """Provide an environment with a Director, reachable at the node's address."""
+    """Provide an environment with a Director that pods can reach at the node's address."""
     async with environment(nodes.ADDRESS, tmp_path) as made:
         yield made

@@ -1,6 +1,7 @@
-"""The admission policy in deploy/cpi, tested with a real API server. It restricts a stolen token, but not the CPI.
+"""The admission policy in deploy/cpi, tested with a real API server. It must restrict the holder of a stolen token, but
+not the CPI.
 
-The CPI's account has all permissions here, so every refusal comes from the policy.
+In these tests the CPI's account has all RBAC permissions, so every refusal comes from the policy.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Document = dict[str, Any]
 
 NAMESPACE = "bosh"
 REFUSED = (403, 422)
-"""Status codes of a refusal. The API server uses 422 unless the policy specifies a reason."""
+"""HTTP statuses of a refusal. The API server uses 422 unless the policy specifies another reason."""
 ACCOUNT = f"system:serviceaccount:{NAMESPACE}:bosh-cpi"
 PROGRAM = (ROOT / "kubernetes_cpi/attachment_program.py").read_text()
 PARAMETERS = {"program": PROGRAM, "images": "registry.example/ other.example/agents/", "privileged_vms": "false"}
@@ -73,13 +74,13 @@ def secured(**context: Any) -> Document:
 
 
 def mounting(source: Document, **mount: Any) -> Document:
-    """Return the pod of a VM with a volume from ``source``."""
+    """Return a VM's pod with a volume from ``source``."""
     mounts = [{"name": "v", "mountPath": "/mnt", **mount}]
     return vm(containers=[{"name": "agent", "image": IMAGE, "volumeMounts": mounts}], volumes=[{"name": "v", **source}])
 
 
 def helper(kind: str = "attachment", change: Callable[[Document], object] = lambda _: None) -> Document:
-    """Return a helper pod as the CPI creates it, with its spec modified by ``change``."""
+    """Return a helper pod as the CPI creates it, after ``change`` has modified its spec."""
     target = {"name": "target", "hostPath": {"path": ROOM, "type": "DirectoryOrCreate"}}
     arguments = {
         "attachment": ["attach", "/disk", f"/target/{VM}/{DISK}", "uid"],
@@ -122,8 +123,8 @@ def with_volume(name: str, source: Document, path: str) -> Callable[[Document], 
 
 
 def copying(**members: Any) -> Callable[[Document], object]:
-    """Return a change that lets a pod copy the agent, as the CPI does for unmodified stemcells. ``members`` override
-    fields of the init container.
+    """Return a change that adds the init container which copies the agent, as the CPI does for unmodified stemcells.
+    ``members`` override its fields.
     """
     copier = {
         "name": "agent",
@@ -458,7 +459,9 @@ def path_of(one: Document) -> str:
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """Provide an API server with the policy, and with a namespace that contains objects of the CPI and of others."""
+    """Provide an API server with the policy, and with a namespace that contains objects of the CPI and other
+    objects.
+    """
     made = ApiServer(programs(), tmp_path_factory.mktemp("api"))
     try:
         made.start()
@@ -493,7 +496,7 @@ def _fill(api: ApiServer) -> None:
             {
                 "metadata": {
                     "name": "volumesnapshots.snapshot.storage.k8s.io",
-                    # The API server requires this annotation for groups that end in k8s.io.
+                    # The API server requires this annotation for API groups whose name ends in k8s.io.
                     "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
                 },
                 "spec": crd,
@@ -521,13 +524,13 @@ def _fill(api: ApiServer) -> None:
     ]
     deadline = time.monotonic() + TIMEOUT_S / 5
     for path, body in made:
-        # A new kind only becomes available after a moment, so retry.
+        # The API for a new kind is available only after a moment, so retry.
         while (answer := api.request("POST", path, body))[0] == 404 and time.monotonic() < deadline:
             time.sleep(0.2)
         assert answer[0] == 201, f"{path}: {answer[1]}"
     theft, _ = CREATED["another image"]
     snapshot = document("VolumeSnapshot", "n", "", spec={})
-    # A new policy only takes effect after a moment, and so does a new kind.
+    # Wait until the new policy and the API for the new kind are in effect.
     while wrong := [
         reply
         for one in (theft, snapshot)
@@ -538,7 +541,7 @@ def _fill(api: ApiServer) -> None:
 
 
 def _try(api: ApiServer, method: str, path: str, body: Any = None, kind: str = "application/json") -> tuple[int, str]:
-    """Make a dry-run request as the CPI's account. Return the status and message of the response."""
+    """Send a request as the CPI's account, as a dry run. Return the status and message of the response."""
     status, answer = api.request(method, f"{path}?dryRun=All", body, user=ACCOUNT, kind=kind)
     return status, str(answer.get("message", ""))
 
@@ -569,7 +572,7 @@ def test_admission_policy_admits_objects_of_the_cpi(api: ApiServer, name: str) -
     one = copy.deepcopy(ADMITTED[name])
     one["metadata"]["name"] += "0" if one["metadata"]["name"] != VM else ""
     if one["metadata"]["name"] == VM:
-        # Rename the VM, because one with the original name exists.
+        # Rename the VM, because a VM with the original name already exists.
         one = json.loads(json.dumps(one).replace(VM, f"{VM}0"))
 
     assert _try(api, "POST", PATHS[one["kind"]], one)[0] == 201, _try(api, "POST", PATHS[one["kind"]], one)
@@ -616,7 +619,7 @@ def test_admission_policy_lets_the_cpi_delete_its_objects(api: ApiServer, which:
 
 
 def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_path: Path) -> None:
-    """The requests of a VM's lifecycle are recorded with the fake server and then sent to the real one as the CPI's
+    """The fake API server records the requests of a VM's lifecycle. They are then sent to the real server as the CPI's
     account.
     """
     server = FakeApiServer(FakeCluster())
@@ -652,7 +655,7 @@ def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_pa
 
 
 def _live(cpi: CpiCalls) -> None:
-    """Create, use and delete VMs that together use every kind of object and pod that the CPI can create."""
+    """Create, use and delete VMs so that the CPI creates every kind of object and pod that it can create."""
     front = {"name": "front", "ports": [{"port": 80}], "ingress": {"hosts": ["web.example"]}}
     metadata = {"deployment": "dep", "job": "db", "index": "0", "id": "i", "director": "d"}
     vms = [

@@ -1,7 +1,8 @@
-"""Deployments on a real cluster with a scripted Director and real agents, for each of the CPI's ways to attach disks.
+"""Deployments on a real cluster, with a scripted Director and real agents. Each flow runs once for each way in which
+the CPI can attach disks.
 
-Each flow begins and ends with an instance that has a disk with a file on it. ``Site.check`` checks that the file still
-exists, and that the cluster has no objects that are unknown to the Director. The next flow continues with the same
+Each flow starts and ends with an instance that has a disk with a file on it. At the end, ``Site.check`` checks that the
+file still exists and that the cluster has no objects that the Director does not know. The next flow uses the same
 instance. After a failed flow, everything is deleted and deployed again.
 """
 
@@ -24,7 +25,7 @@ from tests.support.kubernetes.objects import Document
 pytestmark = [pytest.mark.kubernetes, pytest.mark.asyncio(loop_scope="module")]
 
 ATTACHING = pytest.mark.parametrize("site", [way for way in WAYS if way.attach != "never"], ids=str, indirect=True)
-"""Runs a test for each way that can attach a disk to an existing VM."""
+"""Runs a test once for each way that can attach a disk to an existing VM."""
 
 LIVE = pytest.mark.parametrize("site", [way for way in WAYS if way.attach in ("live", "auto")], ids=str, indirect=True)
 
@@ -40,20 +41,21 @@ async def site(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def db(site: Site) -> DeployedInstance:
-    """Provide the instance with a disk that the previous flow has left, or else deploy one."""
+    """Return the instance that the previous flow has left, which has a disk, or deploy one."""
     instance, site.spare = site.spare, None
     if instance is None:
         await site.empty()
         can_attach = site.way.attach != "never" or site.way.reserved
-        instance = await site.deployments.first_deploy() if can_attach else await _deployed_in_two(site)
+        instance = await site.deployments.first_deploy() if can_attach else await _deploy_in_two_steps(site)
         await site.write(instance)
     return instance
 
 
-async def _deployed_in_two(site: Site) -> DeployedInstance:
-    """Deploy an instance where disks can only be attached when a VM is created.
+async def _deploy_in_two_steps(site: Site) -> DeployedInstance:
+    """Deploy an instance on a cluster where disks can be attached only when a VM is created.
 
-    The first deploy fails in attach_disk with an explanation. Then the instance is stopped and started with the disk.
+    The first deploy fails in attach_disk, and the error explains why. The instance is then stopped and started again,
+    and its new VM has the disk.
     """
     director = site.deployments
     instance = DeployedInstance("db")
@@ -132,7 +134,7 @@ async def test_pod_deleted_without_the_director_is_resurrected(site: Site, db: D
 
 
 async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: DeployedInstance) -> None:
-    """The old VM is still running. It is deleted without detaching its disks first."""
+    """The old VM is still running when it is deleted, and its disks have not been detached."""
     await site.exec(db, "pkill", "-STOP", "--full", "bin/bosh-agent")
     assert await site.deployments.is_unresponsive(db)
     assert await site.cpi.call("has_vm", db.vm) is True
@@ -141,8 +143,8 @@ async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: Depl
 
 
 async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: DeployedInstance) -> None:
-    """After cck's "Reboot VM" the Director does not mount disks again, so the agent must do this. Files in ``data`` are
-    kept.
+    """After "Reboot VM" in `bosh cloud-check`, the Director does not mount disks again, so the agent must do so. Files
+    in ``data`` must be kept.
     """
     if site.way.attach == "never":
         with pytest.raises(CpiCallError, match="recreate the VM instead"):
@@ -159,7 +161,7 @@ async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: Deploye
 
 @LIVE
 async def test_detach_of_a_disk_in_use_fails_and_keeps_it_attached(site: Site, db: DeployedInstance) -> None:
-    """If the agent has not unmounted the disk, detach_disk fails with this reason, and the disk stays attached."""
+    """The agent has not unmounted the disk, so detach_disk must fail with this reason and leave the disk attached."""
     director = site.deployments
     second = await director.create_disk(db)
     await director.attach(db, second)
@@ -176,8 +178,8 @@ async def test_detach_of_a_disk_in_use_fails_and_keeps_it_attached(site: Site, d
 
 
 async def _dynamic_disk(site: Site, db: DeployedInstance) -> tuple[str, str]:
-    """Attach a dynamic disk to a VM with running jobs, and write a file to it. Return the disk's cid and its link in
-    the VM.
+    """Attach a dynamic disk to a VM while its jobs run, and write a file to it. Return the disk's cid and the path of
+    its link in the VM.
     """
     disk = await site.deployments.provide_dynamic_disk(db, "of-a-driver")
     link = f"/var/vcap/data/dynamic_disks/{disk}"
@@ -192,7 +194,7 @@ async def _delete_dynamic(site: Site, db: DeployedInstance, disk: str) -> None:
 
 @LIVE
 async def test_dynamic_disk_is_attached_and_detached_while_jobs_run(site: Site, db: DeployedInstance) -> None:
-    """The container is not restarted."""
+    """The disk must be attached without restarting the container."""
     before = await site.namespace.pod(db.vm).container()
     disk, link = await _dynamic_disk(site, db)
     await site.deployments.provide_dynamic_disk(db, "of-a-driver")
@@ -209,7 +211,7 @@ async def test_dynamic_disk_is_attached_and_detached_while_jobs_run(site: Site, 
 
 
 def _driver(disk: str) -> dict[str, str]:
-    """Return a job that mounts a dynamic disk at another path, as docs/disks.md describes for volume drivers."""
+    """Return a job that mounts a dynamic disk at a second path, as docs/disks.md recommends for volume drivers."""
     start = f"""
 disk=/var/vcap/data/dynamic_disks/{disk} place=/var/vcap/data/volume
 if [ -b $disk ]; then mkdir -p $place; mount $disk $place
@@ -229,7 +231,7 @@ place=/var/vcap/data/volume
 
 @LIVE
 async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(site: Site, db: DeployedInstance) -> None:
-    """While the job runs, the disk is busy and cannot be detached."""
+    """The disk cannot be detached while the job runs, because the job uses it."""
     director = site.deployments
     disk = await director.provide_dynamic_disk(db, "of-a-driver")
     director.files = _driver(disk)
@@ -291,14 +293,16 @@ def _attaches(one: Document, disk: str) -> bool:
 
 
 async def test_reattaching_an_attached_disk_succeeds(site: Site, db: DeployedInstance) -> None:
-    """cck's "Reattach disk to instance" relies on this."""
+    """ "Reattach disk to instance" in `bosh cloud-check` attaches a disk that may be attached already."""
     await site.deployments.attach(db, db.disk)
     await site.deployments.mount(db, db.disk)
     await site.check(db)
 
 
 async def test_orphaned_disk_can_be_attached_again(site: Site, db: DeployedInstance) -> None:
-    """Simulates ``bosh delete-deployment``, and then ``bosh attach-disk`` with an instance of another deployment."""
+    """The flow simulates ``bosh delete-deployment`` followed by ``bosh attach-disk`` for an instance of another
+    deployment.
+    """
     await site.deployments.delete(db)
     await site.check(db)
     again = DeployedInstance("other", disk=db.disk, kept=db.kept)
@@ -319,7 +323,7 @@ async def test_compilation_vm_compiles_a_package(site: Site, db: DeployedInstanc
 
 
 async def test_deletion_removes_all_objects_and_can_be_repeated(site: Site, db: DeployedInstance) -> None:
-    """Deleting the VM and the disk again either succeeds or fails because they no longer exist."""
+    """A second delete of the VM and the disk must succeed, or fail because they do not exist any more."""
     vm, disk = db.vm, db.disk
     await site.deployments.delete(db)
     await site.deployments.delete_disk(disk)

@@ -1,4 +1,4 @@
-"""VMs on two nodes, one of which is drained with a real ``kubectl drain`` as described in docs/cluster-upgrades.md."""
+"""VMs on two nodes, one of which is drained with a real ``kubectl drain``, as docs/cluster-upgrades.md describes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.kubernetes
 
 LIVE: Final = Way("live", "live", "base", "privileged")
 LOCAL: Final = "of-one-node"
-"""A StorageClass for volumes that exist only on the second node."""
+"""A StorageClass whose volumes exist only on the second node."""
 DRAIN: Final = (
     "drain",
     SECOND,
@@ -47,8 +47,8 @@ def second(node: FirstNode) -> Iterator[KubeletNode]:
 
 
 @contextlib.asynccontextmanager
-async def only_on(site: Site, other: str) -> AsyncIterator[None]:
-    """Prevent VMs from being scheduled to the node ``other`` for the duration of the block."""
+async def without_scheduling_on(site: Site, other: str) -> AsyncIterator[None]:
+    """Keep new VMs off the node ``other`` while the block runs."""
     await site.namespace.kubectl("cordon", other)
     try:
         yield
@@ -61,7 +61,7 @@ async def node_of(site: Site, instance: DeployedInstance) -> str:
     return node
 
 
-async def ready_of(site: Site, group: str) -> int:
+async def count_ready(site: Site, group: str) -> int:
     """Return the number of ready VMs in a group."""
     ready = '{.items[*].status.conditions[?(@.type=="Ready")].status}'
     said = await site.namespace.kubectl(
@@ -70,19 +70,19 @@ async def ready_of(site: Site, group: str) -> int:
     return said.split().count("True")
 
 
-async def drained(site: Site) -> str:
+async def drain_second_node(site: Site) -> str:
     done = await asyncio.to_thread(site.namespace.node.kubectl, *DRAIN)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 async def resurrect_until(site: Site, instances: list[DeployedInstance], drain: asyncio.Task[str]) -> list[int]:
-    """Recreate each missing VM, as the Health Monitor does, until the drain ends. Return the number of ready VMs in the
-    group "web" at each turn.
+    """While the drain runs, recreate each missing VM as the Health Monitor does. Return the number of ready VMs in the
+    group "web" after each round.
     """
     served = []
     while not drain.done():
-        served.append(await ready_of(site, "web"))
+        served.append(await count_ready(site, "web"))
         for instance in instances:
             if not await site.cpi.call("has_vm", instance.vm):
                 await site.deployments.resurrect(instance)
@@ -93,7 +93,7 @@ async def test_node_drain_moves_vms_of_a_group_one_by_one_with_their_disk(
     node: FirstNode, second: KubeletNode, tmp_path: Path
 ) -> None:
     async with cpi_site.site(node, LIVE, tmp_path) as site:
-        async with only_on(site, node.name):
+        async with without_scheduling_on(site, node.name):
             db = await site.deployments.first_deploy()
             webs = [await site.deployments.first_deploy("web", with_disk=False) for _ in range(GROUP_SIZE)]
         await site.write(db)
@@ -101,7 +101,7 @@ async def test_node_drain_moves_vms_of_a_group_one_by_one_with_their_disk(
         assert {await node_of(site, one) for one in instances} == {second.name}
         assert await site.exec(db, "/opt/agent_shim/bin/python3", "-c", ASK_API) == "ok\n"
 
-        drain = asyncio.create_task(drained(site))
+        drain = asyncio.create_task(drain_second_node(site))
         try:
             served = await resurrect_until(site, instances, drain)
             await drain
@@ -112,13 +112,14 @@ async def test_node_drain_moves_vms_of_a_group_one_by_one_with_their_disk(
         finally:
             await site.namespace.kubectl("uncordon", second.name)
         assert min(served) >= GROUP_SIZE - 1
-        # The drain script ran before the pod was removed, and its file arrived on the other node with the disk.
+        # The drain script ran before the pod was removed, and the file that it wrote is on the disk, which has moved to
+        # the other node.
         assert (await site.exec(db, "cat", "/var/vcap/store/drained")).splitlines() == ["drained"]
         await site.check(*instances)
 
 
 def local_volume(path: Path) -> str:
-    """Create a StorageClass and a volume in a directory of the second node. Return the manifests."""
+    """Create a directory for a volume of the second node. Return the manifests of the volume and its StorageClass."""
     path.mkdir()
     there = {"key": "kubernetes.io/hostname", "operator": "In", "values": [SECOND]}
     storage = {
@@ -151,11 +152,11 @@ async def test_vm_waits_for_the_drained_node_that_has_its_disk(
         await site.namespace.kubectl("apply", "--filename=-", stdin=volume)
         stack.push_async_callback(site.namespace.kubectl, "delete", "--wait=false", "--filename=-", stdin=volume)
         site.deployments.disk_type = {"storage_class": LOCAL}
-        async with only_on(site, node.name):
+        async with without_scheduling_on(site, node.name):
             db = await site.deployments.first_deploy()
         await site.write(db)
 
-        await drained(site)
+        await drain_second_node(site)
         try:
             assert await site.cpi.call("has_vm", db.vm) is False
             with pytest.raises(CpiCallError, match="no node takes it.*affinity"):

@@ -1,5 +1,5 @@
-"""How VMs of the CPI cope with measures of a cluster operator: evictions, a namespace without root, network policies,
-and a policy for the CPI's account.
+"""How VMs of the CPI respond to actions of the cluster's operator: evictions, a namespace that forbids root, network
+policies, and an admission policy for the CPI's account.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ BY_RECREATION = next(way for way in WAYS if way.attach == "recreate")
 USERNS = Way("userns", "live", "userns", "privileged")
 RESTRICTED = Way("restricted", "never", "restricted", "restricted", reserved=True)
 UNDER_POLICY = Way("under a policy", "recreate", "base", "privileged")
-"""The Pod Security level admits everything, so refusals come from the policy."""
+"""The namespace has the Pod Security level `privileged`, which admits everything, so refusals come from the admission
+policy.
+"""
 POLICY = ROOT / "deploy/cpi/admission/policy.yaml"
 
 
-async def attempt(site: Site, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a kubectl command that may be refused."""
+async def try_kubectl(site: Site, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """The namespace has the Pod Security level `privileged`, which admits everything, so refusals come from the
+    admission policy.
+    """
     return await asyncio.to_thread(
         site.namespace.node.kubectl, f"--namespace={site.namespace.name}", *arguments, stdin=stdin
     )
@@ -50,14 +54,14 @@ async def attempt(site: Site, *arguments: str, stdin: str = "") -> subprocess.Co
 
 
 async def evict(site: Site, instance: DeployedInstance) -> subprocess.CompletedProcess[str]:
-    """Evict a pod, as ``kubectl drain`` does for each pod of a node."""
+    """Evict a pod, as ``kubectl drain`` does with each pod of a node."""
     where = f"/api/v1/namespaces/{site.namespace.name}/pods/{instance.vm}/eviction"
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": instance.vm}}
-    return await attempt(site, "create", "--raw", where, "--filename=-", stdin=json.dumps(body))
+    return await try_kubectl(site, "create", "--raw", where, "--filename=-", stdin=json.dumps(body))
 
 
 async def until_allowed(site: Site, wanted: int) -> None:
-    """Wait until the disruption controller has counted the pods and permits ``wanted`` evictions."""
+    """Wait until the disruption controller has counted the pods and allows ``wanted`` evictions."""
     async with asyncio.timeout(LIMIT):
         while await site.namespace.kubectl("get", "pdb", "-o", "jsonpath={.items[*].status.disruptionsAllowed}") != str(
             wanted
@@ -95,23 +99,23 @@ FRONT: Document = {
 ONLY_FROM_INSIDE: Document = {"ingress": [{"from": [{"podSelector": {}}]}]}
 
 
-async def leads_to(site: Site, service: str) -> list[str]:
+async def addresses_behind(site: Site, service: str) -> list[str]:
     """Return the sorted addresses to which a Service forwards connections."""
     said = await site.namespace.kubectl("get", "endpoints", service, "-o", "jsonpath={.subsets[*].addresses[*].ip}")
     return sorted(said.split())
 
 
-async def until_leads_to(site: Site, service: str, *instances: DeployedInstance) -> None:
+async def until_forwarded_to(site: Site, service: str, *instances: DeployedInstance) -> None:
     """Wait until a Service forwards connections to exactly these VMs."""
     pods = [await site.namespace.pod(one.vm).look() for one in instances]
     wanted = sorted(pod["status"]["podIP"] for pod in pods)
     async with asyncio.timeout(LIMIT):
-        while await leads_to(site, service) != wanted:
+        while await addresses_behind(site, service) != wanted:
             await asyncio.sleep(0.2)
 
 
-async def ways_in(site: Site) -> list[str]:
-    """Return the names of the Services, Ingresses and NetworkPolicies that the CPI has created."""
+async def network_objects(site: Site) -> list[str]:
+    """Return the names of all Services, Ingresses and NetworkPolicies that the CPI has created."""
     kinds, ours = "services,ingresses,networkpolicies", "app.kubernetes.io/managed-by=kubernetes-cpi"
     return sorted((await site.namespace.kubectl("get", kinds, "-l", ours, "-o", "name")).split())
 
@@ -124,7 +128,7 @@ async def test_services_and_ingresses_follow_the_vms_until_the_last_is_deleted(n
             two = DeployedInstance("web", 1)
             await director.new_vm(two)
 
-            made = await ways_in(site)
+            made = await network_objects(site)
             assert [way for way in made if not way.startswith("networkpolicy")] == [
                 "ingress.networking.k8s.io/front",
                 "service/dep-web-0",
@@ -135,24 +139,24 @@ async def test_services_and_ingresses_follow_the_vms_until_the_last_is_deleted(n
             protected = ",".join(f"{key}={value}" for key, value in json.loads(policy).items())
             pods = await site.namespace.kubectl("get", "pods", "-l", protected, "-o", "name")
             assert sorted(pods.split()) == sorted(f"pod/{vm.vm}" for vm in (one, two))
-            await until_leads_to(site, "front", one, two)
+            await until_forwarded_to(site, "front", one, two)
 
-            former = await leads_to(site, "dep-web-1")
+            former = await addresses_behind(site, "dep-web-1")
             await director.recreate(two)
-            await until_leads_to(site, "dep-web-1", two)
-            assert await leads_to(site, "dep-web-1") != former
-            await until_leads_to(site, "front", one, two)
+            await until_forwarded_to(site, "dep-web-1", two)
+            assert await addresses_behind(site, "dep-web-1") != former
+            await until_forwarded_to(site, "front", one, two)
 
             await director.delete(one)
-            assert [way for way in await ways_in(site) if "dep-web-0" in way] == []
-            await until_leads_to(site, "front", two)
+            assert [way for way in await network_objects(site) if "dep-web-0" in way] == []
+            await until_forwarded_to(site, "front", two)
             await director.delete(two)
-        assert await ways_in(site) == []
+        assert await network_objects(site) == []
         await site.check()
 
 
 async def until_resolves_to(site: Site, name: str, asking: DeployedInstance, wanted: DeployedInstance) -> None:
-    """Wait until ``name`` resolves to the address of the VM ``wanted`` in the VM ``asking``, by the cluster's DNS."""
+    """Wait until the cluster's DNS resolves ``name``, in the VM ``asking``, to the address of the VM ``wanted``."""
     pod = await site.namespace.pod(wanted.vm).look()
     async with asyncio.timeout(LIMIT):
         while pod["status"]["podIP"] not in (
@@ -180,13 +184,13 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 
 
 async def reaches(site: Site, one: DeployedInstance, address: str, port: int) -> bool:
-    """Return True if a VM can connect to an address and port."""
+    """Return True if the VM can connect to this address and port."""
     command = ("exec", one.vm, "--", "/opt/agent_shim/bin/python3", "-c", CONNECT, address, str(port))
-    return (await attempt(site, *command)).returncode == 0
+    return (await try_kubectl(site, *command)).returncode == 0
 
 
 async def connects(site: Site, one: DeployedInstance, other: DeployedInstance) -> bool:
-    """Return True if a VM can connect to the port of another VM's agent."""
+    """Return True if the first VM can connect to the agent's port on the other VM."""
     return await reaches(site, one, other.networks["default"]["ip"], 9190)
 
 
@@ -194,8 +198,8 @@ async def test_network_policy_of_a_group_blocks_other_groups(node: FirstNode, tm
     if not node.has("kube-router"):
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
-        # Remove the egress policy. kube-router 1.2 does not support its IPv6 rule, and would let every packet that may
-        # leave one VM into the other, whatever the ingress policy is.
+        # Remove the egress policy, because kube-router 1.2 does not support its IPv6 rule. It would let every packet
+        # that may leave one VM into the other VM, regardless of the ingress policy.
         await site.namespace.kubectl("delete", "networkpolicy", "bosh-vms-out")
         director = site.deployments
         outside = await director.first_deploy("outside", with_disk=False)
@@ -221,10 +225,10 @@ ELSEWHERE: Final = "198.18.0.1"
 
 @contextmanager
 def listener() -> Iterator[int]:
-    """Run a server on the node that listens at the node's address, at a metadata service's address and at an unrelated
-    one.
+    """Run a server on the node. It listens at the node's address, at the address of a cloud's metadata service, and at
+    an address that is unrelated to either.
 
-    Return its port.
+    Yields its port.
     """
     ip = ("ip", "address")
     with socket.create_server(("", 0), backlog=4096) as server:
@@ -288,9 +292,9 @@ def status_of(url: str) -> int:
 
 
 async def test_trial_vms_start_in_a_cluster(node: FirstNode, tmp_path: Path) -> None:
-    """The VMs have the cloud properties that ``./dev try-kubernetes`` uses for its Director and its instances.
+    """The VMs have the cloud properties with which ``./dev try-kubernetes`` creates its Director and its instances.
 
-    The Director's pod also gets a host port, which must be reachable at the node's address.
+    The Director's pod also has a host port, which must be reachable at the node's address.
     """
     director, minimal = (
         yaml.safe_load((ROOT / f"tools/trial/bosh/{name}.yml").read_text())[0]["value"]
@@ -313,9 +317,9 @@ async def test_trial_vms_start_in_a_cluster(node: FirstNode, tmp_path: Path) -> 
 
 @asynccontextmanager
 async def writable_volumes() -> AsyncIterator[None]:
-    """Make the volumes of the cluster's provisioner writable for every user.
+    """Make all volumes from the cluster's provisioner writable for every user.
 
-    They are host directories, to which the kubelet does not apply fsGroup.
+    They are host directories, to which the kubelet does not apply `fsGroup`.
     """
 
     async def opened() -> None:
@@ -334,7 +338,7 @@ async def writable_volumes() -> AsyncIterator[None]:
 
 async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: FirstNode, tmp_path: Path) -> None:
     """In a namespace that enforces `restricted`, the agent cannot write into directories that the container runtime
-    creates, so the CPI must provide them as volumes.
+    creates. The CPI must therefore provide these directories as volumes.
     """
     async with cpi_site.site(node, RESTRICTED, tmp_path) as site, writable_volumes():
         db = await site.deployments.first_deploy()
@@ -353,13 +357,13 @@ async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: FirstNode, t
 async def test_vm_from_an_unmodified_stemcell_supports_live_disks_and_reboots(
     node: FirstNode, tmp_path: Path, copy: bool
 ) -> None:
-    """The helper pods for attachments and reboots must get their program from the agent's image."""
+    """The helper pods for attachments and reboots must get their Python and the agent from the agent's image."""
     if node.minor < 35 and not copy:
         pytest.skip("no image volumes in this Kubernetes")
     way = Way("over a stemcell", "live", "base", "privileged")
     async with cpi_site.site(node, way, tmp_path, stemcells={"allow_mutable_images": True}) as site:
         site.deployments.stemcell = f"{pods.IMAGE}-system:latest"
-        # An image volume needs only the agent's files, but copying them requires a complete image with `cp`.
+        # An image volume needs only the agent's files. Copying them requires a complete image that contains `cp`.
         agent = {"image": f"{pods.IMAGE}:latest" if copy else f"{pods.IMAGE}-volume:latest", "copy": copy}
         with site.vm_type(agent=agent):
             db = await site.deployments.first_deploy()
@@ -376,8 +380,8 @@ SLEEPER = "processes: [{name: jailed, executable: /bin/sleep, args: ['1000'], pe
 
 
 async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: FirstNode, tmp_path: Path) -> None:
-    """The job's mount namespace must not keep a detached disk mounted. On this node, that is hard to detect, because
-    disks and data are directories of the same device.
+    """The job's mount namespace must not keep a detached disk mounted. On this node the CPI cannot recognize the disk
+    by its device, because all disks and data directories are on the same device.
     """
     way = next(way for way in WAYS if way.tier == "privileged")
     async with cpi_site.site(node, way, tmp_path, timeouts={"unmount": 20}) as site:
@@ -388,7 +392,7 @@ async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: FirstNode, t
         disk = await director.create_disk(db)
         hint = await site.cpi.call("attach_disk", db.vm, disk)
         await director.ask(db, "add_dynamic_disk", disk, hint)
-        # Restart the job, so that its sandbox is created while the other disk is attached.
+        # Restart the job, so that its bpm sandbox is created while the other disk is attached.
         await director.ask(db, "stop")
         await director.ask(db, "start")
         await director.until_running(db)
@@ -417,8 +421,8 @@ async def test_vm_in_a_user_namespace_gets_a_live_disk(node: FirstNode, tmp_path
         await site.check(db)
 
 
-# A script that moves the mount of a live disk or at least binds it elsewhere, and renames its directory, as far as the
-# kernel allows it.
+# A script that moves the mount of a live disk and renames its directory. Where the kernel forbids the move, it binds
+# the disk to another path instead.
 HIDE = """
 mkdir /hidden
 mount --move "$1" /hidden || mount --bind "$1" /hidden
@@ -468,7 +472,7 @@ echo $!
 
 @pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
 async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node: FirstNode, tmp_path: Path) -> None:
-    """A mount that was cloned with open_tree appears in no mount table, so the CPI must notice it in another way."""
+    """A mount that was cloned with open_tree(2) is in no mount table. The CPI must detect it by its open descriptor."""
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     async with cpi_site.site(node, USERNS, tmp_path, timeouts={"unmount": 3}) as site:
@@ -489,7 +493,7 @@ async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node
 
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
 async def test_root_of_a_user_namespace_cannot_fill_the_node(node: FirstNode, tmp_path: Path) -> None:
-    """The directory for the VM's live disks is on the node's file system, so it must stay read-only in the VM."""
+    """The directory for the VM's live disks is on the node's file system, so it must be read-only in the VM."""
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     async with cpi_site.site(node, USERNS, tmp_path) as site:
@@ -504,8 +508,8 @@ async def test_root_of_a_user_namespace_cannot_fill_the_node(node: FirstNode, tm
 # --- the policy -------------------------------------------------------------------------------------------------------
 
 
-def thefts(namespace: str) -> Iterator[Document]:
-    """Yield pods that the holder of a stolen token might want to create."""
+def pods_for_a_stolen_token(namespace: str) -> Iterator[Document]:
+    """Yield pods that somebody with a stolen token might want to create."""
     ours = {"app.kubernetes.io/managed-by": "kubernetes-cpi", "cpi.bosh.io/kind": "vm"}
     container = {"name": "c", "image": "localhost/agent-shim", "command": ["sleep", "9"]}
     secret = {"name": "s", "secret": {"secretName": f"{ACCOUNT}-token"}}
@@ -538,18 +542,18 @@ async def test_admission_policy_restricts_a_stolen_token_but_not_the_cpi(node: F
         documents = list(yaml.safe_load_all(POLICY.read_text()))
         await site.namespace.kubectl("apply", "--filename=-", stdin=yaml.safe_dump_all(documents))
         try:
-            for pod in thefts(name):
+            for pod in pods_for_a_stolen_token(name):
                 text = json.dumps(pod)
                 async with asyncio.timeout(LIMIT):
-                    # A new policy only takes effect after a moment.
+                    # A new policy takes effect only after a moment, so retry.
                     while (
                         "ValidatingAdmissionPolicy"
                         not in (
-                            await attempt(site, "create", as_cpi, "--dry-run=server", "--filename=-", stdin=text)
+                            await try_kubectl(site, "create", as_cpi, "--dry-run=server", "--filename=-", stdin=text)
                         ).stderr
                     ):
                         await asyncio.sleep(0.5)
-            refused = await attempt(site, "delete", "secret", as_cpi, f"{ACCOUNT}-token")
+            refused = await try_kubectl(site, "delete", "secret", as_cpi, f"{ACCOUNT}-token")
             assert "ValidatingAdmissionPolicy" in refused.stderr
 
             db = await site.deployments.first_deploy()

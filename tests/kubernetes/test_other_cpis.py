@@ -1,8 +1,8 @@
-"""The agent in pods as other Kubernetes CPIs create them. These CPIs attach a disk by replacing the pod.
+"""The agent in pods like those that other Kubernetes CPIs create. These CPIs attach a disk by replacing the pod.
 
 Sources: actions/create_vm.go and volume_manager.go in sykesm/kubernetes-cpi, of which cfibmers/kubernetes-cpi is a
 fork, and CPI/Kubernetes/Action/CreateVm.hs and AttachDisk.hs in SAP/bosh-kubernetes-cpi-release. They delete a pod
-without a grace period and create the next one at once, while the kubelet is still ending the first one's container.
+without a grace period and immediately create its replacement, while the kubelet is still stopping the old container.
 Directors that use these CPIs send no disk hints.
 """
 
@@ -39,8 +39,8 @@ SAP_COMMAND: Final = "; ".join(
 
 @dataclass(frozen=True)
 class OtherCpi:
-    """Another CPI. ``disk`` returns a disk's cid for its id, ``place`` is the pattern for the disk's directory in the
-    pod.
+    """A CPI of another project. ``disk`` returns the cid of a disk for its id. ``place`` is the pattern for the
+    directory in which the pod mounts the disk.
     """
 
     pod: Callable[[], Document]
@@ -65,7 +65,7 @@ def _pod(name: str, container: Document, volumes: list[Document], **spec: Any) -
 def _sykesm_pod() -> Document:
     container = {
         "name": "bosh-job",
-        # The CPI uses Always, which is not possible here, because the cluster has no registry.
+        # The CPI uses Always, which would fail here, because the cluster has no registry.
         "imagePullPolicy": "IfNotPresent",
         "command": ["/usr/sbin/runsvdir-start"],
         "args": [],
@@ -123,7 +123,7 @@ CPIS: Final = {
 
 @dataclass
 class OtherVm:
-    """The pod of a VM, and the objects in which its CPI stores settings."""
+    """A VM's pod, and the objects in which its CPI stores the VM's settings."""
 
     cpi: OtherCpi
     namespace: Namespace
@@ -135,7 +135,7 @@ class OtherVm:
         return found
 
     async def create(self, *disks: str) -> None:
-        """Create the settings and the pod, with the attached disks."""
+        """Create the settings and a pod that mounts these disks."""
         persistent = {self.cpi.disk(disk): self.cpi.place.format(disk) for disk in disks}
         networks = {"default": {"type": "dynamic", "preconfigured": True, "dns": None}}
         settings = json.loads(self.bosh.settings(disks={"persistent": persistent}, networks=networks))
@@ -155,10 +155,10 @@ class OtherVm:
         spec["containers"][0]["volumeMounts"] = [*copy.copy(mounts), {"name": name, "mountPath": path}]
 
     async def recreate(self, *disks: str) -> None:
-        """Attach or detach disks as the CPI does: delete the pod without a grace period, and create another one.
+        """Attach or detach disks as the CPI does: delete the pod without a grace period and create another one.
 
-        The CPI then sleeps for fifteen seconds, during which the old container ends. Until then, two agents have the
-        same id.
+        The CPI then sleeps for fifteen seconds while the old container ends. Until it has ended, two agents with the
+        same id are running.
         """
         pod = self.namespace.pod(self.name)
         former = await pod.container()
@@ -188,8 +188,8 @@ def _claim(name: str) -> Document:
 async def test_disks_are_attached_and_detached_with_the_pods_of_other_cpis(
     namespace: Namespace, bosh: Environment, name: str
 ) -> None:
-    """Deploys an instance with a disk, replaces the pod while its old container is still ending, migrates to a larger
-    disk, and detaches it.
+    """The test deploys an instance with a disk, replaces the pod while the old container is still ending, migrates the
+    data to a larger disk, and detaches that disk.
     """
     cpi = CPIS[name]
     vm = OtherVm(cpi, namespace, bosh)

@@ -1,4 +1,4 @@
-"""Pods from deploy/kubernetes on a real kubelet, with probes, hooks, grace periods, restarts, Secrets and volumes."""
+"""Pods from deploy/kubernetes on a real kubelet: probes, hooks, grace periods, restarts, Secrets and volumes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ DISKS: Final = {"system": "", "persistent": {DISK: f"/warden-cpi-dev/{DISK}"}}
 IN_ORDER: Final = (0, "agent-shim: all jobs stopped in order\n")
 AGENT_PID: Final = ("pgrep", "--full", "bin/bosh-agent")
 HUNG_S: Final = 90
-"""Seconds for which the agent is suspended. This is longer than the time after which the former liveness
-probe failed.
+"""Seconds for which the agent is suspended. The liveness probe of earlier manifests would have failed within this
+time.
 """
 JOB_PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid")
 HELLO_PID: Final = ("pgrep", "--full", "http.server")
 
 
 def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[Document]:
-    """Return the documents of a pod as a CPI creates it, with these settings, the test's blobstore and
-    perhaps a disk.
+    """Return the documents of a pod as a CPI creates it, with these settings, the test's blobstore and, if ``disk`` is
+    True, a disk.
     """
     bosh.blobs.mkdir(exist_ok=True)
     documents = [one for one in overlay("cpi") if disk or one["kind"] != "PersistentVolumeClaim"]
@@ -48,7 +48,9 @@ def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[D
 
 
 def set_grace(documents: list[Document], seconds: int) -> None:
-    """Replace the grace period in the manifests, which is one minute. The preStop hook ends one second earlier."""
+    """Replace the grace period in the manifests, which is one minute. The preStop hook's timeout is set to one second
+    less.
+    """
     spec = pod_spec(documents)
     spec["terminationGracePeriodSeconds"] = seconds
     spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] = str(seconds - 1)
@@ -56,8 +58,8 @@ def set_grace(documents: list[Document], seconds: int) -> None:
 
 @pytest.mark.parametrize("name", ["example", "base", "privileged", "restricted"])
 async def test_job_in_a_pod_runs_without_a_director(namespace: Namespace, name: str) -> None:
-    """When the pod is ready, the job answers and ``doctor`` reports the expected privileges. When it is deleted, the
-    job drains.
+    """When the pod is ready, the job must answer requests, and ``doctor`` must report the expected privileges. When the
+    pod is deleted, the job must be drained.
     """
     await namespace.apply(overlay(name))
     pod = namespace.pod("hello" if name == "example" else "hello-0")
@@ -68,7 +70,7 @@ async def test_job_in_a_pod_runs_without_a_director(namespace: Namespace, name: 
     assert "agent_shim_build_info" in (await pod.get("/metrics"))[1]
     tier, judgements = TIERS[name].judged
     if namespace.node.minor >= 24:
-        # containerd 2 allows every user in a pod to bind ports below 1024.
+        # With containerd 2, every user in a pod can bind ports below 1024.
         judgements = judgements | {"ports below 1024": "good"}
     assert judged(await pod.exec(*DOCTOR)) == (tier, judgements)
     await namespace.kubectl("delete", "statefulsets", "--all", "--cascade=orphan")
@@ -78,7 +80,9 @@ async def test_job_in_a_pod_runs_without_a_director(namespace: Namespace, name: 
 
 
 async def test_pod_readiness_follows_the_job(namespace: Namespace) -> None:
-    """While the job is stopped, the pod is not ready and gets no requests, but its container is not restarted."""
+    """While the job is stopped, the pod must not be ready, so it gets no requests, but its container must not be
+    restarted.
+    """
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -91,8 +95,8 @@ async def test_pod_readiness_follows_the_job(namespace: Namespace) -> None:
 
 
 async def test_pod_of_a_cpi_becomes_ready_without_the_bus(namespace: Namespace, bosh: Environment) -> None:
-    """The pod must be ready before the Director has admitted its agent to the bus. Only ``/readyz?level=agent``
-    requires the bus.
+    """The pod must be ready before the Director admits its agent to the bus. Only ``/readyz?level=agent`` may require
+    the bus.
     """
     await bosh.server.remove_agent(AGENT)
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
@@ -108,7 +112,7 @@ async def test_pod_of_a_cpi_becomes_ready_without_the_bus(namespace: Namespace, 
 
 
 async def test_restarting_the_agent_in_a_pod_keeps_the_jobs_running(namespace: Namespace) -> None:
-    """After ``sv restart agent``, the container has not been restarted and the job has the same pid."""
+    """``sv restart agent`` must not restart the container or change the pid of the job."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -123,7 +127,9 @@ async def test_restarting_the_agent_in_a_pod_keeps_the_jobs_running(namespace: N
 
 
 async def test_unresponsive_agent_in_a_pod_does_not_end_jobs(namespace: Namespace) -> None:
-    """A liveness probe used to restart the container with all jobs if the agent was slow on a busy node."""
+    """A busy node may slow the agent down. A liveness probe used to restart the container, and with it all jobs, in
+    this case.
+    """
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -139,7 +145,9 @@ async def test_unresponsive_agent_in_a_pod_does_not_end_jobs(namespace: Namespac
 
 
 async def test_container_restart_in_place_brings_disk_and_jobs_back(namespace: Namespace, bosh: Environment) -> None:
-    """The container gets a new root file system and no requests from the Director, but restores its disk and jobs."""
+    """The container gets a new root file system and no requests from the Director. The agent must nevertheless mount
+    the disk and start the jobs.
+    """
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(disks=DISKS)))
     pod = namespace.pod("vm-1")
     await pod.until_ready()
@@ -162,9 +170,9 @@ async def test_container_restart_in_place_brings_disk_and_jobs_back(namespace: N
 
 
 async def test_pod_recreated_with_a_disk_can_mount_it(namespace: Namespace, bosh: Environment) -> None:
-    """A CPI attaches a disk by deleting the pod without a grace period and creating one with the volume.
+    """A CPI attaches a disk by deleting the pod without a grace period and creating a pod with the volume.
 
-    The requests that the Director sends afterwards are the same as with other CPIs.
+    The requests that the Director sends afterwards are the same for every CPI.
     """
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
@@ -183,8 +191,8 @@ async def test_pod_recreated_with_a_disk_can_mount_it(namespace: Namespace, bosh
 
 
 async def test_agent_takes_new_credentials_from_a_changed_secret(namespace: Namespace, bosh: Environment) -> None:
-    """After the kubelet has updated the files of the Secret, the agent must use the new credentials, because the server
-    no longer accepts the old ones.
+    """The bus no longer accepts the old credentials, so the agent must read the new ones from the Secret's files after
+    the kubelet has updated them.
     """
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
@@ -200,7 +208,9 @@ async def test_agent_takes_new_credentials_from_a_changed_secret(namespace: Name
 
 
 def draining(name: str, others: tuple[str, ...]) -> dict[str, str]:
-    """Return a job with a drain script that takes eight seconds and then records which other jobs are still running."""
+    """Return a job whose drain script takes eight seconds and then records which of the other jobs are still
+    running.
+    """
     trace = "/var/vcap/store/trace"
     run = Paths().run
     drain = f"""#!/bin/sh
@@ -214,7 +224,7 @@ echo 0
 
 
 async def deploy_draining(namespace: Namespace, bosh: Environment, grace: int) -> tuple[Pod, Path]:
-    """Create a pod with three jobs as from ``draining``. Return the pod and the file to which the jobs write."""
+    """Create a pod with three jobs from ``draining``. Return the pod and the file to which the jobs write."""
     names = ("one", "two", "three")
     documents = pod_of_cpi(bosh, bosh.settings(disks=DISKS))
     set_grace(documents, grace)
@@ -227,8 +237,8 @@ async def deploy_draining(namespace: Namespace, bosh: Environment, grace: int) -
 
 
 async def test_pod_deletion_waits_for_drains_within_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
-    """Three drains of eight seconds each fit into the grace period of thirty seconds. Each of them finds all jobs
-    running, and the agent reports a clean stop.
+    """Three jobs whose drain scripts take eight seconds fit into a grace period of thirty seconds. Each script must
+    find all jobs running, and the agent must report a clean stop.
     """
     pod, trace = await deploy_draining(namespace, bosh, 30)
 
@@ -239,8 +249,8 @@ async def test_pod_deletion_waits_for_drains_within_the_grace_period(namespace: 
 
 
 async def test_pod_deletion_cuts_off_drains_beyond_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
-    """The jobs are killed after five seconds. The container exits with the agent's exit code, and the termination
-    message states the reason.
+    """The jobs must be killed after five seconds. The container must exit with the agent's exit code, and the
+    termination message must state the reason.
     """
     pod, trace = await deploy_draining(namespace, bosh, 5)
 
@@ -250,15 +260,15 @@ async def test_pod_deletion_cuts_off_drains_beyond_the_grace_period(namespace: N
 
 
 def slow_to_drain(trace: str) -> dict[str, str]:
-    """Return a job with a drain of eight seconds and a process that records when it is asked to end."""
+    """Return a job with a drain script that takes eight seconds, and a process that records when it gets SIGTERM."""
     start = f'echo $$ >$pidfile; trap "echo stopped >>{trace}; exit 0" TERM; while :; do sleep 0.1; done'
     drain = f"#!/bin/sh\necho drain begins >>{trace}\nsleep 8\necho drain ends >>{trace}\necho 0\n"
     return jobs.process(Paths(), "slow", start) | {"bin/drain": drain}
 
 
 async def test_evicted_pod_cuts_drains_short_and_stops_its_jobs(namespace: Namespace, bosh: Environment) -> None:
-    """In an eviction, the kubelet gives the preStop hook one second and the container two more, whatever the pod's
-    grace period is.
+    """In an eviction, the kubelet gives the preStop hook one second and then the container two more, regardless of the
+    pod's grace period.
     """
     if namespace.node.minor < 36:
         pytest.skip("older kubelets give other times")

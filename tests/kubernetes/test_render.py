@@ -1,5 +1,5 @@
-"""Checks manifests from ``render --kubernetes`` with a real API server, which refuses unknown and invalid fields, and
-runs them as pods.
+"""Manifests from ``render --kubernetes`` are accepted by a real API server, which rejects unknown and invalid fields,
+and run as pods.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ def test_kubernetes_manifests_are_valid(api: ApiServer, tmp_path: Path, is_privi
 
 
 async def test_instances_of_a_rendered_group_find_each_other(namespace: Namespace) -> None:
-    """Each pod renders its own templates, with links to the pods by name, and reaches the other one under that name.
+    """Each pod renders its own templates, which contain links to both pods by name, and can reach the other pod by this
+    name.
 
-    The claim of each pod is mounted at the persistent disk's place.
+    The claim of each pod must be mounted where jobs expect the persistent disk.
     """
     if not namespace.node.has("coredns"):
         pytest.skip("nothing among the programs resolves names of Services")
@@ -92,7 +93,7 @@ async def test_instances_of_a_rendered_group_find_each_other(namespace: Namespac
     documents = [one for name in names for one in yaml.safe_load_all((where / name).read_text())]
     spec = pod_spec(documents)
     for container in (*spec["initContainers"], *spec["containers"]):
-        container["imagePullPolicy"] = "IfNotPresent"  # there is no registry
+        container["imagePullPolicy"] = "IfNotPresent"  # the cluster has no registry to pull from
     await namespace.apply(documents)
     pods = [namespace.pod(f"{rendered.GROUP}-{index}") for index in (0, 1)]
     for pod in pods:
