@@ -1,4 +1,4 @@
-"""Fixtures of the image tests: podman, the image, and a message bus that containers can reach."""
+"""Fixtures for the image tests: podman, the image, and a message bus that containers can reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of the containers under test: a message bus with its peers, podman and a network."""
+"""An environment for the containers under test: a message bus, the other programs on the bus, podman, and a network."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ SETTINGS: Final = "/var/vcap/bosh/warden-cpi-agent-env.json"
 AGENT_JSON: Final = "/var/vcap/bosh/agent.json"
 
 FULL: Final = ("--cap-add=all",)
-"""CPIs grant all capabilities, and so do the tests. Unlike ``--privileged``, this adds no devices of the machine."""
+"""Options that grant all capabilities, as CPIs do. Unlike ``--privileged``, they do not give the container the
+machine's devices.
+"""
 
 
 @dataclass(frozen=True)
 class ContainerSite(Environment):
-    """An environment in which tests can start containers of one image."""
+    """An environment in which tests can run containers from one image."""
 
     podman: Podman
     image: str
@@ -36,7 +38,7 @@ class ContainerSite(Environment):
     async def container(
         self, *command: str, options: tuple[str, ...] = FULL, files: dict[str, str] | None = None
     ) -> AsyncIterator[Container]:
-        """Run a container that can reach the bus. It has no settings unless ``files`` contains them."""
+        """Run a container that can reach the bus. It has settings only if ``files`` contains them."""
         self.blobs.mkdir(exist_ok=True)
         options = (f"--network={self.network.name}", f"--volume={self.blobs}:{BLOBS}:ro", *options)
         async with pods.running(self.podman, self.image, *command, options=options, files=files) as container:
@@ -44,8 +46,8 @@ class ContainerSite(Environment):
 
 
 def project(directory: Path, name: str, content: str) -> None:
-    """Write a file as the kubelet does for a Secret: through a link to a directory, which is swapped when the content
-    changes.
+    """Write a file as the kubelet writes files of a Secret: its directory is a link to another directory, and a change
+    of the content replaces the link.
     """
     kept = Path(tempfile.mkdtemp(prefix="..2026_", dir=directory))
     kept.chmod(0o755)
@@ -57,7 +59,7 @@ def project(directory: Path, name: str, content: str) -> None:
 
 
 async def get(container: Container, path: str) -> tuple[int, str]:
-    """Return status and body of an HTTP page of the agent, retrying until the agent listens."""
+    """Return the status and body of one of the agent's HTTP pages. Retries until the agent listens."""
     url = f"http://{await container.address()}:9190{path}"
     async with asyncio.timeout(60):
         while True:

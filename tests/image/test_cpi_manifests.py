@@ -1,4 +1,4 @@
-"""Kubernetes objects that the CPI creates are valid according to Kubernetes schemas."""
+"""The Kubernetes objects that the CPI creates are valid according to the Kubernetes schemas."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def server() -> Iterator[FakeApiServer]:
     server.close()
 
 
-def made(server: FakeApiServer) -> list[Any]:
-    """Return all objects that the CPI has created, as it sent them."""
+def created_objects(server: FakeApiServer) -> list[Any]:
+    """Return all objects as the CPI sent them to create them."""
     posted = zip(server.requests, server.bodies, strict=True)
     return [json.loads(body) for request, body in posted if request.startswith("POST")]
 
@@ -75,10 +75,10 @@ def test_objects_created_by_the_cpi_for_a_vm_are_valid(
     cpi("create_vm", "agent-1", STEMCELL, {"tier": tier}, DYNAMIC, [], ENV)
     cpi("create_vm", "agent-2", STEMCELL, {"tier": tier, **EVERYTHING}, NETWORKS, [], ENV)
 
-    documents = made(server)
+    documents = created_objects(server)
     kinds = {"Secret", "PersistentVolumeClaim", "Pod", "Service", "PodDisruptionBudget"}
     assert {one["kind"] for one in documents} == kinds
-    if version == "1.25":  # A server of this version ignores the field.
+    if version == "1.25":  # a server of this version ignores the field
         del documents[-1]["spec"]["unhealthyPodEvictionPolicy"]
     check(documents, version, tmp_path)
 
@@ -92,13 +92,13 @@ def test_objects_created_by_the_cpi_for_a_live_disk_are_valid(
     vm = cpi.create_vm(attach="live", tier="privileged")
     cpi("attach_disk", vm, cpi("create_disk", 64, {"storage_class": "fast", "labels": {"a": "b"}}, vm))
 
-    check(made(server), version, tmp_path)
+    check(created_objects(server), version, tmp_path)
 
 
 def test_cpi_object_check_detects_an_unknown_field(server: FakeApiServer, tmp_path: Path) -> None:
     cpi = CpiCalls(server, tmp_path)
     cpi("create_vm", "agent-1", STEMCELL, {}, DYNAMIC, [], ENV)
-    documents = made(server)
+    documents = created_objects(server)
     documents[-1]["spec"]["terminationGrace"] = 1
 
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""The image built from the Dockerfile: its content, and containers that run it without a CPI."""
+"""The image built from the Dockerfile: what it contains, and how it runs without a CPI."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from tests.support.pods import Podman
 pytestmark = pytest.mark.image
 
 TOOLS = "bash tar sed umount mkdir rm ln ip chgrp sync cp chown chpst"
-"""Programs that are called in the start commands of CPIs."""
+"""Programs that the start commands of CPIs call."""
 AT_HAND = "tcpdump ping arping traceroute lsof strace resolvconf resolvectl"
-"""Programs for operators in ``bosh ssh`` sessions, and tcpdump for ``bosh pcap``."""
+"""Programs that operators use in ``bosh ssh`` sessions, and tcpdump, which ``bosh pcap`` needs."""
 RSYSLOG = "imrelp omrelp lmnsd_gtls lmnsd_ossl mmjsonparse mmnormalize"
-"""Modules that configuration files of syslog-release load, or custom rules that operators give it."""
+"""rsyslog modules that are loaded by the configuration of syslog-release or by custom rules that operators give it."""
 
 
 async def test_container_without_settings_waits_for_them(site: ContainerSite) -> None:
-    """Without settings or with an incomplete file, the readiness probe says that the agent waits for settings."""
+    """If there are no settings, or only an incomplete file, the readiness probe must report that the agent waits for
+    settings.
+    """
     async with site.container() as container:
         assert await get(container, "/healthz") == (200, "ok\n")
         assert await get(container, "/readyz?level=agent") == (503, "waiting for settings\n")
@@ -44,7 +46,7 @@ async def test_container_without_settings_waits_for_them(site: ContainerSite) ->
 
 
 async def test_image_runs_without_a_network(podman: Podman, image: str) -> None:
-    """The agent waits for its settings, and no installed file is changed."""
+    """The agent must wait for its settings without changing any installed file."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, "agent-shim", "probe", "ready")
 
@@ -53,7 +55,9 @@ async def test_image_runs_without_a_network(podman: Podman, image: str) -> None:
 
 
 def test_image_has_no_entrypoint_volumes_or_ports(podman: Podman, image: str) -> None:
-    """CPIs pass a complete command, which an entrypoint would change, and request volumes and ports themselves."""
+    """An entrypoint would change the complete commands that CPIs pass. CPIs also request volumes and ports
+    themselves.
+    """
     config = json.loads(podman("image", "inspect", image))[0]["Config"]
 
     assert config.get("Entrypoint") is None
@@ -69,7 +73,7 @@ def test_image_has_no_entrypoint_volumes_or_ports(podman: Podman, image: str) ->
 
 
 MOST = 350_000_000
-"""Maximum size in bytes of an image without compilers, on a base of the size of Debian's."""
+"""Maximum size in bytes of an image without compilers, if the base is as large as Debian's."""
 
 
 @pytest.mark.skipif("TEST_BASE_IMAGE" in os.environ, reason="the base that was asked for has a size of its own")
@@ -96,15 +100,15 @@ def test_image_stays_below_its_size_limit(podman: Podman, image: str) -> None:
     ],
 )
 def test_image_has_the_expected_users_modes_and_tools(podman: Podman, image: str, command: str, output: str) -> None:
-    """The image has the users, modes and tools of a stemcell, but no secrets and host keys from its build."""
+    """The image must have the users, modes and tools of a stemcell, but no secrets or host keys from its build."""
     run = podman.run("run", "--rm", "--network=none", image, "sh", "-c", command)
 
     assert run.stdout.decode().strip() == output
 
 
 def test_every_module_in_the_image_is_compiled(podman: Podman, image: str) -> None:
-    """Modules are compiled with unchecked hashes, so Python neither compiles them again nor compares them with the
-    source.
+    """Modules are compiled with unchecked hashes, so Python neither recompiles them nor reads the source to compare
+    it.
     """
     script = """
 import importlib.util, pathlib
@@ -122,8 +126,8 @@ EMPTY = ("etc/resolv.conf", "etc/hostname", "etc/machine-id")
 
 
 def test_image_has_no_traces_of_the_build_machine(podman: Podman, image: str, tmp_path: Path) -> None:
-    """The base image contains files of the machine that built it, such as resolv.conf, the host name and package logs.
-    They are empty or absent in the image.
+    """The base image contains files of the machine on which it was built, such as resolv.conf, the host name and
+    package logs. In the image they must be empty or absent.
     """
     container = podman("create", image, "true").strip()
     try:
@@ -140,7 +144,9 @@ def test_image_has_no_traces_of_the_build_machine(podman: Podman, image: str, tm
 
 @pytest.mark.parametrize("way", ["bash -lic", "sudo -i", "su - vcap -c", "sudo -i -u vcap", "su - bosh_a -c"])
 async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, image: str, way: str) -> None:
-    """However an operator opens a shell, PATH contains the agent's commands and the prompt shows the instance."""
+    """In every kind of shell that an operator can open, PATH must contain the agent's commands, and the prompt must
+    show the instance.
+    """
     instance = "mkdir -p /var/vcap/instance && cd /var/vcap/instance && printf web >name && printf 0815 >id"
     user = "useradd -m -b /var/vcap/bosh_ssh -s /bin/bash bosh_a"
     show = 'bash -ic \'echo "$PATH"; echo "${PS1@P}"\''
@@ -154,7 +160,7 @@ async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, i
 
 @pytest.mark.parametrize("way", [[], ["sudo"]])
 def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[str]) -> None:
-    """This includes ``monit`` and ``bpm``, and a PATH that sudo has reset."""
+    """This includes ``monit`` and ``bpm``, and shells whose PATH was reset by sudo."""
     find = ["sh", "-c", "command -v agent-shim; command -v monit; command -v bpm"]
     said = podman("run", "--rm", "--network=none", image, *way, *find)
 
@@ -162,7 +168,7 @@ def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[st
 
 
 def test_commands_with_names_of_other_programs_run_the_agent(podman: Podman, image: str) -> None:
-    """The wheel does not install these links, so the image must."""
+    """The wheel does not install the links with these names, so the image must."""
     ask = "bpm version; monit -V | tail -n 1; /opt/agent_shim/bin/bosh-agent -v"
     said = podman("run", "--rm", "--network=none", image, "sh", "-c", ask).splitlines()
     version = said[0]
@@ -179,8 +185,8 @@ def test_shells_in_the_image_complete_agent_commands(podman: Podman, image: str)
 
 
 async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: ContainerSite) -> None:
-    """The agent removes the static libraries listed in a file of the image and keeps its settings in memory. It refuses
-    ``swap_size``, because swap belongs to the host.
+    """The agent must remove the static libraries that a file in the image lists, and keep its settings in memory. It
+    must refuse ``swap_size``, because swap space belongs to the host.
     """
     settings = json.loads(site.settings())
     wishes = {"remove_static_libraries": True, "swap_size": 512, "agent": {"settings": {"tmpfs": True}}}
@@ -198,8 +204,8 @@ async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: 
 
 
 def test_vcap_needs_its_password_for_sudo(podman: Podman, image: str) -> None:
-    """As on a stemcell, vcap is in the group admin, whose members may use sudo (bosh-linux-stemcell-builder,
-    stages/bosh_users).
+    """As on a stemcell, vcap is in the group admin, whose members may use sudo with their password
+    (bosh-linux-stemcell-builder, stages/bosh_users).
     """
     tries = "sudo -n true 2>/dev/null || echo refused; echo secret | sudo -S -p '' id -un"
     script = f'echo vcap:secret | chpasswd; exec su vcap -s /bin/bash -c "{tries}"'

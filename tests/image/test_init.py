@@ -1,4 +1,6 @@
-"""PID 1 of the image restarts a crashed agent while jobs keep running, and shuts the container down in order."""
+"""PID 1 of the image restarts an agent that has crashed while jobs keep running, and shuts the container down in
+order.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ TIERS = {
 
 
 def draining(seconds: float, *, leaves: str) -> dict[str, str]:
-    """Return a job whose drain script writes to the file ``leaves`` and then takes this many seconds."""
+    """Return a job whose drain script writes to the file ``leaves`` and then takes ``seconds`` to finish."""
     drain = f"#!/bin/sh\necho drained > {leaves}\nsleep {seconds}\necho 0\n"
     return jobs.sleeper(Paths(), "sleeper") | {"bin/drain": drain}
 
@@ -49,7 +51,7 @@ async def pid_of_job(container: Container) -> str:
 async def test_container_starts_with_any_capabilities_or_user(
     podman: Podman, image: str, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """The agent waits for settings even as an ordinary user on a read-only root file system."""
+    """Without settings, the agent must wait for them, even as an ordinary user on a read-only root file system."""
     tmp_path.chmod(0o777)
     options = ("--network=none", *(option.format(volume=tmp_path) for option in options))
     async with pods.running(
@@ -62,11 +64,12 @@ async def test_container_starts_with_any_capabilities_or_user(
 
 
 async def test_crashed_agent_is_restarted_and_jobs_continue(site: ContainerSite) -> None:
-    """The container does not end, and the process of the job stays the same."""
+    """The container must not end, and the job's pid must stay the same."""
     async with site.container() as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy()
-        # Wait for the packet filter rules, which must not keep the restarted agent from the bus.
+        # Wait until the agent has installed its packet filter rules. They must not block the restarted agent's
+        # connection to the bus.
         await container.until(0, "nft", "list", "table", "inet", "agent_shim")
         before = await pid_of_job(container), await container.exec(*AGENT_PID)
         await container.exec("pkill", "-KILL", "--full", "bin/bosh-agent")
@@ -79,7 +82,7 @@ async def test_crashed_agent_is_restarted_and_jobs_continue(site: ContainerSite)
 
 @pytest.mark.parametrize("signal", ["TERM", "INT", "PWR"])
 async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: ContainerSite, signal: str) -> None:
-    """Runtimes use different stop signals. All of them drain and stop the job, and the exit code is 0."""
+    """Runtimes use different stop signals. Each of them must drain and stop the job, and the exit code must be 0."""
     leaves = "/var/vcap/data/trace"
     async with site.container("env", "-i", "/sbin/init") as container:
         await container.put(SETTINGS, site.settings())
@@ -92,7 +95,7 @@ async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: Container
 
 
 async def test_unclean_container_stop_is_visible_in_the_exit_code(site: ContainerSite) -> None:
-    """A drain that takes longer than the grace period is aborted, and the container exits with 1."""
+    """The drain takes longer than the grace period, so it is aborted, and the container must exit with 1."""
     async with site.container("/sbin/init", options=("--env=AGENT_SHIM_GRACE=4",)) as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy({"sleeper": draining(600, leaves="/dev/null")})
@@ -104,8 +107,8 @@ async def test_unclean_container_stop_is_visible_in_the_exit_code(site: Containe
 
 
 async def test_stop_signal_aborts_a_drain_that_is_already_running(site: ContainerSite) -> None:
-    """The kubelet gives the preStop hook of an evicted pod only one second, and the container two more, in which its
-    jobs must be stopped.
+    """In an eviction, the kubelet gives the preStop hook one second and then the container two more. The jobs must be
+    stopped within this time.
     """
     leaves = "/var/vcap/data/trace"
     async with site.container("/sbin/init") as container:
@@ -122,7 +125,7 @@ async def test_stop_signal_aborts_a_drain_that_is_already_running(site: Containe
 
 
 async def test_operator_can_log_in_with_bosh_ssh(site: ContainerSite) -> None:
-    """The agent starts sshd for the first user and ends it when the last user is removed."""
+    """The agent must start sshd for the first user and stop it when the last user is removed."""
     key = site.scratch / "key"
     await asyncio.to_thread(run, "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
     async with site.container("env", "-i", "/sbin/init") as container:
@@ -142,7 +145,9 @@ async def test_operator_can_log_in_with_bosh_ssh(site: ContainerSite) -> None:
 
 
 async def test_agent_does_not_inherit_the_container_environment(podman: Podman, image: str) -> None:
-    """Variables of a pod must not reach scripts of jobs, so the init passes only those for the agent on to it."""
+    """Environment variables of a pod must not reach the scripts of jobs, so the init passes only the agent's own
+    variables to the agent.
+    """
     options = ("--network=none", "--env=SECRET=x", "--env=KUBERNETES_PORT=y", "--env=AGENT_SHIM_GRACE=9")
     async with pods.running(podman, image, options=options) as container:
         await container.until(1, *READY)
@@ -155,7 +160,7 @@ async def test_agent_does_not_inherit_the_container_environment(podman: Podman, 
 
 
 async def test_pid_1_reaps_orphans(podman: Podman, image: str) -> None:
-    """A process whose parent has ended does not stay a zombie."""
+    """When an orphan ends, it must not remain as a zombie."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, *READY)
         waits = "until test -e /tmp/go; do sleep 0.1; done"

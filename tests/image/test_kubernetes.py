@@ -1,7 +1,7 @@
-"""Pods of deploy/kubernetes, run with ``podman kube play``.
+"""Pods from deploy/kubernetes, run with ``podman kube play``.
 
 podman supports their commands, users, capabilities, read-only root file systems, ConfigMaps, host paths and restarts.
-The tests do what it does not: they set the pod's group on volumes and call the preStop hook.
+It does not set the pod's group on volumes and does not call the preStop hook, so the tests do both.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ LAST_WORDS: Final = ("/opt/agent_shim/bin/agent-shim", "drain", "--timeout", "50
 
 @dataclass(frozen=True)
 class Tier:
-    """The ``user`` of the agent in an overlay's pod, and what its doctor should report there."""
+    """The ``user`` of the agent in an overlay's pod, and what ``doctor`` should report for it."""
 
     user: str
     called: str
     limited: frozenset[str]
-    """Topics that the doctor should report as limited."""
+    """Topics that ``doctor`` should report as limited."""
 
     @property
     def judged(self) -> tuple[str, dict[str, str]]:
-        """Return the expected name of the tier and the expected verdicts on ``TOPICS``."""
+        """Return the tier's name and the verdicts on ``TOPICS`` that ``doctor`` should report."""
         return self.called, {topic: "limited" if topic in self.limited else "good" for topic in TOPICS}
 
 
@@ -61,11 +61,11 @@ TIERS: Final = {
 TOPICS: Final = frozenset(
     {"user", "users", "confinement", "mounts", "bpm isolation", "process 1", "/etc", "/tmp", "/run", "ports below 1024"}
 )
-"""Topics that depend on the tier and not on the machine that runs the test."""
+"""Topics whose verdict depends on the tier, not on the machine that runs the test."""
 
 
 def judged(report: str) -> tuple[str, dict[str, str]]:
-    """Return the name of the tier and the verdicts on ``TOPICS`` from the doctor's JSON report."""
+    """Return the tier's name and the verdicts on ``TOPICS`` from a JSON report of ``doctor``."""
     said = json.loads(report)
     return said["tier"], {one["topic"]: one["verdict"] for one in said["findings"] if one["topic"] in TOPICS}
 
@@ -75,8 +75,10 @@ def example(podman: Podman, image: str) -> str:
     return pods.example(podman, image)
 
 
-def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
-    """Return an overlay's manifests for ``kube play`` and the pod in them. Volumes are directories in ``scratch``."""
+def adapted_manifests(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
+    """Return an overlay's manifests, adapted for ``kube play``, and the pod in them. The volumes are directories in
+    ``scratch``.
+    """
     documents = list(yaml.safe_load_all(manifests(name)))
     owner = next(document for document in documents if document["kind"] in ("StatefulSet", "Pod"))
     template, claims = owner["spec"].get("template", owner), owner["spec"].get("volumeClaimTemplates", [])
@@ -96,7 +98,7 @@ def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
     pod["spec"]["volumes"] = kept
     for container in pod["spec"]["containers"]:
         container["image"] = EXAMPLE if container["image"] == EXAMPLE else pods.IMAGE
-        # podman would publish the ports on this machine, where other programs may use them.
+        # podman would publish the ports on this machine, where other programs may already use them.
         for member in ("startupProbe", "livenessProbe", "readinessProbe", "ports"):
             container.pop(member, None)
     maps = [document for document in documents if document["kind"] == "ConfigMap"]
@@ -106,9 +108,8 @@ def playable(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
 def mapped(
     text: str, pod: dict[str, Any], network: pods.ContainerNetwork, scratch: Path
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Return the options and the command with which ``podman run`` simulates a pod with a user namespace.
-
-    ``kube play`` does not support these.
+    """Return the options and the command for ``podman run`` that simulate a pod with a user namespace, which ``kube
+    play`` does not support.
     """
     spec = pod["spec"]["containers"][0]
     (scratch / "config").mkdir()
@@ -129,10 +130,10 @@ def mapped(
 async def played(
     podman: Podman, network: pods.ContainerNetwork, name: str, scratch: Path, secret: tuple[str, str] | None = None
 ) -> AsyncIterator[Container]:
-    """Run the pod of an overlay and yield its container. ``secret`` is a name and a content for the volume
-    "settings".
+    """Run the pod of an overlay and yield its container. ``secret`` is the name and the content of a file for the
+    volume "settings".
     """
-    text, pod = playable(name, scratch)
+    text, pod = adapted_manifests(name, scratch)
     if secret:
         project(scratch / "settings", *secret)
     if not pod["spec"].get("hostUsers", True):
@@ -155,7 +156,7 @@ async def played(
 
 
 async def answer(container: Container, port: int, path: str) -> str:
-    """Return an HTTP page of the pod, retrying until it is available."""
+    """Return an HTTP page from the pod. Retries until the page is available."""
     url = f"http://{await address(container)}:{port}{path}"
 
     def ask() -> str:
@@ -176,7 +177,7 @@ async def address(container: Container) -> str:
 
 
 async def user_of(container: Container, words: str) -> str:
-    """Return the user ids of all processes whose command lines match the pattern, separated by spaces."""
+    """Return the user ids of all processes whose command line matches the pattern ``words``, separated by spaces."""
     pids = (await container.exec("pgrep", "--full", words)).split()
     users = await container.exec("stat", "--format=%u", *(f"/proc/{pid}" for pid in pids))
     return " ".join(sorted(set(users.split())))
@@ -186,7 +187,9 @@ async def user_of(container: Container, words: str) -> str:
 async def test_job_answers_in_every_security_tier(
     podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path, name: str, tier: Tier
 ) -> None:
-    """The pod is ready, the doctor reports the privileges of the tier, and the preStop hook drains the job."""
+    """The pod must become ready, ``doctor`` must report the privileges of the tier, and the preStop hook must drain the
+    job.
+    """
     async with played(podman, network, name, tmp_path) as container:
         assert await answer(container, 9190, "/readyz") == "jobs are running\n"
         assert await answer(container, 8080, "/") == "hello from hello\n"
@@ -199,8 +202,8 @@ async def test_job_answers_in_every_security_tier(
 
 
 async def test_pod_of_the_cpi_keeps_jobs_when_its_secret_changes_or_it_restarts(site: ContainerSite) -> None:
-    """A Director deploys to the pod. Changed settings do not restart the agent, and after the container was restarted,
-    the disk is mounted and the job runs.
+    """A Director deploys to the pod. Changed settings must not restart the agent. When the container is restarted, the
+    disk must be mounted and the job started again.
     """
     disk = {"system": "", "persistent": {"disk-1": "/warden-cpi-dev/disk-1"}}
     file = "config.json"
@@ -225,7 +228,7 @@ async def test_pod_of_the_cpi_keeps_jobs_when_its_secret_changes_or_it_restarts(
 
 
 async def kill_from_outside(podman: Podman, container: Container) -> None:
-    """Kill PID 1 from outside, because podman would not restart a container that its own commands have stopped."""
+    """Kill PID 1 from outside of podman. podman does not restart a container that was stopped with its own commands."""
     form = "{{.State.Pid}}"
     first = int(await asyncio.to_thread(podman, "inspect", "--format", form, container.name))
     os.kill(first, 9)
@@ -237,7 +240,9 @@ async def kill_from_outside(podman: Podman, container: Container) -> None:
 async def test_restarted_container_starts_its_job_again(
     podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
-    """The pod's restart policy applies, and no Director requests a start."""
+    """The pod's restart policy restarts the container. The agent must start the job without a request from a
+    Director.
+    """
     async with played(podman, network, "base", tmp_path) as container:
         assert await answer(container, 8080, "/starts.txt") == "prepared\n"
         await kill_from_outside(podman, container)
@@ -248,10 +253,8 @@ async def test_restarted_container_starts_its_job_again(
         assert await answer(container, 8080, "/") == "hello from hello\n"
 
 
-def taken_down(podman: Podman, manifest: Path, pod: str) -> None:
-    """Remove a pod. podman 4.3 must be called repeatedly, because it fails while conmon is still in the pod's
-    cgroup.
-    """
+def remove_pod(podman: Podman, manifest: Path, pod: str) -> None:
+    """Remove a pod. The command is retried, because podman 4.3 fails while conmon is still in the pod's cgroup."""
     for _ in range(30):
         podman.run("kube", "down", str(manifest))
         if podman.run("pod", "exists", pod).returncode:
@@ -263,7 +266,7 @@ def taken_down(podman: Podman, manifest: Path, pod: str) -> None:
 async def test_example_pod_keeps_its_disk_when_it_is_started_again(
     podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
-    """The commands are those of docs/kubernetes.md."""
+    """The test uses the commands in docs/kubernetes.md."""
     name = f"shim-again-{os.getpid()}"
     volumes = {kind: f"{name}-{kind}" for kind in ("agent", "store")}
     settings, pod = yaml.safe_load_all((DEPLOY / "example/pod.yaml").read_text())
@@ -286,7 +289,7 @@ async def test_example_pod_keeps_its_disk_when_it_is_started_again(
             lines = (await container.exec("cat", "/var/vcap/store/hello/starts.txt")).split()
             assert lines == ["prepared", *["drained", "prepared"] * (times - 1)]
             await container.exec(*LAST_WORDS)
-            await asyncio.to_thread(taken_down, podman, manifest, name)
+            await asyncio.to_thread(remove_pod, podman, manifest, name)
     finally:
         await asyncio.to_thread(podman.run, "pod", "rm", "--force", "--time", "0", name)
         await asyncio.to_thread(podman.run, "volume", "rm", *volumes.values())
@@ -295,7 +298,9 @@ async def test_example_pod_keeps_its_disk_when_it_is_started_again(
 async def test_doctor_proposes_no_further_changes_after_its_patch_is_applied(
     podman: Podman, image: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
-    """kubectl accepts the patch, and in the patched container the doctor proposes no further changes."""
+    """kubectl must accept the patch that ``doctor`` proposes, and ``doctor`` must propose nothing more in the patched
+    container.
+    """
     name = f"shim-patch-{os.getpid()}"
     context = {"readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "NET_RAW"]}}
     program = {"name": "instance", "image": pods.IMAGE, "command": ["sleep", "infinity"], "securityContext": context}
@@ -308,7 +313,7 @@ async def test_doctor_proposes_no_further_changes_after_its_patch_is_applied(
         await asyncio.to_thread(podman, "kube", "play", "--network", network.name, str(manifest))
         change.write_text(await container.exec(*doctor))
         patched = await asyncio.to_thread(applied, manifest, change)
-        await asyncio.to_thread(taken_down, podman, manifest, name)
+        await asyncio.to_thread(remove_pod, podman, manifest, name)
 
         manifest.write_text(patched)
         await asyncio.to_thread(podman, "kube", "play", "--network", network.name, str(manifest))
@@ -326,6 +331,6 @@ async def test_doctor_proposes_no_further_changes_after_its_patch_is_applied(
 
 
 def applied(manifest: Path, change: Path) -> str:
-    """Apply the patch with kubectl, which needs no cluster for that, and return the new manifest."""
+    """Apply a patch with kubectl, which needs no cluster for this, and return the new manifest."""
     words = ["kubectl", "patch", "--local", f"--filename={manifest}", f"--patch-file={change}", "--output=yaml"]
     return subprocess.run(words, capture_output=True, check=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""Manifests, Dockerfiles, the dashboard and workflows are valid according to external tools."""
+"""External tools confirm that manifests, Dockerfiles, the dashboard and workflows are valid."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OLDEST = {
     "unmodified-copy": "1.25",
     **dict.fromkeys(("../cpi/privileged", "../cpi/baseline", "../cpi/restricted", "../cpi/cluster-reader"), "1.25"),
 }
-"""Directories of manifests, and for each the oldest Kubernetes version that is both supported and known to the
-validator.
+"""Directories of manifests. The value is the oldest Kubernetes version that is supported by the manifests and known to
+the validator.
 """
 NEWEST = "1.37"
 
@@ -37,7 +37,7 @@ def tool(name: str) -> str:
 
 @pytest.mark.parametrize(("name", "version"), [*OLDEST.items(), *dict.fromkeys(OLDEST, NEWEST).items()])
 def test_kubernetes_manifests_are_valid(name: str, version: str, tmp_path: Path) -> None:
-    """The validator knows every field in the oldest and in the newest version."""
+    """Every field must exist both in the oldest and in the newest Kubernetes version."""
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(manifests(name))
     validate = [tool("kubernetes-validate"), "--strict", "--kubernetes-version", version, str(manifest)]
@@ -47,7 +47,7 @@ def test_kubernetes_manifests_are_valid(name: str, version: str, tmp_path: Path)
 
 
 def test_monitoring_component_adds_monitoring_to_an_instance(tmp_path: Path) -> None:
-    """The objects for monitoring get the namespace of the overlay that uses the component."""
+    """The objects for monitoring must be in the namespace that the overlay sets."""
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     overlay = {
         "namespace": "mine",
@@ -71,7 +71,9 @@ def test_manifest_check_detects_an_unknown_field(tmp_path: Path) -> None:
 
 
 def test_dockerfiles_pass_the_linter() -> None:
-    """The linter's rule for pinned package versions is off, because each build must get the latest fixes."""
+    """The linter's rule that package versions must be pinned is disabled, because each build must install the latest
+    security fixes.
+    """
     files = [str(ROOT / "Dockerfile"), str(DEPLOY / "example/Dockerfile")]
     done = subprocess.run([tool("hadolint"), "--ignore=DL3008", *files], capture_output=True, text=True)
 
@@ -85,7 +87,7 @@ def dashboard_losses(path: Path) -> list[str]:
 
 
 def test_grafana_reads_the_dashboard_without_loss(tmp_path: Path) -> None:
-    """Grafana's own library reads and writes the dashboard. It would drop a misspelt field."""
+    """Grafana's own library reads the dashboard and writes it again. It would drop a misspelt field."""
     path = ROOT / "deploy/grafana/agent-shim.json"
     misspelt = tmp_path / "misspelt.json"
     misspelt.write_text(path.read_text().replace('"gridPos"', '"gridPosition"', 1))
@@ -95,7 +97,7 @@ def test_grafana_reads_the_dashboard_without_loss(tmp_path: Path) -> None:
 
 
 def test_workflows_are_valid_and_safe() -> None:
-    """They are checked against GitHub's schema and with a security linter."""
+    """GitHub's schema and a security linter are applied to the workflows."""
     files = sorted(map(str, (ROOT / ".github/workflows").iterdir()))
     schema = [tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", *files]
     for command in (schema, [tool("zizmor"), "--offline", "--no-progress", *files]):

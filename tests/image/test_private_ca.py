@@ -1,4 +1,4 @@
-"""The image can be built with a package index whose certificate was signed by a private CA."""
+"""The image can be built if the certificate of the package index was signed by a private CA."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 @contextmanager
 def index(wheels: Path, where: Path) -> Iterator[str]:
-    """Serve a directory of wheels over HTTPS and yield the URL. The CA's certificate is ``ca.crt`` in ``where``."""
+    """Serve a directory of wheels over HTTPS and yield the URL. The CA's certificate is written to ``ca.crt`` in
+    ``where``.
+    """
 
     def openssl(*words: str) -> None:
         subprocess.run(["openssl", *words], cwd=where, check=True, capture_output=True)
@@ -58,7 +60,7 @@ def index(wheels: Path, where: Path) -> Iterator[str]:
 
 
 def test_image_is_built_behind_a_private_ca(podman: Podman, base: str, image: str, tmp_path: Path) -> None:
-    """The commands are those of docs/kubernetes.md. Without the CA's certificate the build fails."""
+    """The test uses the commands in docs/kubernetes.md. Without the CA's certificate, the build must fail."""
     version = podman("run", "--rm", "--network=none", image, "/opt/agent_shim/python/bin/python3", "-V").split()[1]
     wheels, tree = tmp_path / "wheels", tmp_path / "tree"
     for lock in ("build", "runtime"):
@@ -69,7 +71,7 @@ def test_image_is_built_behind_a_private_ca(podman: Podman, base: str, image: st
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         tree.mkdir(exist_ok=True)
         copy(ROOT / part, tree / part)
-    # Invalidate the cached layer, because a changed secret does not.
+    # Invalidate the cached layer, because a changed secret does not invalidate it.
     (tree / "requirements/layer").write_text(str(uuid.uuid4()))
 
     with index(wheels, tmp_path) as url:

@@ -1,4 +1,4 @@
-"""The renderer image as an init container, which has read-only inputs and the pod's environment variables."""
+"""The renderer image as an init container, with read-only inputs and the pod's environment variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def renderer(podman: Podman, base: str) -> str:
     return pods.build(podman, base, "renderer")
 
 
-@pytest.mark.timeout(1800)  # This includes the time for building the image on a busy machine.
+@pytest.mark.timeout(1800)  # includes the build of the image on a busy machine
 @pytest.mark.parametrize("index", [0, 1])
 def test_pod_renders_its_own_instance(podman: Podman, renderer: str, tmp_path: Path, index: int) -> None:
     job = tmp_path / "release/jobs/web"

@@ -1,4 +1,4 @@
-"""Stand-ins for commands with which releases control system services, in a container without systemd."""
+"""Stand-ins for the commands with which releases control system services, in a container without systemd."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ async def container(podman: Podman, image: str) -> AsyncIterator[Container]:
         yield made
 
 
-async def said(container: Container, command: str) -> str:
-    """Run a shell command in the container. Return its stdout and stderr, followed by a line with its exit code."""
+async def shell_output(container: Container, command: str) -> str:
+    """Run a shell command in the container. Return its stdout and stderr, and its exit code in a last line."""
     return await container.exec("sh", "-c", f"{command} 2>&1; echo $?")
 
 
@@ -56,19 +56,23 @@ async def said(container: Container, command: str) -> str:
     ],
 )
 async def test_service_commands_answer_like_the_real_programs(container: Container, command: str, wanted: str) -> None:
-    """Output and exit codes equal those of systemctl, service and sv, and services change as requested."""
-    assert await said(container, command) == wanted
+    """Output and exit codes must equal those of systemctl, service and sv, and the services must change as
+    requested.
+    """
+    assert await shell_output(container, command) == wanted
 
 
 async def test_runit_service_of_a_release_is_supervised(container: Container) -> None:
-    """A release can add a directory to /etc/sv. ``sv`` then starts its service under the init."""
+    """A release can add a directory to /etc/sv. ``sv`` must then be able to start the service, and the init must
+    supervise it.
+    """
     await container.exec(
         *("sh", "-c"),
         "mkdir -p /etc/sv/own && printf '#!/bin/sh\\nexec sleep 1000\\n' >/etc/sv/own/run && chmod 755 /etc/sv/own/run",
     )
 
-    assert (await said(container, "sv start own")).startswith("ok: run: own: (pid ")
-    assert await said(container, "systemctl stop own && pgrep -fx 'sleep 1000'") == "1\n"
+    assert (await shell_output(container, "sv start own")).startswith("ok: run: own: (pid ")
+    assert await shell_output(container, "systemctl stop own && pgrep -fx 'sleep 1000'") == "1\n"
 
 
 async def test_syslog_messages_are_written_to_var_log_syslog(container: Container) -> None:
@@ -78,19 +82,22 @@ async def test_syslog_messages_are_written_to_var_log_syslog(container: Containe
 
 
 async def test_resolvectl_puts_the_name_server_of_bosh_dns_first_and_removes_it(container: Container) -> None:
-    """bosh-dns adds its name server with resolvectl when it starts, and removes it when it ends."""
+    """bosh-dns adds its name server with resolvectl when it starts, and removes it when it stops."""
     await container.exec("sh", "-c", "echo 'nameserver 192.0.2.1' >/etc/resolv.conf")
     await container.exec("resolvectl", "dns", "bosh-dns", "169.254.0.2")
     await container.exec("resolvectl", "domain", "bosh-dns", "~.")
 
-    assert await said(container, "resolvectl dns") == "169.254.0.2\n192.0.2.1\n0\n"
-    assert await said(container, "resolvectl revert bosh-dns; cat /etc/resolv.conf") == "nameserver 192.0.2.1\n0\n"
+    assert await shell_output(container, "resolvectl dns") == "169.254.0.2\n192.0.2.1\n0\n"
+    assert (
+        await shell_output(container, "resolvectl revert bosh-dns; cat /etc/resolv.conf") == "nameserver 192.0.2.1\n0\n"
+    )
 
 
 async def test_logrotate_rotates_only_system_logs(container: Container) -> None:
-    """Job logs are rotated by the agent. If two programs copied and truncated the same file, lines would be lost.
+    """The agent rotates job logs itself. If both the agent and logrotate copied and truncated the same file, lines
+    would be lost.
 
-    System logs are renamed instead, and their writers continue in a new file.
+    System logs are renamed instead, and the programs that write them continue in a new file.
     """
     await container.exec(
         "sh", "-c", "mkdir -p /var/vcap/data/sys/log/job; yes | head -c 60M >/var/vcap/data/sys/log/job/job.log"
@@ -98,14 +105,14 @@ async def test_logrotate_rotates_only_system_logs(container: Container) -> None:
     await container.exec("logger", "before")
     await container.until(0, "grep", "-q", "before", "/var/log/syslog")
 
-    assert await said(container, "ls /etc/cron.daily/logrotate") == "/etc/cron.daily/logrotate\n0\n"
+    assert await shell_output(container, "ls /etc/cron.daily/logrotate") == "/etc/cron.daily/logrotate\n0\n"
     await container.exec("logrotate", "--force", "/etc/logrotate.conf")
 
-    assert await said(container, "ls /var/vcap/data/sys/log/job") == "job.log\n0\n"
-    assert await said(container, "ls /var/log/syslog.1") == "/var/log/syslog.1\n0\n"
+    assert await shell_output(container, "ls /var/vcap/data/sys/log/job") == "job.log\n0\n"
+    assert await shell_output(container, "ls /var/log/syslog.1") == "/var/log/syslog.1\n0\n"
     await container.exec("logger", "after")
     await container.until(0, "grep", "-q", "after", "/var/log/syslog")
-    assert await said(container, "grep -c before /var/log/syslog") == "0\n1\n"
+    assert await shell_output(container, "grep -c before /var/log/syslog") == "0\n1\n"
 
 
 CHPST = [
@@ -148,8 +155,8 @@ CHPST = [
 
 @pytest.mark.parametrize(("arguments", "code"), CHPST)
 async def test_chpst_behaves_like_the_one_of_runit(container: Container, arguments: str, code: int) -> None:
-    """Output and exit codes are compared with runit's chpst, if the base image of the tests contains it. Only error
-    messages differ.
+    """If the base image contains runit's chpst, output and exit codes are compared with it. Only error messages may
+    differ.
     """
     await container.exec(
         "sh",
@@ -168,7 +175,7 @@ async def test_chpst_behaves_like_the_one_of_runit(container: Container, argumen
 
 
 async def test_chpst_passes_its_environment_on_unchanged(container: Container) -> None:
-    """chpst is a Python program, which would otherwise add LC_CTYPE to an environment without a locale."""
+    """chpst is a Python program. In an environment without a locale, Python would add LC_CTYPE."""
     seen = await container.exec("env", "-i", "A=b", "/opt/agent_shim/stand-ins/chpst", "/usr/bin/env")
 
     assert seen == "A=b\n"

@@ -1,6 +1,7 @@
-"""The image runs jobs with the start command and the way of passing settings of each known CPI.
+"""The image runs jobs under each known CPI, with the start command and the way of passing settings that the CPI uses.
 
-The commands are copied from the CPIs. Most are chains with ``&&``, so a failed command would end the container.
+The commands are copied from the CPIs. Most of them are chains with ``&&``, so if one command failed, the container
+would end.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ def chain(*commands: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CpiStart:
-    """The start ``command`` of a CPI, and how it passes settings.
+    """A CPI's start ``command``, and how the CPI passes settings.
 
-    Settings are a file that is copied into the running container, or a ``volume``, in both cases at ``path``. With
-    ``directory``, the volume is a directory with links as the kubelet creates them for a Secret. With ``whole_tree``,
-    another volume hides the image's /var/vcap. Disks appear in ``disks``. ``options`` are for ``podman run``.
+    Settings are written to ``path``, either as a file that is copied into the running container or through a
+    ``volume``. With ``directory``, the volume is a directory with links, as the kubelet creates it for a Secret. With
+    ``whole_tree``, another volume hides the image's /var/vcap. Disks appear in the directory ``disks``. ``options`` are
+    options of ``podman run``.
     """
 
     command: tuple[str, ...]
@@ -94,7 +96,7 @@ CPIS = {
     "kubernetes (sykesm)": CpiStart(
         ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, disks="/mnt"
     ),
-    # A fork of it, evoila/kubernetes-cpi, mounts an initially empty volume at /var/vcap.
+    # evoila/kubernetes-cpi, a fork of sykesm/kubernetes-cpi, mounts an initially empty volume at /var/vcap.
     "kubernetes (evoila)": CpiStart(
         ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, whole_tree=True
     ),
@@ -122,7 +124,7 @@ CPIS = {
         volume=True,
         options=("--ulimit=nofile=1024", "--ulimit=nproc=1024"),
     ),
-    # bosh-lxd-cpi-release, before it created VMs instead of containers, ran the image's own init.
+    # bosh-lxd-cpi-release ran the image's own init, before it created VMs instead of containers.
     "lxd": CpiStart(("/sbin/init",)),
     # bosh-libvirt-cpi-release driver/domains/lxc.go runs the agent as PID 1.
     "libvirt": CpiStart(("/var/vcap/bosh/bin/bosh-agent", "-C", AGENT_JSON, "-P", "ubuntu"), volume=True),
@@ -133,7 +135,7 @@ CPIS = {
 async def started(
     site: ContainerSite, cpi: CpiStart, *options: str, settings: str | None = None
 ) -> AsyncIterator[Container]:
-    """Run a container with this CPI's command, options and settings."""
+    """Run a container with the command, options and settings of this CPI."""
     document = settings or site.settings()
     if cpi.whole_tree:
         tree = site.scratch / "tree"
@@ -148,19 +150,19 @@ async def started(
 
 
 def disks_of(directory: str) -> dict[str, Any]:
-    """Return the key ``disks`` of the settings for a disk below this directory."""
+    """Return the member ``disks`` of the settings for a disk in this directory."""
     return {"system": "", "persistent": {DISK: f"{directory}/{DISK}"}}
 
 
 @dataclass(frozen=True)
 class DiskDirectory:
-    """A directory of the host into which disks can be mounted while a container sees it."""
+    """A directory of the host that a container sees, and into which disks can be mounted while the container runs."""
 
     place: Path
     kept: Path
 
     async def attach(self, cid: str) -> None:
-        """Mount a disk in the directory, as the warden CPI does with its disk images."""
+        """Mount a disk in the directory, as the warden CPI does with an image file."""
         for directory in (self.place / cid, self.kept / cid):
             directory.mkdir()
         await self._run("mount", "--bind", str(self.kept / cid), str(self.place / cid))
@@ -181,7 +183,7 @@ class DiskDirectory:
 
 @asynccontextmanager
 async def data_volume(site: ContainerSite) -> AsyncIterator[str]:
-    """Yield the option that mounts a new volume at /var/vcap/data. The volume is deleted after the block."""
+    """Yield the podman option that mounts a new volume at /var/vcap/data. The volume is deleted after the block."""
     name = (await asyncio.to_thread(site.podman, "volume", "create")).strip()
     try:
         yield f"--volume={name}:/var/vcap/data"
@@ -202,7 +204,7 @@ def _volume(scratch: Path, cpi: CpiStart, document: str) -> str:
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
 async def test_image_runs_jobs_under_every_cpi(site: ContainerSite, cpi: CpiStart) -> None:
-    """The image's init is PID 1, the agent deploys a job, and the container stops with exit code 0."""
+    """The image's init must be PID 1, the agent must deploy a job, and the container must stop with exit code 0."""
     async with started(site, cpi) as container:
         await site.deploy()
         heartbeat = await site.monitor.wait_for("heartbeat", AGENT)
@@ -216,10 +218,10 @@ async def test_image_runs_jobs_under_every_cpi(site: ContainerSite, cpi: CpiStar
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
 async def test_container_names_resolve_from_boot_on(site: ContainerSite, cpi: CpiStart) -> None:
-    """If a CPI unmounts the hosts file, the image's own is empty. A compilation VM would have no names, because its
-    Director never sends records.
+    """If a CPI unmounts /etc/hosts, the image's own file is empty. The agent must fill it, because a compilation VM
+    would otherwise have no names: its Director never sends DNS records.
 
-    If a CPI unmounts /etc/hostname, the agent also sets the host name.
+    If a CPI unmounts /etc/hostname, the agent must also set the host name.
     """
     async with started(site, cpi) as container:
         given = (await container.exec("hostname")).strip()
@@ -241,9 +243,10 @@ def servers(resolv_conf: str) -> list[str]:
 
 
 async def test_agent_runs_next_to_another_pid_1(site: ContainerSite) -> None:
-    """Garden runs its own PID 1 and executes the start command as another process. One of the command's unmounts fails.
+    """Garden runs its own PID 1 and executes the start command as another process. One of the unmounts in this command
+    fails.
 
-    A disk is attached to the running container: its mount appears and the settings are written again.
+    A disk is then attached to the running container: its mount appears, and the settings are written again.
     """
     script = "\n".join([*UMOUNT, "umount /etc/nothing", *SYS, NO_CHRONY, RUNSVDIR])
     disks = DiskDirectory(site.scratch / "disks", site.scratch / "kept")
@@ -265,10 +268,10 @@ async def test_agent_runs_next_to_another_pid_1(site: ContainerSite) -> None:
 
 
 async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: ContainerSite) -> None:
-    """To attach a disk, this CPI kills the container, deletes its data and starts a new one. It copies saved files into
-    the new container only after the start.
+    """To attach a disk, this CPI kills the container, deletes its data and starts a new container, into which it copies
+    saved files only after the start.
 
-    Until then, the agent has an incomplete settings file and credentials that the bus no longer accepts.
+    Until then, the agent has an incomplete settings file, and credentials that the bus no longer accepts.
     """
     cpi = CPIS["docker, runit"]
     disk = site.scratch / "disk"
@@ -298,9 +301,10 @@ async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: Contain
 
 @pytest.mark.parametrize("name", ["kubernetes (cppforlife)", "kubernetes (sykesm)", "kubernetes (SAP)"])
 async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: ContainerSite, name: str) -> None:
-    """The new pod has the disk. The Director sends no hint, so the agent must find the disk's path in the settings.
+    """The new pod has the disk. The agent must find the disk's path in the settings, because the Director sends no
+    hint.
 
-    If the pod is recreated once more, the disk is mounted before the Director requests it.
+    If the pod is recreated once more, the agent must mount the disk before the Director requests it.
     """
     cpi = CPIS[name]
     disk = site.scratch / "disk"
@@ -324,9 +328,9 @@ async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: Co
 
 
 async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(site: ContainerSite) -> None:
-    """The LXD CPI restarts a container for a reboot or to attach a disk, whose hint is a map.
+    """The LXD CPI restarts the container to reboot the VM or to attach a disk. Its disk hint is a map.
 
-    After the second restart, the disk is mounted and the job runs without another deploy.
+    After the second restart, the disk must be mounted and the job must run without another deploy.
     """
     cpi = CPIS["lxd"]
     disks = DiskDirectory(site.scratch / "disks", site.scratch / "kept")
@@ -356,7 +360,7 @@ async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(sit
 
 
 async def test_jobs_run_again_in_a_new_container_with_the_same_volumes(site: ContainerSite) -> None:
-    """A kubelet gives a restarted container a fresh root file system. No other deploy is needed."""
+    """A kubelet gives a restarted container a new root file system. The jobs must run without another deploy."""
     cpi = CPIS["kubernetes (sykesm)"]
     data = site.scratch / "data"
     data.mkdir()

@@ -1,4 +1,4 @@
-"""The stemcell that is made from the image has the expected members, and its image starts."""
+"""The stemcell that is built from the image has the expected files, and its image starts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.image
 
 MOST = 80_000_000
-"""Maximum size in bytes of /opt/agent_shim, which contains almost everything that the overlay adds to a base."""
+"""Maximum size in bytes of /opt/agent_shim. This directory contains almost everything that the overlay adds to a
+base.
+"""
 
 
 @pytest.fixture(scope="module")
-def taken_apart(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a stemcell and return a directory with its members."""
+def unpacked(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a stemcell and return a directory with its files."""
     where = tmp_path_factory.mktemp("stemcell")
     program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--version", "9"]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
@@ -42,17 +44,19 @@ def taken_apart(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFac
     return where / "members"
 
 
-def test_stemcell_image_has_the_build_time_as_modification_time(taken_apart: Path) -> None:
-    """The LXD CPI uses it as the creation date of the LXD image, and LXD refuses 0."""
-    assert (taken_apart / "image").stat().st_mtime == stemcell.build_time() > 0
+def test_stemcell_image_has_the_build_time_as_modification_time(unpacked: Path) -> None:
+    """The LXD CPI uses this time as the creation date of the LXD image, and LXD refuses 0."""
+    assert (unpacked / "image").stat().st_mtime == stemcell.build_time() > 0
 
 
-def test_stemcell_has_the_members_that_director_and_cpis_expect(taken_apart: Path) -> None:
-    """The manifest has the digests of the image, and the SBOMs have licences and dependencies of each package."""
-    manifest = yaml.safe_load((taken_apart / "stemcell.MF").read_text())
-    sums = [hashlib.new(name, (taken_apart / "image").read_bytes()).hexdigest() for name in ("sha1", "sha256")]
-    parts = {path.name for path in taken_apart.iterdir()}
-    spdx, cyclonedx = (json.loads((taken_apart / f"sbom.{kind}.json").read_text()) for kind in ("spdx", "cdx"))
+def test_stemcell_has_the_members_that_director_and_cpis_expect(unpacked: Path) -> None:
+    """The manifest must contain the digests of the image, and the SBOMs the licence and the dependencies of each
+    package.
+    """
+    manifest = yaml.safe_load((unpacked / "stemcell.MF").read_text())
+    sums = [hashlib.new(name, (unpacked / "image").read_bytes()).hexdigest() for name in ("sha1", "sha256")]
+    parts = {path.name for path in unpacked.iterdir()}
+    spdx, cyclonedx = (json.loads((unpacked / f"sbom.{kind}.json").read_text()) for kind in ("spdx", "cdx"))
 
     assert parts == {
         *("stemcell.MF", "packages.txt", "dev_tools_file_list.txt", "image", "sbom.spdx.json", "sbom.cdx.json")
@@ -63,7 +67,7 @@ def test_stemcell_has_the_members_that_director_and_cpis_expect(taken_apart: Pat
     assert system in ("debian-bookworm", "debian-trixie", "debian-forky", "ubuntu-noble", "ubuntu-jammy")
     assert manifest["name"] == f"bosh-warden-boshlite-{system}-agent-shim"
     assert manifest["architecture"] == manifest["cloud_properties"]["architecture"] == "x86_64"
-    assert " openssh-server " in (taken_apart / "packages.txt").read_text()
+    assert " openssh-server " in (unpacked / "packages.txt").read_text()
     assert {"nats-py", "msgspec", "agent-shim"} <= {one["name"] for one in cyclonedx["components"]}
     assert len(spdx["packages"]) == len(cyclonedx["components"]) > 200
     licences = {one["name"]: [each["license"]["name"] for each in one["licenses"]] for one in cyclonedx["components"]}
@@ -80,17 +84,17 @@ def test_stemcell_has_the_members_that_director_and_cpis_expect(taken_apart: Pat
     assert {one[end] for one in spdx["relationships"] for end in ends} == known
 
 
-def test_stemcell_tarball_is_not_larger_than_its_content(taken_apart: Path) -> None:
-    """The members are compressed already, so the tarball must not compress them again."""
-    packed = sum(path.stat().st_size for path in taken_apart.iterdir() if path.is_file())
+def test_stemcell_tarball_is_not_larger_than_its_content(unpacked: Path) -> None:
+    """The files in the tarball are already compressed, so the tarball itself must not be compressed."""
+    packed = sum(path.stat().st_size for path in unpacked.iterdir() if path.is_file())
 
-    assert int((taken_apart.parent / "size").read_text()) < packed * 1.001
+    assert int((unpacked.parent / "size").read_text()) < packed * 1.001
 
 
 def test_stemcell_for_another_operating_system_than_its_image_is_rejected(
     podman: Podman, image: str, tmp_path: Path
 ) -> None:
-    """A Director would otherwise place addons for the wrong operating system on it."""
+    """Otherwise, the Director would install addons for the wrong operating system on its VMs."""
     program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--out", str(tmp_path)]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
     done = subprocess.run([*program, "--os", "ubuntu-xenial"], capture_output=True, text=True, env=environment)
@@ -100,17 +104,17 @@ def test_stemcell_for_another_operating_system_than_its_image_is_rejected(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_unpacked_stemcell_image_starts(podman: Podman, taken_apart: Path) -> None:
-    """The warden CPI imports only the files of the image and then runs its own start command."""
-    root = taken_apart / "root"
+async def test_unpacked_stemcell_image_starts(podman: Podman, unpacked: Path) -> None:
+    """The warden CPI imports only the files of the image, not its metadata, and runs its own start command."""
+    root = unpacked / "root"
     root.mkdir()
-    unpack = ["tar", "-xzf", str(taken_apart / "image"), "-C", str(root)]
+    unpack = ["tar", "-xzf", str(unpacked / "image"), "-C", str(root)]
     await asyncio.to_thread(subprocess.check_call, unpack)
     chain = ("bash", "-c", "exec env -i /usr/sbin/runsvdir-start")
     async with pods.running(podman, str(root), *chain, options=("--network=none", "--rootfs")) as container:
         await container.until(1, "agent-shim", "probe", "ready")
         assert await container.stop() == 0
-    shutil.rmtree(taken_apart)
+    shutil.rmtree(unpacked)
 
 
 def test_stemcell_overlay_stays_below_its_size_limit(podman: Podman, image: str) -> None:

@@ -37,7 +37,7 @@ def with_systemd(podman: Podman, image: str) -> str:
 
 @pytest.fixture
 async def container(site: ContainerSite, with_systemd: str) -> AsyncIterator[Container]:
-    """Run systemd in a container. The watchdog timeout of the agent's unit is two seconds."""
+    """Run systemd in a container. The watchdog timeout of the agent's unit is set to two seconds."""
     options = (f"--network={site.network.name}", *systemd_options(), f"--volume={site.blobs}:/blobs:ro")
     site.blobs.mkdir()
     drop_in = {f"/etc/systemd/system/{UNIT}.d/quick.conf": QUICK}
@@ -47,10 +47,10 @@ async def container(site: ContainerSite, with_systemd: str) -> AsyncIterator[Con
 
 
 def systemd_options() -> tuple[str, ...]:
-    """Return podman's options for systemd as PID 1.
+    """Return the podman options for systemd as PID 1.
 
-    systemd 258 and newer require cgroup v2, but podman passes version 1 on a machine whose controllers are there. Such
-    a machine usually has version 2 as well, without controllers, which is enough for the units.
+    systemd 258 and newer require cgroup v2, but podman mounts version 1 on a machine that has controllers there. Such a
+    machine usually has version 2 as well, without controllers, and this is enough for the units.
     """
     if not pods.IS_NEXT or (CGROUPS / "cgroup.controllers").exists():
         return ("--systemd=always",)
@@ -68,7 +68,7 @@ async def shown(container: Container, member: str) -> str:
 
 
 async def test_restart_of_the_agent_unit_does_not_restart_jobs(site: ContainerSite, container: Container) -> None:
-    """The unit is also active before there are settings, and under its alias bosh-agent."""
+    """The unit must also be active before there are settings, and be known by its alias bosh-agent."""
     await container.until(0, "systemctl", "is-active", "--quiet", "bosh-agent")
     await container.put(SETTINGS, site.settings())
     await site.deploy()
@@ -83,14 +83,18 @@ async def test_restart_of_the_agent_unit_does_not_restart_jobs(site: ContainerSi
 
 
 async def test_sshd_unit_finds_host_keys(container: Container) -> None:
-    """The image contains no host keys, without which the unit of Debian's package does not start."""
+    """The image contains no host keys, so they must be generated. Without host keys, the sshd unit of Debian's package
+    does not start.
+    """
     await container.until(0, "systemctl", "is-active", "--quiet", "ssh")
 
     assert await container.status_of("test", "-s", "/etc/ssh/ssh_host_ed25519_key") == 0
 
 
 async def test_systemd_watchdog_restarts_a_hanging_agent(container: Container) -> None:
-    """The agent runs longer than the watchdog timeout without a restart. A stopped agent is killed and restarted."""
+    """An agent that works must run longer than the watchdog timeout. An agent stopped with SIGSTOP must be killed and
+    restarted.
+    """
     await container.until(0, "systemctl", "is-active", "--quiet", UNIT)
     first = await shown(container, "MainPID")
     await container.until(0, "sh", "-c", f"test $(ps -o etimes= -p {first}) -ge 5")

@@ -1,5 +1,5 @@
-"""The agent on an unmodified stemcell image: a volume contains the program, and the overlay is applied at each
-start.
+"""The agent on an unmodified stemcell image. A volume contains the agent, and the overlay is applied at each start of
+the container.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ APPLY = ("/opt/agent_shim/python/bin/python3", "-IB", "/opt/agent_shim/overlay/a
 
 @pytest.fixture(scope="module")
 def volume(podman: Podman, base: str, image: str) -> str:
-    """Provide the image that contains only the files of /opt/agent_shim, for an image volume."""
+    """Provide an image for an image volume. It contains only the files of /opt/agent_shim."""
     return pods.build(podman, base, "volume")
 
 
 @pytest.fixture(scope="module")
 def stemcell(podman: Podman, base: str, image: str) -> str:
-    """Provide a Debian image with a stemcell's packages and without any file of the agent."""
+    """Provide a Debian image that has a stemcell's packages but no files of the agent."""
     return pods.build(podman, base, "system")
 
 
 @pytest.fixture(scope="module")
 def copied(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide a directory into which the program was copied, as an init container does with an emptyDir."""
+    """Provide a directory into which the agent was copied, as an init container does with an emptyDir."""
     where = tmp_path_factory.mktemp("agent")
     where.chmod(0o777)
     podman(
@@ -47,7 +47,9 @@ def copied(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory)
 async def test_unmodified_stemcell_runs_the_agent_from_a_volume(
     site: ContainerSite, stemcell: str, volume: str, copied: Path, way: str
 ) -> None:
-    """Nothing in the volume changes. After a restart, the start script finds the overlay applied."""
+    """The volume must not be changed. After a restart, the start script must recognize that the overlay is already
+    applied.
+    """
     image_volume = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     option = image_volume if way == "image volume" else f"--volume={copied}:/opt/agent_shim:ro"
     unmodified = dataclasses.replace(site, image=stemcell)
@@ -75,7 +77,7 @@ def test_overlay_applied_twice_changes_nothing(podman: Podman, stemcell: str, vo
 
 
 async def test_overlay_reports_missing_libraries_of_the_interpreter(podman: Podman, base: str, volume: str) -> None:
-    """Plain Debian lacks packages of a stemcell, which the error must name."""
+    """Plain Debian lacks some packages that a stemcell has, and the error must name them."""
     mount = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     run = await asyncio.to_thread(podman.run, "run", "--rm", "--network=none", mount, base, *START)
 

@@ -1,6 +1,6 @@
-"""Upgrades from earlier releases and rollbacks, with running jobs and a disk.
+"""Upgrades from earlier releases, and rollbacks, with running jobs and a disk.
 
-Some tests replace the program while jobs run. The others create new containers with the same volumes, as a kubelet and
+Some tests replace the agent while jobs run. The others create a new container with the same volumes, as a kubelet and
 the Kubernetes CPIs do.
 """
 
@@ -26,7 +26,7 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.image
 
 FORMER: Final = {"0.2.0": "9b696af0"}
-"""Versions and commits of the last two releases. There is only one so far."""
+"""Versions and commits of the last two releases. So far there is only one."""
 CPI: Final = CPIS["kubernetes (sykesm)"]
 OVERLAY: Final = ("stemcell_overlay", "systemd")
 PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid", "/var/vcap/sys/run/user/user.pid")
@@ -40,13 +40,13 @@ rm -r /mnt/program
 
 @dataclasses.dataclass(frozen=True)
 class ReleasedImage:
-    """The image of a release, and the source tree from which it was built."""
+    """The image of a release and the source tree that it was built from."""
 
     image: str
     tree: Path
 
     async def install(self, podman: Podman, container: Container) -> None:
-        """Replace the program in a running container and restart the agent, as in docs/upgrading.md under "Staying
+        """Replace the agent in a running container and restart it, as docs/upgrading.md describes under "Staying
         current".
         """
         read = ("run", "--rm", "--network=none", self.image, "sh", "-c", PUT_PROGRAM)
@@ -65,10 +65,10 @@ class ReleasedImage:
 def former(
     request: pytest.FixtureRequest, podman: Podman, base: str, tmp_path_factory: pytest.TempPathFactory
 ) -> ReleasedImage:
-    """Build the image of an earlier release from its own sources.
+    """Build the image of an earlier release from its own source.
 
-    The Dockerfile of 0.2.0 passes a file of locale aliases to localedef. A base like Ubuntu 26.04 no longer has that
-    file, so its option is removed.
+    The Dockerfile of 0.2.0 passes a file with locale aliases to localedef. Newer bases, such as Ubuntu 26.04, do not
+    have this file, so the option is removed.
     """
     tree = tmp_path_factory.mktemp("former")
     packed = subprocess.run(["git", "-C", str(ROOT), "archive", FORMER[request.param]], capture_output=True)
@@ -86,21 +86,21 @@ def now(image: str) -> ReleasedImage:
 
 
 def release(version: str) -> Mapping[str, Mapping[str, str | bytes]]:
-    """Return a job that runs as root, and one that runs as vcap and needs access through ``/var/vcap/data``.
+    """Return two jobs. One runs as root, the other as vcap, and the second one needs access through ``/var/vcap/data``.
 
-    The version changes a script of the second job.
+    The second job has a script that depends on ``version``.
     """
     user = jobs.process(Paths(), "user", "echo $$ >$pidfile; exec chpst -u vcap:vcap /var/vcap/jobs/user/bin/run")
     run = f"#!/bin/sh\n# {version}\nexec sleep 1000\n"
     return {"sleeper": jobs.sleeper(Paths(), "sleeper"), "user": user | {"bin/run": run}}
 
 
-def at(site: ContainerSite, one: ReleasedImage) -> ContainerSite:
+def site_with(site: ContainerSite, one: ReleasedImage) -> ContainerSite:
     return dataclasses.replace(site, image=one.image)
 
 
-async def is_whole(site: ContainerSite, container: Container) -> None:
-    """Check that the jobs run and that the disk with its file is mounted on the store."""
+async def check_jobs_and_disk(site: ContainerSite, container: Container) -> None:
+    """Check that the jobs run, and that the disk with its file is mounted at the store."""
     await site.until_state("running")
     assert await site.director.run(AGENT, "list_disk") == [DISK]
     await container.exec("test", "-e", "/var/vcap/store/kept")
@@ -109,21 +109,21 @@ async def is_whole(site: ContainerSite, container: Container) -> None:
 async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(
     site: ContainerSite, former: ReleasedImage, now: ReleasedImage
 ) -> None:
-    """Each release first runs the jobs that another release has deployed, and then deploys changed ones."""
+    """Each release must first run the jobs that another release has deployed, and then deploy changed jobs."""
     data, disk = site.scratch / "data", site.scratch / "disk"
     for path in (data, disk):
         path.mkdir()
     settings = site.settings(disks=disks_of(CPI.disks))
     volumes = (f"--volume={data}:/var/vcap/data", f"--volume={disk}:{CPI.disks}/{DISK}")
-    async with started(at(site, former), CPI, *volumes, settings=settings) as container:
+    async with started(site_with(site, former), CPI, *volumes, settings=settings) as container:
         await site.until_pong()
         await site.director.run(AGENT, "mount_disk", DISK)
         await site.deploy(release("1"))
         await container.exec("touch", "/var/vcap/store/kept")
         await container.kill()
     for one in (now, former, now):
-        async with started(at(site, one), CPI, *volumes, settings=settings) as container:
-            await is_whole(site, container)
+        async with started(site_with(site, one), CPI, *volumes, settings=settings) as container:
+            await check_jobs_and_disk(site, container)
             await site.deploy(release(one.image))
             await container.stop()
 
@@ -131,14 +131,16 @@ async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(
 async def test_rollback_runs_jobs_of_vcap_on_a_volume_created_with_mode_0750(
     site: ContainerSite, former: ReleasedImage, now: ReleasedImage
 ) -> None:
-    """vcap could not enter such a volume under the earlier release, but this release has changed its mode."""
+    """Under the earlier release, vcap could not enter such a volume. This release changes the mode, so vcap can enter
+    it after the rollback as well.
+    """
     data = site.scratch / "data"
     data.mkdir(mode=0o750)
     volume = f"--volume={data}:/var/vcap/data"
-    async with started(at(site, now), CPI, volume) as container:
+    async with started(site_with(site, now), CPI, volume) as container:
         await site.deploy(release("1"))
         await container.stop()
-    async with started(at(site, former), CPI, volume):
+    async with started(site_with(site, former), CPI, volume):
         await site.until_state("running")
         await site.deploy(release("2"))
 
@@ -146,12 +148,12 @@ async def test_rollback_runs_jobs_of_vcap_on_a_volume_created_with_mode_0750(
 async def test_agent_program_is_replaced_and_restored_without_restarting_jobs(
     site: ContainerSite, podman: Podman, former: ReleasedImage, now: ReleasedImage
 ) -> None:
-    """The program is replaced in the running container, by this release and then by the earlier one."""
+    """The agent is replaced in the running container, first with this release and then with the earlier release."""
     disk = site.scratch / "disk"
     disk.mkdir()
     settings = site.settings(disks=disks_of(CPI.disks))
     volume = f"--volume={disk}:{CPI.disks}/{DISK}"
-    async with started(at(site, former), CPI, volume, settings=settings) as container:
+    async with started(site_with(site, former), CPI, volume, settings=settings) as container:
         await site.until_pong()
         await site.director.run(AGENT, "mount_disk", DISK)
         await site.deploy(release("1"))
@@ -162,13 +164,13 @@ async def test_agent_program_is_replaced_and_restored_without_restarting_jobs(
             await one.install(podman, container)
             await site.until_pong()
             versions.append(await version(container))
-            await is_whole(site, container)
+            await check_jobs_and_disk(site, container)
             assert await container.exec(*PID) == before
         assert versions == [versions[0], versions[1], versions[0]]
         assert versions[0] != versions[1]
 
 
 async def version(container: Container) -> Any:
-    """Wait until the agent answers and return its version."""
+    """Wait until the agent answers, and return its version."""
     await container.until(0, "agent-shim", "status")
     return (await container.exec("agent-shim", "status", "--json")).partition('"version"')[2].split('"')[1]
