@@ -1,10 +1,10 @@
-"""``./dev test-lxd``: make a stemcell, then run the tests and an LXD daemon in new namespaces.
+"""``./dev test-lxd``: build a stemcell, then run the tests of this directory and an LXD daemon in new namespaces.
 
-With ``LXD=incus`` it is a daemon of Incus.
+With ``LXD=incus``, an Incus daemon is used instead.
 
-The daemon, its bridge with DHCP server, and the containers share new network, mount and pid namespaces and end with
-them. If ``LXD_CPI`` names a binary of bosh-lxd-cpi-release, that binary creates the containers; its last revision that
-supports containers is e28a247. Otherwise the tests make the same calls as that CPI.
+The daemon, its bridge with a DHCP server, and the containers run in the same new network, mount and PID namespaces, and
+end with these namespaces. If ``LXD_CPI`` names a binary of bosh-lxd-cpi-release, this binary creates the containers;
+e28a247 is the last revision that supports containers. Otherwise, the tests make the same calls as that CPI.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.source import ROOT
 
 PACKAGES = "incus-base incus-client dnsmasq-base" if IS_INCUS else "lxd lxd-client lxcfs dnsmasq-base"
 STEMCELL = "SHIM_TEST_STEMCELL"
-"""Environment variable that names the directory of an unpacked stemcell. The tests keep LXD's files there too."""
+"""Environment variable that names the directory with the unpacked stemcell. The tests also store LXD's files in it."""
 
 ENTER = """
 set -eu
@@ -42,15 +42,18 @@ exec catatonit -- "$@"
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments. Return its exit code, or 1 with a message if a prerequisite is missing."""
+    """Run pytest with these arguments and return its exit code. If a prerequisite is missing, print a message and
+    return 1.
+    """
     missing = [name for name in (DAEMON, CLIENT, "dnsmasq") if shutil.which(name, path=PATH) is None]
     if os.geteuid() != 0 or missing:
         why = f"{' and '.join(missing)} missing: apt-get install {PACKAGES}" if missing else "it takes root"
         print(f"cannot start {DAEMON}: {why}", file=sys.stderr)
         return 1
-    # Keep the path short, because LXD puts Unix sockets below it.
+    # Keep the path short, because LXD creates Unix sockets in this directory.
     with tempfile.TemporaryDirectory(prefix="lxd-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
-        Path(scratch).chmod(0o711)  # root of an unprivileged container is an ordinary user outside and has to enter it
+        # Root of an unprivileged container is an ordinary user outside, and must be able to enter the directory.
+        Path(scratch).chmod(0o711)
         stemcell = make_stemcell(Path(scratch))
         alone = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         pytest = [sys.executable, "-m", "pytest", "-qm", "lxd", "--timeout=900", "-o", "faulthandler_timeout=0"]
@@ -60,7 +63,7 @@ def main(arguments: list[str]) -> int:
 
 
 def make_stemcell(scratch: Path) -> Path:
-    """Build the image and its stemcell with ``./dev stemcell``. Return a directory with the unpacked stemcell."""
+    """Build the image and its stemcell with ``./dev stemcell``. Return the directory with the unpacked stemcell."""
     podman = pods.podman(scratch)
     image = pods.build(podman, pods.base_image(podman, scratch))
     make = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), f"--image={image}", f"--out={scratch}"]

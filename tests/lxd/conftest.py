@@ -1,4 +1,4 @@
-"""Fixtures of the LXD tests: a daemon with a bridge, the CPI, an imported stemcell, and a Director on the bridge."""
+"""Fixtures for the LXD tests: a daemon with a bridge, the CPI, an imported stemcell, and a Director on the bridge."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PRESEED: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def lxc() -> Iterator[Lxc]:
-    """Run a daemon of LXD or Incus that stores containers in directories. Its containers end with it."""
+    """Run an LXD or Incus daemon that stores its containers in directories. The containers end with the daemon."""
     directory = Path(os.environ[STEMCELL]).parent / "lxd"
     directory.mkdir()
     client = Lxc(directory)
@@ -66,7 +66,7 @@ def cpi(lxc: Lxc) -> LxdCpi:
 
 @pytest.fixture(scope="session")
 def stemcell(cpi: LxdCpi) -> str:
-    """Import the stemcell that ``./dev stemcell`` built and that was unpacked as a Director does it. Return its id."""
+    """Import the stemcell that ``./dev stemcell`` has built, unpacked as a Director unpacks it. Return its cid."""
     directory = Path(os.environ[STEMCELL])
     manifest = yaml.safe_load((directory / "stemcell.MF").read_text())
     return cpi.create_stemcell(directory / "image", manifest["cloud_properties"])

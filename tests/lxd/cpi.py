@@ -1,4 +1,4 @@
-"""A client for LXD that makes the same calls as bosh-lxd-cpi-release, and one that runs the real CPI."""
+"""Two clients for LXD: one makes the same calls as bosh-lxd-cpi-release, the other runs the real CPI."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ BRIDGE: Final = "lxdbr0"
 IS_INCUS: Final = os.environ.get("LXD") == "incus"
 DAEMON, CLIENT = ("incusd", "incus") if IS_INCUS else ("lxd", "lxc")
 PATH: Final = f"{os.environ['PATH']}:/usr/sbin:/sbin:/usr/libexec/incus:/opt/incus/bin"
-"""Where programs are looked up. Packages of Incus install the daemon outside of the usual directories."""
+"""Directories in which to look for programs. Incus packages install the daemon outside of the usual directories."""
 
 
 @dataclass(frozen=True)
 class Lxc:
-    """Runs ``lxc`` or ``incus`` against the daemon that these tests start."""
+    """Runs ``lxc`` or ``incus`` against the daemon that the tests start."""
 
     directory: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of the daemon and of its clients."""
+        """Environment variables for the daemon and its clients."""
         prefix = "INCUS" if IS_INCUS else "LXD"
         places = {f"{prefix}_DIR": str(self.directory), f"{prefix}_CONF": str(self.directory / "client")}
         return {**os.environ, **places, "PATH": PATH}
 
     def __call__(self, *arguments: str, stdin: str | None = None) -> str:
-        """Run a command, wait until it ends, and return its output.
+        """Run a command and return its output.
 
-        Raises ``RuntimeError`` with its message if it fails.
+        Raises ``RuntimeError`` with the error message if the command fails.
         """
-        # Without a terminal, `lxc` reads standard input until it ends, so give it an empty one by default.
+        # Without a terminal, `lxc` reads standard input until it ends, so provide an empty standard input by default.
         done = subprocess.run(
             [CLIENT, *arguments], env=self.environment, input=stdin or "", text=True, capture_output=True, check=False
         )
@@ -56,9 +56,9 @@ class Lxc:
 
 
 class LxdCpi:
-    """Makes the CPI's calls to LXD.
+    """Makes the same calls to LXD as the CPI.
 
-    Each method makes the same calls in the same order as the method of that name in ``src/lxd-bosh-cpi`` at e28a247.
+    Each method makes the calls of the method of the same name in ``src/lxd-bosh-cpi`` at e28a247, in the same order.
     """
 
     def __init__(self, lxc: Lxc) -> None:
@@ -67,7 +67,7 @@ class LxdCpi:
     def create_stemcell(self, image: Path, properties: dict[str, Any]) -> str:
         """Import the root file system.
 
-        The creation date is the modification time of ``image``, because LXD refuses 0.
+        The creation date is set to the modification time of ``image``, because LXD refuses 0.
         """
         metadata = {
             "architecture": properties["architecture"],
@@ -130,7 +130,7 @@ class LxdCpi:
         return disk
 
     def attach_disk(self, vm: str, disk: str) -> Any:
-        """Stop the container by force, add the volume and its hint, and start it again."""
+        """Stop the container forcibly, add the volume and the disk hint, and start the container again."""
         self._lxc("stop", "--force", vm)
         self._add_volume(vm, disk, f"/warden-cpi-dev/{disk}")
         hint = {"path": f"/warden-cpi-dev/{disk}"}
@@ -141,7 +141,7 @@ class LxdCpi:
         return hint
 
     def detach_disk(self, vm: str, disk: str) -> None:
-        """Stop the container by force, remove the volume and its hint, and start it again."""
+        """Stop the container forcibly, remove the volume and the disk hint, and start the container again."""
         self._lxc("stop", "--force", vm)
         self._lxc("config", "device", "remove", vm, disk)
         settings = json.loads(self._lxc("file", "pull", f"{vm}{SETTINGS}", "-"))
@@ -153,7 +153,7 @@ class LxdCpi:
         self._lxc("restart", "--force", vm)
 
     def delete_vm(self, vm: str) -> None:
-        """Stop the container by force, and delete it with its ephemeral disks."""
+        """Stop the container forcibly, and delete it together with its ephemeral disks."""
         self._lxc("stop", "--force", vm)
         devices = yaml.safe_load(self._lxc("config", "show", vm))["devices"]
         self._lxc("delete", vm)
@@ -176,7 +176,7 @@ def _fields(device: dict[str, str]) -> list[str]:
 
 
 class RealCpi(LxdCpi):
-    """Sends the Director's requests to a binary of the CPI."""
+    """Sends the Director's requests to the CPI's own binary."""
 
     def __init__(self, lxc: Lxc, binary: str, scratch: Path) -> None:
         super().__init__(lxc)

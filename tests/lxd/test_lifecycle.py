@@ -34,7 +34,7 @@ async def create(cpi: LxdCpi, bosh: Environment, stemcell: str, kind: str, ip: s
 
 
 def doctor(lxc: Lxc, vm: str) -> dict[str, Any]:
-    """Return the report of ``agent-shim doctor``, which exits with 1 if something is wrong."""
+    """Return the report of ``agent-shim doctor``, even if it contains errors and the command therefore exits with 1."""
     found: dict[str, Any] = json.loads(lxc("exec", vm, "--", "sh", "-c", "agent-shim doctor --json || test $? = 1"))
     return found
 
@@ -43,9 +43,10 @@ def doctor(lxc: Lxc, vm: str) -> dict[str, Any]:
 async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     lxc: Lxc, cpi: LxdCpi, stemcell: str, bosh: Environment, kind: str, ip: str
 ) -> None:
-    """Run a VM through all CPI calls from the stemcell's import to the recreated VM without its disk.
+    """Make every CPI call in turn, from importing the stemcell to recreating the VM and detaching its disk.
 
-    Jobs come back after each restart, until the Director stops them. Files on the disk are kept throughout.
+    The jobs must be running again after each restart, until the Director stops them. Files on the disk must be kept
+    throughout.
     """
 
     def inside(vm: str, *command: str) -> str:
@@ -56,19 +57,20 @@ async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     state = await bosh.director.value(AGENT, "get_state", "full")
     assert state["vitals"]["uptime"].get("secs", 0) >= 0
     assert all(process["uptime"].get("secs", 0) >= 0 for process in state["processes"])
-    # LXD does not mount /dev/shm, so the agent must have done it, or semaphores would fail.
+    # LXD does not mount /dev/shm, so the agent must mount it. Otherwise, semaphores would fail.
     inside(vm, "python3", "-c", "import multiprocessing; multiprocessing.Lock()")
 
-    # The CPI sets LXD limits from the instance type. The doctor must suggest LXD's keys, not options of other runtimes.
+    # The CPI sets LXD limits from the instance type. The doctor must suggest LXD's configuration keys, not options of
+    # other container runtimes.
     assert lxc("config", "get", vm, "limits.memory").strip() in {"2048MB", "2048MiB"}
     report = doctor(lxc, vm)
     assert report["tier"].startswith("unprivileged: root of a user namespace" if kind == "unprivileged" else "priv")
-    if "lxcfs" in inside(vm, "cat", "/proc/mounts"):  # in this case /proc/meminfo shows the memory of the container
+    if "lxcfs" in inside(vm, "cat", "/proc/mounts"):  # with lxcfs, /proc/meminfo shows the memory of the container
         assert "the host's" not in str(report)
     assert not re.search("Ulimits|ShmSize|Memory: BYTES|ReadonlyRootfs|bosh recreate", str(report))
 
-    # The CPI stops the container by force to attach a disk. The agent then restarts the jobs without a request, but
-    # mounts the disk only when the Director asks for it.
+    # The CPI stops the container forcibly to attach a disk. The agent then starts the jobs without a request, but
+    # mounts the disk only when the Director requests it.
     disk = await asyncio.to_thread(cpi.create_disk, 200)
     hint = await asyncio.to_thread(cpi.attach_disk, vm, disk)
     await bosh.until_state("running")
@@ -76,21 +78,21 @@ async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     await bosh.director.run(AGENT, "mount_disk", disk)
     await asyncio.to_thread(inside, vm, "touch", "/var/vcap/store/kept")
 
-    # After a reboot, the agent restores jobs and disk without the Director.
+    # After a reboot, the agent must mount the disk and start the jobs without the Director.
     await asyncio.to_thread(cpi.reboot_vm, vm)
     await bosh.until_state("running")
     assert await bosh.director.run(AGENT, "list_disk") == [disk]
     await asyncio.to_thread(inside, vm, "test", "-e", "/var/vcap/store/kept")
     assert "waiting until another agent ends" not in inside(vm, "sh", "-c", "cat /var/vcap/bosh/log/*")
 
-    # LXD stops a container with SIGPWR, on which the agent drains and stops the jobs.
+    # LXD stops a container with SIGPWR, on which the agent must drain and stop the jobs.
     await asyncio.to_thread(lxc, "stop", vm)
     await asyncio.to_thread(lxc, "start", vm)
     await bosh.until_state("running")
     assert "all jobs stopped in order" in inside(vm, "sh", "-c", "cat /var/vcap/bosh/log/*")
     assert "started" not in inside(vm, "ls", "/var/vcap"), "nothing runs the CPI's rc.local"
 
-    # The files on the disk survive when the VM is deleted and created again.
+    # The files on the disk must survive when the VM is deleted and created again.
     await asyncio.to_thread(cpi.delete_vm, vm)
     vm = await create(cpi, bosh, stemcell, kind, ip)
     await bosh.until_pong()
@@ -101,7 +103,7 @@ async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     await bosh.deploy()
     await asyncio.to_thread(inside, vm, "test", "-e", "/var/vcap/store/kept")
 
-    # The Director stops the jobs before it detaches the disk, and they stay stopped in the restarted container.
+    # The Director stops the jobs before it detaches the disk. They must stay stopped in the restarted container.
     await bosh.director.run(AGENT, "stop")
     await bosh.director.run(AGENT, "unmount_disk", disk)
     await bosh.director.run(AGENT, "remove_persistent_disk", disk)

@@ -1,8 +1,8 @@
-"""Jobs that behave like jobs of public releases, run once in each environment.
+"""Jobs that behave like jobs of public releases. Each is run once in each environment.
 
-One environment is this agent. The other is the Go agent with monit 5.2.5, which is used if BOSH_AGENT and MONIT name
-the programs. Each job's lifecycle is recorded, and a test makes the same assertions about the recordings of both
-environments. Lifecycles run in parallel, with a monit cycle of two seconds.
+One environment is this agent. The other is the Go agent with monit 5.2.5, and is used only if BOSH_AGENT and MONIT name
+these programs. Each job's lifecycle is recorded, and a test makes the same assertions about both recordings. Lifecycles
+run in parallel, with a monit cycle of two seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Lives = dict[str, Future[dict[str, Any]]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each test that examines a lifecycle once for each environment."""
+    """Run each test that examines a recorded lifecycle once for each environment."""
     if "life" in metafunc.fixturenames:
         metafunc.parametrize("life", WORLDS, indirect=True)
 
@@ -49,7 +49,7 @@ def _begin(pool: ThreadPoolExecutor, test: pytest.Item, where: Path) -> Future[d
 
 @pytest.fixture(scope="session")
 def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    """Start all lifecycles of this run at once."""
+    """Start all lifecycles of this test run immediately, so that they run in parallel."""
     where = tmp_path_factory.mktemp("releases")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         tests = [test for test in request.session.items if test.get_closest_marker("release")]
@@ -59,7 +59,7 @@ def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def life(request: pytest.FixtureRequest, lives: Lives) -> Phases:
-    """Return the recorded phases of the test's lifecycle by name."""
+    """Return the recorded phases of the test's lifecycle, keyed by their names."""
     result = lives[request.node.name].result()
     assert result["error"] == ""
     return {phase["name"]: phase for phase in result["phases"]}

@@ -1,6 +1,6 @@
-"""Each test runs a job that does something unusual, as a public release does, and checks the effects.
+"""Each test runs a job that does something unusual, as a job of a public release does, and checks the effects.
 
-The mark ``release`` names the release and file after which the job is modelled.
+The mark ``release`` names the release and the file that the job imitates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROGRAM: Final = "/var/vcap/packages/web/bin"
 
 
 def check(name: str = "web", rules: str = "", program: str = "ctl") -> str:
-    """Return a process check with a ctl script and these rules."""
+    """Return a monit process check that uses a ctl script and has these rules."""
     ctl = f"/var/vcap/jobs/web/bin/{program}"
     return (
         f"check process {name} with pidfile {RUN}/{name}.pid\n"
@@ -28,7 +28,7 @@ def check(name: str = "web", rules: str = "", program: str = "ctl") -> str:
 
 
 def ctl(name: str = "web", before: str = "", program: str = "serve", keeps: str = "") -> str:
-    """Return a ctl script that starts a program in the background, writes its pidfile, and stops it."""
+    """Return a ctl script. It starts a program in the background, writes the pidfile, and stops the program."""
     return f"""#!/bin/bash
 set -e
 pidfile={RUN}/{name}.pid
@@ -59,7 +59,7 @@ def checked_by_bpm(name: str, process: str) -> str:
 
 
 def starts(phase: dict[str, Any], program: str = "serve") -> int:
-    """Return how many times a program was started in a phase."""
+    """Return how often a program was started in a phase."""
     return sum(event == "lives" and name == program for _, event, name in phase["events"])
 
 
@@ -199,10 +199,10 @@ def test_failed_url_check_restarts_the_process(life: Phases) -> None:
     trials=("port closed",),
 )
 def test_closed_port_restarts_the_process_after_the_configured_cycles(life: Phases) -> None:
-    """The restart comes only after the third failed check.
+    """The process must be restarted only after the third failed check.
 
-    Three checks two seconds apart take more than four seconds. Only the first restart is compared, because monit's
-    count survives a restart.
+    Three checks that are two seconds apart take more than four seconds. Only the first restart is compared, because
+    monit does not reset its count after a restart.
     """
     begun = [at for at, event, name in life["port closed"]["events"] if (event, name) == ("lives", "serve")]
 
@@ -335,7 +335,7 @@ def test_missing_file_is_recreated_by_its_start_program(life: Phases) -> None:
     "os-conf-release jobs/pre-start-script/monit (no process)",
     files={"monit": "", "bin/pre-start": "#!/bin/sh\necho done >/var/vcap/data/web/done\n"},
 )
-def test_job_without_a_process_counts_as_running(life: Phases) -> None:
+def test_job_without_a_process_is_reported_as_running(life: Phases) -> None:
     assert life["pre-start"]["value"] == "{}"
     assert runs(life["start"])
     assert life["stop"]["value"] == "stopped"

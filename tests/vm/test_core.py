@@ -24,7 +24,9 @@ os.abort()
 
 @pytest.fixture
 def handler(tmp_path: Path) -> Iterator[Path]:
-    """Install a program that receives core dumps through a pipe and creates a file named after the crashed process."""
+    """Install a program to which the kernel pipes core dumps. It creates a file with the name of the crashed
+    process.
+    """
     program, dumps = tmp_path / "handler", tmp_path / "dumps"
     dumps.mkdir()
     program.write_text(f"#!/bin/sh\ncat >{dumps}/$1\n")

@@ -1,4 +1,4 @@
-"""Out-of-memory kills in a container with cgroup v2 for which the kubelet has set memory.oom.group."""
+"""Out-of-memory kills in a container with cgroup v2, where the kubelet has set memory.oom.group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.support.source import ROOT
 
 pytestmark = pytest.mark.vm
 
-# Enter the container's cgroup as a runtime does: it becomes the root of the cgroup namespace and of the mount.
+# Enter the container's cgroup as a container runtime does, so that this cgroup becomes the root of both the cgroup
+# namespace and the cgroup mount.
 ENTER = """
 echo 0 >"$0/cgroup.procs"
 exec unshare --cgroup --mount sh -c 'mount -t cgroup2 -o "$0" cgroup2 /sys/fs/cgroup && exec "$@"' "$@"
@@ -37,7 +38,9 @@ with subprocess.Popen(["sleep", "1000"]) as job:
 
 @pytest.fixture
 def container() -> Iterator[Path]:
-    """Create a cgroup that is limited to 128 MiB and whose processes are all killed together when memory runs out."""
+    """Create a cgroup with a memory limit of 128 MiB. If memory runs out, the kernel kills all its processes
+    together.
+    """
     top = Path("/sys/fs/cgroup")
     (top / "cgroup.subtree_control").write_text("+memory")
     made = top / f"container-{os.getpid()}"
@@ -55,7 +58,9 @@ def run(container: Path, options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_oom_kill_in_a_privileged_container_ends_one_process(container: Path) -> None:
-    """The agent can clear memory.oom.group, so the other processes survive, as they do with cgroup v1."""
+    """The agent can clear memory.oom.group here, so the kernel must kill only one process, as it does with cgroup
+    v1.
+    """
     done = run(container, "rw")
 
     assert done.stdout == "ended: True\njob lives: True\n", done.stderr
@@ -63,7 +68,9 @@ def test_oom_kill_in_a_privileged_container_ends_one_process(container: Path) ->
 
 
 def test_oom_kill_with_a_read_only_cgroup_ends_all_processes(container: Path) -> None:
-    """Unprivileged pods have such a cgroup, so there only the kubelet's singleProcessOOMKill prevents this."""
+    """The agent cannot clear memory.oom.group if the cgroup is read-only, as it is in unprivileged pods. There, only
+    the kubelet's setting singleProcessOOMKill keeps the other processes alive.
+    """
     done = run(container, "ro")
 
     assert done.stdout == "refused: Read-only file system\n", done.stderr

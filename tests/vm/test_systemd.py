@@ -63,21 +63,21 @@ processes:
 
 @dataclass(frozen=True)
 class Guest:
-    """The agent on the virtual machine, with its Director, Health Monitor and blob directory."""
+    """The agent on the virtual machine, and its Director, Health Monitor and blob directory."""
 
     director: Director
     monitor: HealthMonitor
     blobs: Path
 
     async def deploy(self) -> None:
-        """Deploy one job with two bpm processes, one of which allocates memory on request, and one with a ctl
+        """Deploy a job with two bpm processes, one of which allocates memory on request, and a job with a ctl
         script.
         """
         release = {"web": {"monit": MONIT, "config/bpm.yml": BPM_YML}, "old": jobs.sleeper(Paths(), "old")}
         spec = jobs.spec(self.blobs, release)
         await self.director.run(AGENT, "apply", spec)
         await self.director.run(AGENT, "start")
-        await eventually(self.is_running)
+        await until_true(self.is_running)
 
     async def is_running(self) -> bool:
         return bool((await self.state())["job_state"] == "running")
@@ -90,13 +90,13 @@ class Guest:
         path = Path("/var/vcap/sys/run", f"bpm/web/{name}.pid" if name in PROCESSES else f"{name}/{name}.pid")
         return int(path.read_text())
 
-    async def overeat(self) -> str:
-        """Make one process exceed its memory limit. Return the alert about it once the process runs again."""
+    async def exceed_memory_limit(self) -> str:
+        """Make one process exceed its memory limit. Wait until it runs again, and return the alert about it."""
         before = self.pid("hungry")
         Path("/var/vcap/data/web/eat").touch()
-        said: str = await eventually(self.alert)
-        await eventually(lambda: self.pid("hungry") != before)
-        await eventually(self.is_running)
+        said: str = await until_true(self.alert)
+        await until_true(lambda: self.pid("hungry") != before)
+        await until_true(self.is_running)
         return said
 
     def alert(self) -> str:
@@ -104,12 +104,14 @@ class Guest:
         return found[0] if found else ""
 
 
-async def eventually(fact: Any) -> Any:
-    """Return the value of ``fact`` once it is true."""
+async def until_true(condition: Any) -> Any:
+    """Wait until ``condition`` returns a true value, and return this value. Retries after ``OSError`` and
+    ``ValueError``.
+    """
     async with asyncio.timeout(120):
         while True:
             try:
-                found = fact()
+                found = condition()
                 if asyncio.iscoroutine(found):
                     found = await found
                 if found:
@@ -119,10 +121,10 @@ async def eventually(fact: Any) -> Any:
             await asyncio.sleep(0.1)
 
 
-def helped() -> list[str]:
-    """Return the pids in the cgroup of ``hungry``: its init, the process and its helper.
+def pids_of_hungry() -> list[str]:
+    """Return the pids in the cgroup of the process ``hungry``: its init, the process itself and its helper.
 
-    Return none before all of them exist.
+    Return an empty list until all of them exist.
     """
     members = [pid for path in GROUP.glob("agent_shim/*hungry*/cgroup.procs") for pid in path.read_text().split()]
     return members if len(members) > 2 else []
@@ -134,7 +136,7 @@ def systemctl(*arguments: str) -> str:
 
 @contextmanager
 def drop_in(text: str) -> Iterator[None]:
-    """Restart the unit with a changed setting."""
+    """Change a setting of the unit for the duration of the block. It takes effect when the unit is restarted."""
     path = Path(f"/etc/systemd/system/{UNIT}.d/test.conf")
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"[Service]\n{text}\n")
@@ -148,16 +150,16 @@ def drop_in(text: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def overlay() -> None:
-    """Install the agent on a Debian machine."""
+    """Install the agent on a Debian machine by applying the overlay."""
     subprocess.run([ROOT / "stemcell_overlay/apply", "/"], check=True)
     systemctl("daemon-reload")
 
 
 @pytest.fixture
 async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Guest]:
-    """Provide an agent that runs as the systemd unit and is connected to the bus.
+    """Provide an agent that runs in the systemd unit and is connected to the bus.
 
-    A test's parameter is a unit setting.
+    A test can pass a setting of the unit as its parameter.
     """
     director, monitor, store = Director(poll=0.1), HealthMonitor(), tmp_path / "blobs"
     store.mkdir()
@@ -190,9 +192,9 @@ async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 async def test_unit_restart_keeps_jobs_running(guest: Guest) -> None:
-    """Restarting the unit replaces only the agent, which has its own cgroup.
+    """Restarting the unit must replace only the agent, which has its own cgroup.
 
-    All processes keep their pids and memory limits.
+    All other processes must keep their pids and memory limits.
     """
     await guest.deploy()
     first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
@@ -200,7 +202,7 @@ async def test_unit_restart_keeps_jobs_running(guest: Guest) -> None:
     assert Path(f"/proc/{first}/cgroup").read_text().strip() == f"0::/system.slice/{UNIT}/agent"
     systemctl("restart", UNIT)
     await guest.director.wait_until_ready(AGENT, timeout=120)
-    await eventually(guest.is_running)
+    await until_true(guest.is_running)
 
     assert systemctl("show", "--value", "-p", "MainPID", UNIT) != first
     assert {name: guest.pid(name) for name in before} == before
@@ -209,11 +211,13 @@ async def test_unit_restart_keeps_jobs_running(guest: Guest) -> None:
 
 
 async def test_kernel_kills_a_process_above_its_limit_with_its_cgroup(guest: Guest) -> None:
-    """The kernel kills the process's whole cgroup, but no process of another cgroup, and the alert names the cause."""
+    """The kernel must kill the process's whole cgroup but no process of another cgroup, and the alert must name the
+    cause.
+    """
     await guest.deploy()
     others = {name: guest.pid(name) for name in ("modest", "old")}
-    members: list[str] = await eventually(helped)
-    said = await guest.overeat()
+    members: list[str] = await until_true(pids_of_hungry)
+    said = await guest.exceed_memory_limit()
 
     assert "process hungry of job web used 64.0 MiB, its limit is 64.0 MiB: it was killed" in said
     assert {name: guest.pid(name) for name in others} == others
@@ -222,13 +226,13 @@ async def test_kernel_kills_a_process_above_its_limit_with_its_cgroup(guest: Gue
 
 @pytest.mark.parametrize("guest", ["Delegate=no\nDelegateSubgroup="], indirect=True)
 async def test_watchdog_kills_a_process_above_its_limit_without_delegation(guest: Guest) -> None:
-    """Without delegated cgroups, the agent itself measures memory, so the process is killed slightly above the
-    limit.
+    """Without delegated cgroups, the agent itself measures memory, so it kills the process only when its memory is
+    slightly above the limit.
     """
     await guest.deploy()
     others = {name: guest.pid(name) for name in ("modest", "old")}
     assert not list(GROUP.glob("**/memory.max"))[1:], "no group below that of the unit"
-    said = await guest.overeat()
+    said = await guest.exceed_memory_limit()
 
     used = re.search(r"process hungry of job web used ([0-9.]+) MiB, its limit is 64.0 MiB: it was killed", said)
     assert used is not None
@@ -238,8 +242,9 @@ async def test_watchdog_kills_a_process_above_its_limit_without_delegation(guest
 
 @pytest.mark.parametrize("guest", ["MemoryMax=400M"], indirect=True)
 async def test_vitals_are_relative_to_the_unit(guest: Guest) -> None:
-    """Memory usage is reported as a share of the unit's limit instead of the machine's memory, and equals the kernel's
-    figure."""
+    """Memory usage must be reported as a share of the unit's limit, not of the machine's memory, and must equal the
+    kernel's figure.
+    """
     await guest.deploy()
     vitals = (await guest.state("full"))["vitals"]["mem"]
     current = int((GROUP / "memory.current").read_text())
@@ -251,7 +256,9 @@ async def test_vitals_are_relative_to_the_unit(guest: Guest) -> None:
 
 @pytest.mark.parametrize("guest", ["MemoryMax=250M\nOOMPolicy=kill"], indirect=True)
 async def test_jobs_return_after_the_whole_unit_was_killed(guest: Guest) -> None:
-    """If memory.oom.group makes the kernel kill the whole unit, systemd restarts the agent, which restores the jobs."""
+    """If memory.oom.group makes the kernel kill the whole unit, systemd must restart the agent, and the agent must
+    restore the jobs.
+    """
     await guest.deploy()
     assert (GROUP / "memory.oom.group").read_text().strip() == "1"
     first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
@@ -259,7 +266,7 @@ async def test_jobs_return_after_the_whole_unit_was_killed(guest: Guest) -> None
     eater = await asyncio.create_subprocess_exec("sh", "-c", script)
     assert await eater.wait() == -signal.SIGKILL
     await guest.director.wait_until_ready(AGENT, timeout=120)
-    await eventually(guest.is_running)
+    await until_true(guest.is_running)
 
     assert systemctl("show", "--value", "-p", "MainPID", UNIT) != first
     assert not set(before.values()) & {guest.pid(name) for name in before}
