@@ -147,7 +147,9 @@ async def test_job_or_container_beyond_its_memory_limit_is_reported(stand: Stand
     await stand.world.until_running()
     (data / "eater/eat").touch()
     alone = await until(
-        lambda: _named("eater", stand.alerts("out of memory")), 120, "no alert named the job that ran out of memory"
+        lambda: _named("eater", stand.alerts("because memory ran out")),
+        120,
+        "no alert named the job that ran out of memory",
     )
     await stand.world.until_running()
     expect(len(stand.ends) == 0, "the agent was killed together with a job")
