@@ -106,6 +106,25 @@ def test_image_has_the_expected_users_modes_and_tools(podman: Podman, image: str
     assert run.stdout.decode().strip() == output
 
 
+NEXT_PROGRAMS = """
+for program in ls install cp tail stat chown timeout date sort df du; do
+    $program --version | grep -q uutils || echo $program
+done
+sudo --version | grep -q sudo-rs || echo sudo
+for python in /usr/bin/python3 /opt/agent_shim/bin/python3; do
+    $python --version | grep -q ' 3\\.14' || echo $python
+done
+sshd -V 2>&1 | grep -q OpenSSH_10 || echo sshd
+[ "$(readlink /usr/bin/chpst)" = /opt/agent_shim/stand-ins/chpst ] || echo chpst
+"""
+
+
+@pytest.mark.skipif(not pods.IS_NEXT, reason="this base is not like Ubuntu 26.04: run ./dev test-next")
+def test_next_base_has_the_programs_of_ubuntu_26_04(podman: Podman, image: str) -> None:
+    """Under the usual names, scripts on this base find uutils, sudo-rs, Python 3.14, OpenSSH 10 and our chpst."""
+    assert podman("run", "--rm", "--network=none", image, "bash", "-c", NEXT_PROGRAMS) == ""
+
+
 def test_every_module_in_the_image_is_compiled(podman: Podman, image: str) -> None:
     """Modules are compiled with unchecked hashes, so Python neither recompiles them nor reads the source to compare
     it.

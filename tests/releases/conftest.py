@@ -3,26 +3,49 @@
 One environment is this agent. The other is the Go agent with monit 5.2.5, and is used only if BOSH_AGENT and MONIT name
 these programs. Each job's lifecycle is recorded, and a test makes the same assertions about both recordings. Lifecycles
 run in parallel, with a monit cycle of two seconds.
+
+If TEST_BASE_IMAGE is set, the only environment is our image on that base: each lifecycle runs in a container whose init
+has started the agent. Nothing in the image is replaced, so scripts run the base's own programs, and monit's cycle is
+the usual one of ten seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from tools.comparison.__main__ import live
-from tools.comparison.plan import plan
+from agent_shim.demo.broker import nats_server
+from tests.support import pods
+from tests.support.machine import CODE
+from tests.support.pods import Podman
+from tools.comparison.__main__ import LIFE_LIMIT_S, live
+from tools.comparison.plan import Plan, plan, written
 from tools.comparison.releases import Checkout, Job
 
-AT_ONCE: Final = 4
-CYCLE_S: Final = 2
 GO: Final = os.environ.get("BOSH_AGENT") and os.environ.get("MONIT")
-WORLDS: Final = ("shim", "go") if GO else ("shim",)
+BASE: Final = os.environ.get("TEST_BASE_IMAGE")
+WORLDS: Final = ("image",) if BASE else ("shim", "go") if GO else ("shim",)
+CYCLE_S: Final = 10 if BASE else 2
+AT_ONCE: Final = 8 if BASE else 4
+"""Lifecycles that run at the same time. With the longer cycle, they mostly wait."""
+
+IMAGE: Final = f"{pods.IMAGE}-releases"
+CONTAINERFILE: Final = """
+ARG IMAGE
+FROM ${IMAGE}
+RUN apt-get update && apt-get install -y --no-install-recommends python3-cryptography python3-yaml \
+    && rm -rf /var/lib/apt/lists/*
+"""
+"""The image with what tools.comparison.life needs in addition to the agent's dependencies."""
+PACKAGES: Final = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 Phases = dict[str, dict[str, Any]]
 Lives = dict[str, Future[dict[str, Any]]]
@@ -34,7 +57,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("life", WORLDS, indirect=True)
 
 
-def _begin(pool: ThreadPoolExecutor, test: pytest.Item, where: Path) -> Future[dict[str, Any]]:
+def _begin(
+    pool: ThreadPoolExecutor, test: pytest.Item, where: Path, play: Callable[[str, Plan, Path], dict[str, Any]]
+) -> Future[dict[str, Any]]:
     marked = test.get_closest_marker("release")
     assert marked is not None, f"{test.name} names no release"
     options = dict(marked.kwargs)
@@ -44,16 +69,52 @@ def _begin(pool: ThreadPoolExecutor, test: pytest.Item, where: Path) -> Future[d
     place = where / test.name
     place.mkdir()
     world = test.callspec.params["life"]  # type: ignore[attr-defined]
-    return pool.submit(live, world, made, CYCLE_S, place)
+    return pool.submit(play, world, made, place)
+
+
+def _live_on_this_machine(world: str, made: Plan, place: Path) -> dict[str, Any]:
+    return live(world, made, CYCLE_S, place)
+
+
+def _build(podman: Podman, where: Path) -> None:
+    image = pods.build(podman, pods.base_image(podman, where))
+    podman(
+        *("build", "--quiet", f"--build-arg=IMAGE={image}", "--tag", IMAGE, "--file", "-", str(CODE / "systemd")),
+        stdin=CONTAINERFILE.encode(),
+    )
+
+
+def _live_in_image(podman: Podman, world: str, made: Plan, place: Path) -> dict[str, Any]:
+    """Run the lifecycle in a container, with the base's Python and the agent's dependencies. Return the phases."""
+    (place / "plan.json").write_text(written(made))
+    mounts = (f"{place}:/mnt", f"{CODE}:{CODE}:ro", f"{nats_server()}:/usr/local/bin/nats-server:ro")
+    options = ("--cap-add=all", "--network=none", "--hostname=instance", *(f"--volume={mount}" for mount in mounts))
+
+    async def run() -> None:
+        async with pods.running(podman, IMAGE, options=options) as container:
+            packages = await container.exec("/opt/agent_shim/bin/python3", "-c", PACKAGES)
+            variables = (f"--env=PYTHONPATH={CODE}:{packages.strip()}", f"--env=CYCLE={CYCLE_S}")
+            life = ("python3", "-m", "tools.comparison.life", world, "/mnt/plan.json", "/mnt/result.json")
+            limit = ("timeout", str(LIFE_LIMIT_S))
+            await asyncio.to_thread(podman, "exec", *variables, f"--workdir={CODE}", container.name, *limit, *life)
+
+    asyncio.run(run())
+    document: dict[str, Any] = json.loads((place / "result.json").read_text())
+    return document
 
 
 @pytest.fixture(scope="session")
 def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
     """Start all lifecycles of this test run immediately, so that they run in parallel."""
     where = tmp_path_factory.mktemp("releases")
+    play = _live_on_this_machine
+    if BASE:
+        podman = pods.podman(where)
+        _build(podman, where)
+        play = functools.partial(_live_in_image, podman)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         tests = [test for test in request.session.items if test.get_closest_marker("release")]
-        yield {test.name: _begin(pool, test, where) for test in tests}
+        yield {test.name: _begin(pool, test, where, play) for test in tests}
         pool.shutdown(cancel_futures=True)
 
 

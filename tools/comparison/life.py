@@ -39,6 +39,7 @@ BPM: Final = SCRATCH / "bpm"
 BROKEN: Final = SCRATCH / "broken"
 """Directory with an agent that is broken on purpose."""
 BLOBS: Final = VCAP / "blobs"
+SETTINGS: Final = VCAP / "bosh/warden-cpi-agent-env.json"
 OBSERVER: Final = 59999
 LOOK_S: Final = 0.7
 LAST_LOOK_S: Final = 20
@@ -125,8 +126,22 @@ class ComparedAgent:
         self.plan, self.cycle = plan, cycle
         self.agent: subprocess.Popen[bytes] | None = None
 
+    def settle_in(self) -> None:
+        """Set up everything of a stemcell that both agents need."""
+        settle_in(self.plan["system"])
+
     def prepare(self) -> None:
         """Create the files that a stemcell has for this agent."""
+
+    def configure(self, settings: dict[str, Any]) -> None:
+        """Write the agent's configuration and the settings that a CPI would write."""
+        config = {
+            "Platform": {"Linux": {"UseDefaultTmpDir": True, "SkipDiskSetup": True}},
+            "Infrastructure": {"Settings": {"Sources": [{"Type": "File", "SettingsPath": str(SETTINGS)}]}},
+            "AgentShim": {"http": "off"},
+        }
+        (VCAP / "bosh/agent.json").write_text(json.dumps(config))
+        SETTINGS.write_text(json.dumps(settings))
 
     def start(self) -> None:
         """Start the agent."""
@@ -210,7 +225,27 @@ class ShimWorld(ComparedAgent):
         )
 
 
-WORLDS: Final[dict[str, type[ComparedAgent]]] = {"go": GoWorld, "shim": ShimWorld}
+class ImageWorld(ComparedAgent):
+    """A running container of our image, whose init has started the agent, which waits for settings.
+
+    Nothing of the image is replaced by stand-ins, and its monit cycle is the usual one of ten seconds.
+    """
+
+    def settle_in(self) -> None:
+        BLOBS.mkdir()
+        add_network()
+
+    def configure(self, settings: dict[str, Any]) -> None:
+        SETTINGS.write_text(json.dumps(settings))
+
+    def start(self) -> None:
+        """Do nothing, because the agent starts as soon as there are settings."""
+
+    def restart(self) -> None:
+        subprocess.run(["pkill", "-KILL", "--full", "bin/bosh-agent"], check=True)
+
+
+WORLDS: Final[dict[str, type[ComparedAgent]]] = {"go": GoWorld, "shim": ShimWorld, "image": ImageWorld}
 
 
 class Life:
@@ -668,6 +703,19 @@ def spec_of(plan: dict[str, Any], version: str = "1") -> dict[str, Any]:
     }
 
 
+def add_network() -> None:
+    """Create an interface with the instance's address. Nothing is at its other end."""
+    commands = (
+        ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "outside"],
+        ["ip", "address", "add", f"{ADDRESS}/24", "dev", "eth0"],
+        ["ip", "link", "set", "outside", "up"],
+        ["ip", "link", "set", "eth0", "up"],
+        ["ip", "route", "add", "default", "via", "10.244.0.1"],
+    )
+    for command in commands:
+        subprocess.run(command, check=True, capture_output=True)
+
+
 def settle_in(programs: list[str]) -> None:
     """Set up everything of a stemcell that both agents need, with stand-ins for these programs."""
     above = Path("/tmp/usr")
@@ -679,17 +727,13 @@ def settle_in(programs: list[str]) -> None:
     lower = f"lowerdir=/usr,upperdir={above}/upper,workdir={above}/work"
     commands = (
         ["mount", "-t", "overlay", "overlay", "-o", lower, "/usr"],
-        ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "outside"],
-        ["ip", "address", "add", f"{ADDRESS}/24", "dev", "eth0"],
-        ["ip", "link", "set", "outside", "up"],
-        ["ip", "link", "set", "eth0", "up"],
-        ["ip", "route", "add", "default", "via", "10.244.0.1"],
         ["hostname", "instance"],
         ["mount", "--bind", "/proc/sys", "/proc/sys"],
         ["mount", "-o", "remount,bind,ro", "/proc/sys"],
     )
     for command in commands:
         subprocess.run(command, check=True, capture_output=True)
+    add_network()
     with Path("/etc/hosts").open("a") as hosts:
         hosts.write(f"\n{ADDRESS} instance\n")
     with Path("/etc/passwd").open("a") as users:
@@ -712,12 +756,12 @@ async def main() -> None:
     kind, plan_path, result = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     plan = json.loads(plan_path.read_text())
     cycle = int(os.environ["CYCLE"])
-    settle_in(plan["system"])
+    world = WORLDS[kind](plan, cycle)
+    world.settle_in()
     spec = spec_of(plan)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     # Agents may raise their own limit, but their children must get this one.
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, hard), hard))
-    world = WORLDS[kind](plan, cycle)
     world.prepare()
     director, hm = Director(poll=0.2), HealthMonitor()
     bus = SCRATCH / "bus"
@@ -725,7 +769,7 @@ async def main() -> None:
     async with NatsServer(bus) as server:
         await server.add_agent(AGENT)
         async with director.on(server.peer()), hm.on(server.peer(HEALTH_MONITOR)):
-            settings(server)
+            world.configure(settings(server))
             world.start()
             life = Life(world, plan, director, hm)
             loop = asyncio.get_running_loop()
@@ -768,27 +812,18 @@ def waited() -> float:
     return waiting / max(ran, 1)
 
 
-def settings(server: NatsServer) -> None:
+def settings(server: NatsServer) -> dict[str, Any]:
     mbus = server.mbus(AGENT)
     cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
     blobstore = {"provider": "local", "options": {"blobstore_path": str(BLOBS)}}
     network = {"type": "manual", "ip": ADDRESS, "netmask": "255.255.255.0", "gateway": "10.244.0.1"}
-    document = {
+    return {
         "agent_id": AGENT,
         "vm": {"name": "vm-1"},
         "networks": {"default": network},
         "disks": {"system": "", "ephemeral": "", "persistent": {}},
         "env": {"bosh": {"mbus": {"urls": [server.url], "cert": cert}, "blobstores": [blobstore]}},
     }
-    place = VCAP / "bosh/warden-cpi-agent-env.json"
-    place.write_text(json.dumps(document))
-    sources = [{"Type": "File", "SettingsPath": str(place)}]
-    config = {
-        "Platform": {"Linux": {"UseDefaultTmpDir": True, "SkipDiskSetup": True}},
-        "Infrastructure": {"Settings": {"Sources": sources}},
-        "AgentShim": {"http": "off"},
-    }
-    (VCAP / "bosh/agent.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

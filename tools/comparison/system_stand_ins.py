@@ -20,15 +20,17 @@ exec setpriv --reuid="${user%%:*}" --regid="$(id -g "${user%%:*}")" --init-group
 """
 _SUDO: Final = """#!/bin/sh
 user=root
+group=
 while [ $# -gt 0 ]; do
     case $1 in
     -u) user=$2; shift 2 ;;
+    -g) group=$2; shift 2 ;;
     --) shift; break ;;
     -*) shift ;;
     *) break ;;
     esac
 done
-exec setpriv --reuid="$user" --regid="$(id -g "$user")" --init-groups env "$@"
+exec setpriv --reuid="$user" --regid="${group:-$(id -g "$user")}" --init-groups env "$@"
 """
 QUIET: Final = (
     *("sysctl", "modprobe", "insmod", "rmmod", "reboot", "shutdown", "poweroff", "halt", "apt-get", "service", "sv"),
