@@ -1,1 +1,3 @@
-"""Development programs that measure, compare, break, build and release this project. The product does not use them."""
+"""Development programs that measure, compare, break, build and release this project. They are not part of the
+product.
+"""

@@ -48,9 +48,9 @@ def purpose(module: Module) -> str:
 def mermaid() -> str:
     """Return the state transitions of a service as a Mermaid diagram.
 
-    An arrow is labelled with all events that cause the transition. States in which a service should run are in a box.
-    If an event leads to the same target from all of them, one arrow starts at the box. An invalid monit file can be
-    found in any state, but its arrow is drawn only from the start.
+    An arrow is labelled with all events that cause its transition. The states in which a service should run are in a
+    box. If an event leads from all of them to the same target, one arrow starts at the box. An invalid monit file can
+    be found in any state, but its arrow is drawn only from the start.
     """
     inner = [state for state in State if state in ACTIVE | {State.DOWN}]
     arrows: dict[State, dict[Trigger, State]] = {
@@ -80,7 +80,7 @@ def boot_steps() -> str:
     functions = {node.name: node for node in modules()["daemon.boot"].tree.body if isinstance(node, ast.FunctionDef)}
 
     def rows(node: ast.AST) -> Iterator[str]:
-        """Yield the name of each ``Step`` that this code or a function called by it creates."""
+        """Yield the name of each ``Step`` that is created by this code or by a function that it calls."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in functions:
                 yield from rows(functions[node.func.id])
@@ -97,8 +97,8 @@ def boot_steps() -> str:
 
 
 def statements() -> str:
-    """Return a table of the keywords that begin a statement or a rule's test, and the kinds of checks that
-    accept them.
+    """Return a table of the keywords that begin a statement or the test of a rule, with the kinds of checks that accept
+    each.
     """
     words = {word: option.kinds for word, option in parser.OPTIONS.items() if word != "if"}
     tests = {f"if {'N restarts' if word == 'NUMBER' else word}": reading.kinds for word, reading in rules.TESTS.items()}
@@ -110,7 +110,7 @@ def statements() -> str:
 
 
 def without_effect() -> str:
-    """Return a table of the statements that are accepted but have no effect, with the reasons."""
+    """Return a table of the statements that are accepted but have no effect, with the reason for each."""
     rows = [f"| `{words}` | {why} |" for words, why in rules.WITHOUT_EFFECT.items()]
     return "\n".join(["| statement | why |", "|---|---|", *rows, ""])
 
@@ -139,14 +139,18 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("metrics.md", "metrics"): metrics_page.table,
     ("reliability.md", "state files"): state_files.table,
 }
-"""Functions by page and name of a part. The page encloses each part in ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+"""The function that generates each part of a page, by page and by the part's name.
+
+A page encloses each part in ``<!-- NAME -->`` and ``<!-- /NAME -->``.
+"""
 
 
 def prometheus_rule() -> str:
     """Return the alerting rules as a PrometheusRule object for the Prometheus operator."""
     rules = (PROMETHEUS / "rules.yaml").read_text().partition("\ngroups:")[2]
     for name, text in re.findall(r"&(\w+) (>-\n(?: {12}.*\n)+)", rules):
-        # Replace YAML anchors by their content, because some of the tools that process manifests do not support them.
+        # Replace YAML aliases with the values of their anchors, because some tools that process manifests do not
+        # support them.
         rules = rules.replace(f"&{name} ", "").replace(f"*{name}\n", text)
     head = _object("monitoring.coreos.com/v1", "PrometheusRule", "agent-shim")
     return f"{head}spec:\n{_inner(f'groups:{rules}', 2)}"
@@ -188,7 +192,7 @@ FILES: Final[Mapping[str, Callable[[], str]]] = {
     "docs/pictures/status.svg": status_picture,
     "docs/pictures/figures.svg": lambda: draw.figures((ROOT / "README.md").read_text()),
 }
-"""Functions that return the content of generated files, by path."""
+"""The function that generates the content of each generated file, by path."""
 
 
 def regenerated(page: str, text: str) -> str:

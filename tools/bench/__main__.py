@@ -136,7 +136,7 @@ def python_version() -> str:
 def main() -> int:
     """Measure, print the results and write the tables. Return the exit code."""
     args = parsed()
-    # Raise KeyboardInterrupt, so that started processes are ended as well.
+    # Raise KeyboardInterrupt, so that the processes started here are ended as well.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.earlier:
         document = table.merged([json.loads(path.read_text()) for path in args.earlier])[0]

@@ -1,7 +1,7 @@
 """Memory growth after 10 000 actions, after 1000 restarts of processes, and after 1000 reconnects to the bus.
 
-Reconnects are measured in a process with only the bus module, whose pauses are shortened to milliseconds. A whole agent
-would need seconds for each.
+A whole agent would need seconds for each reconnect. Therefore, reconnects are measured in a process that contains only
+the bus module, whose pauses are shortened to milliseconds.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         await w.run("apply", w.spec(JOBS, 0))
         await w.run("start")
         await w.until_running()
-        await restart(w, JOBS)  # The first round allocates memory that is used in all later rounds.
+        await restart(w, JOBS)  # The first round allocates memory that all later rounds use again.
         found["growth_after_1000_restarts"] = await grown(w, restart(w, max(JOBS, int(RESTARTS * scale))))
     if command == COMMAND:
         found["growth_after_1000_reconnects"] = await reconnects(max(20, int(RECONNECTS * scale)))
 
 
 async def grown(w: RunningAgent, work: object) -> Figure:
-    """Return by how many MB the agent's memory grows during ``work``."""
+    """Return the growth of the agent's memory in MB while ``work`` runs."""
     await asyncio.sleep(CALM_S)
     before = w.own_memory()
     await work  # type: ignore[misc]
@@ -74,7 +74,7 @@ async def act(w: RunningAgent, count: int) -> None:
 
 
 async def restart(w: RunningAgent, count: int) -> None:
-    """Kill all processes repeatedly. The pauses are so long that each kill counts as a first failure."""
+    """Kill all processes repeatedly. The pauses are long enough that each kill counts as a first failure."""
     for _ in range(count // JOBS):
         await asyncio.sleep(FIRST_FAILURE_S)
         before = w.pids()
@@ -104,7 +104,10 @@ async def reconnects(count: int) -> Figure:
 
 
 async def lose_links(own: dict[str, object], count: int) -> float:
-    """Connect and cut the connection ``count`` times. Return the growth of this process in MB after the first tenth."""
+    """Connect to the bus and drop the connection ``count`` times.
+
+    Return by how many MB this process has grown since the first tenth of the connections.
+    """
 
     async def nobody(_: bytes) -> None:
         return None

@@ -1,6 +1,7 @@
 """Throughput of packing and unpacking, compared with tar, gzip, pigz and igzip on the same files.
 
-The agent gets an ``apply`` of a large package, an ``apply`` of a package with many files, and ``fetch_logs``.
+Three actions are measured: an ``apply`` of a large package, an ``apply`` of a package with many files, and
+``fetch_logs``.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ async def unpacked(w: RunningAgent, name: str, size: int, files: dict[str, bytes
 
 
 async def packed(w: RunningAgent, name: str, files: int, size: int) -> dict[str, Figure]:
-    """Return the throughput of ``fetch_logs`` in MB/s, with that of igzip as the floor, and the throughputs of tar with
-    several compressors.
+    """Return the throughput of ``fetch_logs`` in MB/s, with that of igzip as the floor, and the throughput of tar with
+    each of several compressors.
     """
     logs = w.base / "data/sys/log"
     await asyncio.to_thread(fill, logs, files, size)

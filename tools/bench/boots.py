@@ -21,11 +21,13 @@ OWN_MACHINE: Final = (
     "&& mount --bind /mnt/etc /etc && mount -t tmpfs tmpfs /usr/local/share "
     "&& (getent group vcap >/dev/null || useradd -U -M vcap) && "
 )
-"""Shell commands for an agent that runs as root. They mount directories so that its changes to /var/vcap, /etc and the
-CA directory do not affect the machine.
+"""Shell commands that run before an agent as root. They mount directories so that the agent's changes to /var/vcap,
+/etc and the CA directory do not affect the machine.
 """
 MADE: Final = ".made"
-"""Suffix of a file whose mtime is the end of these preparations, which do not count as part of the boot."""
+"""Suffix of a file that is created after these commands. The boot is measured from the file's mtime, which leaves the
+commands out.
+"""
 STEP: Final = re.compile(r"boot step (.+?): .*\(([0-9.]+) ms\)")
 JOBS: Final = 5
 

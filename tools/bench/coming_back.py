@@ -1,8 +1,8 @@
 """``./dev run python -m tools.bench.coming_back``: time until an instance runs again after a restart. Needs root.
 
-The instance has a disk and five jobs with a pre-start each, in a container with its own mounts and pids. Three cases
-are measured: the container is restarted, it is recreated with all its volumes, or only its agent is restarted. Prints
-one JSON document with times in seconds from exec of the agent.
+The instance has a disk and five jobs with one pre-start script each, in a container with its own mount and PID
+namespaces. Three cases are measured: the container is restarted, the container is recreated with all its volumes, and
+only the agent is restarted. Prints one JSON document with times in seconds since the exec of the agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS: Final = 7
 
 
 def job(name: str) -> dict[str, str | bytes]:
-    """Return a job with a sleeping process and a pre-start that does nothing."""
+    """Return a job with a process that sleeps and a pre-start script that does nothing."""
     return {**jobs.sleeper(Paths(), name), "bin/pre-start": "#!/bin/sh\nexit 0\n"}
 
 

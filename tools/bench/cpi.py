@@ -1,7 +1,7 @@
-"""The Kubernetes CPI on its own node: calls in the Director's order, compared with a minimal client that does the same.
+"""The Kubernetes CPI on its own node: its calls in the Director's order, compared with those of a minimal client.
 
-Needs root and the packages of ``./dev test-kubernetes``. The node is built at the first run. ``on_node`` runs in the
-node's namespaces.
+Needs root and the packages of ``./dev test-kubernetes``. The first run builds the node. ``on_node`` runs in the node's
+namespaces.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ INSTANCES: Final = 3
 WAY: Final = Way("live", "live", "base", "privileged")
 POD_TIMEOUT_S: Final = 60.0
 STEPS: Final = ("to the pod", "to its volume and node", "to its container", "to its agent")
-"""Names of the periods between the times of ``Bare.steps_of_next`` for a create_vm."""
+"""Names of the periods of a create_vm call, which lie between the times of ``Bare.steps_of_next``."""
 STEPS_OF_ATTACHMENT: Final = ("to the pod", "to its mount")
-"""Names of the periods of a live attach_disk. There are only two, because the kubelet reports the end of a container's
-hook together with its start.
+"""Names of the periods of an attach_disk call to a running VM. There are only two, because the kubelet reports the end
+of a container's hook together with the container's start.
 """
 START: Final = "import json, msgspec"
 START_OF_A_CLIENT: Final = "import http.client, json, msgspec, ssl"
@@ -113,8 +113,8 @@ class Bare:
             link.close()
 
     def steps_of_next(self, watch: http.client.HTTPSConnection) -> dict[str, float]:
-        """Return the times at which the API server reports the next pod's creation, its node and its running
-        container.
+        """Return the times at which the API server reports that the next pod was created, assigned to a node, and
+        started.
         """
         told: dict[str, float] = {}
         for line in watch.getresponse():
@@ -138,9 +138,7 @@ class Bare:
         return told
 
     def watch(self, kind: str) -> http.client.HTTPSConnection:
-        """Start to watch pods of a kind, and return the connection on which the API server reports those that are
-        created.
-        """
+        """Start watching pods of a kind. Return the connection on which the API server reports new ones."""
         link = self.connection()
         version = self.ask(link, "GET", "pods?limit=1")["metadata"]["resourceVersion"]
         query = f"watch=1&labelSelector={names.KIND}={kind}&resourceVersion={version}"
@@ -170,7 +168,7 @@ class Bare:
                 time.sleep(0.1)
 
     def remove(self, pod: str) -> None:
-        """Remove the Secret and the claim that were created with a pod. An attachment pod has none."""
+        """Remove the Secret and the claim that were created with a pod. An attachment pod has neither."""
         link = self.connection()
         for other in (f"secrets/{pod}", f"persistentvolumeclaims/{names.data_claim(pod)}"):
             with contextlib.suppress(RuntimeError):
@@ -188,7 +186,7 @@ def copied(document: Any, before: str, after: str) -> Any:
 
 
 def claim_by_hand(claim: Any, before: str, after: str) -> Any:
-    """Return a copy of a claim with another name, which is not bound to a volume."""
+    """Return a copy of a claim that has another name and is not bound to a volume."""
     made = copied(claim, before, after)
     made["metadata"].pop("annotations", None)
     made["spec"].pop("volumeName", None)
@@ -221,8 +219,8 @@ def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tu
                 subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, env=environment, cwd=home)
             )
     memory = {process.pid: 0.0 for process in running}
-    # Read the peak while the process is running. The value that the kernel reports after its exit includes the memory
-    # of this program before the exec.
+    # Read the peak while the process is running. After its exit, the kernel reports a value that includes the memory of
+    # this program before the exec.
     while left := [process for process in running if process.poll() is None]:
         for process in left:
             memory[process.pid] = max(memory[process.pid], high_water(process.pid))
@@ -279,7 +277,7 @@ def _seconds(made: Sequence[float], floor: Sequence[float], what: str) -> Figure
 
 
 def _sections(what: str, steps: Sequence[str], times: Sequence[Sequence[float]]) -> Figures:
-    """Return a figure for each period between the timestamps of the calls."""
+    """Return a figure for each period between the recorded times of the calls."""
     return {
         f"{what}, {step}": figure([(one[number + 1] - one[number]) * 1000 for one in times], "ms")
         for number, step in enumerate(steps)
@@ -289,7 +287,7 @@ def _sections(what: str, steps: Sequence[str], times: Sequence[Sequence[float]])
 async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     director = site.deployments
     instance = await director.first_deploy()
-    # Use a thread, because this process also forwards the messages between the agents and their bus.
+    # Use a thread, because this process also forwards messages between the agents and the bus.
     await asyncio.to_thread(_small_calls, site, bare, figures, instance, count * 3)
     link = bare.connection()
     pod = bare.ask(link, "GET", f"pods/{instance.vm}")
@@ -317,11 +315,11 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     by_hand, by_cpi, steps = [], [], []
     for _ in range(count):
         disk = await director.create_disk(instance)
-        # The first attachment binds the claim to a volume. That is storage time and must not count.
+        # The first attachment binds the claim to a volume. This is time spent by the storage and must not count.
         await site.cpi.call("attach_disk", instance.vm, disk)
         await site.cpi.call("detach_disk", instance.vm, disk)
-        # Wait for the end of the previous pod, because the next one has the same name. That is the kubelet's time and
-        # must not count.
+        # Wait for the end of the previous pod, because the next pod has the same name. This is time spent by the
+        # kubelet and must not count.
         await asyncio.to_thread(bare.until_gone, names.attachment(instance.vm, disk))
         telling = asyncio.create_task(asyncio.to_thread(bare.steps_of_next, bare.watch(names.KIND_ATTACHMENT)))
         began = time.monotonic()
@@ -379,7 +377,7 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: DeployedIns
     }
     floor: list[float] = []
     made: dict[str, list[float]] = {name: [] for name in calls}
-    # Measure in turn, so that other work on the machine affects all of them equally.
+    # Take turns, so that other work on the machine affects all measurements equally.
     for _ in range(count):
         floor.append(seconds_of([sys.executable, "-I", "-c", START_OF_A_CLIENT]) + three_requests())
         for name, ask in calls.items():
@@ -390,7 +388,7 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: DeployedIns
 
 
 async def _create_vm(site: Site, instance: DeployedInstance) -> None:
-    """Create a VM. No request is sent to its agent, because its credentials are not admitted to the bus."""
+    """Create a VM. Its agent gets no request, because the bus does not know the agent's credentials."""
     instance.agent = str(uuid.uuid4())
     instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, instance.agent))
 
@@ -417,8 +415,8 @@ async def _at_once(site: Site, figures: Figures, count: int) -> None:
 
 @dataclass
 class ByHand(Cpi):
-    """A replacement for the CPI that creates pods and disks from prepared manifests. The Director's requests stay the
-    same.
+    """A replacement for the CPI that creates pods and disks from prepared manifests. The Director sends the same
+    requests.
     """
 
     answer: Callable[[str, Sequence[Any]], Any] = lambda *_: None
@@ -489,7 +487,7 @@ def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) 
 
 
 def _settings_of(encoded: str, agent: str, env: Any) -> str:
-    """Return the encoded settings with the agent ID and environment of another agent, keeping all other values."""
+    """Return the encoded settings with another agent ID and environment and otherwise the same values."""
     document = json.loads(base64.b64decode(encoded))
     if "agent_id" not in document:
         return encoded

@@ -1,6 +1,6 @@
-"""Supervision of 10, 50, 200 and 500 processes: idle cost, and the time until all run again after all were killed.
+"""Supervision of 10, 50, 200 and 500 processes: idle cost, and the time to restart all of them after all were killed.
 
-The time of a restart is the mtime of the pidfile, so the measurement does not have to poll.
+The end of a restart is the mtime of the pidfile, so the measurement does not have to poll.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ IDLE_S: Final = 30.0
 PINGED_S: Final = 15.0
 CALM_S: Final = 6.0
 FIRST_FAILURE_S: Final = 32.0
-"""Seconds after which the exit of a process counts as a first failure again, so that it is restarted immediately."""
+"""If a process exits at least this many seconds after its last restart, it is a first failure again, which means an
+immediate restart.
+"""
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure all numbers of processes. ``scale`` multiplies these numbers and the idle time."""
+    """Measure each number of processes. ``scale`` multiplies the numbers and the idle time."""
     slower = max(scale, 0.2)
     async with world(command) as w:
         await w.start_agent()
@@ -39,10 +41,10 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def crowd(command: str, jobs: int, size: int, slower: float, alone: float, found: Figures) -> None:
-    """Add the figures for ``jobs`` processes to ``found``. Their names contain ``size``, which is the number without
-    scaling.
+    """Add the figures for ``jobs`` processes to ``found``.
 
-    ``alone`` is the CPU usage of an agent without processes.
+    ``size`` is the number without scaling, which is part of the figures' names. ``alone`` is the CPU usage of an agent
+    without processes.
     """
     async with world(command) as w:
         await w.start_agent()
@@ -88,7 +90,7 @@ async def share(w: RunningAgent, seconds: float) -> float:
 
 
 async def ping(w: RunningAgent, into: list[float]) -> None:
-    """Ping twice a second. More requests would increase the load that is to be measured."""
+    """Ping twice a second. More pings would add to the load that is being measured."""
     while True:
         watch = Stopwatch()
         await w.director.value(AGENT, "ping")
@@ -109,9 +111,9 @@ async def running(w: RunningAgent, jobs: int, starts: int) -> None:
 
 
 async def killed(w: RunningAgent, jobs: int, starts: int) -> tuple[float, float]:
-    """Kill all processes at once.
+    """Kill all processes at the same time.
 
-    Return the seconds until the first and until the last of the new processes has written its pidfile.
+    Return the seconds until the first and until the last of their successors has written its pidfile.
     """
     pids = w.pids().values()
     begun_at = time.time()
@@ -123,7 +125,7 @@ async def killed(w: RunningAgent, jobs: int, starts: int) -> tuple[float, float]
 
 
 async def spawned(jobs: int) -> float:
-    """Return the seconds that it takes to run the same number of shells one after the other."""
+    """Return the seconds for running the same number of shells one after the other."""
 
     def spawn() -> float:
 

@@ -1,6 +1,6 @@
-"""A deploy as seen by the Director, which queries a task immediately and then once per second.
+"""Duration of a deploy as seen by the Director, which queries a task immediately and then once per second.
 
-The same requests are also measured without these pauses, which shows the agent's part of the time.
+The same requests are also measured without pauses between the queries, which shows the time that the agent needs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ INSTANCES: Final = 20
 JOBS: Final = 5
 PACKAGES: Final = 6
 POLL_S: Final = 1.0
-"""Seconds between two queries of the Director for a task."""
+"""Seconds between two of the Director's queries for a task."""
 ROUNDS: Final = 3
 Steps = dict[str, list[float]]
-"""The durations of each request of a deploy in seconds, or its numbers of queries, by name."""
+"""For each request of a deploy, by name, its durations in seconds or its numbers of queries."""
 KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
     """Measure deploys.
 
-    ``scale`` multiplies the number of instances. All of them are the same agent, which is deployed repeatedly.
+    ``scale`` multiplies the number of instances. They are all the same agent, which is deployed repeatedly.
     """
     async with world(command) as w:
         await w.start_agent()
@@ -84,7 +84,7 @@ async def update(
 
 
 async def no_op(w: RunningAgent) -> float:
-    """Send the requests of a deploy without changes: query the state of the instance, and ping it. Return the
+    """Send the requests of a deploy without changes: query the state of the instance, then ping it. Return the
     seconds.
     """
     begun_at = time.monotonic()

@@ -100,7 +100,7 @@ def figures(page: str) -> str:
 
 
 def _seconds(cell: str) -> float:
-    """Return a duration such as ``56.5 ms`` in seconds, or 0 for a figure with another unit."""
+    """Return a duration such as ``56.5 ms`` in seconds, or 0 if the cell has another unit."""
     number, _, unit = cell.partition(" ")
     return float(number) * UNITS[unit] if unit in UNITS else 0.0
 

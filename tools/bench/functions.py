@@ -36,16 +36,16 @@ PROPERTIES: Final = frozenset(name for name, value in vars(Service).items() if i
 
 @contextmanager
 def entered() -> Iterator[set[CodeType]]:
-    """Record which of the agent's functions are entered during the block, in this thread and in threads that start
-    meanwhile.
+    """Record which of the agent's functions are entered during the block, in this thread and in threads started by it.
 
-    The loop gets a new executor, because threads of the previous one already run and would not be recorded.
+    The event loop gets a new executor, because threads of the previous executor are already running and would not be
+    recorded.
     """
     found: set[CodeType] = set()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        # A module or class body that is executed by an import is not a function.
+        # The body of a module or class, which an import executes, is not a function.
         if event == "call" and code.co_flags & CO_OPTIMIZED and code.co_filename.startswith(f"{HOME}/"):
             found.add(code)
 
@@ -65,8 +65,9 @@ async def until(fact: Callable[[], bool]) -> None:
 
 
 async def measure(one: LocalAgent) -> dict[str, set[CodeType]]:
-    """Apply and start a job with one process, and kill the process. Return the functions that were entered in each
-    step.
+    """Apply and start a job with one process, and kill the process.
+
+    Return the functions that were entered in each of the three steps.
     """
     store = Path(one.agent.settings.current.blobstore.options["blobstore_path"])
     spec = jobs.spec(store, {"web": jobs.sleeper(one.paths, "web")}, {"tool": {"bin/tool": "#!/bin/sh\n"}})

@@ -1,10 +1,10 @@
 #!/bin/sh
 # go_agent.sh BINARY MONIT CONFIG BASE: run the Go agent with its base directory BASE, and a monit as on a stemcell.
 #
-# tools/bench/go_agent.py runs this in new namespaces, because monit's port is the same on every machine. With the platform
-# "dummy", the Go agent does not change the machine, but it also asks no service manager to restart monit. So this script
-# restarts monit when the agent's log says that it waits for that. monit has its usual cycle of ten seconds. MONIT_PORT
-# is for tests of this script without the agent, which only knows the usual port.
+# tools/bench/go_agent.py runs this in new namespaces, because monit's port is always the same. With the platform "dummy",
+# the Go agent does not change the machine, but it also asks no service manager to restart monit. Therefore, this script
+# restarts monit when the agent's log says that the agent waits for a restart. monit has its usual cycle of ten seconds.
+# MONIT_PORT is for tests of this script without the agent, because the agent only knows the usual port.
 set -eu
 port=${MONIT_PORT:-2822}
 binary=$1 monit=$2 config=$3 base=$4
@@ -15,7 +15,7 @@ keep_monit() {
     tail -n 0 -F "$log" 2>/dev/null | grep --line-buffered -F 'Waiting for monit to reload' | while read -r _; do
         kill -9 "$(cat "$beside/monit.pid")"
     done &
-    while [ -e "$rc" ]; do # an exit code of 137 means that it was killed
+    while [ -e "$rc" ]; do # exit code 137 means that monit was killed
         "$monit" -I -c "$rc" || [ $? = 137 ] || sleep 1
     done
 }
@@ -48,7 +48,7 @@ END
 if [ "${5:-}" = keeper ]; then
     keep_monit
 elif ! [ -e "$beside/group" ]; then
-    if grep -q "$(printf ' 0100007F:%04X 00000000:0000 0A ' "$port")" /proc/net/tcp; then # somebody listens
+    if grep -q "$(printf ' 0100007F:%04X 00000000:0000 0A ' "$port")" /proc/net/tcp; then # a process is listening on the port
         echo "cannot start monit: another one listens on port $port, which is the same for every Go agent" >&2
         exit 1
     fi

@@ -1,4 +1,4 @@
-"""Memory and CPU usage at rest, the cost of a heartbeat, and response times under load."""
+"""Memory and CPU usage of an idle agent, the cost of a heartbeat, and response times under load."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from tools.bench.measuring import ECHO, MB, Figures, Stopwatch, figure
 JOBS: Final = 5
 CALM_S: Final = 3.0
 SAMPLE_S: Final = 2.0
-"""Length in seconds of the windows in which CPU time is measured. The agent prepares a heartbeat just before it sends
-it, so the cost belongs to the window in which the heartbeat arrives.
+"""Length in seconds of the windows in which CPU time is measured.
+
+The agent prepares a heartbeat just before it sends it, so the window in which a heartbeat arrives also contains its
+cost.
 """
 WATCHED_S: Final = 95.0
 LOGS: Final = 100 * MB
@@ -76,9 +78,10 @@ async def still(w: RunningAgent, least: RunningAgent, seconds: float) -> Figures
 
 
 async def busy(w: RunningAgent, size: int) -> Figures:
-    """Measure pings while the agent stops, installs and starts jobs and packs logs.
+    """Measure response times to pings while the agent stops, installs and starts jobs and packs logs.
 
-    An uninvolved process is pinged at the same time. If its answers are late as well, the machine is the reason.
+    A process that does nothing else is pinged at the same time. If its answers are late as well, the machine is the
+    reason.
     """
     await asyncio.to_thread(fill, w.base / "data/sys/log", 50, max(1, size // 50))
     async with watched(w) as watch:
@@ -99,6 +102,6 @@ async def busy(w: RunningAgent, size: int) -> Figures:
 
 
 def scrape(address: str) -> None:
-    """Scrape the metrics as Prometheus does. Does nothing for agents without metrics."""
+    """Scrape the metrics as Prometheus does. Do nothing if the agent has no metrics."""
     with suppress(OSError), urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         answer.read()

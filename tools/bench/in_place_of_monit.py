@@ -1,7 +1,7 @@
-"""``agent-shim monit`` compared with monit 5.2.5 (MONIT_525): the same files with 10, 50 and 200 services.
+"""``agent-shim monit`` compared with monit 5.2.5 (MONIT_525), both with the same files for 10, 50 and 200 services.
 
-Each start runs one shell script, which starts a process and writes its pidfile. Both programs use the cycle of a
-stemcell.
+Each start program is a shell script, which starts a process and writes its pidfile. Both supervisors check as often as
+monit does on a stemcell.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def measure(_command: str, scale: float, found: Figures) -> None:
 
 
 class MonitFiles:
-    """The directory and the configuration of a supervisor with ``size`` services."""
+    """The directory and configuration for a supervisor with ``size`` services."""
 
     def __init__(self, base: Path, size: int, port: int) -> None:
         self.base, self.port = base, port

@@ -1,4 +1,4 @@
-"""Time of an ``apply`` of a few large packages, of many small ones, and of many jobs. The floor is tar."""
+"""Duration of an ``apply`` with a few large packages, with many small ones, and with many jobs. The floor is tar."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def applied(w: RunningAgent, jobs: int, packages: int, size: int) -> Figure:
-    """Apply new bundles in each round. Before each apply, tar unpacks the same archives, two at a time."""
+    """Apply new bundles in each round. Before each apply, tar unpacks the same archives, two at a time, as the
+    floor.
+    """
     took: list[float] = []
     least: list[float] = []
     for number in range(ROUNDS):

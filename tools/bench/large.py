@@ -1,8 +1,7 @@
-"""``./dev bench large``: cost of large logs, of a large compiled package and of a large apply.
+"""``./dev bench large``: cost of fetching large logs, compiling a large package and applying large packages.
 
-Everything is measured through the protocol and from outside. During each action, the agent and an uninvolved process
-are pinged every ten milliseconds, and the agent's memory is sampled. While logs are packed, a job writes and rotates a
-log.
+All measurements use the protocol and ``/proc``. During each action, the agent and a process that does nothing else are
+pinged every ten milliseconds, and the agent's memory is sampled. While logs are packed, a job writes and rotates a log.
 
 A ``scale`` of 1 means 10 GB of logs in 20 000 files, a compiled package of 2 GB, and an apply of 10 packages of 500 MB.
 Half of each package is random bytes and half is text.
@@ -38,7 +37,7 @@ COMPILED: Final = 2_000_000_000
 PACKAGES: Final = 10
 PACKAGE: Final = 500_000_000
 ROOM_FACTOR: Final = 2.0
-"""Factor by which the free disk space must exceed the amount of data."""
+"""The free disk space must be at least this many times the amount of data."""
 
 
 def line(chance: random.Random) -> str:
@@ -68,8 +67,9 @@ def fill(root: Path, files: int, size: int) -> None:
 
 
 def memory(pid: int | str, name: str) -> float:
-    """Return a memory value of a process in MB, or 0 if it has exited. ``VmRSS`` is the current memory, ``VmHWM`` the
-    peak.
+    """Return a memory value of a process in MB, or 0 if the process has exited.
+
+    ``name`` is ``VmRSS`` for the current memory or ``VmHWM`` for the peak.
     """
     with contextlib.suppress(OSError):
         for text in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -150,7 +150,7 @@ async def write(log: Path) -> None:
 
 
 async def of_logs(w: RunningAgent, scale: float) -> dict[str, Any]:
-    """Measure fetching logs, for the Director through the blobstore and for the CLI as a bundle."""
+    """Measure fetching logs: for the Director, through the blobstore, and for the CLI, as a bundle."""
     size, logs = LOGS * scale, w.base / "data/sys/log"
     count = max(1, int(FILES * scale))
     await asyncio.to_thread(fill, logs, count, int(size / count))

@@ -1,4 +1,7 @@
-"""Start, status, restart and stop of five jobs. The floor of a start is the same script run by this process."""
+"""Durations of a start, a status query, a restart and a stop of five jobs.
+
+The floor of the start is the same script run by the benchmark itself.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ ROUNDS: Final = 5
 JOBS: Final = 5
 LOOKS: Final = 50
 PAUSES: Final = (1.3, 7.9, 4.1, 9.6, 2.2)
-"""Seconds before each kill. They differ so that the kills occur at different points of a supervisor's polling cycle."""
+"""Seconds before each kill. They differ so that a polling supervisor is hit at different points of its cycle."""
 SCRIPT: Final = "the start program run directly, until its pidfile exists"
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure these actions. ``scale`` has no effect."""
+    """Measure the durations. ``scale`` has no effect."""
     async with world(command) as w:
         await w.start_agent()
         await w.run("apply", w.spec(JOBS, 1))
@@ -56,7 +59,9 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def start_by_hand(w: RunningAgent, into: list[float]) -> None:
-    """Run the start scripts until all pidfiles exist, and append the duration to ``into``. Then end the processes."""
+    """Run the start scripts and wait until all pidfiles exist. Append the duration to ``into``, then end the
+    processes.
+    """
     before = w.starts()
     with timed(into):
         started = [
@@ -73,9 +78,9 @@ async def start_by_hand(w: RunningAgent, into: list[float]) -> None:
 
 
 async def killed(w: RunningAgent) -> list[float]:
-    """Kill the process of each job. Return the seconds until each has been replaced.
+    """Kill the process of each job. Return for each the seconds until a new process has replaced it.
 
-    Each job is killed only once, so that every kill counts as a first failure.
+    Each job is killed only once, so every kill counts as a first failure.
     """
     samples = []
     for (job, pid), pause in zip(sorted(w.pids().items()), PAUSES, strict=True):

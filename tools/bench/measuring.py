@@ -1,7 +1,8 @@
 """The format of figures, and stopwatches.
 
-A figure is ``{"unit", "median", "min", "max", "samples"}``. If it has a floor, it also has ``"floor"`` (the median for
-a minimal program that does the same, in the same run), ``"floor_is"`` (a description of that program) and ``"ratio"``.
+A figure is ``{"unit", "median", "min", "max", "samples"}``. If a floor was measured in the same run, the figure also
+has ``"floor"`` (the median for a minimal program that does the same work), ``"floor_is"`` (a description of that
+program) and ``"ratio"``.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ ECHO: Final = f"env PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(INTERPRETER
 """Command of a minimal agent, which provides the floor of many figures."""
 Figure = dict[str, Any]
 Figures = dict[str, Figure]
-"""Figures by name. Parts add each figure as soon as it is measured, so that a later failure does not lose it."""
+"""Figures by name. Each figure is added as soon as it has been measured, so that a later failure does not lose it."""
 
 
 def figure(samples: Sequence[float], unit: str, *, floor: Sequence[float] = (), floor_is: str = "") -> Figure:
-    """Return the figure for some samples, with the floor if there are samples of one."""
+    """Return the figure for these samples. If ``floor`` has samples, they give the floor of the figure."""
     made: Figure = {
         "unit": unit,
         "median": _rounded(statistics.median(samples)),
@@ -57,7 +58,7 @@ class Stopwatch:
 
 @contextmanager
 def timed(into: list[float]) -> Iterator[None]:
-    """Append the duration of the block in seconds to a list."""
+    """Append the number of seconds that the block takes to a list."""
     watch = Stopwatch()
     yield
     into.append(watch.seconds)

@@ -15,7 +15,7 @@ from tools.bench.measuring import ECHO, Figures, figure
 
 AGENTS: Final = 8
 ROOM_MB: Final = 4096.0
-"""Memory of a machine in MB (4 GiB). One of the figures is the number of agents that fit into it."""
+"""Memory of a machine with 4 GiB, in MB. One of the figures is the number of agents that fit into it."""
 CALM_S: Final = 5.0
 IDLE_S: Final = 30.0
 

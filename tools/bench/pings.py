@@ -1,4 +1,4 @@
-"""Response times of single pings, and the rate of many concurrent ones. The floor is ``tools.bench.echo``."""
+"""Response times of single pings, and the rate of many concurrent pings. The floor is ``tools.bench.echo``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AT_ONCE: Final = 500
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure the agent and the floor in turn, so that other work on the machine affects both. ``scale`` has no
+    """Measure the agent and the floor in turn, so that other work on the machine affects both equally. ``scale`` has no
     effect.
     """
     trips: dict[str, list[float]] = {"ours": [], "least": []}

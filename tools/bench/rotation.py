@@ -1,8 +1,8 @@
 """``./dev run python -m tools.bench.rotation [TIMES]``: rotate the bus credentials under load, by default 50 times.
 
-A Director rotates them with ``update_settings`` while other clients send requests without pauses. As nats-sync does,
-the new user is admitted before each rotation and the old one removed afterwards. For comparison, another agent with
-unchanged credentials gets requests as well. Prints one JSON document.
+A Director rotates the credentials with ``update_settings`` while other clients send requests without pauses. As with
+nats-sync, the bus accepts the new user before each rotation, and the old user is removed afterwards. For comparison, a
+second agent whose credentials stay the same gets requests as well. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSWER_TIMEOUT_S: Final = 5.0
 
 @dataclass
 class Seen:
-    """Observations of all clients of one agent."""
+    """What the clients of one agent observed, in total."""
 
     replies: int = 0
     lost: int = 0

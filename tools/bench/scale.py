@@ -37,7 +37,7 @@ from tools.bench.measuring import Stopwatch
 COUNTS: Final = (10, 50, 200, 500, 1000)
 AGENTS_PER_PROCESS: Final = 50
 STEADY_S: Final = 62.0
-"""Seconds without requests, in which each agent sends two heartbeats."""
+"""Seconds without requests. Each agent sends two heartbeats in this time."""
 AWAY_S: Final = 15.0
 """Length of the outage in seconds."""
 TICK_S: Final = 0.25
@@ -79,7 +79,7 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
         await bus.publish(f"hm.agent.heartbeat.{agent_id}", message)
 
     async def measure() -> None:
-        """Do nothing, because the heartbeat is constant."""
+        """Return nothing, because the heartbeat is constant."""
 
     beat = heartbeat.Heartbeat(measure, lambda _: BEAT, send)
     bus = NatsBus(agent_id, mbus, answer, on_connected=beat.beat_now)
@@ -88,9 +88,9 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
 
 
 async def crowd() -> None:
-    """Run the agents that standard input names.
+    """Run the agents whose configuration arrives on standard input.
 
-    At each tick, print the number of connected agents and the sums of their attempts and sent bytes.
+    At each tick, print the number of connected agents, and the total number of attempts and of sent bytes.
     """
     given = json.loads(sys.stdin.readline())
     buses: list[NatsBus] = []
@@ -116,7 +116,7 @@ async def crowd() -> None:
 
 
 class Crowds:
-    """The processes that run agents, and the sums of the statistics that they print."""
+    """The processes that run the agents, and the totals of the statistics that these processes print."""
 
     def __init__(self) -> None:
         self._children: list[asyncio.subprocess.Process] = []
@@ -125,7 +125,7 @@ class Crowds:
         self.series: list[tuple[float, dict[str, float]]] = []
 
     async def add(self, given: dict[str, Any]) -> None:
-        """Start another process with these agents."""
+        """Start another process, which runs these agents."""
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tools.bench.scale", "--crowd"),
             stdin=asyncio.subprocess.PIPE,
@@ -145,7 +145,7 @@ class Crowds:
 
     @property
     def now(self) -> dict[str, float]:
-        """Return the current sums over all processes."""
+        """Return the current totals over all processes."""
         names = ("connected", "attempts", "connects", "sent", "sent_bytes")
         return {name: sum(each[name] for each in self._last.values()) for name in names}
 
@@ -168,7 +168,7 @@ class Crowds:
 
 @asynccontextmanager
 async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
-    """Run this many agents during the block. They may not be connected yet when it begins."""
+    """Run this many agents during the block. At its beginning, some agents may not be connected yet."""
     crowds = Crowds()
     try:
         for begin in range(0, count, AGENTS_PER_PROCESS):
@@ -194,7 +194,7 @@ class Point:
     messages_per_second: float = 0.0
     payload_bytes_per_second: float = 0.0
     asked_all_after: float = 0.0
-    """Seconds from a request to all agents at once until the last answer."""
+    """Seconds from a simultaneous request to all agents until the last answer."""
     handshake_cpu: float = 0.0
     """CPU time of the server in seconds per agent that reconnects."""
     agent_cpu: float = 0.0
@@ -204,7 +204,7 @@ class Point:
     back_last: float = 0.0
     """Seconds from the restart of the server until the first, the median and the last agent are connected."""
     attempts: float = 0.0
-    """Number of connection attempts per agent."""
+    """Average number of connection attempts per agent."""
     most_attempts_away: float = 0.0
     """Maximum number of attempts within one second while the server is down."""
     most_attempts_per_second: float = 0.0
@@ -250,7 +250,7 @@ async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> No
 
 
 async def asked(director: Director, count: int) -> tuple[float, int]:
-    """Send a request to all agents at once.
+    """Send a request to all agents at the same time.
 
     Return the seconds until the last answer, and the number of agents that did not answer.
     """
@@ -298,7 +298,7 @@ async def main_async(counts: Sequence[int], kept: Path | None) -> dict[str, Any]
     for count in counts:
         print(f"scale: {count} agents", file=sys.stderr, flush=True)
         points.append(asdict(await measure(count)))
-        if kept is not None:  # The next number of agents may be too large for the machine.
+        if kept is not None:  # Save these results, because the next number of agents may be too large.
             kept.write_text(json.dumps(points))
     beat = statistics.mean([len(BEAT)])
     return {
@@ -315,7 +315,7 @@ def main() -> int:
     parser.add_argument("--crowd", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write results here after each number of agents")
     args = parser.parse_args()
-    # Raise KeyboardInterrupt, so that started processes are ended as well.
+    # Raise KeyboardInterrupt, so that the processes started here are ended as well.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.crowd:
         asyncio.run(crowd())

@@ -1,4 +1,4 @@
-"""The tables of figures in docs/performance.md and README.md, made from results of ``./dev bench``."""
+"""The tables of figures in docs/performance.md and README.md. They are made from the results of ``./dev bench``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ END: Final = "<!-- /figures -->"
 
 
 class Budget(NamedTuple):
-    """The limit and the goal of a figure, in its unit or as multiples of its floor."""
+    """The limit and the aim for a figure, in the figure's unit or as multiples of its floor."""
 
     must: float
     aim: float
@@ -21,15 +21,16 @@ class Budget(NamedTuple):
     of_floor: bool = False
 
     def verdict(self, figure: dict[str, Any]) -> str:
-        """Return which of the two the figure misses, or "". If they are multiples of a floor that was not measured, it
-        misses none.
+        """Return "limit missed" or "aim missed" if the figure misses its limit or its aim, otherwise "".
+
+        A budget in multiples of a floor is always met if the floor was not measured.
         """
         sign = -1 if self.more_is_better else 1
         value = (figure.get("ratio", self.aim) if self.of_floor else figure["median"]) * sign
         return "" if value <= self.aim * sign else "aim missed" if value <= self.must * sign else "limit missed"
 
     def worded(self, unit: str) -> str:
-        """Return both with units, as ``must / aim``."""
+        """Return the limit and the aim with their unit, as ``LIMIT / AIM``."""
         if self.of_floor:
             return f"{digits(self.must)} / {digits(self.aim)} of the floor"
         return _pair(self.must, self.aim, unit, " / ")
@@ -38,9 +39,7 @@ class Budget(NamedTuple):
 BUDGETS: Final = {
     "exec_to_first_pong": Budget(0.25, 0.15),
     "exec_to_first_pong_as_root": Budget(3, 2.5, of_floor=True),
-    "pss_with_5_processes_scraped": Budget(
-        26, 24
-    ),  # These are 1.2 and 1.1 times the memory of the Go agent with monit.
+    "pss_with_5_processes_scraped": Budget(26, 24),  # 1.2 and 1.1 times the memory of the Go agent with monit
     "pss_after_apply_and_fetch_logs": Budget(36, 30),
     "ping": Budget(1.2, 1.1, of_floor=True),
     "pipelined_pings_per_second": Budget(0.7, 0.8, more_is_better=True, of_floor=True),
@@ -74,7 +73,7 @@ TABLES: Final = {
     },
 }
 """The small tables, by the heading of their first column. Each row has a label and a pattern. It shows the figures
-whose names match, and the pattern's group is the heading of a figure's column.
+whose names match the pattern, and the group of the pattern is the heading of the column.
 
 Figures with a budget are also rows of the large table.
 """
@@ -89,17 +88,19 @@ IN_SHORT: Final = {
     "memory (PSS) with 5 processes scraped": "memory with five jobs (PSS)",
     "idle cpu with 5 processes": "CPU time when idle with five jobs",
 }
-"""Rows of the table in README.md: names in the large table, and descriptions."""
+"""Rows of the table in README.md: their names in the large table, with the descriptions that README.md shows
+instead.
+"""
 
 
 NOT_ALIKE: Final = frozenset(
     {"exec_to_first_pong", "exec_to_first_pong_with_5_jobs", "from_exec_until_5_jobs_are_adopted"}
 )
-"""Figures that cannot be compared, because the Go agent's platform ``dummy`` skips these boot steps."""
+"""Figures that are not comparable with the Go agent's, because its platform ``dummy`` skips some boot steps."""
 
 
 def merged(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the results of runs that measured different parts of the same agent. Return one document per agent."""
+    """Merge the results of runs that measured different parts of one agent. Return one document for each agent."""
     found: dict[str, dict[str, Any]] = {}
     for one in documents:
         joined = found.setdefault(one["agent"], {**one, "figures": {}, "missing": {}, "runs": 0})
@@ -113,7 +114,7 @@ def merged(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(document: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    """Write the tables into the pages, between the markers."""
+    """Write the tables into the pages, between their markers."""
     _fill(PAGE, render(document, others))
     if others:
         _fill(README, in_short(PAGE.read_text()))
@@ -126,8 +127,8 @@ def _fill(page: Path, content: str) -> None:
 
 
 def in_short(page: str) -> str:
-    """Return README.md's table, made from rows of the large table in ``page``. The last column there is the Go
-    agent's.
+    """Return README.md's table, made from rows of the large table in ``page``, whose last column is for the Go
+    agent.
     """
     lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()
     cells = [[cell.strip() for cell in line.removeprefix("| ").removesuffix(" |").split(" | ")] for line in lines]
@@ -141,9 +142,7 @@ def in_short(page: str) -> str:
 
 
 def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """Return the content of docs/performance.md's marked part: conditions, tables, floors, and reasons for missing
-    figures.
-    """
+    """Return the marked part of docs/performance.md: conditions, tables, floors, and reasons for missing figures."""
     floors = _Floors()
     columns = ["figure", "median (range)", "floor", "must / aim"]
     columns += [f"{other['agent']} (times ours)" for other in others]
@@ -200,7 +199,7 @@ def _small_tables(document: dict[str, Any], others: list[dict[str, Any]]) -> lis
 
 
 class _Floors:
-    """Numbers for the descriptions of floors. The same description always gets the same number."""
+    """Numbers for the descriptions of floors. Equal descriptions get the same number."""
 
     def __init__(self) -> None:
         self._known: list[str] = []
@@ -265,7 +264,7 @@ def _beside(name: str, figure: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _pair(first: float, second: float, unit: str, between: str) -> str:
-    """Return two values with units, or with one unit if it is the same."""
+    """Return two values with their units, or with the unit only once if it is the same."""
     words = worded(first, unit), worded(second, unit)
     numbers, units = zip(*(word.rpartition(" ")[::2] for word in words), strict=True)
     return f"{numbers[0]}{between}{words[1]}" if units[0] == units[1] else between.join(words)

@@ -1,8 +1,8 @@
-"""Run a command as root that may do anything, such as a mutant of the agent, without damage to this machine.
+"""Run an arbitrary command as root, such as a mutant of the agent, without danger for this machine.
 
-``confined.py SCRATCH COMMAND ...`` runs it in new mount, pid, network, ipc and cgroup namespaces. It can write only to
-SCRATCH, a new ``/tmp`` and its own cgroup. ``/dev`` contains only harmless devices, and the only network is the
-loopback interface. When the command or the parent of this program ends, every process inside is killed.
+``confined.py SCRATCH COMMAND ...`` runs the command in new mount, PID, network, IPC and cgroup namespaces. It can write
+only to SCRATCH, a new ``/tmp`` and its own cgroup. ``/dev`` contains only harmless devices, and the only network is the
+loopback interface. When the command ends, or the process that started this program, every process inside is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_PROCESSES: Final = 2000
 MAX_MEMORY: Final = 8 << 30
 _INSIDE: Final = "SHIM_CONFINED_CGROUPS"
 """Environment variable that this program sets when it runs itself inside the namespaces. It lists the cgroup
-directories and where to mount each, as ``FROM:TO``.
+directories and their mount points as ``FROM:TO``.
 """
 _FRESH: Final = ("/tmp", "/var/tmp", "/run")
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
@@ -51,9 +51,9 @@ def command(scratch: Path, argv: Sequence[str]) -> list[str]:
 
 
 def fresh_proc() -> None:
-    """Mount the new PID namespace's ``/proc``, with kernel settings read-only.
+    """Mount ``/proc`` for the new PID namespace, with kernel settings read-only.
 
-    This uses system calls, because starting a program for each mutant would take longer than its tests.
+    System calls do this, because starting a program for each mutant would take longer than the mutant's tests.
     """
     _checked(_LIBC.mount(b"proc", b"/proc", b"proc", 0, None))
     for place in map(os.fsencode, filter(os.path.exists, _CLOSED)):
@@ -64,10 +64,8 @@ def fresh_proc() -> None:
 def fork() -> int:
     """Fork into new PID and mount namespaces.
 
-    Returns 0 in the child, and the pid of the namespace's PID 1 in this process.
-
-    The child is not PID 1, which waits for it and exits with its exit code. The kernel then kills all other processes
-    in the namespace.
+    Returns 0 in the child. In this process, returns the pid of the namespace's PID 1, which waits for the child and
+    exits with the child's exit code. The kernel then kills all other processes in the namespace.
     """
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     _checked(_LIBC.unshare(_CLONE_NEWPID))
@@ -127,8 +125,9 @@ def main(scratch: Path, argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
-    """Create cgroups with limits on processes and memory. Yield pairs of a cgroup's directory and its
-    hierarchy's root.
+    """Create cgroups that limit the number of processes and the memory.
+
+    For each, yield its directory and the root of its hierarchy.
     """
     with own_cgroups("confined") as made:
         for ours, _ in made:
@@ -148,7 +147,7 @@ def _enter(scratch: Path) -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     aside = Path("/mnt")
     mounts.mount_tmpfs(aside)
-    # Bind-mount these directories elsewhere if a new tmpfs will hide them, to mount them again afterwards.
+    # A new tmpfs will hide some of these directories. Bind-mount those elsewhere first, to mount them again afterwards.
     needed = (ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
     shown = [place for place in needed if any(map(place.is_relative_to, _FRESH))]
     for number, place in enumerate([scratch, *shown]):
@@ -172,7 +171,7 @@ def _enter(scratch: Path) -> None:
 
 
 def _devices(at: Path) -> None:
-    """Replace ``/dev`` by a read-only directory with only harmless devices."""
+    """Replace ``/dev`` with a read-only directory that has only harmless devices."""
     at.mkdir()
     mounts.mount_tmpfs(at)
     for name in _DEVICES:

@@ -62,7 +62,8 @@ del _core  # The import was only needed to register the actions.
 class Target:
     """A parser to test.
 
-    ``read`` takes bytes and may raise the exceptions in ``known``. ``seeds`` are valid inputs and earlier findings.
+    ``read`` takes bytes and may raise the exceptions in ``known``. ``seeds`` are valid inputs, and inputs that were
+    found earlier.
     """
 
     read: Callable[[bytes], object]
@@ -99,7 +100,7 @@ _LOOP: Final = asyncio.new_event_loop()
 
 @contextmanager
 def _file(data: bytes, name: str) -> Iterator[Path]:
-    """Write a file with this content to a tmpfs and yield its path."""
+    """Write a file with this content to a tmpfs, and yield its path."""
     with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
         path = Path(place, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,9 @@ def _file(data: bytes, name: str) -> Iterator[Path]:
 
 
 def _pidfile(data: bytes) -> None:
-    """Check that the pid in a pidfile can be passed to the kernel and does not stand for a process group."""
+    """Check that the pid in a pidfile is a number that the kernel accepts and that does not stand for a process
+    group.
+    """
     with _file(data, "pid") as path:
         found = process_record.read(path)
     if found is not None:
@@ -118,7 +121,7 @@ def _pidfile(data: bytes) -> None:
 
 
 def _update(data: bytes) -> None:
-    """Parse settings, and also the certificates in them, as the agent does before it uses them."""
+    """Parse settings and the certificates in them, which is what the agent does before it uses new settings."""
     update = settings.parse_update(data, origin="fuzz")
     effective = settings.Effective(settings.Settings(), update)
     for mbus in (effective.mbus, effective.asked_mbus):
@@ -153,7 +156,7 @@ def _journal(data: bytes) -> None:
 
 
 def _records(data: bytes) -> None:
-    """Write DNS records to a hosts file, and check that each line has an address and names, none of which is
+    """Write DNS records to a hosts file. Check that each line has an address and at least one name, and never the name
     localhost.
     """
 
@@ -172,7 +175,7 @@ def _records(data: bytes) -> None:
 
 
 def _filters(data: bytes) -> None:
-    """Pack a tree with long and deep names, with each line of the input as a filter pattern."""
+    """Pack a tree with long and deeply nested names. Each line of the input is used as a filter pattern."""
     with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
         deep = Path(place, *["ab"] * 30)
         deep.mkdir(parents=True)
@@ -207,7 +210,7 @@ class _NoProcesses:
 
 
 def _asked(data: bytes) -> None:
-    """Answer any JSON object as if it were a request of ``bpm`` and then of ``monit``."""
+    """Handle any JSON object first as a ``bpm`` request and then as a ``monit`` request."""
     try:
         request = msgspec.json.decode(data, type=dict[str, Any])
     except (ValueError, RecursionError):  # The server would close the connection.
@@ -270,7 +273,7 @@ def _read_alike(data: bytes) -> list[str] | ArchiveError:
 def _with_right_sums(data: bytes) -> bytes:
     """Return the archive with correct checksums in all blocks that look like headers.
 
-    Otherwise unpacking would stop at nearly every mutated header.
+    Without them, unpacking would stop at nearly every mutated header.
     """
     right = bytearray(data)
     for at in range(0, len(data) - 511, 512):
@@ -293,8 +296,10 @@ def _unpacked(data: bytes) -> list[str] | ArchiveError:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield a line for a path and for each entry below it. Lines of directories have no time, because those that are
-    not members of the archive get the time of unpacking.
+    """Yield a line for a path and for each entry below it.
+
+    The lines of directories have no mtime. If a directory is not a member of the archive, its mtime is the time of
+    unpacking.
     """
     found = path.lstat()
     if path.is_symlink():
@@ -379,17 +384,17 @@ _PAIR: Final = {
     "private_key": _OURS.private_key,
 }
 _DEEP: Final = b'{"env":' + b"[" * 3000
-"""A finding: more nested than the decoder allows."""
+"""Found earlier: nested more deeply than the decoder allows."""
 _HUGE: Final = b"processes: [{name: a, executable: b, limits: {memory: " + b"8" * 400 + b"}}]"
-"""A finding: a number outside of the range of a float."""
+"""Found earlier: a number outside the range of a float."""
 _MANY: Final = b";".join(b"%x:b" % number for number in range(10_000))
-"""A finding: each name was compared with all others, which took quadratic time."""
+"""Found earlier: each name was compared with all other names, which took quadratic time."""
 _DAMAGED: Final = _tar("w:gz")[:-8], _tar("w:gz")[:-8] + bytes(8), _tar("w:gz")[:3] + b"\xa1" + _tar("w:gz")[4:]
-"""Findings: isal ignored a wrong checksum and reserved flags, and zlib a missing checksum at the end."""
+"""Found earlier: isal ignored a wrong checksum and reserved flags, and zlib a missing checksum at the end."""
 _WIDE: Final = _tar("w")[:100] + b"\x80" + _tar("w")[101:]
-"""A valid header whose mode is encoded in base 256."""
+"""A valid header with a mode that is encoded in base 256."""
 _FOLLOWED: Final = b"POST /a HTTP/1.1\r\nContent-Length: 4\r\n\r\nbodyGET /b HTTP/1.0\r\n\r\n"
-"""A finding: the first of two pipelined requests was parsed with the method of the second."""
+"""Found earlier: the first of two pipelined requests was parsed with the second request's method."""
 _METHODS: Final = tuple(
     _json({"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.a.b.c"})
     for method, arguments in (
@@ -590,8 +595,9 @@ TARGETS: Final[dict[str, Target]] = {
 
 
 def mutated(chance: random.Random, target: Target) -> bytes:
-    """Return a mutated seed: bytes are changed, removed or repeated, tokens inserted, or the end replaced by another
-    seed's.
+    """Return a mutated seed.
+
+    Bytes are changed, removed or duplicated, tokens are inserted, or the end is replaced with the end of another seed.
     """
     data = bytearray(chance.choice(target.seeds))
     for _ in range(chance.randint(1, 6)):
@@ -615,9 +621,9 @@ def mutated(chance: random.Random, target: Target) -> bytes:
 
 
 def findings(target: Target, chance: random.Random, until: Callable[[int], bool]) -> Iterator[tuple[bytes, str]]:
-    """Yield each input that broke the parser and a description of the failure.
+    """Yield each input that broke the parser, with a description of the failure.
 
-    Ends when ``until``, which gets the number of inputs so far, returns True.
+    ``until`` is called with the number of inputs so far. The function returns when ``until`` returns True.
     """
     number = 0
     while not until(number):

@@ -13,7 +13,9 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run until a finding, or until a limit in libFuzzer's options (``-max_total_time=600``)."""
+    """Run until an input breaks the parser, or until a limit in libFuzzer's options such as ``-max_total_time=600`` is
+    reached.
+    """
     atheris = importlib.import_module("atheris")
     with atheris.instrument_imports(include=["agent_shim"]):
         from tools.chaos.fuzz import TARGETS

@@ -46,21 +46,24 @@ DEFAULT_PATHS: Final = ("supervisor", "host", "bulk", "services", "edges", "acti
 MAX_TESTS: Final = 150
 """Maximum number of tests that run against a mutant."""
 TIMEOUT_S: Final = 120.0
-"""Time limit of one run of pytest in seconds. After that, a test probably waits forever, and the mutant counts as
+"""Time limit for one run of pytest in seconds. A test that exceeds it probably waits forever, so the mutant counts as
 noticed.
 """
 Result: TypeAlias = dict[str, object]
-"""Result of a mutant in a stage: ``outcome`` (noticed, survived, unreached, not tried), the number of ``tests``, and
-which test noticed it or why it was not tried (``by``).
+"""Result of a mutant in a stage.
+
+``outcome`` is noticed, survived, unreached or not tried. ``tests`` is the number of tests that ran. ``by`` is the test
+that noticed the mutant, or the reason why the mutant was not tried.
 """
 Results: TypeAlias = dict[str, dict[str, Result]]
-"""Results by key of the mutant and name of the stage."""
+"""Results by the key of the mutant and the name of the stage."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The tests to run against each mutant, and the maximum sum of their durations in seconds (as measured under
-    coverage).
+    """The tests to run against each mutant.
+
+    ``max_s`` limits the sum of their durations in seconds, as measured under coverage.
     """
 
     name: str
@@ -86,8 +89,8 @@ data_file = {data}
 sigterm = true
 """
 _CHILDREN: Final = "context = ${PYTEST_CURRENT_TEST}\n"
-"""Added to the coverage configuration of processes that tests start. pytest sets the variable to the running test, so
-it becomes the coverage context.
+"""Added to the coverage configuration of processes that tests start. pytest sets the variable to the name of the
+running test, which becomes the coverage context.
 """
 
 
@@ -164,7 +167,7 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
 
 
 def _changes(node: ast.AST, source: Callable[[ast.expr], str]) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
-    """Yield the changes of a node as tuples: the part to replace, the kind of change, and the new text.
+    """Yield each change of a node as a tuple: the part to replace, the kind of change, and the new text.
 
     ``source`` returns the text of a part.
     """
@@ -190,8 +193,8 @@ def _changes(node: ast.AST, source: Callable[[ast.expr], str]) -> Iterator[tuple
 
 
 def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the nodes in which a change would not be a fault: annotations, docstrings, log calls, imports, and
-    constants that are types.
+    """Yield the nodes in which a change would do no harm: annotations, docstrings, log calls, imports, and constants
+    that are types.
     """
     for node in ast.walk(tree):
         match node:
@@ -213,7 +216,7 @@ def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def measure(copy: Path, stage: Stage, workers: int) -> None:
-    """Run the tests once under coverage. Store which lines each test reaches and its duration in seconds."""
+    """Run the tests once under coverage. Store which lines each test reaches and how many seconds it takes."""
     place = STORE / stage.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -240,7 +243,7 @@ def measure(copy: Path, stage: Stage, workers: int) -> None:
 
 
 def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
-    """Return for each line of each file the tests that reach it, as many as fit into the stage's time per mutant."""
+    """For each line of each file, return the tests that reach it, as many as fit into the stage's time per mutant."""
     durations = _durations(stage)
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     with contextlib.closing(sqlite3.connect(STORE / stage.name / "coverage")) as connection:
@@ -257,9 +260,7 @@ def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
             found[name][line].add(test)
 
     def nearest(name: str, tests: Iterable[str]) -> list[str]:
-        """Sort tests by duration, those in files named after the module first, and return as many as fit into
-        the time.
-        """
+        """Sort tests by duration, after those in files named after the module. Return as many as fit into the time."""
         module = Path(name).stem
         quick = (one for one in tests if durations[one] < stage.max_s)
         chosen = sorted(quick, key=lambda one: (module not in one.partition("::")[0], durations[one]))[:MAX_TESTS]
@@ -321,8 +322,8 @@ def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, st
 def _tests_of(mutant: Mutant, lines: dict[int, list[str]]) -> list[str] | None:
     """Return the tests that reach a mutant's line, or None if there are none.
 
-    Coverage records only the first line of a statement, so lines above are tried as well. A line that runs when its
-    module is imported is reached by all tests of the module.
+    Coverage records only the first line of a statement, so the lines above are tried as well. A line that runs when its
+    module is imported is reached by all tests of that module.
     """
     for line in range(mutant.line, max(0, mutant.line - 8), -1):
         if line in lines:
@@ -389,7 +390,7 @@ def _counts(ones: Sequence[Mutant], results: Results, stage: Stage) -> tuple[int
 
 
 def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage] | None = None) -> bool:
-    """Return True if one of these stages noticed the mutant. None means all stages."""
+    """Return True if one of these stages, or of all stages if None are given, noticed the mutant."""
     names = None if stages is None else {stage.name for stage in stages}
     tried = results.get(mutant.key, {}).items()
     return any(row["outcome"] == "noticed" for name, row in tried if names is None or name in names)
@@ -398,7 +399,7 @@ def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage] | None
 def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple[Mutant, list[str]]]:
     """Return the mutants that a stage still has to try, with their tests, in random order.
 
-    Mutants that no test reaches get their result here.
+    Mutants that no test reaches are recorded as unreached.
     """
     reached = reaching(stage)
     tasks = []
@@ -539,7 +540,7 @@ def _make_copy(copy: Path) -> None:
         if name and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
-    # Also copy the compiled keeper, which git ignores and which the tests could not compile in a read-only copy.
+    # Also copy the compiled keeper: git ignores it, and tests in a read-only copy cannot compile it.
     hatch_build.build_keeper_of_checkout()
     shutil.copy2(ROOT / hatch_build.KEEPER, copy / hatch_build.KEEPER)
 

@@ -1,5 +1,5 @@
-"""A pytest plugin of ``tools.chaos.mutate`` that tells coverage which test is running, and records each test's
-duration.
+"""A pytest plugin for ``tools.chaos.mutate``: it tells coverage which test is running, and records how long each test
+takes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Record the duration of tests that passed. A test that fails without a mutant says nothing about mutants."""
+    """Record the duration of tests that passed. A test that fails even without a mutant is of no use."""
     if report.when == "call" and report.passed:
         _seconds[report.nodeid] = report.duration
 

@@ -1,7 +1,8 @@
-"""A pytest plugin of ``tools.chaos.mutate`` that tries mutants in forks of a process that has loaded all tests.
+"""A pytest plugin for ``tools.chaos.mutate`` that tries mutants in forks of a process that has loaded all tests.
 
-Each fork replaces the code of the mutant's function and runs the tests that reach its line until one fails. Agents that
-tests start as other processes are not mutated, so tests with such agents may still notice a survivor in the next stage.
+Each fork replaces the code of the mutant's function and runs the tests that reach the mutant's line until one fails.
+Agents that tests start as separate processes are not mutated, so the tests that use them may notice a surviving mutant
+only in the next stage.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ TASKS: Final = "SHIM_MUTATE_TASKS"
 …}]``.
 """
 RESULTS: Final = "SHIM_MUTATE_RESULTS"
-"""Environment variable with the path of the output. It gets a JSON list per line: a mutant's key, the outcome, the
-number of tests and the failed test.
+"""Environment variable with the path of the output. For each mutant, a line is added with a JSON list: the mutant's
+key, the outcome, the number of tests and the failed test.
 """
 TIMEOUT_S: Final = 5.0
-"""Time limit of a test in seconds, to which four times its duration under coverage is added. A mutant may loop
-forever.
+"""Base of a test's time limit in seconds, because a mutant may loop forever. Four times the test's duration under
+coverage is added.
 """
 PROCESSOR_S: Final = 5
 MAX_MEMORY: Final = 3 << 30
-"""Limits of a test's CPU time in seconds and of a fork's memory in bytes. The tests without a mutant stay below
-them.
+"""Limits for a test's CPU time in seconds and for a fork's memory in bytes. Without a mutant, the tests stay below
+both.
 """
 TMP: Final = Path("/tmp/mutant")
-"""Mount point of a new tmpfs for each fork. It contains pytest's temporary directories."""
+"""Mount point of the tmpfs that each fork gets for pytest's temporary directories."""
 
 _Functions: TypeAlias = dict[tuple[str, str], list[FunctionType]]
 
 _SOUND_AFTER: Final = 2
-"""Number of times that a test must fail with a mutant and pass without it before it is assumed to pass without
-mutants.
+"""How often a test must fail with a mutant and pass without it before later failures count without running the test
+again.
 """
 _NOTICED: Final = 1
 _NOT_TRIED: Final = 3
@@ -59,7 +60,7 @@ _NOT_TRIED: Final = 3
 def pytest_runtestloop(session: pytest.Session) -> bool:
     """Try all mutants instead of running the tests once."""
     items = {item.nodeid: item for item in session.items}
-    gc.unfreeze()  # tests/conftest.py has frozen the collected objects, but the search for functions must find them.
+    gc.unfreeze()  # tests/conftest.py has frozen the collected objects, but gc must find their functions.
     functions = _functions()
     tasks = json.loads(Path(os.environ[TASKS]).read_text())
     TMP.mkdir(exist_ok=True)
@@ -97,7 +98,7 @@ class _FirstFailure:
 
 
 _broken: Final[set[str]] = set()
-"""Tests that fail in a fork even without a mutant. They prove nothing and are left out."""
+"""Tests that fail in a fork even without a mutant. They are left out, because their failure proves nothing."""
 _sound: Final[Counter[str]] = Counter()
 """Number of times that a test has failed with a mutant and passed without it."""
 _noticing: Final[dict[str, Counter[str]]] = defaultdict(Counter)
@@ -105,7 +106,7 @@ _noticing: Final[dict[str, Counter[str]]] = defaultdict(Counter)
 
 
 def _likely_first(items: list[pytest.Item], mutant: Mutant) -> list[pytest.Item]:
-    """Sort the tests so that those that noticed other mutants of the file come first, then those named after the
+    """Sort the tests: first those that noticed other mutants of the file, then those that are named after the
     module.
     """
     module = Path(mutant.path).stem
@@ -137,8 +138,8 @@ def _try(
 def _forked(change: Callable[[], None], items: list[pytest.Item], seconds: Mapping[str, float]) -> tuple[int, str]:
     """Apply a change in a fork and run tests there.
 
-    Returns the fork's exit code and, unless it is 0, the last test or the reason why none ran. The fork has its own PID
-    and mount namespaces, so the tests cannot kill or mount anything outside of them.
+    Returns the fork's exit code and, unless it is 0, the last test that began, or the reason why none ran. The fork has
+    its own PID and mount namespaces, so the tests cannot kill or mount anything outside them.
     """
     reading, writing = os.pipe()
     pid = confined.fork()
@@ -175,10 +176,10 @@ def _in_fork(change: Callable[[], None], items: list[pytest.Item], to: int, seco
 
 
 def exchange(mutant: Mutant, functions: _Functions) -> None:
-    """Replace the code of loaded functions by the mutant's.
+    """Replace the code of loaded functions with the mutant's.
 
-    Raises LookupError if no loaded function changes, for example because the code runs on import. Raises ValueError if
-    a closure would have other variables.
+    Raises LookupError if no loaded function changes, for example because the mutated code runs on import. Raises
+    ValueError if the new code would need other closure variables.
     """
     text = (ROOT / mutant.path).read_text()
     name = str(ROOT / mutant.path)
@@ -194,13 +195,13 @@ def exchange(mutant: Mutant, functions: _Functions) -> None:
 
 
 def _changed(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Yield pairs of functions that differ between two versions of a module, each before the functions that it
-    contains.
+    """Yield each function that differs between two versions of a module, in both versions. A function comes before the
+    functions that it contains.
     """
     if old.co_flags & inspect.CO_OPTIMIZED and old != new:
         yield old, new
     inner, others = ([each for each in code.co_consts if isinstance(each, CodeType)] for code in (old, new))
-    if len(inner) == len(others):  # They differ if the mutant has removed a statement with a lambda.
+    if len(inner) == len(others):  # The lengths differ if the mutant has removed a statement with a lambda.
         for one, other in zip(inner, others, strict=True):
             if one != other:
                 yield from _changed(one, other)

@@ -36,13 +36,13 @@ from tests.support.witness import Size
 JOBS: Final = 20
 HEARTBEAT_PERIOD_S: Final = 30.0
 TOLERANCE: Final = 1.0
-"""Tolerated delay of a heartbeat in seconds."""
+"""By how many seconds a heartbeat may be late."""
 
 GROWTH: Final = 1 << 20
-"""Tolerated growth of memory after the first quarter, in bytes per hour."""
+"""By how many bytes per hour the memory may grow after the first quarter of the time."""
 
 _NONSENSE: Final = tuple(message for message in BAD if b"[null]" not in message)
-"""Malformed messages, without an ``apply`` of null, which would remove all jobs."""
+"""Malformed messages. An ``apply`` with null as its argument is not among them, because it would remove all jobs."""
 
 _SLEEPER: Final = """
 import time
@@ -60,7 +60,11 @@ while True:
 
 @dataclass(frozen=True)
 class Profile:
-    """How much load to generate. ``sampled`` and ``scraped`` are intervals in seconds."""
+    """How much load to generate.
+
+    ``sampled`` and ``scraped`` are the intervals in seconds between samples of the agent's size and between scrapes of
+    its metrics.
+    """
 
     jobs: int
     tasks_asked: int
@@ -73,7 +77,7 @@ class Profile:
 FAULTS: Final = Profile(JOBS, 5, 5, 15)
 """All kinds of faults and work."""
 LOAD: Final = Profile(202, 18, 5, 1, is_load=True)
-"""Every second a kill, 4 MB of logs and twenty requests, with 202 services. The bus is restarted every minute."""
+"""A kill, 4 MB of logs and twenty requests every second, with 202 services. The bus is restarted every minute."""
 FLOOD_LIMIT: Final = 200 << 20
 
 
@@ -88,10 +92,12 @@ class Record:
     pings: list[tuple[float, float]] = field(default_factory=list)
     """Time and duration of each ping in seconds."""
     sleeper: list[tuple[float, float]] = field(default_factory=list)
-    """Times at which the sleeping process should have woken up, and its delays if they exceed 20 ms."""
+    """Times at which the sleeping process should have woken up, with its delays. Delays below 20 ms are not
+    recorded.
+    """
     beats: list[float] = field(default_factory=list)
     outages: list[tuple[float, float]] = field(default_factory=list)
-    """Periods between a deliberate stop of the bus or the agent and the agent's next answer."""
+    """Periods that begin with a deliberate stop of the bus or the agent and end with the agent's next answer."""
     connected: list[float] = field(default_factory=list)
     """Seconds from the end of each fault until the agent was connected again."""
     done: dict[str, int] = field(default_factory=dict)
@@ -104,7 +110,7 @@ class Record:
         return self.begun_at + (self.until - self.begun_at) / 4
 
     def settled(self) -> list[tuple[float, Size]]:
-        """Return the samples of the agent's size after the first quarter."""
+        """Return the samples of the agent's size that were taken after the first quarter."""
         return [(moment, size) for moment, size in self.sizes if moment >= self.settled_at]
 
     def growth(self) -> float:
@@ -118,7 +124,9 @@ class Record:
         return line.slope * 3600
 
     def ends(self, what: Callable[[Size], int]) -> tuple[float, float]:
-        """Return the medians of a value in the first and in the last third of the samples after the first quarter."""
+        """Return the medians of a value in the first and the last third of the samples that were taken after the first
+        quarter.
+        """
         values = [what(size) for _, size in self.settled()]
         third = max(1, len(values) // 3)
         return statistics.median(values[:third]), statistics.median(values[-third:])
@@ -132,7 +140,7 @@ class Record:
         return [round(statistics.median(part) / (1 << 20), 2) for part in parts if part]
 
     def gaps(self) -> list[tuple[float, float]]:
-        """Return the time of each heartbeat and the gap before it, except for gaps during which the bus was down."""
+        """Return the time of each heartbeat and the gap before it. Gaps during which the bus was down are left out."""
         found = []
         for before, at in zip(self.beats, self.beats[1:], strict=False):
             if not any(begin < at and end > before for begin, end in self.outages):
@@ -140,9 +148,9 @@ class Record:
         return found
 
     def starved(self, begin: float, end: float) -> float:
-        """Return by how many seconds at most the sleeper process woke up late between ``begin`` and ``end``.
+        """Return the longest delay in seconds with which the sleeping process woke up between ``begin`` and ``end``.
 
-        This shows how overloaded the machine was.
+        The delay shows how overloaded the machine was.
         """
         return max((late for at, late in self.sleeper if begin <= at + late and at <= end), default=0.0)
 
@@ -223,7 +231,7 @@ class Soak:
         }
 
     async def run(self) -> None:
-        """Run until the end. Each event happens once in the first quarter and then at its interval."""
+        """Run until the end. Each event happens once in the first quarter and after that at its interval."""
         record = self._record
         await self._do("agent killed", self._agent_killed)
         quarter = record.settled_at - time.monotonic()
@@ -257,7 +265,7 @@ class Soak:
                 await asyncio.sleep(0.05)
             took = time.monotonic() - healed_at
             self._record.connected.append(took)
-            await self._stand.answers(back - took, patience=back)  # Under this load, answers may be that late.
+            await self._stand.answers(back - took, patience=back)  # Under this load, an answer may take that long.
             await until(lambda: len(self._record.beats) > beats, 3, "no heartbeat arrived after the reconnection")
         finally:
             self._record.outages[-1] = (begun_at, time.monotonic())
@@ -385,7 +393,7 @@ class Load(Soak):
 
 
 async def _ask(one: Stand, record: Record) -> None:
-    """Send requests as a Director does during a deploy: every second a ping, several get_task and sometimes a
+    """Send requests as a Director does during a deploy: each second a ping, several get_task and sometimes a
     get_state.
     """
     number = 0
@@ -405,7 +413,7 @@ async def _ask(one: Stand, record: Record) -> None:
 
 
 async def _measure(one: Stand, record: Record) -> None:
-    """Regularly record the agent's size and scrape its metrics."""
+    """Record the agent's size and scrape its metrics at regular intervals."""
     number = 0
     while True:
         with contextlib.suppress(OSError, KeyError):  # This happens while the agent is being restarted.
@@ -418,7 +426,7 @@ async def _measure(one: Stand, record: Record) -> None:
 
 
 async def _beats(one: Stand, record: Record) -> None:
-    """Record the times of heartbeats and discard the messages to the Health Monitor."""
+    """Record the times of heartbeats. Discard all other messages to the Health Monitor."""
     while True:
         record.beats += [notice.at for notice in one.monitor.of("heartbeat", AGENT)]
         one.monitor.notices.clear()
@@ -457,7 +465,7 @@ async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULT
                 watch.cancel()
             ended = await asyncio.gather(*watching, return_exceptions=True)
         record.broken += [repr(end) for end in ended if isinstance(end, Exception)]
-        if not profile.is_load:  # Under the load profile, the process that was killed last may not be running yet.
+        if not profile.is_load:  # Under the load profile, the job that was killed last may not be running yet.
             record.broken += await one.witness.broken()
         return record
 

@@ -33,18 +33,18 @@ from tools.comparison import breaks, judge, plan
 from tools.comparison.releases import Checkout, Job
 
 PROPERTIES: Final = Path(__file__).with_name("properties.yml")
-"""File with properties of public jobs that have no default and cannot be guessed."""
+"""File with values for properties of public jobs that have no default and cannot be guessed."""
 WORLDS: Final = ("go", "shim")
 LIFE_LIMIT_S: Final = 1500
 LOOK_S: Final = 0.5
 INTERRUPTED: Final = threading.Event()
 KINDS: Final = "equal, listed, difference, busy, unplayed"
 TRIES: Final = 4
-"""Maximum number of runs of a job that does not stay up. Each run adds stand-ins for what the job's scripts did not
-find in the run before.
+"""Maximum number of runs for a job that does not stay up. Each run adds stand-ins for whatever the job's scripts did
+not find in the previous run.
 """
 WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-syslog,-mac_admin,-mac_override,-audit_control"
-"""Capabilities that are removed from both environments, so that scripts of releases cannot affect this machine."""
+"""Capabilities that neither environment gets, so that scripts of releases cannot affect this machine."""
 
 
 def main() -> int:
@@ -90,7 +90,7 @@ def main() -> int:
     key = authority.client("job").private_key
     kept = args.keep or Path(tempfile.mkdtemp(prefix="comparison-"))
     kept.mkdir(parents=True, exist_ok=True)
-    # Exit through the `with` blocks, which remove the environments.
+    # Leave through the `with` blocks, which remove the environments.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for package in ("agent_shim", "tools/comparison", "tests/support"):
         # Compile the modules now, because the environments cannot write to the source tree and would compile them at
@@ -123,8 +123,8 @@ def main() -> int:
 
 @contextmanager
 def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
-    """End all running lifecycles when the block ends, and start no further ones. This matters if an interrupt ends the
-    block early.
+    """End all running lifecycles when the block ends, and start no more. This matters if an interrupt ends the block
+    early.
     """
     try:
         yield
@@ -134,7 +134,9 @@ def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
 
 
 def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) -> judge.Verdict:
-    """Run a job in both environments concurrently and judge the results. If results are recorded, only judge those."""
+    """Run a job under both agents concurrently, and judge the results. If both results were recorded earlier, only
+    judge them.
+    """
     if made.job.error:
         return judge.Verdict(made.job, not_rendered=made.job.error)
     place = kept / f"{made.job.release}+{made.job.name}".replace("/", "+")
@@ -168,7 +170,9 @@ def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) 
 
 
 def prove(made: plan.Plan, cycle: int, kept: Path, at_once: int) -> int:
-    """Compare each agent that is broken on purpose with the Go agent. Return 0 if every break is noticed."""
+    """Compare each agent that is broken on purpose with the Go agent. Return 0 if the comparison notices every
+    break.
+    """
     silent = 0
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool, ending(pool):
         go = pool.submit(live, "go", made, cycle, _emptied(kept / "go"))
@@ -215,7 +219,7 @@ def _bpm(made: plan.Plan) -> dict[str, str]:
 
 
 def remove_containers(cgroups: list[tuple[Path, Path]]) -> None:
-    """Remove the cgroups of containers that were left behind by an environment, in all hierarchies."""
+    """Remove the cgroups of containers that an environment has left behind, in all hierarchies."""
     for ours, top in cgroups[:1]:
         for place in top.parent.glob(f"*/{ours.name}"):
             for below in (*sorted(place.rglob("*/"), reverse=True), place):
@@ -233,8 +237,8 @@ def _keep_logs(kind: str, vcap: Path, place: Path) -> None:
 
 
 def live(kind: str, made: plan.Plan, cycle: int, place: Path, broken: breaks.Break | None = None) -> dict[str, Any]:
-    """Run the lifecycle in one environment and return the recorded phases. ``broken`` replaces this agent by a broken
-    one.
+    """Run the lifecycle under one agent and return the recorded phases. If ``broken`` is given, this agent is replaced
+    with a copy that is broken in that way.
     """
     with tempfile.TemporaryDirectory(prefix="world-") as name:
         scratch = Path(name)

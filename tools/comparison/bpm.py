@@ -1,7 +1,7 @@
 """A stand-in for bpm under the Go agent.
 
-It sets up directories, user, session, environment, the limit of open files and the pidfile, and sends the same signals,
-but creates no container.
+It sets up directories, user, session, environment, the limit of open files and the pidfile, and sends the same signals
+as bpm, but it creates no container.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ import yaml
 
 VCAP: Final = Path("/var/vcap")
 RUNNING: Final = Path("/run/bpm")
-"""Directory of its own record of running processes. Like runc's, it is independent of the pidfiles."""
+"""Directory in which this program records the running processes. Like runc's state, it is independent of the
+pidfiles.
+"""
 TERM_TIMEOUT_S: Final = 15
 QUIT_TIMEOUT_S: Final = 2
 
 
 def main() -> int:
-    """Run the command that the arguments name and return its exit code."""
+    """Run the subcommand that the arguments name, and return its exit code."""
     words = sys.argv[1:]
     command = words.pop(0) if words else ""
     process = ""

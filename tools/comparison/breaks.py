@@ -16,14 +16,14 @@ from tests.support.machine import CODE
 from tools.comparison.judge import Verdict
 
 MODEL: Final = Path(__file__).with_name("model")
-"""A release whose only job is affected by every phase."""
+"""A release with a single job, on which every phase has an effect."""
 
 
 @dataclass(frozen=True)
 class Break:
-    """A break, which replaces ``old`` by ``new`` in a file of the agent.
+    """A break: ``old`` is replaced with ``new`` in one of the agent's files.
 
-    ``shows`` is a regular expression for the difference that must be found, in the form "phase: what".
+    ``shows`` is a regular expression for the difference that the comparison must find, in the form "phase: what".
     """
 
     path: str
@@ -55,7 +55,7 @@ _REACT: Final = "await service.react(rule.action, complaint.word, finding.text)"
 
 
 def _without_script(name: str, phase: str, *trials: str) -> Break:
-    """Return a break that makes the agent skip one of the scripts without an error."""
+    """Return a break that makes the agent skip one of the scripts without reporting an error."""
     new = f'if name != "{name}":\n        {_SCRIPTS}'
     return Break("actions/scripts.py", _SCRIPTS, new, rf"^{phase}: script {name}", trials)
 

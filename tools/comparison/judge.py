@@ -15,10 +15,10 @@ from tools.comparison.releases import Job
 
 @dataclass
 class Difference:
-    """A difference between the two lifecycles.
+    """A difference between the lifecycles of a job under the two agents.
 
-    ``line`` is the place in the release that causes it, and ``allowed`` the row of docs/monit-deviations.md that covers
-    it.
+    ``line`` is the line in the release that causes the difference, and ``allowed`` the row of docs/monit-deviations.md
+    that permits it.
     """
 
     phase: str
@@ -34,33 +34,34 @@ class Difference:
     is_dependent: bool = False
     """Whether the service depends on another service."""
     has_no_localhost: bool = False
-    """Whether the job has removed ``localhost`` from the host names of the machine."""
+    """Whether the job has removed ``localhost`` from the machine's ``/etc/hosts``."""
     is_process_1: bool = False
     """Whether a script of the job writes 1 to a pidfile."""
     is_survivor: bool = False
-    """Whether a process outlived a stop, or the stop of a restart, under the Go agent but not under this one."""
+    """Whether a process outlived a stop or a restart under the Go agent but not under this agent."""
     is_started_twice: bool = False
-    """Whether a slow start program started one process under this agent, but under the Go agent more than one, or one
-    too late.
+    """Whether a slow start program started exactly one process under this agent, but several or a late one under the Go
+    agent.
     """
     is_restarted_by_port: bool = False
-    """Whether a rule about a port restarted a process under the Go agent."""
+    """Whether a port rule restarted a process under the Go agent."""
     is_restarted_by_usage: bool = False
     """Whether a rule about memory or CPU usage restarted a process under the Go agent."""
     has_failed_start: bool = False
-    """Whether a start under the Go agent exceeded its timeout although the process is running now. It is a start of
-    this service, or of any service if the difference is about the job.
+    """Whether a start under the Go agent exceeded its timeout although the process is running now.
+
+    This considers starts of the same service, or of any service if the difference is about the job.
     """
     runs_beside_stop_program: bool = False
     """Whether the previous phase is a stop that this agent reported at least a second later than the Go agent."""
     is_refused: bool = False
-    """Whether the Go agent's monit refused to unmonitor a service because a stop was still in progress."""
+    """Whether monit refused to unmonitor a service under the Go agent, because a stop was still in progress."""
     starts_in_turn: bool = False
-    """Whether the Director does not wait for the services, and therefore sees states while monit is still starting them
-    one by one.
+    """Whether the Director does not wait for the services in this phase, so that it sees states while monit is still
+    starting the services one by one.
     """
     is_pending: bool = False
-    """Whether the restart in an earlier phase was still in progress at its end in both environments."""
+    """Whether the restart of an earlier phase had not finished when that phase ended, in both environments."""
 
     @property
     def act(self) -> str:
@@ -79,12 +80,12 @@ class Verdict:
     not_rendered: str = ""
     not_played: str = ""
     is_busy: bool = False
-    """Whether the machine was too busy to say why the job did not run."""
+    """Whether the machine was too busy to tell why the job did not run."""
     differences: list[Difference] = field(default_factory=list)
     listed: list[Difference] = field(default_factory=list)
     has_process: bool = True
     helped: list[str] = field(default_factory=list)
-    """Programs that were told to keep running, and ``lenient`` if scripts continued after errors."""
+    """Names of the stand-ins that were made to keep running, and ``lenient`` if scripts continued after errors."""
 
     @property
     def kind(self) -> str:
@@ -117,29 +118,29 @@ OF_THE_PROGRAM: Final = "Copyright|emulated by agent-shim|message$|not acted on$
 MAX_NAMES: Final = 4
 OF_BPM: Final = frozenset(("bpm", "runc", "tini"))
 OF_BPMS_WORDS: Final = re.compile(r"\nUsage:.*(\nError:)|(?<=parse job configuration): .*", re.DOTALL)
-"""Usage texts, and reasons why a configuration cannot be parsed. docs/bpm.md allows them to differ."""
+"""Usage texts, and error messages for a configuration that cannot be parsed. docs/bpm.md allows them to differ."""
 FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid", "size", "timestamp")
 """Lines of ``monit status`` whose values may differ for every job according to docs/monit-deviations.md."""
 UNSTEADY_STATES: Final = 4
-"""Number of state changes at which a process counts as unsteady if nothing is requested meanwhile."""
+"""A process counts as unsteady after this many state changes without a request."""
 
 DEATHS: Final = ("death", "port closed", "unmonitor")
 """Phases in which processes are killed."""
 HOOKS: Final = re.compile(r"/bin/(pre-start|post-start|post-deploy|pre-stop|drain|post-stop|run)((?: .*)?)$")
 BUSY_WAIT: Final = 2.0
-"""The machine counts as too busy if a run waits this many times longer for a CPU than it uses one."""
+"""The machine counts as too busy if a run has waited for a CPU for this multiple of the time that it used one."""
 VOLATILE: Final = re.compile(
     r"_|PWD|OLDPWD|SHLVL|AGENT_SHIM_\w+|BPM_STAND_IN|MONIT_DATE|MONIT_DESCRIPTION|MONIT_PROCESS_\w+"
 )
-"""Variables that are set by shells or stand-ins, and variables of monit that differ from cycle to cycle."""
+"""Variables that shells or stand-ins set, and monit's variables, which change from cycle to cycle."""
 ROUGHLY: Final[list[tuple[re.Pattern[str], float, float]]] = [
     (re.compile(r"uptime|load"), math.inf, 0),
     (re.compile(r"\bcpu\b"), 100, 0),
     (re.compile(r"percent"), 15, 0),
     (re.compile(r"mem\.kb$"), 8192, 0.5),
 ]
-"""Values that cannot be equal, by a pattern for their path. Two simultaneous runs may differ by the larger of an
-absolute and a relative amount.
+"""Values that cannot be equal, as patterns for their paths. Two simultaneous runs may differ by an absolute or a
+relative amount, whichever is larger.
 """
 
 Phases = dict[str, dict[str, Any]]
@@ -153,7 +154,7 @@ AFTER_STOPS: Final = (
 AFTER_STOP: Final = ("post-stop", "apply", "pre-start")
 """Phases between a stop and the next start."""
 LAST: Final = ("pre-stop", "drain", "stop", "post-stop")
-"""Phases after a slow start."""
+"""Phases that follow a slow start."""
 UNTIL_REST: Final = ("start", "post-start", "post-deploy", "rest")
 STARTS: Final = (*UNTIL_REST, "start after stop", "slow start")
 
@@ -194,7 +195,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
                 and one.is_restarted_by_port
                 and one.what.endswith((" lives", " is the former one"))
             )
-            or (  # Each new process exceeds the limit again, but only this agent reports it every time.
+            or (  # Each new process exceeds the limit again, but only this agent reports that every time.
                 one.act == "usage"
                 and one.is_restarted_by_usage
                 and (
@@ -282,12 +283,13 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     ),
     ("a stop is refused while a start is pending", lambda one: one.act == "stop" and "errored" in one.go_answer),
 ]
-"""The beginning of each row of docs/monit-deviations.md, and a test for the differences that it covers."""
+"""The beginning of each row of docs/monit-deviations.md, with a function that recognizes the differences it allows."""
 
 
 def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
-    """Compare two lifecycles phase by phase. A job that runs in neither of them is not compared, because the stand-ins
-    do not suffice for it.
+    """Compare the lifecycles under both agents phase by phase.
+
+    A job that runs under neither of them is not compared, because the stand-ins are not sufficient for it.
     """
     verdict = Verdict(made.job, has_process=bool(made.services))
     if go["error"] or shim["error"]:
@@ -348,7 +350,7 @@ def _is_shorter_stop(go: Phases, shim: Phases, name: str) -> bool:
 
 
 def _has_failed_start(life: Phases, one: Difference) -> bool:
-    """Return True if a start of the service failed since the last stop although its process is running now.
+    """Return True if a start of the service has failed since the last stop although its process is running now.
 
     If the difference is about the state of the job, a failed start of any service counts.
     """
@@ -365,16 +367,16 @@ def _has_failed_start(life: Phases, one: Difference) -> bool:
 
 
 def _starts_in_turn(life: Phases) -> bool:
-    """Return True if there are several services outside the group vcap, and at rest each of them has a process.
+    """Return True if several services are outside the group vcap, and each of them has a process at rest.
 
-    The state lists only services of that group.
+    The job's state lists only services in that group.
     """
     has_process = life.get("rest", {}).get("services", {}).values()
     return len(has_process) > 1 and all(has_process) and not life["start"]["states"]
 
 
 def _begun(life: Phases, *names: str) -> int:
-    """Return the maximum number of processes of the same program that started in these phases."""
+    """Return how many processes of one program were started in these phases. If programs differ, the maximum counts."""
     seen = [program for name in names for _, event, program in life.get(name, {}).get("events", []) if event == "lives"]
     return max(Counter(seen).values(), default=0)
 
@@ -384,7 +386,9 @@ def _told_still_runs(life: Phases) -> bool:
 
 
 def _late_phases(life: Phases) -> Iterator[str]:
-    """Yield the phases in which the agent gave no answer, and the start if a process was still missing at its end."""
+    """Yield the phases in which the agent did not answer. The start phase counts as well if a process was missing at
+    its end.
+    """
     for name, phase in life.items():
         is_starting = name == "start" and any(known[-1] == "starting" for known in phase["states"].values())
         if is_starting or re.match("error: (no answer|Timed out sending)", phase["value"]):
@@ -392,7 +396,7 @@ def _late_phases(life: Phases) -> Iterator[str]:
 
 
 def _outlives_a_restart(life: Phases) -> bool:
-    """Return True if ``monit restart`` started a process but ended none."""
+    """Return True if ``monit restart`` started a process without ending one."""
     events = {event for _, event, _ in life.get("monit restart", {}).get("events", [])}
     return "lives" in events and not any(event.startswith("SIG") for event in events)
 
@@ -418,21 +422,21 @@ def _is_up(rest: dict[str, Any]) -> bool:
 
 
 def tools(life: dict[str, Any]) -> list[str]:
-    """Return the stand-ins that start programs ran as short-lived tools, in order."""
+    """Return the stand-ins that start programs ran as short-lived tools, in the order in which they ran."""
     events = [one for phase in life["phases"] if phase["name"] in ("start", "rest") for one in phase["events"]]
     return [program for _, event, program in events if event == "tool"]
 
 
 def lacks_a_process(lives: list[dict[str, Any]]) -> bool:
-    """Return True if a service had no process at rest in one of the environments."""
+    """Return True if a service had no process at rest under one of the agents."""
     resting = [phase for life in lives for phase in life["phases"] if phase["name"] == "rest"]
     return not all(has_process for phase in resting for has_process in phase["services"].values())
 
 
 def is_unsteady(lives: list[dict[str, Any]]) -> bool:
-    """Return True if a process ended repeatedly while nothing was requested.
+    """Return True if a process ended repeatedly although nothing was requested.
 
-    Its stand-in then probably acted as a short-lived tool although it should have kept running.
+    Its stand-in has then probably exited like a tool although it should have kept running.
     """
     resting = [phase for life in lives for phase in life["phases"] if phase["name"] == "rest"]
     return any(len(states) >= UNSTEADY_STATES for phase in resting for states in phase["states"].values())
@@ -461,7 +465,7 @@ def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
 
 
 def _inherited(go: Phases, shim: Phases) -> Iterator[Difference]:
-    """Yield differences in what programs inherit. Programs that did not run in both environments are ignored."""
+    """Yield differences in what programs inherit. Programs that did not run under both agents are ignored."""
     lives = [_contexts(life) for life in (go, shim)]
     for program in sorted(set(lives[0]) & set(lives[1])):
         facts = [_facts_of(life[program]) for life in lives]
@@ -472,7 +476,7 @@ def _inherited(go: Phases, shim: Phases) -> Iterator[Difference]:
 
 
 def _contexts(life: Phases) -> dict[str, list[dict[str, Any]]]:
-    """Return what each program inherited in all phases."""
+    """Return what each program inherited, from all phases."""
     found: dict[str, list[dict[str, Any]]] = {}
     for phase in life.values():
         for program, contexts in phase.get("contexts", {}).items():
@@ -481,7 +485,7 @@ def _contexts(life: Phases) -> dict[str, list[dict[str, Any]]]:
 
 
 def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
-    """Return each property of a program's contexts with all the values that it had, separated by commas."""
+    """Return each property of a program's contexts. If it had several values, they are separated by commas."""
     values: dict[str, set[str]] = {}
     for context in contexts:
         for what in ("umask", "user", "directory"):
@@ -495,7 +499,7 @@ def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _values(go: Phases, shim: Phases, kind: str) -> Iterator[Difference]:
-    """Yield values that differ between the two states at rest and after the update, or between the last heartbeats."""
+    """Yield values that differ between the two agents: at rest, after the update, or in the last heartbeats."""
     for name in ("rest", "update: start") if kind == "state" else ("life",):
         seen = [_last_heartbeat(life) if name == "life" else _state(life, name) for life in (go, shim)]
         for path in sorted(set(seen[0]) & set(seen[1])):
@@ -555,11 +559,11 @@ def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
 
 
 def _speaks_late(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """Return True if the same number of processes of this program started in both runs, some of which reported in the
-    next phase.
+    """Return True if both runs started the same number of processes of this program, but some processes reported only
+    in the next phase.
 
-    The first of the two phases must be a start, or neither of them may have replaced a process. The reason for the
-    delay is that a start program may wait before it executes its program.
+    This is expected after a start, because a start program may wait before it executes its program. Otherwise, neither
+    of the two phases may have replaced a process.
     """
     program = what.removesuffix(" lives")
 
@@ -579,16 +583,16 @@ def _speaks_late(go: Phases, shim: Phases, name: str, what: str) -> bool:
 
 
 def _shapes(life: Phases, kind: str) -> set[str]:
-    """Return the members of all documents of a kind since the job was started, with their types."""
+    """Return the members, with their types, of all documents of a kind since the job was started."""
     later = [phase for name, phase in life.items() if name not in ("apply", "pre-start", "start", "post-start")]
     members = {member for phase in later for member in phase.get("shapes", {}).get(kind, "").split(", ") if member}
     return {member for member in members if not re.search(r"vitals\.disk\.persistent|: NoneType", member)}
 
 
 def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each comparable fact of a phase with its value."""
+    """Yield the name and value of everything in a phase that is compared."""
     name = phase["name"].rpartition(": ")[2]
-    # Remove the reason, which only this agent adds.
+    # Remove the reason for the failure, which only this agent adds.
     answer = re.sub(r"(Failed Jobs: [\w, -]+\.).*", r"\1", phase["value"], flags=re.DOTALL)
     yield "answer", re.sub(r"[0-9a-f-]{36}|\d+\.\d+", "…", answer)[:200]
     yield "job state", "".join(phase["job_states"][-1:])
@@ -606,9 +610,9 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "rest",
         "monit restart",
         "stop",
-    ):  # Ignore signals in these phases, because many ctl scripts send KILL right after TERM.
+    ):  # Ignore signals in these phases, because many ctl scripts send SIGKILL right after SIGTERM.
         for (event, program), count in Counter((event, program) for _, event, program in phase["events"]).items():
-            if (name, event) != ("post-start", "lives"):  # Processes may report late that they have started.
+            if (name, event) != ("post-start", "lives"):  # A process may report late that it has started.
                 yield f"{program} {event}", str(count) if event == "lives" else "yes"
     yield from _told(phase)
     for command, said in phase["texts"].items():
@@ -627,14 +631,14 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _is_listed(process: str, phase: dict[str, Any]) -> bool:
     """Return True if the state at the end of the phase lists this process.
 
-    Processes that are removed during the phase are only in the state at its beginning.
+    A process that is removed during the phase is listed only at the beginning.
     """
     values = phase.get("values", {}).get("state")
     return values is None or any(path.startswith(f"processes[{process}]") for path in values)
 
 
 def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the number of each alert, and the arguments of each script that the Director has run."""
+    """Yield the number of alerts of each kind, and the arguments of each script that the Director has run."""
     for alert, number in sorted(Counter(phase["alerts"]).items()):
         yield f"alert {alert}", alert if number == 1 else f"{alert} ({number} times)"
     runs = Counter((found[1], found[2]) for script in phase.get("scripts", []) if (found := HOOKS.search(script)))
@@ -643,10 +647,10 @@ def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
-    """Yield the exit code of a monit command, the state of each service, and the titles of all other lines without
-    their values.
+    """Yield the comparable parts of a command's output.
 
-    For a bpm command, yield its whole output without numbers.
+    For monit, these are the exit code, the state of each service, and the titles of all other lines without their
+    values. For bpm, it is the whole output without numbers.
     """
     if command.startswith("bpm "):
         yield command, re.sub(OF_BPMS_WORDS, r"\1", re.sub(r"\d+", "N", re.sub(r"[ \t]+", " ", said)))
@@ -670,7 +674,9 @@ def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
 
 
 def _line(job: Job, one: Difference) -> str:
-    """Return the place in the release that probably causes a difference, found with the words of its description."""
+    """Return the line in the release that probably causes a difference. It is searched for the words of the
+    description.
+    """
     text = job.sources.get(f"jobs/{job.name}/monit", "")
     lines = text.splitlines()
     words = one.what.split()
@@ -699,7 +705,9 @@ def table(verdicts: list[Verdict]) -> str:
 
 
 def reasons(verdicts: list[Verdict]) -> str:
-    """Return a Markdown table of the rows of docs/monit-deviations.md with the jobs and releases that each affects."""
+    """Return a Markdown table of the rows in docs/monit-deviations.md, with the jobs and releases in which each row
+    applies.
+    """
     rows = ["", "| row of the deviations | jobs | releases |", "|---|---|---|"]
     titles = dict.fromkeys(title for title, _ in ALLOWED)
     for title in titles:
@@ -711,6 +719,6 @@ def reasons(verdicts: list[Verdict]) -> str:
 
 
 def counts(verdicts: list[Verdict]) -> str:
-    """Return a paragraph with the number of jobs of each release that were run."""
+    """Return a paragraph that says how many jobs of each release were run."""
     played = Counter(verdict.job.release.rpartition("/")[2] for verdict in verdicts if not verdict.not_rendered)
     return "\n" + ", ".join(f"{name} {count}" for name, count in sorted(played.items())) + "."

@@ -1,4 +1,7 @@
-"""``python -m tools.comparison.life WORLD PLAN RESULT``: run one job's lifecycle under one agent, in new namespaces."""
+"""``python -m tools.comparison.life WORLD PLAN RESULT``: run one job's lifecycle under one of the two agents.
+
+The lifecycle runs in new namespaces.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ AGENT: Final = "instance"
 VCAP: Final = Path("/var/vcap")
 SCRATCH: Final = Path("/mnt")
 BPM: Final = SCRATCH / "bpm"
-"""Directory with the programs of bpm's package. If it is missing, tools/comparison/bpm.py is used."""
+"""Directory with the programs of the real bpm package. If it is missing, the stand-in tools/comparison/bpm.py is
+used.
+"""
 BROKEN: Final = SCRATCH / "broken"
 """Directory with an agent that is broken on purpose."""
 BLOBS: Final = VCAP / "blobs"
@@ -43,14 +48,14 @@ SETTINGS: Final = VCAP / "bosh/warden-cpi-agent-env.json"
 OBSERVER: Final = 59999
 LOOK_S: Final = 0.7
 LAST_LOOK_S: Final = 20
-"""Time limit in seconds for the get_state at the end of a phase, whose answer is compared."""
+"""Seconds that the get_state at the end of a phase may take. Its answer is compared."""
 SCRIPT_LIMIT_S: Final = 240.0
 START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
 MONIT_TRIES: Final = 10
 USAGE_LIMIT_S: Final = 30
 FILES: Final = 1024
-"""Soft limit of open files that agents inherit."""
+"""Soft limit for open files that both agents inherit."""
 
 ETC: Final = (
     *(
@@ -70,14 +75,14 @@ TREE: Final = (
     *("blobs", "bosh", "data/sys/run", "data/sys/log", "data/packages", "data/jobs", "data/tmp", "store", "instance"),
     *("jobs", "packages", "monit"),
 )
-"""Directories that exist on a stemcell below ``/etc``, and below ``/var/vcap``."""
+"""Directories that a stemcell has below ``/etc``, and those that it has below ``/var/vcap``."""
 COMMANDS: Final = ("monit summary", "monit status", "monit stop none", "monit unmonitor", "monit nonsense", "monit -V")
-"""Commands of an operator whose exit codes and outputs are compared."""
+"""Commands that an operator might run. Their exit codes and outputs are compared."""
 BPM_COMMANDS: Final = (
     *("bpm list", "bpm pid {job} -p {process}", "bpm pid {job} -p none", "bpm pid none", "bpm start none"),
     *("bpm stop none", "bpm run none -p {process}", "bpm logs none", "bpm pid", "bpm nonsense"),
 )
-"""The same for bpm, if the job runs under the real one. The first two are repeated after the stop."""
+"""Commands for bpm, if the job runs under the real bpm. The first two run again after the stop."""
 RELOADS: Final = "Waiting for monit to reload"
 ENVIRONMENT: Final = {"PATH": f"{VCAP}/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 """Environment variables that an agent gets from its service manager."""
@@ -94,29 +99,29 @@ class Phase:
     """The answer to the action, or the error."""
     seconds: float = 0.0
     job_states: list[str] = field(default_factory=list)
-    """All states of the job, without repetitions."""
+    """All states that the job passed through, without repetitions."""
     states: dict[str, list[str]] = field(default_factory=dict)
-    """All states of each process, without repetitions."""
+    """All states that each process passed through, without repetitions."""
     running_after: float = -1.0
     events: list[list[Any]] = field(default_factory=list)
     """``[seconds, event, program]`` reported by stand-ins."""
     alerts: list[str] = field(default_factory=list)
     heartbeats: list[str] = field(default_factory=list)
     services: dict[str, bool] = field(default_factory=dict)
-    """By service, whether the process in its pidfile is running at the end."""
+    """For each service, whether the process in its pidfile is running at the end of the phase."""
     same: dict[str, bool] = field(default_factory=dict)
-    """By service, whether that process is the same as in the previous phase."""
+    """For each service, whether its process is the same as in the previous phase."""
     texts: dict[str, str] = field(default_factory=dict)
     """Exit codes and outputs of commands."""
     files: list[str] = field(default_factory=list)
     shapes: dict[str, str] = field(default_factory=dict)
-    """Members of the last state and of the last heartbeat with their types."""
+    """Paths of the members of the last state and of the last heartbeat, with their types."""
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Values of these members."""
+    """Values of the members in ``shapes``."""
     scripts: list[str] = field(default_factory=list)
     """Scripts of the job that ran, with their arguments."""
     contexts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """By program, the different contexts that it inherited."""
+    """For each program, the different contexts that its processes inherited."""
 
 
 class ComparedAgent:
@@ -259,7 +264,7 @@ class Life:
         self.last: dict[str, int] = {}
         self.state: dict[str, Any] = {}
         self.has_acted = False
-        """Whether the action of the phase has been completed. States before that do not count."""
+        """Whether the phase's action has been completed. Earlier states are not recorded."""
         self.seen = ""
 
     @property
@@ -337,9 +342,9 @@ class Life:
         return self.seen == "running"
 
     async def settled(self, cycles: float) -> None:
-        """Wait for this number of cycles, and then until the job has been running without changes for one and a half.
+        """Wait for this number of cycles, and then until nothing about the job has changed for one and a half cycles.
 
-        The second wait ends after ten cycles at the latest.
+        The second wait takes at most ten cycles.
         """
         self.has_acted = True
         await asyncio.sleep(cycles * self.cycle)
@@ -370,9 +375,9 @@ class Life:
         phase.texts["log"] = tail(VCAP / f"sys/log/{self.plan['job']}/{name}.stderr.log")
 
     async def _ask(self, phase: Phase, commands: Sequence[str]) -> None:
-        """Record exit codes and outputs of commands.
+        """Record the exit codes and outputs of commands.
 
-        Commands of bpm run only if the real one is used. They get the job's first process.
+        bpm commands run only if the real bpm is used, and for the job's first process.
         """
         named = {"job": self.plan["job"], "process": self.plan["bpm"]}
         for command in commands:
@@ -436,7 +441,7 @@ class Life:
         return phase
 
     async def _updates(self, wanted: list[str]) -> None:
-        """Run an update in place, a stop and start by the operator, and an update with slow start programs."""
+        """Run three kinds of updates: in place, with a stop and start by the operator, and with slow start programs."""
         if "update" in wanted:
             spec = spec_of(self.plan | {"files": self.plan["second"]}, "2")
             await self.script("pre-stop", "update: ", env=NEXT)
@@ -503,14 +508,14 @@ class Life:
                 busy.touch()
                 least = (self.plan["cycles"] + 3) * self.cycle
                 await asyncio.sleep(least)
-                # A stand-in may get little CPU time on a busy machine.
+                # A stand-in may get little CPU time on a busy machine, so wait until the rule has matched.
                 await self.until(self._has_matched, USAGE_LIMIT_S)
             async with self.phase("usage ended"):
                 busy.unlink()
                 await self.settled(self.plan["cycles"] + 2.5)
         if "changed file" in wanted and self.plan["watched"]:
             async with self.phase("changed file"):
-                await asyncio.sleep(1.1)  # monit notices only changes in a later second.
+                await asyncio.sleep(1.1)  # monit compares mtimes in whole seconds.
                 for path in map(Path, self.plan["watched"]):
                     with path.open("a") as file:
                         file.write("\n")
@@ -539,8 +544,8 @@ class Life:
             await self.settled(3)
 
     async def _put_back(self, before: dict[Path, int]) -> None:
-        """Write the pid of the running process into each pidfile that is still empty, so that the remaining phases make
-        sense.
+        """Write the pid of the running process into each pidfile that is still empty, so that the remaining phases can
+        find it.
         """
         empty = [path for path in before if path.exists() and not path.read_text().strip()]
         if empty:
@@ -582,8 +587,8 @@ def shape(value: Any, path: str = "") -> set[str]:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the values of a document by path. Elements of a list are identified by their name, or else by
-    their index.
+    """Return the values of a document by path. A list element is identified by its name or, if it has none, by its
+    index.
     """
     if isinstance(value, dict) and value:
         return {where: one for name, member in value.items() for where, one in flat(member, f"{path}.{name}").items()}
@@ -609,7 +614,7 @@ def living(pidfile: Path) -> int:
 
 
 def stand_ins() -> list[str]:
-    """Return the names of running programs of packages."""
+    """Return the names of the programs from packages that are running."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -619,7 +624,7 @@ def stand_ins() -> list[str]:
 
 
 def left() -> list[str]:
-    """Return paths of files in the jobs' directories, except those of the agents themselves."""
+    """Return the paths of the files in the job directories, except those that belong to the agents themselves."""
     found = []
     for top in ("data/sys/run", "data/sys/log", "store", "data/jobs"):
         for place in (VCAP / top).rglob("*"):
@@ -644,7 +649,7 @@ def shell(command: str) -> str:
 
 
 def archive(files: dict[str, str], modes: Callable[[str], int]) -> bytes:
-    """Return a gzipped tarball. ``modes`` returns the mode for a path."""
+    """Return a gzipped tarball. ``modes`` maps a path to its mode."""
     target = io.BytesIO()
     # Omit the time, so that the same files have the same digest in both environments.
     with (
@@ -660,7 +665,7 @@ def archive(files: dict[str, str], modes: Callable[[str], int]) -> bytes:
 
 
 def spec_of(plan: dict[str, Any], version: str = "1") -> dict[str, Any]:
-    """Write the blobs of the job and its packages, and return the apply spec with them."""
+    """Write the blobs for the job and its packages, and return an apply spec that refers to them."""
 
     def blob(content: bytes) -> dict[str, str]:
         digest = hashlib.sha1(content).hexdigest()  # noqa: S324 - Directors use SHA-1
@@ -717,7 +722,7 @@ def add_network() -> None:
 
 
 def settle_in(programs: list[str]) -> None:
-    """Set up everything of a stemcell that both agents need, with stand-ins for these programs."""
+    """Create everything that both agents expect from a stemcell, with stand-ins for these programs."""
     above = Path("/tmp/usr")
     above.mkdir()
     from tools.comparison import system_stand_ins
@@ -760,7 +765,7 @@ async def main() -> None:
     world.settle_in()
     spec = spec_of(plan)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    # Agents may raise their own limit, but their children must get this one.
+    # An agent may raise its own limit, but its children must get this one.
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, hard), hard))
     world.prepare()
     director, hm = Director(poll=0.2), HealthMonitor()
@@ -807,7 +812,7 @@ def heard(watcher: socket.socket, life: Life) -> None:
 
 
 def waited() -> float:
-    """Return how many times longer this process has waited for a CPU than it has used one."""
+    """Return the ratio of the time that this process has waited for a CPU to the time that it has used one."""
     ran, waiting, _ = map(int, Path("/proc/self/schedstat").read_text().split())
     return waiting / max(ran, 1)
 

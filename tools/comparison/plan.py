@@ -1,4 +1,4 @@
-"""Determines from the files of a job which programs of packages its lifecycle needs."""
+"""Determines which package programs the lifecycle of a job needs, from the job's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import yaml
 from tools.comparison.releases import Checkout, Job
 
 TOOLS: Final = ("curl", "jq", "openssl", "python3", "iptables", "ip6tables", "ipset", "nc", "rsync", "setpriv")
-"""Programs that both environments use if this machine has them, in addition to those of a minimal Debian."""
+"""Programs besides those of a minimal Debian that both environments use if this machine has them."""
 NEVER_LIVE: Final = ("yq", "keytool", "lsb_release")
 CAP_SYS_RESOURCE: Final = 24
 TRIALS: Final = (
@@ -26,11 +26,11 @@ TRIALS: Final = (
     *("agent restarted", "errand", "update", "start after stop", "slow start"),
 )
 HOOKS: Final = ("pre-start", "post-start", "post-deploy", "pre-stop", "drain", "post-stop", "run")
-"""Scripts that the Director runs. If the job lacks one, a script is added that only reports its execution."""
+"""Scripts that the Director runs. If the job lacks one of them, a script is added that only reports that it was run."""
 TOLD: Final = "/var/vcap/packages/stand_in/told"
 SLOW_TIMEOUT_S: Final = 10
 SLOW_S: Final = 16
-"""Delay in seconds for start programs that must exceed their timeout."""
+"""Delay in seconds that makes start programs exceed their timeout."""
 STAND_IN: Final = "STAND_IN"
 STAND_IN_TEXT: Final = Path(__file__).with_name("stand_in.py").read_text()
 _PATH: Final = re.compile(r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)((?:/[\w.@+-]+)*)")
@@ -68,19 +68,19 @@ class MonitCheck:
 
 @dataclass
 class Plan:
-    """Everything that the lifecycle of a job needs."""
+    """Everything that is needed to run the lifecycle of a job."""
 
     job: Job
     services: list[MonitCheck]
     files: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By package, the contents of its files."""
+    """The contents of each package's files."""
     system: set[str] = field(default_factory=set)
     """Programs that scripts call by name and that neither this machine nor a package has."""
 
     lives: list[str] = field(default_factory=list)
-    """Stand-ins that must keep running although the way in which they are called does not show it."""
+    """Stand-ins that must keep running, although this does not show in the way they are called."""
     is_lenient: bool = False
-    """Whether scripts continue after errors in both environments."""
+    """Whether scripts continue after errors, in both environments."""
 
     acts: tuple[tuple[str, str], ...] = ()
     """Names and shell commands of additional phases after the job is at rest."""
@@ -185,9 +185,9 @@ def _hook(name: str) -> str:
 
 
 def told(path: str, text: str) -> str:
-    """If a file is a shell script of the job, return it with a line that first reports its execution.
+    """Return a shell script of the job with an added first line that reports when it is run.
 
-    Any other text is returned unchanged.
+    The text of any other file is returned unchanged.
     """
     head, newline, rest = text.partition("\n")
     if not path.startswith("bin/") or not re.match(r"#!\S*(?:/env )?(?:ba|da)?sh\b", head) or not newline:
@@ -200,11 +200,11 @@ def _is_monit(path: str) -> bool:
 
 
 def _reached(text: str) -> str:
-    """Return a monit file with limits of memory and CPU usage that a stand-in can reach."""
+    """Return a monit file in which the limits for memory and CPU usage are so low that a stand-in can reach them."""
 
     def limit(found: re.Match[str]) -> str:
         if found[2].lower() == "cpu":
-            return f"{found[1]}2%"  # As in monit, these are percent of all CPUs.
+            return f"{found[1]}2%"  # Percent of all CPUs, as in monit.
         # One percent, the smallest percentage, would be too much on a machine with much memory.
         return f"{found[1]}60 MB"
 
@@ -223,7 +223,7 @@ def _alone(path: str, text: str, known: set[str]) -> str:
 
 
 def _drop_directories(made: Plan) -> None:
-    """Remove each path that is a directory, which means that other paths are below it."""
+    """Remove the paths that are directories, recognizable by other paths below them."""
     for files in made.files.values():
         for place in [one for one in files if any(other.startswith(f"{one}/") for other in files)]:
             del files[place]
@@ -231,14 +231,14 @@ def _drop_directories(made: Plan) -> None:
 
 @functools.cache
 def _is_here(word: str) -> bool:
-    """Return True for a program of this machine that a stemcell has as well. Other programs differ between machines."""
+    """Return True for a program that both this machine and every stemcell have."""
     place = shutil.which(word)
     return place is not None and (word in TOOLS or not _base() or str(Path(place).resolve().name) in _base())
 
 
 @functools.cache
 def _base() -> frozenset[str]:
-    """Return the names of programs in a minimal Debian. The result is empty on other systems."""
+    """Return the names of programs in a minimal Debian. The result is empty on systems other than Debian."""
     try:
         shown = ["dpkg-query", "-W", "-f", "${Priority}\\t${db-fsys:Files}\\n\\n"]
         listed = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
@@ -272,9 +272,9 @@ def _within_capabilities(text: str) -> str:
 def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
     """Change the plan after a run in which the job did not stay up. Return False if there is nothing else to try.
 
-    ``said`` contains the logs of scripts; stand-ins for everything that they did not find are added. ``called`` are the
-    stand-ins that start programs ran as tools; the last of them must keep running in the next run. If neither changes
-    the plan, scripts are made lenient.
+    ``said`` contains the logs of scripts. Whatever the scripts did not find gets a stand-in. ``called`` are the
+    stand-ins that start programs ran as tools, of which the last must keep running in the next run. If neither changes
+    the plan, scripts continue after errors from then on.
     """
     found = learn_paths(made, said)
     new = [name for name in called if name not in (*made.lives, *NEVER_LIVE)][-1:]
@@ -356,13 +356,15 @@ def _services(text: str) -> Iterable[MonitCheck]:
 
 
 def _program(command: str) -> str:
-    """Return the program that a start program's command line really runs, such as the script behind ``sh -c``."""
+    """Return the program that a start program's command line runs in the end, such as the script behind ``sh -c``."""
     scripts = re.findall(r"/var/vcap/jobs/\S+", command)
     return scripts[0].strip("'\";") if scripts else command.split(maxsplit=1)[0] if command else ""
 
 
 def _expanded(text: str) -> str:
-    """Replace the variables in a script by the values that it assigns to them, unless that requires a shell."""
+    """Replace variables in a script with the values that the script assigns, unless finding the value requires a
+    shell.
+    """
     values: dict[str, str] = {}
     for name, value in _ASSIGNED.findall(text):
         values.setdefault(name, _substituted(value, values))
@@ -401,7 +403,9 @@ def processes(job: Job) -> list[dict[str, Any]]:
 
 
 def written(made: Plan, bpm: str = "") -> str:
-    """Return the plan as JSON for tools.comparison.life. ``bpm`` is the process that the real bpm runs, or ""."""
+    """Return the plan as JSON for tools.comparison.life. ``bpm`` is the process that the real bpm runs, or "" without
+    it.
+    """
     return json.dumps(
         {
             "release": made.job.release,

@@ -17,20 +17,18 @@ ADDRESS: Final = "10.244.0.5"
 RENDER_TIMEOUT_S: Final = 120
 MAX_FILE_BYTES: Final = 1 << 20
 LINK_MODE: Final = "120000"
-"""Mode that git uses for symbolic links."""
+"""Mode with which git records symbolic links."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A rendered job. ``files`` are its files by path in the job's directory. If rendering failed, ``error`` gives the
-    reason.
-    """
+    """A rendered job. ``files`` maps paths in the job's directory to texts. If rendering failed, ``error`` says why."""
 
     release: str
     name: str
     files: dict[str, str]
     sources: dict[str, str]
-    """Templates by path in the release. Differences refer to lines in them."""
+    """Templates by their path in the release. A difference refers to a line in one of them."""
     packages: tuple[str, ...]
     guessed: tuple[str, ...] = ()
     error: str = ""
@@ -52,7 +50,9 @@ class Checkout:
 
     path: Path
     _places: dict[str, str] = field(default_factory=dict)
-    """By path, the path with the content, which differs for files behind symbolic links."""
+    """For each path, the path that has its content. The two differ for files that are reached through symbolic
+    links.
+    """
 
     @property
     def name(self) -> str:
@@ -99,8 +99,9 @@ class Checkout:
         return subprocess.run(argv, capture_output=True, check=True).stdout
 
     def jobs(self, values: dict[str, Any], pem: str, key: str = "") -> Iterator[Job]:
-        """Yield each job, rendered with its defaults and with ``values``, which are properties by ``RELEASE/JOB`` or
-        ``JOB``.
+        """Yield each job, rendered with its defaults and with ``values``.
+
+        ``values`` contains properties for ``RELEASE/JOB`` or for ``JOB``.
         """
         texts: dict[str, dict[str, str]] = {}
         for name in self.names():

@@ -1,4 +1,4 @@
-# Renders the jobs of a release as a Director does. Reads a JSON document from standard input and writes another one:
+# Renders the jobs of a release as a Director does. Reads a JSON document from standard input and writes another document:
 # {jobs: [{name, spec, templates: {path: text}}], values: {job: {property: value}}, address, pem, key}
 #   -> [{name, files: {path: text}, guessed: [name], error}]
 require 'erb'
@@ -22,7 +22,7 @@ end
 
 class UnknownLink < StandardError; end
 
-# `spec` and `properties` in templates: an OpenStruct on each level, whose members can also be read as those of a Hash.
+# `spec` and `properties` in templates: an OpenStruct on each level, whose members can also be read as in a Hash.
 class Deep < OpenStruct
   def self.of(value)
     case value
@@ -36,7 +36,7 @@ class Deep < OpenStruct
   def methods(*) = super
 end
 
-# Networks by name. For a name that does not exist, it returns the default network.
+# Networks by name. A name that does not exist returns the default network.
 class Networks < Deep
   def method_missing(name, *) = name.end_with?('=') ? super : to_h[:default]
 end
@@ -171,8 +171,8 @@ end
 # Return an entry for a list of databases or roles.
 def member(tag) = { 'tag' => tag, 'name' => tag, 'username' => tag, 'password' => 'guessed', 'citext' => true }
 
-# Replace a guessed value whose type caused the error, usually with a list of what the template looks for. Return the
-# name of the property.
+# Replace a guessed value whose type caused the error, usually with a list of the values that the template looks for.
+# Return the name of the property.
 def mend_type(error, text, guessed)
   return unless error.is_a?(NoMethodError) || error.message =~ /array/i
   receiver = error.is_a?(NoMethodError) ? error.receiver : nil
@@ -207,7 +207,8 @@ rescue StandardError
   example
 end
 
-# Return the names of properties without a value that caused an error: those in its message, or the one looked up last.
+# Return the names of the properties without a value that caused an error. They are the names in the error's message or,
+# if it contains none, the name that was looked up last.
 def to_blame(error, spec, properties, guessed)
   return error.names.first(1) if error.is_a?(UnknownProperty)
   named = (spec['properties'] || {}).keys.select do |name|

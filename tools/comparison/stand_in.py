@@ -52,7 +52,7 @@ def context() -> dict[str, Any]:
 
 
 def tell() -> None:
-    """Report a script whose path and arguments are this program's arguments, and delay it if it should be slow."""
+    """Report the script whose path and arguments were passed to this program, and delay it if it should be slow."""
     say("script", " ".join(sys.argv[1:]))
     try:
         with open(HOME + "/slow") as file:
@@ -64,7 +64,7 @@ def tell() -> None:
 
 
 def ancestors() -> Iterator[tuple[int, str]]:
-    """Yield pid and command line of this process and of each of its ancestors."""
+    """Yield the pid and command line of this process and of each of its ancestors."""
     pid = os.getpid()
     while pid > 1:
         try:
@@ -98,12 +98,12 @@ def named_pidfile() -> str:
 
 
 def found(plan: Any) -> tuple[str, str]:
-    """Return the service to which this process belongs, and the pidfile that it must write, or "" for either.
+    """Return the service to which this process belongs, and the pidfile that it must write.
 
-    If both are "", this process acts as a tool.
+    Each is "" if there is none. If both are "", this process acts as a tool.
     """
     if [os.path.basename(sys.argv[0]), *sys.argv[1:2]] == ["docker", "inspect"]:
-        return "", ""  # it must exit, because a start program waits until its output ends
+        return "", ""  # A tool must exit, because a start program waits until the tool's output ends.
     if plan["bpm"] and os.environ.get("TMPDIR") == plan["tmp"]:
         is_main = os.getsid(0) == os.getpid() or os.getpgid(0) == os.getpid() or os.getppid() <= 1
         marked = os.environ.get("BPM_STAND_IN") or ""
@@ -160,7 +160,7 @@ def servers() -> list[int]:
 
 
 def answer() -> None:
-    """Print what start programs expect from certain tools."""
+    """Print the output that start programs expect from certain tools."""
     words = " ".join(sys.argv[1:])
     if os.path.basename(sys.argv[0]) == "yq":
         with open(sys.argv[-1]) as file:
@@ -187,7 +187,7 @@ def looked_up(words: str, text: str) -> str:
 
 
 class Ports:
-    """The listening sockets of a service. They are closed while the file ``closed`` exists."""
+    """The listening sockets of a service. They are closed as long as the file ``closed`` exists."""
 
     def __init__(self, wanted: list[Any]) -> None:
         self.wanted = wanted
@@ -229,7 +229,7 @@ class Ports:
                 listening.listen()
             self.open[str(place)] = listening
         except OSError:
-            pass  # Another stand-in is listening on it.
+            pass  # Another stand-in is listening on this port.
 
     def answer(self, one: socket.socket) -> None:
         try:

@@ -1,6 +1,6 @@
-"""Stand-ins for programs of a stemcell that this machine lacks or that would affect it.
+"""Stand-ins for stemcell programs that this machine lacks, or that would change this machine.
 
-They are mounted over ``/usr`` in an environment.
+In an environment, they are mounted over ``/usr``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _IP: Final = """#!/bin/sh
 [ "$*" != "${*#*type dummy}" ] || exec /usr/libexec/ip "$@"
 exec /usr/libexec/ip link add "$3" type bridge
 """
-"""Creates a bridge in place of a dummy interface, which some kernels do not have."""
+"""Creates a bridge when a dummy interface is requested, because some kernels do not support dummy interfaces."""
 PROGRAMS: Final = dict.fromkeys(QUIET, _QUIET) | {"chpst": _CHPST, "sudo": _SUDO, "ip": _IP}
 
 

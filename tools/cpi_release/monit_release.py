@@ -1,8 +1,8 @@
-"""``./dev monit-release`` builds a BOSH release that replaces monit by the supervisor, for ``bosh upload-release``.
+"""``./dev monit-release`` builds a BOSH release that replaces monit with the supervisor, for ``bosh upload-release``.
 
-Its job ``agent_shim_monit`` is an addon without processes. The pre-start of the job replaces monit, and removing the
-job restores monit (docs/monit.md). The job ``bpm`` is for operators who also want this project's bpm. The package is
-built in the same way as that of the CPI (``release``).
+The release's job ``agent_shim_monit`` is an addon without processes. Its pre-start script replaces monit, and removing
+the job restores monit (docs/monit.md). The job ``bpm`` is for operators who also want this project's bpm. The package
+is built in the same way as the CPI's (``release``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``./dev cpi-release`` builds a BOSH release with the CPI, for ``bosh upload-release`` and ``bosh create-env``.
 
-The properties of its job ``kubernetes_cpi`` are generated from the types of the CPI's configuration. Its package
-contains an interpreter, the libraries of requirements/cpi.lock and the program. Everything is already compiled, so the
-packaging script only copies files.
+The properties of the release's job ``kubernetes_cpi`` are generated from the types of the CPI's configuration. The
+package contains an interpreter, the libraries of requirements/cpi.lock and the program. Everything is already compiled,
+so the packaging script only copies files.
 
 The interpreter is a copy of the running one, so VMs need the same architecture and the same or a newer glibc. The same
 source tree, interpreter and lock file always produce the same bytes.
@@ -32,7 +32,7 @@ from kubernetes_cpi import schema
 from kubernetes_cpi.config import Config
 
 Member: TypeAlias = tuple[str, bytes | str, int]
-"""Name, content (a string is the target of a link) and mode of a file in a tarball."""
+"""Name, content and mode of a file in a tarball. For a link, the content is its target as a string."""
 ROOT: Final = Path(__file__).parents[2]
 HERE: Final = Path(__file__).parent
 NAME: Final = "bosh-kubernetes-cpi"
@@ -81,7 +81,7 @@ def release(version: str, out: Path) -> Path:
 def write(
     out: Path, name: str, version: str, jobs: Mapping[str, Iterable[Member]], make_package: Callable[[Path], None]
 ) -> Path:
-    """Build a release with these jobs and one package, which is named after the first job. Return the path of its
+    """Build a release with these jobs and one package, which is named after the first job. Return the path of the
     tarball.
     """
     job = next(iter(jobs))
@@ -138,8 +138,8 @@ def job_files() -> Iterator[Member]:
 def files_of_job(
     name: str, templates: Mapping[str, str], known: Mapping[str, dict[str, Any]], package: str = ""
 ) -> Iterator[Member]:
-    """Yield the files of a job without processes. Unless ``package`` is given, the package it needs has the
-    job's name.
+    """Yield the files of a job without processes. The job uses ``package``, or by default the package with its own
+    name.
     """
     where = HERE / "jobs" / name
     manifest = {"name": name, "templates": dict(templates), "packages": [package or name], "properties": dict(known)}
@@ -153,20 +153,20 @@ def files_of_job(
 
 
 def package_tree(target: Path, name: str, lock: str, program: str) -> None:
-    """Create the files of a package: ``packaging``, and ``python`` with interpreter, libraries of a lock file and
-    program.
+    """Create the files of a package: ``packaging``, and ``python`` with the interpreter, a program and the libraries in
+    a lock file.
     """
     shutil.copy(HERE / "packages" / name / "packaging", target / "packaging")
     python = target / "python"
     subprocess.run([sys.executable, ROOT / "stemcell_overlay/make/interpreter", python], check=True)
     shared = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
-    # Debian's build variables claim that the interpreter needs the shared library, but the interpreter contains it. So
-    # copy the library only if it exists.
+    # According to its build variables, Debian's interpreter needs the shared library. In fact the library is part of
+    # the interpreter, so copy the file only if it exists.
     if sysconfig.get_config_var("Py_ENABLE_SHARED") and shared.exists():
         shutil.copy(shared, python / "lib")
         _look_beside(python / "bin", shared.parent)
-    # Install the libraries next to the standard library, because every build of Python searches that directory, even
-    # after it was moved.
+    # Install the libraries next to the standard library, because every Python build searches that directory, even after
+    # it was moved.
     library = python / "lib" / Path(sysconfig.get_path("stdlib")).name
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     pinned = ["--require-hashes", "--only-binary=:all:", "--requirement", str(ROOT / "requirements" / lock)]
@@ -189,7 +189,7 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
 
 
 def _look_beside(programs: Path, where: Path) -> None:
-    """Change the library path in programs from the build's directory to ``../lib``, as chrpath does."""
+    """Change the library path of programs from the build's directory to ``../lib``, as chrpath does."""
     before, after = f"{where}\0".encode(), b"$ORIGIN/../lib\0"
     for path in programs.iterdir():
         content = path.read_bytes()
@@ -202,7 +202,7 @@ def _look_beside(programs: Path, where: Path) -> None:
 
 
 def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
-    """Yield name, content (a string is the target of a link) and mode of each file, sorted by name."""
+    """Yield name, content and mode of each file, sorted by name. For a link, the content is its target as a string."""
     for path in sorted(top.rglob("*")):
         name = str(path.relative_to(top))
         if path.is_symlink():
@@ -234,9 +234,7 @@ def tarball(files: Iterable[tuple[str, bytes | str, int]], level: int = 6) -> by
 
 
 def _entry(name: str, content: bytes) -> dict[str, Any]:
-    """Return the manifest entry of a job or package, in which the digest of the content is also version and
-    fingerprint.
-    """
+    """Return the manifest entry of a job or package. The digest of its content is also its version and fingerprint."""
     digest = hashlib.sha256(content).hexdigest()
     return {"name": name, "version": digest, "fingerprint": digest, "sha1": f"sha256:{digest}"}
 

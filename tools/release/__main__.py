@@ -47,8 +47,8 @@ class Release:
     epoch: str
 
     def wheel(self) -> None:
-        """Build the source distribution and, because wheels contain the compiled keeper, a wheel for each
-        architecture.
+        """Build the source distribution and a wheel for each architecture, because wheels contain the compiled
+        keeper.
         """
         build = (sys.executable, "-m", "hatchling", "build", "-d", str(self.out), "-t")
         self._run(*build, "sdist")
@@ -61,8 +61,8 @@ class Release:
         self._run(sys.executable, "-m", "tools.cpi_release.release", "--out", str(self.out))
 
     def images(self) -> None:
-        """Build an image for each architecture and save it as an OCI archive, which `skopeo copy` can push without
-        changing its digest.
+        """Build an image for each architecture and save it as an OCI archive, which `skopeo copy` can push with the
+        same digest.
         """
         for architecture, base in self.bases.items():
             given = [f"--platform=linux/{architecture}", f"--build-arg=BASE_IMAGE={base}", f"--timestamp={self.epoch}"]
@@ -80,7 +80,9 @@ class Release:
             saved.unlink()
 
     def stemcells(self) -> None:
-        """Build the full stemcell from the amd64 image, and the light one that refers to this image in a registry."""
+        """Build the full stemcell from the amd64 image, and the light stemcell, which refers to this image in a
+        registry.
+        """
         image = tag("amd64")
         program = [sys.executable, str(STEMCELL), "--version", self.version, "--out", str(self.out)]
         self._run(*program, "--image", image)
@@ -138,7 +140,9 @@ def tag(architecture: str) -> str:
 
 
 def repack(source: Path, target: Path, epoch: int) -> None:
-    """Copy a tarball with sorted members and a fixed time in each, because `podman save` sets the current time."""
+    """Copy a tarball with its members sorted and their mtimes set to ``epoch``, because `podman save` uses the current
+    time.
+    """
     with tarfile.open(source) as old, tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda one: one.name):
             member.mtime = epoch

@@ -48,7 +48,10 @@ def sizes(directory: Path) -> str:
 
 
 def differing(before: str, after: str) -> Mapping[str, str]:
-    """Return how files differ between two lists of checksums, by name: "content", "only before" or "only after"."""
+    """Return how files differ between two lists of checksums.
+
+    Maps each name to "content", "only before" or "only after".
+    """
     old, new = _by_name(before), _by_name(after)
     changed = {name: "content" for name in old.keys() & new.keys() if old[name] != new[name]}
     gone = dict.fromkeys(old.keys() - new.keys(), "only before")

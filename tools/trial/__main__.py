@@ -31,7 +31,7 @@ ROOT: Final = Path(__file__).parents[2]
 HERE: Final = Path(__file__).parent
 DEPLOYMENTS: Final = "https://github.com/cloudfoundry/bosh-deployment"
 COMPILED: Final = r"ubuntu-(?P<line>\w+)-(?P<version>\d[\d.]*)\.tgz$"
-"""End of the URL of a compiled release. It names the only stemcell with which the release can be deployed."""
+"""End of the URL of a compiled release, which names the only stemcell for which the release is compiled."""
 NAMESPACE: Final = "bosh"
 DEPLOYMENT: Final = "hello"
 PAGE: Final = """
@@ -94,7 +94,7 @@ class Trial:
             self.runner.kubectl("apply", "-k", f"deploy/cpi/{place}")
 
     def tarballs(self) -> tuple[str, str]:
-        """Build the CPI's release, and a stemcell with the version for which bosh-deployment's releases are compiled.
+        """Build the CPI release, and a stemcell with the version for which bosh-deployment's releases are compiled.
 
         Return the paths of both tarballs.
         """
@@ -106,7 +106,7 @@ class Trial:
         return release, self.runner("./dev", "stemcell", "--light", *image, *system, out).split()[-1]
 
     def director(self, release: str, stemcell: str) -> None:
-        """Create the Director in a pod whose ports are published on the node."""
+        """Create the Director in a pod. The node publishes the pod's ports."""
         values = {
             "cpi_release": f"file://{release}",
             "stemcell": f"file://{stemcell}",
@@ -124,7 +124,7 @@ class Trial:
         )
 
     def enter(self) -> None:
-        """Set the environment variables with which the CLI finds the Director."""
+        """Set the environment variables that tell the CLI where the Director is."""
         made = yaml.safe_load((self.state / "creds.yml").read_text())
         self.runner.environment |= {
             "BOSH_ENVIRONMENT": self.node.address,
@@ -142,14 +142,14 @@ class Trial:
         runtime = yaml.safe_load(said)
         runtime.pop("variables", None)
         for job in (job for addon in runtime["addons"] for job in addon["jobs"]):
-            # Do without systemd-resolved, which pods lack, and without the dummy device that some kernels lack.
+            # Pods have no systemd-resolved, and some kernels lack the dummy device, so do without both.
             job["properties"] |= {"configure_systemd_resolved": False, "override_nameserver": True}
         self.runner.bosh("update-runtime-config", "--name=dns", self._written("dns.yml", runtime))
 
     def deploy(self, stemcell: str) -> None:
         """Deploy the release in this directory, with the bpm release of bosh-deployment."""
         self.runner.bosh("upload-stemcell", stemcell)
-        # The CLI writes into the directory of a release, so use a copy.
+        # The CLI writes into the directory of a release, so use a copy of it.
         source, tarball = self.state / "release", f"{self.state}/hello.tgz"
         shutil.rmtree(source, ignore_errors=True)
         shutil.copytree(HERE / "release", source)

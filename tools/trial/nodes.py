@@ -1,4 +1,4 @@
-"""Kubernetes nodes for the trial: one from kind, or the node of ``./dev test-kubernetes`` in its own namespaces."""
+"""Kubernetes nodes for the trial: a kind node, or the node of ``./dev test-kubernetes`` in its own namespaces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTAINER: Final = f"{NAME}-control-plane"
 IMAGE: Final = "localhost/agent-shim/trial:latest"
 BASE: Final = "ghcr.io/cloudfoundry/ubuntu-{line}-stemcell:latest"
 START_S: Final = 3600.0
-"""Time limit in seconds for starting the tests' own node, which builds Kubernetes at its first start."""
+"""Time limit in seconds for starting the node of the tests. Its first start also builds Kubernetes."""
 STOP_S: Final = 60.0
 
 
@@ -28,11 +28,12 @@ class Node(Protocol):
 
     @property
     def address(self) -> str:
-        """Return the address of the node, which this machine and pods can reach."""
+        """Return the node's address, which this machine and the pods can reach."""
 
     def start(self, line: str) -> None:
-        """Start the node unless it is running. Its agent image is based on the Ubuntu release ``line``, such as
-        ``noble``.
+        """Start the node unless it is running.
+
+        The node's agent image is based on the Ubuntu release ``line``, such as ``noble``.
         """
 
     def enter(self) -> None:
@@ -53,8 +54,8 @@ def require(*programs: str) -> None:
 
 
 def chosen(runner: Runner, wanted: str | None) -> Node:
-    """Return the requested node. Without a request, return the one that is recorded in the state, else kind if it is
-    installed.
+    """Return the node that was requested, else the one that the state records. Without either, return a kind node if
+    kind is installed.
     """
     kind = wanted or ("own" if (runner.state / "own").exists() or shutil.which("kind") is None else "kind")
     return KindNode(runner) if kind == "kind" else Own(runner)
@@ -85,8 +86,7 @@ class KindNode:
         self._runner(self._engine, "save", f"--output={archive}", IMAGE)
         self._runner("kind", "load", "image-archive", archive, f"--name={NAME}")
         Path(archive).unlink(missing_ok=True)
-        # Give the image the name by which the stemcell refers to it, because the kubelet cannot pull it from a
-        # registry.
+        # The kubelet cannot pull this image from a registry, so give it the name that the stemcell uses.
         self._images("tag", "--force", IMAGE, f"localhost/agent-shim@{self.digest()}")
 
     def enter(self) -> None:
@@ -140,8 +140,7 @@ class Own:
         if not self._is_held():
             raise FailedError("cannot reach the node: it is not running; `./dev try-kubernetes` starts it")
         pid = (self._where / "pid").read_text()
-        # The namespaces belong to a grandchild of the background process: its child is `unshare`, whose child is their
-        # PID 1.
+        # The background process has started `unshare`, whose child is PID 1 of the namespaces.
         for _ in range(2):
             (pid,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         namespaces = ("--mount", "--net", "--pid")
